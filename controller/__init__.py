@@ -1,0 +1,1 @@
+"""The central actor: mirror of every replica, ledger of its own decisions, placement."""

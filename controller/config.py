@@ -1,0 +1,48 @@
+"""Configuration of the central controller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from scheduling.routing import make_policy
+
+
+class ControllerConfig(BaseModel):
+    """The central actor."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str = Field(default="pab", description="Routing policy, see `sluice policies`.")
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the routing policy."
+    )
+    stale_after_s: float = Field(
+        default=2.0,
+        gt=0,
+        description="A replica silent for longer gets no new requests, seconds.",
+    )
+    forget_after_s: float = Field(
+        default=30.0, gt=0, description="A replica silent for longer is forgotten, seconds."
+    )
+    reservation_ttl_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="A decision that no replica confirmed by then is dropped, seconds.",
+    )
+    reference_ttft_ms: float = Field(
+        default=1_000.0,
+        gt=0,
+        description="Horizon of the prefill admission budget (FairBatching's node TTFT), ms.",
+    )
+    reference_tpot_ms: float = Field(
+        default=100.0,
+        gt=0,
+        description="Decode pace of the prefill admission budget where a request states none, ms.",
+    )
+
+    @model_validator(mode="after")
+    def _check_policy(self) -> ControllerConfig:
+        make_policy(self.policy, self.policy_options)
+        return self

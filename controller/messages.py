@@ -1,0 +1,108 @@
+"""What crosses the wire between the controller and its clients (routers and replicas).
+
+All of it is plain data. Times are ages or the sender's monotonic clock together with the sender's
+``now_s``, so clocks of different hosts are never compared.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduling.latency import LatencyProfile
+from scheduling.routing.base import RouteQuery
+
+__all__ = [
+    "MetricSample",
+    "MetricsPush",
+    "ReplicaDelta",
+    "ReplicaHello",
+    "ReportReply",
+    "RouteDecision",
+    "RouteQuery",
+    "RouteReply",
+]
+
+
+class RouteDecision(NamedTuple):
+    """Where a request goes: ``replica_id`` is ``None`` where the controller cannot say."""
+
+    replica_id: str | None
+    reason: str
+
+
+class RouteReply(NamedTuple):
+    """Decisions in the order of the queries. ``epoch`` changes when the controller restarts."""
+
+    epoch: int
+    decisions: tuple[RouteDecision, ...]
+
+
+class ReplicaHello(NamedTuple):
+    """Registration of a replica: all that is static, and its full state.
+
+    ``seq`` numbers the replica's reports; the next delta carries ``seq + 1``.
+    ``capacity`` is the most live requests that its table holds.
+    """
+
+    replica_id: str
+    node_id: str
+    model: str
+    policy: str
+    role: str
+    max_batch_tokens: int
+    max_sequences: int
+    block_tokens: int
+    capacity: int
+    profile: LatencyProfile
+    seq: int
+    now_s: float
+    slots: np.ndarray
+    rows: np.ndarray
+    summary: np.void
+
+
+class ReplicaDelta(NamedTuple):
+    """What changed in a replica since report ``seq - 1``.
+
+    ``slots``/``rows`` hold the changed slots of its table (a row with phase 0 is a freed slot);
+    ``finished`` the keys of requests that ended since, so that their reservations can go.
+    ``epoch`` is the controller's as the replica knows it.
+    """
+
+    replica_id: str
+    epoch: int
+    seq: int
+    now_s: float
+    slots: np.ndarray
+    rows: np.ndarray
+    summary: np.void
+    finished: tuple[int, ...]
+    draining: bool
+
+
+class ReportReply(NamedTuple):
+    """Answer to a report. ``resync`` asks for a :class:`ReplicaHello`: the epoch is unknown, the
+    replica is not registered, or a report was lost."""
+
+    epoch: int
+    resync: bool
+
+
+class MetricSample(NamedTuple):
+    """One cumulative Prometheus sample of a process: its family is ``family`` of type ``kind``."""
+
+    family: str
+    kind: str
+    documentation: str
+    name: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+
+
+class MetricsPush(NamedTuple):
+    """Every sample of one process, cumulative: a lost push loses nothing."""
+
+    source: str
+    samples: tuple[MetricSample, ...]

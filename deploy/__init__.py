@@ -1,0 +1,1 @@
+"""Configuration, the Serve application, and the command line."""

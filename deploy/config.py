@@ -1,0 +1,60 @@
+"""The configuration of a whole Sluice application, read from YAML and flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from controller.config import ControllerConfig
+from replica.config import EngineConfig, ReplicaConfig
+from router.config import RouterConfig
+
+
+class SluiceConfig(BaseModel):
+    """Everything that `sluice serve` and `serve deploy` need. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(
+        default="sluice",
+        pattern=r"^[a-z0-9][a-z0-9-]{0,62}$",
+        description="Name of the Serve application and of the controller actor.",
+    )
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine.")
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="The replicas.")
+    controller: ControllerConfig = Field(
+        default_factory=ControllerConfig, description="The central controller."
+    )
+    router: RouterConfig = Field(default_factory=RouterConfig, description="The HTTP edge.")
+
+
+def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceConfig:
+    """Read ``path`` (YAML) and lay ``overrides`` (nested, as in the file) over it.
+
+    Raises:
+        ValueError: the file is not a YAML mapping, or a value is not allowed (pydantic's
+            ``ValidationError``, which names the field and what is allowed).
+        OSError: the file cannot be read.
+    """
+    data: Any = {}
+    if path is not None:
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not YAML: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"{path} must hold a mapping at its top level")
+    return SluiceConfig.model_validate(_merge(data, overrides or {}))
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged

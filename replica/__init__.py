@@ -1,0 +1,1 @@
+"""One engine and its local scheduler."""

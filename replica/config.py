@@ -1,0 +1,123 @@
+"""Configuration of a replica and of the engine inside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from scheduling.batching import make_policy
+
+
+class SimulatedEngineConfig(BaseModel):
+    """An engine with a latency model in place of a GPU; for scale and for tests."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step_s: float = Field(default=0.004, ge=0, description="Fixed time of a step, seconds.")
+    token_s: float = Field(default=0.0002, ge=0, description="Time per new token, seconds.")
+    context_token_s: float = Field(
+        default=0.000001, ge=0, description="Time per context token, seconds."
+    )
+    quadratic_s: float = Field(
+        default=0.0, ge=0, description="Time per unit of the quadratic prefill term, seconds."
+    )
+    kv_blocks: int = Field(default=4096, ge=8, description="KV blocks.")
+    block_tokens: int = Field(default=16, ge=1, description="Tokens per KV block.")
+    max_model_tokens: int = Field(default=8192, ge=16, description="Longest prompt + output.")
+    max_batch_tokens: int = Field(default=2048, ge=1, description="Token limit of a batch.")
+    max_sequences: int = Field(default=256, ge=1, description="Most running sequences.")
+
+
+class EngineConfig(BaseModel):
+    """Which engine runs, with which local policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["vllm", "simulated"] = Field(
+        default="vllm", description="`vllm`: real inference. `simulated`: a latency model."
+    )
+    model: str = Field(
+        default="local",
+        min_length=1,
+        description="Path or hub id of the model; `local` makes a small random-weight Llama.",
+    )
+    served_model_name: str | None = Field(
+        default=None, description="Name that requests use; default: the model's."
+    )
+    policy: str = Field(
+        default="slidebatching", description="Local batch policy, see `sluice policies`."
+    )
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the batch policy."
+    )
+    vllm_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="vLLM engine arguments by their command-line name without dashes, "
+        "for example `max-model-len: 8192`. Those that Sluice sets itself are refused.",
+    )
+    pin_cpu: bool = Field(
+        default=False,
+        description="CPU build of vLLM: pin each engine to one core, with one OpenMP thread.",
+    )
+    latency_profile: Path | None = Field(
+        default=None,
+        description="JSON latency profile to plan with; default: profile at start, and cache.",
+    )
+    profile_budget_s: float = Field(
+        default=5.0, gt=0, le=600, description="Longest start-up profiling, seconds."
+    )
+    cache_dir: Path = Field(
+        default=Path("~/.cache/sluice"),
+        description="Latency profiles and locally made models are kept here.",
+    )
+    batch_log: Path | None = Field(
+        default=None,
+        description="Directory for a log of planned and run batches, one JSON line each, "
+        "at most 100,000 lines an engine; for tests and diagnosis.",
+    )
+    simulated: SimulatedEngineConfig = Field(
+        default_factory=SimulatedEngineConfig, description="The simulated engine."
+    )
+
+    @model_validator(mode="after")
+    def _check_policy(self) -> EngineConfig:
+        make_policy(self.policy, self.policy_options)
+        return self
+
+
+class ReplicaConfig(BaseModel):
+    """The pool of replicas."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    count: int = Field(default=2, ge=1, le=4096, description="Replicas.")
+    num_cpus: float = Field(default=0.5, ge=0, description="Ray CPUs per replica.")
+    num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica.")
+    max_live_requests: int = Field(
+        default=2048,
+        ge=1,
+        le=65_536,
+        description="Most live requests of a replica; more get 503.",
+    )
+    report_interval_s: float = Field(
+        default=0.025,
+        gt=0,
+        le=1,
+        description="Least time between two reports to the controller, seconds.",
+    )
+    heartbeat_s: float = Field(
+        default=0.5,
+        gt=0,
+        le=10,
+        description="Most time between two reports, seconds, also when nothing changed.",
+    )
+    health_check_period_s: float = Field(
+        default=1.0, gt=0, description="Time between Serve's health checks, seconds."
+    )
+    drain_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Longest wait for live requests when a replica is stopped, seconds.",
+    )

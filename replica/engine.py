@@ -1,0 +1,138 @@
+"""The contract between a replica and the engine inside it.
+
+An engine speaks OpenAI: it takes a validated request body and yields the response, so that chat
+templates, tools, log probabilities and errors are the engine's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from scheduling.latency import LatencyProfile
+from scheduling.objective import SLO
+from scheduling.state import EngineState
+
+Endpoint = Literal["chat", "completions"]
+
+
+def request_key(request_id: str) -> int:
+    """The request's 63-bit key in state tables and controller messages."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One API call for an engine.
+
+    Attributes:
+        request_id: unique in the fleet.
+        endpoint: which OpenAI endpoint ``body`` is for.
+        body: the OpenAI request body, SLO fields removed.
+        slo: its objective.
+        waited_s: seconds that passed at the edge before it was sent; the engine counts the
+            request's age from there, so no two hosts need the same clock.
+    """
+
+    request_id: str
+    endpoint: Endpoint
+    body: dict[str, Any]
+    slo: SLO
+    waited_s: float = 0.0
+
+
+class ResponseHead(NamedTuple):
+    """First item of a response."""
+
+    status: int
+    media_type: str
+    replica_id: str = ""
+
+
+class ResponseChunk(NamedTuple):
+    """Bytes of the body, and the output tokens (of the first choice) that they carry."""
+
+    data: bytes
+    tokens: int = 0
+
+
+class ResponseTail(NamedTuple):
+    """Last item of a response that ended by itself.
+
+    ``token_offsets_s`` is filled for plain (not streamed) responses only: for each output token of
+    the first choice, when it left the engine, in seconds after the request reached the replica.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    token_offsets_s: tuple[float, ...] = ()
+
+
+ResponseItem = ResponseHead | ResponseChunk | ResponseTail
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What does not change while an engine lives.
+
+    Attributes:
+        model: name that requests use. policy: name of the batch policy.
+        max_model_tokens: longest prompt + output. max_batch_tokens: token limit of a batch.
+        max_sequences: most running sequences. kv_blocks: KV blocks in all.
+        block_tokens: tokens per block. profile: the latency model it plans with.
+    """
+
+    model: str
+    policy: str
+    max_model_tokens: int
+    max_batch_tokens: int
+    max_sequences: int
+    kv_blocks: int
+    block_tokens: int
+    profile: LatencyProfile
+
+
+class EngineDeadError(RuntimeError):
+    """The engine cannot serve any more; the replica must be replaced."""
+
+
+class Engine(Protocol):
+    """An inference engine with Sluice's local scheduler in it."""
+
+    async def start(self) -> EngineInfo:
+        """Load the model, profile the step time if no profile is known, and be ready."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        """Serve one request: a head, chunks, and a tail where it ended by itself.
+
+        Closing or cancelling the iterator aborts the request in the engine. A client's mistake is
+        a head with a 4xx status and an OpenAI error body, not an exception.
+
+        Raises:
+            EngineDeadError: the engine died; items sent before stay valid.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; unknown ids are ignored."""
+
+    def state(self) -> EngineState:
+        """The scheduler's state as of its last step. Cheap: no call into the engine."""
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body."""
+
+    async def check_health(self) -> None:
+        """Return if the engine is alive.
+
+        Raises:
+            EngineDeadError: it is not.
+        """
+
+    async def drain(self) -> None:
+        """Wait until no request is live. New ones are the caller's to refuse."""
+
+    async def stop(self) -> None:
+        """Free everything. Idempotent."""

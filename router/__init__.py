@@ -1,0 +1,1 @@
+"""The HTTP edge: the OpenAI API, the SLO on the wire, dispatch to replicas."""

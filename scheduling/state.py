@@ -1,0 +1,77 @@
+"""The state of one replica as plain arrays: what its scheduler exports and the controller mirrors.
+
+One row per live request, one summary per step. Times are seconds on the replica's monotonic clock;
+a message carries ``now_s`` of the same clock, so a reader on another host needs no common clock.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+WAITING = 1
+RUNNING = 2
+
+ROW = np.dtype(
+    [
+        ("key", "<i8"),  # the request's 63-bit key
+        ("arrival_s", "<f8"),
+        ("first_token_s", "<f8"),  # nan before the first token
+        ("ttft_s", "<f4"),  # objectives: inf where none is stated
+        ("tpot_s", "<f4"),
+        ("e2e_s", "<f4"),
+        ("priority", "<i4"),
+        ("prompt_tokens", "<i4"),
+        ("computed_tokens", "<i4"),
+        ("pending_tokens", "<i4"),  # tokens that could be scheduled now; 1 in decode
+        ("emitted_tokens", "<i4"),
+        ("kv_blocks", "<i4"),
+        ("phase", "<i4"),  # 0: free slot, else WAITING or RUNNING
+    ]
+)
+"""A live request. ``phase == 0`` marks a free slot of a table."""
+
+PLAN_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01)
+"""Upper bounds of the plan-latency histogram; one more bucket counts the rest."""
+
+STEP_RATIO_BUCKETS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0)
+"""Upper bounds of the histogram of real over predicted step time; one more counts the rest."""
+
+SUMMARY = np.dtype(
+    [
+        ("updated_s", "<f8"),  # when this summary was written
+        ("step_started_s", "<f8"),
+        ("last_step_s", "<f8"),
+        ("predicted_step_s", "<f8"),
+        ("correction", "<f8"),
+        ("steps", "<i8"),
+        ("waiting", "<i4"),
+        ("running", "<i4"),
+        ("free_kv_blocks", "<i4"),
+        ("total_kv_blocks", "<i4"),
+        ("preemptions", "<i8"),
+        ("plan_mismatches", "<i8"),  # steps in which the engine ran other tokens than planned
+        ("plan_seconds_sum", "<f8"),
+        ("step_ratio_sum", "<f8"),
+        ("plan_histogram", "<i8", (len(PLAN_BUCKETS_S) + 1,)),
+        ("step_ratio_histogram", "<i8", (len(STEP_RATIO_BUCKETS) + 1,)),
+    ]
+)
+"""Counters and gauges of an engine's scheduler; counters only grow."""
+
+
+class EngineState(NamedTuple):
+    """A consistent copy of a scheduler's state.
+
+    Attributes:
+        now_s: when it was copied, on the replica's monotonic clock.
+        slots: ``int32[n]``, the table slot of each row; a request keeps its slot while it lives.
+        rows: ``ROW[n]``, the live requests.
+        summary: ``SUMMARY`` scalar (a ``numpy.void``).
+    """
+
+    now_s: float
+    slots: np.ndarray
+    rows: np.ndarray
+    summary: np.void
