@@ -1,0 +1,222 @@
+"""What every engine's scheduler does around a batch: plan it by policy, learn from its real time,
+and publish the state. The vLLM adapter and the simulated engine differ only in what they call.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from replica.state_table import RowUpdate, StateTable
+from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
+from scheduling.latency import LinearLatency, OnlineCorrection, StepSample
+from scheduling.objective import SLO
+from scheduling.request import QueueView, RequestView
+from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
+
+DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
+"""Planned with until a profile is known."""
+
+_BATCH_LOG_LINES = 100_000
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """What the local scheduler knows of a live request that its engine does not.
+
+    ``name`` is the request's id in the fleet; engines have their own ids, and one API call can be
+    several engine requests.
+    """
+
+    name: str
+    slo: SLO
+    arrival_s: float
+    slot: int
+    first_token_s: float | None = None
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A batch that the engine is running."""
+
+    started_s: float
+    plan: BatchPlan
+    work: StepSample
+    uncorrected_s: float
+
+
+class BatchLog:
+    """Planned and run batches as JSON lines, up to a bound; for tests and diagnosis."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = path.open("w", encoding="utf-8", buffering=1)
+        self._lines = 0
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append one batch; nothing more is written after the bound."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        self._lines += 1
+        if self._lines >= _BATCH_LOG_LINES:
+            self._file.close()
+            self._file = None
+
+
+class LocalScheduler:
+    """Policy, latency model with its correction, and state table of one engine.
+
+    For each batch: :meth:`plan`, then :meth:`begin_step` with what the engine will really run, then
+    :meth:`end_step`. Batches end in the order in which they began. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        table: StateTable,
+        model: LinearLatency = DEFAULT_MODEL,
+        log: BatchLog | None = None,
+    ) -> None:
+        self.requests: dict[str, TrackedRequest] = {}
+        self._policy = policy
+        self._table = table
+        self._base_model = model
+        self._model = model
+        self._correction = OnlineCorrection()
+        self._log = log
+        self._steps = 0
+        self._mismatches = 0
+        self._preemptions = 0
+        self._plan_seconds = 0.0
+        self._ratio_sum = 0.0
+        self._last_end_s = 0.0
+
+    @property
+    def model(self) -> LinearLatency:
+        """The latency model in use, with its online correction."""
+        return self._model
+
+    def track(
+        self, engine_id: str, name: str, key: int, slo: SLO, arrival_s: float, prompt_tokens: int
+    ) -> None:
+        """Begin to follow a new request.
+
+        Raises:
+            TableFullError: too many live requests.
+        """
+        slot = self._table.allocate(key, slo, arrival_s, prompt_tokens)
+        self.requests[engine_id] = TrackedRequest(name, slo, arrival_s, slot)
+
+    def forget(self, engine_id: str) -> None:
+        """Stop following a request; unknown ids are ignored."""
+        tracked = self.requests.pop(engine_id, None)
+        if tracked is not None:
+            self._table.free(tracked.slot)
+
+    def plan(self, requests: Sequence[RequestView], now_s: float, budget: BatchBudget) -> BatchPlan:
+        """Plan the next batch by the policy, with the corrected latency model."""
+        started = time.perf_counter()
+        changed = self._table.model_change()
+        if changed is not None:
+            self._base_model = changed
+            self._correction = OnlineCorrection()
+        self._model = self._base_model.corrected(self._correction.factor)
+        plan = self._policy.plan(QueueView(requests), now_s, self._model, budget)
+        elapsed = time.perf_counter() - started
+        self._plan_seconds += elapsed
+        self._table.count("plan_histogram", bisect_left(PLAN_BUCKETS_S, elapsed))
+        return plan
+
+    def begin_step(
+        self,
+        plan: BatchPlan,
+        ran: Sequence[tuple[str, int, int]],
+        now_s: float,
+        preempted: Sequence[str] = (),
+    ) -> StepInFlight:
+        """The engine starts a batch. ``ran`` holds (engine id, new tokens, computed before)."""
+        new = context = 0
+        quadratic = 0.0
+        for _, tokens, computed in ran:
+            new += tokens
+            context += computed + tokens
+            quadratic += tokens * (computed + 0.5 * tokens)
+        self._steps += 1
+        self._preemptions += len(preempted)
+        planned = {entry.request_id: entry.tokens for entry in plan.entries}
+        actual = {request_id: tokens for request_id, tokens, _ in ran}
+        if planned != actual:
+            self._mismatches += 1
+        if self._log is not None:
+            self._log.write(self._record(plan, ran, now_s, preempted))
+        work = StepSample(new, context, quadratic, 0.0)
+        uncorrected = self._base_model.step_s(new, context, quadratic)
+        return StepInFlight(now_s, plan, work, uncorrected)
+
+    def end_step(
+        self,
+        step: StepInFlight,
+        now_s: float,
+        updates: Sequence[RowUpdate],
+        waiting: int,
+        running: int,
+        free_blocks: int,
+        total_blocks: int,
+    ) -> None:
+        """The engine finished ``step``: learn its time and publish the state.
+
+        With two steps in flight the second one's time starts where the first ended.
+        """
+        seconds = now_s - max(step.started_s, self._last_end_s)
+        self._last_end_s = now_s
+        predicted_s = step.uncorrected_s * self._correction.factor
+        if step.work.new_tokens > 0 and seconds > 0:
+            ratio = seconds / predicted_s
+            self._ratio_sum += ratio
+            self._table.count("step_ratio_histogram", bisect_left(STEP_RATIO_BUCKETS, ratio))
+            self._table.add_sample(step.work._replace(seconds=seconds))
+            self._correction.observe(step.uncorrected_s, seconds)
+        self._table.write(
+            updates,
+            updated_s=now_s,
+            step_started_s=step.started_s,
+            last_step_s=seconds,
+            predicted_step_s=predicted_s,
+            correction=self._correction.factor,
+            steps=self._steps,
+            waiting=waiting,
+            running=running,
+            free_kv_blocks=free_blocks,
+            total_kv_blocks=total_blocks,
+            preemptions=self._preemptions,
+            plan_mismatches=self._mismatches,
+            plan_seconds_sum=self._plan_seconds,
+            step_ratio_sum=self._ratio_sum,
+        )
+
+    def _record(
+        self,
+        plan: BatchPlan,
+        ran: Sequence[tuple[str, int, int]],
+        now_s: float,
+        preempted: Sequence[str],
+    ) -> dict[str, object]:
+        def name(engine_id: str) -> str:
+            tracked = self.requests.get(engine_id)
+            return tracked.name if tracked is not None else engine_id
+
+        return {
+            "step": self._steps,
+            "now_s": now_s,
+            "predicted_s": plan.predicted_s,
+            "plan": [[name(entry.request_id), entry.tokens] for entry in plan.entries],
+            "ran": [[name(engine_id), tokens, computed] for engine_id, tokens, computed in ran],
+            "preempted": [name(engine_id) for engine_id in preempted],
+            "live": len(self.requests),
+        }
