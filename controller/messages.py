@@ -43,7 +43,8 @@ class ReplicaHello(NamedTuple):
     """Registration of a replica: all that is static, and its full state.
 
     ``seq`` numbers the replica's reports; the next delta carries ``seq + 1``.
-    ``capacity`` is the most live requests that its table holds.
+    ``capacity`` is the most live requests that its table holds. ``draining`` as in a delta: a
+    controller that restarted must not send to a replica that is on its way out.
     """
 
     replica_id: str
@@ -61,6 +62,7 @@ class ReplicaHello(NamedTuple):
     slots: np.ndarray
     rows: np.ndarray
     summary: np.void
+    draining: bool = False
 
 
 class ReplicaDelta(NamedTuple):
