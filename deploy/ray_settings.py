@@ -1,0 +1,51 @@
+"""Ray settings that Sluice runs with. They are environment variables that Ray reads on import, so
+:func:`apply` comes before the first ``import ray`` of the process that starts the cluster.
+
+With HAProxy in front and replicas on Serve's gRPC data plane the edge spends about a quarter of the
+CPU per request that Serve's default Python proxy does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+TUNED: Mapping[str, str] = {
+    # HAProxy takes the HTTP connections and talks to the router replicas directly.
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    # gRPC between router and replicas, no per-request log flush, no second thread per replica.
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # A dead proxy is noticed after 1 s, not 10 s.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+}
+"""For every cluster: set them in the cluster's environment too (`ray start`, KubeRay)."""
+
+LOCAL: Mapping[str, str] = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Other programs of this machine must not be able to submit work to our Ray.
+    "RAY_AUTH_MODE": "token",
+    # One machine has no other proxies that would have to learn of a stopped replica first.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+}
+"""For a Ray instance that Sluice starts itself on this machine."""
+
+
+def apply(local_dir: Path | None = None) -> None:
+    """Set what is not set yet; what the operator set stays.
+
+    Args:
+        local_dir: for a local instance, an existing private directory for HAProxy's sockets and
+            configuration, which Serve otherwise keeps at one fixed place for the whole machine.
+    """
+    settings = dict(TUNED)
+    if local_dir is not None:
+        settings.update(LOCAL)
+        proxy = local_dir / "proxy"
+        settings["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = str(proxy / "haproxy.cfg")
+        settings["RAY_SERVE_HAPROXY_SOCKET_PATH"] = str(proxy / "admin.sock")
+        settings["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = str(proxy / "metrics.sock")
+        settings["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = str(proxy)
+        settings["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = str(proxy / "server-state")
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)

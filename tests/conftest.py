@@ -1,0 +1,25 @@
+"""Settings for every test. Ray reads its environment on import, so they are set here, first."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from deploy import ray_settings
+
+_TEST_SETTINGS = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.02",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.2",
+    "RAY_health_check_period_ms": "500",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+os.environ.update(_TEST_SETTINGS)
+_private_dir = tempfile.TemporaryDirectory(prefix="sluice-test-")
+ray_settings.apply(Path(_private_dir.name))
