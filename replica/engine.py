@@ -18,6 +18,15 @@ from scheduling.state import EngineState
 Endpoint = Literal["chat", "completions"]
 
 
+_ROWS_PER_REQUEST = 4
+
+
+def table_capacity(max_live_requests: int) -> int:
+    """Rows of an engine's state table: several a live request, as ``n`` > 1 makes one API call
+    several sequences of the engine. The table's owner and its reports must agree on it."""
+    return _ROWS_PER_REQUEST * max_live_requests
+
+
 def request_key(request_id: str) -> int:
     """The request's 63-bit key in state tables and controller messages."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
