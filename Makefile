@@ -33,6 +33,8 @@ $(BIN)/python:
 
 # The three torch companions that come along on some indexes are CUDA builds: beside a CPU torch they
 # break the import of transformers, and text models do not use them.
+comma := ,
+
 define install
 	$(BIN)/pip install --quiet --editable '.[$(1)]' \
 	  || $(BIN)/pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) --editable '.[$(1)]'
@@ -47,6 +49,4 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	@echo "installing Sluice, its engine and the test tools into $(VENV)"
-	@$(call install,$(ENGINE)$(,)test)
-
-, := ,
+	@$(call install,$(ENGINE)$(comma)test)
