@@ -1,0 +1,178 @@
+"""A small random-weight Llama with its own tokenizer, made on this machine without any download.
+
+It answers nothing sensible, but it is a real model of a real architecture: the engine tokenises,
+prefills, decodes, streams and stops exactly as with trained weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+_FORMAT = 1
+"""Part of the directory name: a change of anything below must not find an older model."""
+
+_VOCABULARY = 2048
+_SPECIAL = ("<|end|>", "<|begin|>", "<|pad|>")
+
+_CHAT_TEMPLATE = (
+    "{{ '<|begin|>' }}"
+    "{% for message in messages %}"
+    "{{ message['role'] + ': ' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] or [] %}{{ part['text'] }}{% endfor %}{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+_TEXT = """
+the of and to in a is that for it as was with be by on not he this are or his from at which but
+have an had they you were their one all we can her has there been if more when will would who so
+no she other its may these what them than some him time into only could new then do first any my
+now such like our over man me even most made after also did many before must through years where
+much your way well down should because each just those people how too little state good very make
+world still own see men work long get here between both life being under never day same another
+know while last might us great old year off come since against go came right used take three
+A model reads a prompt in pieces, keeps the keys and values of every token that it has seen, and
+then writes its answer one token at a time. The first token needs the whole prompt; each later one
+needs a single step. When many people ask at once the machine must choose whose tokens to compute
+next. A request that waits too long for its first word feels slow, and a stream that stops in the
+middle of a sentence feels broken, so every token has a moment by which it should have arrived.
+The scheduler looks at the queue before each step, counts how much time is left for every request,
+and fills the batch with the work that is most urgent or most valuable. Long documents are cut into
+chunks, short questions pass between them, and nothing is computed twice if it can be remembered.
+In the morning the river was quiet, the boats lay along the wall, and a child counted the birds on
+the roof of the market. Bread, fruit, fish and flowers were sold before the sun was high. Someone
+asked where the road led, and an old woman answered that it went over the hill to the next town,
+across two bridges, past a school, a mill and a garden with apple trees, and from there to the sea.
+The library opened at nine. Students sat at long tables with books about history, language, music,
+numbers, medicine, weather and law. They wrote letters, solved problems, drew maps, learned names
+and dates, discussed questions with friends, and walked home in the evening when lamps were lit.
+Please write a short story, explain this error, translate the following paragraph, summarise the
+document, list three examples, compare both answers, and describe how the system works in detail.
+one two three four five six seven eight nine ten hundred thousand million first second third half
+Monday Tuesday Wednesday Thursday Friday Saturday Sunday January March summer winter spring autumn
+red blue green yellow black white small large heavy light early late north south east west before
+0 1 2 3 4 5 6 7 8 9 10 20 50 100 1000 2024 . , ; : ? ! ( ) [ ] { } " ' - + * / = < > @ # % & _
+def return class import print function value result string number list table error request server
+"""
+
+
+def local_model(
+    cache_dir: Path,
+    layers: int = 4,
+    hidden: int = 512,
+    max_positions: int = 8192,
+    seed: int = 0,
+) -> Path:
+    """Directory of the model of these parameters; it is made at the first call.
+
+    Equal parameters make equal files. Two makers at once do no harm: each writes its own temporary
+    directory, and the first to rename it wins.
+
+    Args:
+        cache_dir: models are kept in ``cache_dir/models``.
+        layers: transformer layers.
+        hidden: width, a multiple of 64.
+        max_positions: longest prompt + output, tokens.
+        seed: of the weights.
+
+    Raises:
+        ValueError: a size that is not positive, or a width that 64 does not divide.
+        OSError: the directory cannot be written.
+    """
+    if layers < 1 or max_positions < 16:
+        raise ValueError(
+            "a local model needs at least 1 layer and 16 positions, "
+            f"got {layers} and {max_positions}"
+        )
+    if hidden < 64 or hidden % 64:
+        raise ValueError(f"hidden must be a positive multiple of 64, got {hidden}")
+    name = f"sluice-llama-{layers}x{hidden}-{max_positions}-seed{seed}-v{_FORMAT}"
+    target = cache_dir.expanduser() / "models" / name
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        vocabulary = _save_tokenizer(temporary, max_positions)
+        _save_weights(temporary, layers, hidden, max_positions, vocabulary, seed)
+        temporary.chmod(0o755)
+        try:
+            temporary.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _save_tokenizer(directory: Path, max_positions: int) -> int:
+    """Byte-level BPE: any Unicode text encodes, and decodes to itself. Return its size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        min_frequency=1,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TEXT], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_SPECIAL[0],
+        bos_token=_SPECIAL[1],
+        pad_token=_SPECIAL[2],
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = _CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+    return len(fast)
+
+
+def _save_weights(
+    directory: Path, layers: int, hidden: int, max_positions: int, vocabulary: int, seed: int
+) -> None:
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    heads = hidden // 64
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else 1,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        bos_token_id=1,
+        pad_token_id=2,
+        dtype="float32",
+    )
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(torch.float32)
+        with torch.no_grad():
+            # Logits with a spread of about 3, so that a greedy choice is clear and a sampled one
+            # is not uniform. Special tokens, control characters and lone bytes outside ASCII stay
+            # at 0: they hardly ever come, so outputs have full length and are readable text.
+            head = model.lm_head.weight
+            head.normal_(0.0, 3.0 / hidden**0.5)
+            for token in range(vocabulary):
+                text = tokenizer.decode([token])
+                if token < len(_SPECIAL) or not (text.isascii() and text.isprintable()):
+                    head[token].zero_()
+            model.model.embed_tokens.weight.normal_(0.0, 0.1)
+    model.save_pretrained(directory, safe_serialization=True)

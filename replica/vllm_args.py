@@ -1,0 +1,90 @@
+"""How a request's objective travels through vLLM: flat keys in ``SamplingParams.extra_args``.
+
+vLLM's OpenAI layer takes them as ``vllm_xargs`` (strings and numbers only) and hands them to the
+scheduler unchanged, in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any, NamedTuple
+
+from scheduling.objective import SLO
+
+PREFIX = "sluice_"
+ID = "sluice_id"
+ARRIVAL_S = "sluice_arrival_s"
+TTFT_S = "sluice_ttft_s"
+TPOT_S = "sluice_tpot_s"
+E2E_S = "sluice_e2e_s"
+PRIORITY = "sluice_priority"
+SERVICE_CLASS = "sluice_class"
+
+_OBJECTIVES = ((TTFT_S, "ttft_s"), (TPOT_S, "tpot_s"), (E2E_S, "e2e_s"))
+
+
+class RequestArgs(NamedTuple):
+    """What Sluice adds to an engine request.
+
+    Attributes:
+        request_id: the request's id in the fleet, shared by all sequences of one API call.
+        arrival_s: when the edge received it, on the host's monotonic clock.
+        slo: its objective.
+    """
+
+    request_id: str
+    arrival_s: float
+    slo: SLO
+
+
+def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
+    """The keys of ``args``; an objective that is not stated has none."""
+    xargs: dict[str, str | int | float] = {
+        ID: args.request_id,
+        ARRIVAL_S: args.arrival_s,
+        PRIORITY: args.slo.priority,
+        SERVICE_CLASS: args.slo.service_class,
+    }
+    for key, field in _OBJECTIVES:
+        value = getattr(args.slo, field)
+        if value is not None:
+            xargs[key] = value
+    return xargs
+
+
+def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -> RequestArgs:
+    """Read the keys back. Without any (direct use of the engine) the request has no objective, the
+    id ``default_id`` and arrives at ``now_s``; so it does for each key that is missing.
+
+    Raises:
+        ValueError: a key holds what :func:`to_xargs` cannot have written.
+    """
+    given = {key: value for key, value in (xargs or {}).items() if key.startswith(PREFIX)}
+    if not given:
+        return RequestArgs(default_id, now_s, SLO())
+    request_id = given.pop(ID, default_id)
+    service_class = given.pop(SERVICE_CLASS, "standard")
+    for key, value in ((ID, request_id), (SERVICE_CLASS, service_class)):
+        if not isinstance(value, str):
+            raise ValueError(f"{key} must be a string, got {value!r}")
+    arrival_s = _number(ARRIVAL_S, given.pop(ARRIVAL_S, now_s))
+    priority = given.pop(PRIORITY, 1)
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"{PRIORITY} must be an integer, got {priority!r}")
+    objectives = {field: _number(key, given.pop(key)) for key, field in _OBJECTIVES if key in given}
+    if given:
+        raise ValueError(f"unknown keys: {', '.join(sorted(given))}")
+    slo = SLO(**objectives, priority=priority, service_class=service_class)
+    return RequestArgs(request_id, min(arrival_s, now_s), slo)
+
+
+def reserved_keys(xargs: Mapping[str, Any] | None) -> list[str]:
+    """Keys of a client's own extra arguments that only Sluice may set."""
+    return sorted(key for key in xargs or {} if key.startswith(PREFIX))
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise ValueError(f"{key} must be a finite number of seconds, got {value!r}")
+    return float(value)

@@ -1,0 +1,72 @@
+"""The locally made model: reproducible files, a tokenizer for any text, and varied output."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from replica.local_model import local_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+def test_two_makers_get_equal_files_and_a_second_call_makes_nothing(model_dir, tmp_path):
+    other = local_model(tmp_path, layers=2, hidden=128)
+    names = sorted(path.name for path in model_dir.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    for name in names:
+        digests = {hashlib.sha256((d / name).read_bytes()).digest() for d in (model_dir, other)}
+        assert len(digests) == 1, name
+    made = (other / "model.safetensors").stat().st_mtime_ns
+    assert local_model(tmp_path, layers=2, hidden=128) == other
+    assert (other / "model.safetensors").stat().st_mtime_ns == made
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [other.name]
+
+
+def test_seeds_differ(model_dir, tmp_path):
+    other = local_model(tmp_path, layers=2, hidden=128, seed=1)
+    assert (other / "model.safetensors").read_bytes() != (
+        model_dir / "model.safetensors"
+    ).read_bytes()
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_chat_template_takes_text_and_parts(tokenizer):
+    parts = [{"type": "text", "text": "Hello"}]
+    for content in ("Hello", parts):
+        messages = [{"role": "user", "content": content}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text == "<|begin|>user: Hello\nassistant: "
+
+
+def test_greedy_output_varies_and_is_readable(model_dir, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    prompt = tokenizer("Please write a short story", return_tensors="pt")["input_ids"]
+    output = model.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :]
+    assert len(output) == 40
+    assert len(set(output.tolist())) > 8
+    assert tokenizer.decode(output).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [({"hidden": 100}, "multiple of 64"), ({"layers": 0}, "at least 1 layer")]
+)
+def test_impossible_sizes_are_refused(tmp_path, size, message):
+    with pytest.raises(ValueError, match=message):
+        local_model(tmp_path, **size)

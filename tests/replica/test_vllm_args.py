@@ -1,0 +1,61 @@
+"""The objective survives its way through the engine's extra arguments."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replica.vllm_args import RequestArgs, from_xargs, reserved_keys, to_xargs
+from scheduling.objective import SLO
+
+_objective = st.none() | st.floats(min_value=1e-6, max_value=1e6)
+_slos = st.builds(
+    SLO,
+    ttft_s=_objective,
+    tpot_s=_objective,
+    e2e_s=_objective,
+    priority=st.integers(1, 10),
+    service_class=st.text(min_size=1, max_size=20),
+)
+
+
+@given(st.text(min_size=1), st.floats(0, 1e9), _slos, st.dictionaries(st.text(), st.integers()))
+def test_round_trip(request_id, arrival_s, slo, others):
+    others = {key: value for key, value in others.items() if not key.startswith("sluice_")}
+    args = RequestArgs(request_id, arrival_s, slo)
+    xargs = to_xargs(args)
+    assert all(isinstance(value, str | int | float) for value in xargs.values())
+    assert from_xargs({**others, **xargs}, "engine-id", now_s=2e9) == args
+
+
+@pytest.mark.parametrize("xargs", [None, {}, {"session_id": "abc"}])
+def test_a_direct_request_has_no_objective_and_arrives_now(xargs):
+    assert from_xargs(xargs, "engine-id", now_s=12.5) == RequestArgs("engine-id", 12.5, SLO())
+
+
+def test_a_request_cannot_arrive_in_the_future():
+    assert from_xargs({"sluice_arrival_s": 99.0}, "x", now_s=10.0).arrival_s == 10.0
+
+
+@pytest.mark.parametrize(
+    ("xargs", "named"),
+    [
+        ({"sluice_ttft_s": "soon"}, "sluice_ttft_s"),
+        ({"sluice_ttft_s": float("nan")}, "sluice_ttft_s"),
+        ({"sluice_ttft_s": -1.0}, "ttft_s"),
+        ({"sluice_priority": 11}, "priority"),
+        ({"sluice_priority": 1.5}, "sluice_priority"),
+        ({"sluice_arrival_s": float("inf")}, "sluice_arrival_s"),
+        ({"sluice_id": 3}, "sluice_id"),
+        ({"sluice_tfft_s": 3}, "sluice_tfft_s"),
+    ],
+)
+def test_a_wrong_value_is_named(xargs, named):
+    with pytest.raises(ValueError, match=named):
+        from_xargs(xargs, "x", now_s=0.0)
+
+
+def test_reserved_keys():
+    assert reserved_keys({"sluice_id": "a", "session_id": "b"}) == ["sluice_id"]
+    assert reserved_keys(None) == []
