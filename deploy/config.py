@@ -28,7 +28,9 @@ class SluiceConfig(BaseModel):
     controller: ControllerConfig = Field(
         default_factory=ControllerConfig, description="The central controller."
     )
-    router: RouterConfig = Field(default_factory=RouterConfig, description="The HTTP edge.")
+    router: RouterConfig = Field(
+        default_factory=RouterConfig, description="The router replicas and what they accept."
+    )
 
 
 def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceConfig:

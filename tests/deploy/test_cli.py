@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from deploy.cli import main
+from deploy.config import SluiceConfig
+from deploy.local import StartError, curl_line, running, stop_signals
+from scheduling import batching, routing
+
+
+def test_policies_lists_every_policy_with_source_and_options() -> None:
+    result = CliRunner().invoke(main, ["policies", "--json"])
+    assert result.exit_code == 0, result.output
+    listed = json.loads(result.output)
+    names = {(entry["kind"], entry["name"]) for entry in listed}
+    assert names == {("batch", name) for name in batching.POLICIES} | {
+        ("routing", name) for name in routing.POLICIES
+    }
+    assert all(entry["source"] for entry in listed)
+    assert all(option["description"] for entry in listed for option in entry["options"].values())
+
+
+def test_config_prints_what_it_accepts_again(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["config"])
+    assert result.exit_code == 0, result.output
+    path = tmp_path / "full.yaml"
+    path.write_text(result.output)
+    again = CliRunner().invoke(main, ["config", "--config", str(path)])
+    assert yaml.safe_load(again.output) == yaml.safe_load(result.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--policy", "best"], "fairbatching"),
+        (["serve", "--replicas", "0"], "replica.count"),
+        (["serve", "--engine", "magic"], "simulated"),
+        (["serve", "--config", "missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_serve_refuses_by_name(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code != 0
+    assert says in result.output
+
+
+def test_serve_says_when_the_port_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = SluiceConfig.model_validate({"router": {"port": port}})
+        with (
+            pytest.raises(StartError, match=str(port)),
+            stop_signals() as stop,
+            running(config, stop, report=print),
+        ):
+            pytest.fail("it started")
+
+
+def test_curl_line_asks_for_a_key_where_one_is_needed() -> None:
+    open_line = curl_line(SluiceConfig())
+    assert "authorization" not in open_line
+    keyed = SluiceConfig.model_validate({"router": {"api_keys": ["secret"]}})
+    assert "Bearer" in curl_line(keyed)
+    assert "secret" not in curl_line(keyed)

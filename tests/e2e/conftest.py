@@ -1,0 +1,64 @@
+"""Whole systems for the end-to-end tests: real Ray, real Serve, real HTTP."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.serve._private.common import DeploymentID
+from ray.serve.context import _get_global_client
+
+from deploy.config import SluiceConfig
+from deploy.local import base_url, running
+
+
+class System:
+    """A running application, as a client and an operator see it."""
+
+    def __init__(self, config: SluiceConfig) -> None:
+        self.config = config
+        self.url = base_url(config)
+
+    def controller(self) -> Any:
+        """Handle of the controller actor."""
+        return ray.get_actor(f"{self.config.name}-controller", namespace="sluice")
+
+    def snapshot(self) -> dict[str, Any]:
+        """The controller's view of the fleet."""
+        snapshot: dict[str, Any] = ray.get(self.controller().snapshot.remote(), timeout=10)
+        return snapshot
+
+    def scale(self, replicas: int) -> None:
+        """Have Serve start or gracefully stop replicas of the engine."""
+        target = DeploymentID(name="Replica", app_name=self.config.name)
+        serve_controller = _get_global_client()._controller
+        ray.get(serve_controller.update_deployment_replicas.remote(target, replicas), timeout=10)
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Return once ``condition`` holds; fail the test after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain: {what}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def system(fields: dict[str, Any]) -> Iterator[System]:
+    """Serve the configuration ``fields`` on a free port until the block ends."""
+    fields = {**fields, "router": {"port": free_port(), **fields.get("router", {})}}
+    config = SluiceConfig.model_validate(fields)
+    with running(config, threading.Event(), report=print):
+        yield System(config)

@@ -1,0 +1,276 @@
+"""The whole path on real parts: HTTP, Ray Serve, the controller, and two real vLLM engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+
+from replica.config import EngineConfig
+from replica.local_model import local_model
+from tests.e2e.conftest import System, system, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+
+_PROMPTS = (
+    "The river was quiet and",
+    "one two three four",
+    "Please write a short story about a school, a mill and a garden. " * 8,
+)
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[System]:
+    fields = {"engine": {"policy": "slidebatching", "vllm_args": {"max-model-len": 4096}}}
+    with system(fields) as started:
+        yield started
+
+
+@pytest.fixture
+def client(serving: System) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0)
+
+
+def _live(serving: System) -> int:
+    return sum(
+        replica["waiting"] + replica["running"] for replica in serving.snapshot()["replicas"]
+    )
+
+
+@pytest.mark.parametrize("slo", [None, {"ttft_ms": 5_000, "tpot_ms": 500, "priority": 3}])
+def test_chat_and_completions_streamed_and_plain(
+    client: openai.OpenAI, slo: dict[str, Any] | None
+) -> None:
+    extra = {"slo": slo} if slo else {}
+    messages: Any = [{"role": "user", "content": "Say hello."}]
+    chat = client.chat.completions.create(
+        model="local", messages=messages, max_tokens=8, temperature=0, extra_body=extra
+    )
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 8
+    chat_stream = client.chat.completions.create(
+        model="local", messages=messages, max_tokens=8, temperature=0, stream=True, extra_body=extra
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chat_stream if chunk.choices]
+    assert "".join(pieces) == chat.choices[0].message.content
+
+    plain = client.completions.create(
+        model="local", prompt=_PROMPTS[0], max_tokens=8, temperature=0, extra_body=extra
+    )
+    stream = client.completions.create(
+        model="local",
+        prompt=_PROMPTS[0],
+        max_tokens=8,
+        temperature=0,
+        stream=True,
+        extra_body=extra,
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == plain.choices[0].text
+
+
+def test_answers_name_replica_request_and_class(serving: System) -> None:
+    body = {"model": "local", "prompt": "one two", "max_tokens": 4}
+    with httpx.Client(base_url=serving.url, timeout=60) as http:
+        answers = [
+            http.post("/v1/completions", json=body, headers={"x-slo-class": "interactive"})
+            for _ in range(6)
+        ]
+    assert {answer.headers["x-sluice-class"] for answer in answers} == {"interactive"}
+    assert len({answer.headers["x-sluice-request-id"] for answer in answers}) == 6
+    known = {replica["replica_id"] for replica in serving.snapshot()["replicas"]}
+    assert {answer.headers["x-sluice-replica"] for answer in answers} <= known
+
+
+def test_concurrent_requests_use_both_replicas(serving: System) -> None:
+    async def send() -> list[str]:
+        async with httpx.AsyncClient(base_url=serving.url, timeout=120) as http:
+            body = {"model": "local", "prompt": _PROMPTS[2], "max_tokens": 16}
+            answers = await asyncio.gather(
+                *(http.post("/v1/completions", json=body) for _ in range(8))
+            )
+        assert [answer.status_code for answer in answers] == [200] * 8
+        return [answer.headers["x-sluice-replica"] for answer in answers]
+
+    assert len(set(asyncio.run(send()))) == 2
+
+
+def test_greedy_text_equals_stock_vllm(client: openai.OpenAI, tmp_path: Path) -> None:
+    served = [
+        client.completions.create(model="local", prompt=prompt, max_tokens=24, temperature=0)
+        .choices[0]
+        .text
+        for prompt in _PROMPTS
+    ]
+    assert served == _stock_texts(tmp_path)
+
+
+def _stock_texts(tmp_path: Path) -> list[str]:
+    """Greedy texts of vLLM with its own scheduler, from a process that never imports ours."""
+    model = local_model(EngineConfig().cache_dir.expanduser())
+    output = tmp_path / "texts.json"
+    script = f"""
+import json
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(model={str(model)!r}, enforce_eager=True, max_model_len=4096,
+              kv_cache_memory_bytes=256 << 20)
+    results = llm.generate({list(_PROMPTS)!r}, SamplingParams(temperature=0, max_tokens=24))
+    open({str(output)!r}, "w").write(json.dumps([r.outputs[0].text for r in results]))
+"""
+    path = tmp_path / "stock.py"
+    path.write_text(script)
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    subprocess.run([sys.executable, str(path)], check=True, env=environment, timeout=300)
+    texts: list[str] = json.loads(output.read_text())
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "names"),
+    [
+        ({"slo": {"ttft_ms": -1}}, 400, "ttft_ms"),
+        ({"slo": {"class": "platinum"}}, 400, "interactive"),
+        ({"model": "another"}, 404, "another"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "word " * 9000}, 400, "4096"),
+        ({"temperature": -3}, 400, "temperature"),
+    ],
+)
+def test_wrong_input_is_refused_by_name(
+    serving: System, change: dict[str, Any], status: int, names: str
+) -> None:
+    body = {"model": "local", "prompt": "one two", "max_tokens": 4, **change}
+    answer = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == status
+    assert names in answer.json()["error"]["message"]
+
+
+def test_disconnect_cancels_the_work_in_the_engine(serving: System) -> None:
+    body = {
+        "model": "local",
+        "prompt": "one",
+        "max_tokens": 3500,
+        "min_tokens": 3500,
+        "stream": True,
+    }
+    with httpx.stream("POST", f"{serving.url}/v1/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+        wait_until(lambda: _live(serving) == 1, "the engine works on it")
+    wait_until(lambda: _live(serving) == 0, "the engine dropped it", timeout_s=10)
+
+
+def test_disconnect_during_prefill_cancels(serving: System) -> None:
+    """The client leaves before any byte came back."""
+    body = {"model": "local", "prompt": [list(range(5, 2000))] * 8, "max_tokens": 500}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{serving.url}/v1/completions", json=body, timeout=0.5)
+    wait_until(lambda: _live(serving) == 0, "the engine dropped it", timeout_s=20)
+
+
+def test_requests_go_on_while_the_controller_is_dead(serving: System) -> None:
+    before = serving.snapshot()
+    pid = ray.get(serving.controller().pid.remote(), timeout=10)
+    os.kill(pid, signal.SIGKILL)
+    body = {"model": "local", "prompt": "one two", "max_tokens": 4}
+    answers = [httpx.post(f"{serving.url}/v1/completions", json=body, timeout=60) for _ in range(5)]
+    assert [answer.status_code for answer in answers] == [200] * 5
+
+    killed = time.monotonic()
+
+    def rebuilt() -> bool:
+        try:
+            now = serving.snapshot()
+        except ray.exceptions.RayError:
+            return False
+        return now["epoch"] != before["epoch"] and len(now["replicas"]) == 2
+
+    wait_until(rebuilt, "both replicas registered again", timeout_s=30)
+    print(f"rebuilt {time.monotonic() - killed:.2f} s after the requests")
+
+
+def test_metrics_are_one_page_that_prometheus_reads(serving: System) -> None:
+    body = {
+        "model": "local",
+        "prompt": "one",
+        "max_tokens": 4,
+        "stream": True,
+        "slo": {"class": "interactive"},
+    }
+    httpx.post(f"{serving.url}/v1/completions", json=body, timeout=60)
+
+    def samples() -> dict[str, float]:
+        text = httpx.get(f"{serving.url}/metrics", timeout=30).text
+        totals: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            assert family.name.startswith("sluice_"), family.name
+            for sample in family.samples:
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        return totals
+
+    expected = (
+        "sluice_requests_total",
+        "sluice_ttft_seconds_count",
+        "sluice_tpot_seconds_count",
+        "sluice_slo_attained_total",
+        "sluice_tdg_gain_total",
+        "sluice_decision_seconds_count",
+        "sluice_plan_seconds_count",
+        "sluice_step_time_ratio_count",
+        "sluice_replica_waiting_requests",
+        "sluice_replica_kv_blocks_free",
+    )
+    wait_until(
+        lambda: all(name in samples() for name in expected),
+        f"all of {expected}",
+        timeout_s=15,
+    )
+    found = samples()
+    assert found["sluice_requests_total"] >= 1
+    assert found["sluice_plan_seconds_count"] > 0
+
+
+def test_a_stopped_replica_loses_nothing(serving: System) -> None:
+    """Serve stops one of two replicas while both stream; every stream ends whole."""
+
+    async def stream(http: httpx.AsyncClient, number: int) -> tuple[int, bool]:
+        body = {
+            "model": "local",
+            "prompt": f"request {number}",
+            "max_tokens": 120,
+            "min_tokens": 120,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        tokens, done = 0, False
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    done = True
+                elif line.startswith("data: "):
+                    usage = json.loads(line[6:]).get("usage")
+                    tokens = usage["completion_tokens"] if usage else tokens
+        return tokens, done
+
+    async def load() -> list[tuple[int, bool]]:
+        async with httpx.AsyncClient(base_url=serving.url, timeout=180) as http:
+            first = [asyncio.create_task(stream(http, number)) for number in range(12)]
+            await asyncio.to_thread(wait_until, lambda: _live(serving) == 12, "all stream")
+            await asyncio.to_thread(serving.scale, 1)
+            second = [asyncio.create_task(stream(http, number)) for number in range(12, 24)]
+            return await asyncio.gather(*first, *second)
+
+    assert asyncio.run(load()) == [(120, True)] * 24
+    wait_until(lambda: len(serving.snapshot()["replicas"]) == 1, "one replica left")
