@@ -8,12 +8,17 @@ the attention of long prefills (ProServe Eq. 4). All times are seconds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf, sqrt
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+Floats = NDArray[np.float64]
 
 
 class StepSample(NamedTuple):
@@ -38,17 +43,27 @@ class LatencyModel(Protocol):
     def work_s(self, new_tokens: int, computed_tokens: int) -> float:
         """Marginal time of ``new_tokens`` of one sequence on ``computed_tokens`` computed ones."""
 
+    def tokens_within(self, seconds: float, computed_tokens: int) -> int:
+        """Most new tokens of one sequence on ``computed_tokens`` whose work fits ``seconds``."""
+
+
+UNBOUNDED_TOKENS = 1 << 30
+"""More tokens than any sequence has: what fits where no term of a model limits it."""
+
 
 class LinearLatency:
-    """``a + b * new + c * context + d * quadratic``, times a correction factor.
+    """``a + b * new + c * context + d * quadratic``, times a correction factor. Immutable.
 
     Args:
-        a: seconds per step. b: seconds per new token. c: seconds per context token.
+        a: seconds per step.
+        b: seconds per new token.
+        c: seconds per context token.
         d: seconds per unit of the quadratic term.
         correction: factor on every prediction, see :class:`OnlineCorrection`.
 
     Raises:
-        ValueError: a negative or non-finite coefficient, or all of them zero.
+        ValueError: a negative or non-finite coefficient, all of them zero, or a correction that
+            is not positive and finite.
     """
 
     __slots__ = ("_a", "_b", "_c", "_d", "a", "b", "c", "correction", "d")
@@ -57,10 +72,12 @@ class LinearLatency:
         self, a: float, b: float, c: float = 0.0, d: float = 0.0, correction: float = 1.0
     ) -> None:
         coefficients = (a, b, c, d)
-        if not all(0 <= value < float("inf") for value in coefficients):
+        if not all(0 <= value < inf for value in coefficients):
             raise ValueError(f"latency coefficients must be finite and >= 0, got {coefficients}")
-        if a + b <= 0 or not 0 < correction < float("inf"):
-            raise ValueError("a latency model must predict a positive time")
+        if not any(coefficients):
+            raise ValueError("a latency model needs at least one coefficient above 0")
+        if not 0 < correction < inf:
+            raise ValueError(f"correction must be positive and finite, got {correction}")
         self.a, self.b, self.c, self.d = coefficients
         self.correction = correction
         # Scaled once here: work_s() runs for every request of every plan.
@@ -73,10 +90,7 @@ class LinearLatency:
         )
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, LinearLatency)
-            and self._key() == other._key()
-        )
+        return isinstance(other, LinearLatency) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -86,9 +100,16 @@ class LinearLatency:
 
     @property
     def fixed_s(self) -> float:
+        """Time of a step before any token is counted."""
         return self._a
 
+    @property
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """``a, b, c, d``, corrected."""
+        return (self._a, self._b, self._c, self._d)
+
     def work_s(self, new_tokens: int, computed_tokens: int) -> float:
+        """Marginal time of ``new_tokens`` of one sequence on ``computed_tokens`` computed ones."""
         context = computed_tokens + new_tokens
         work = self._b * new_tokens + self._c * context
         if self._d:
@@ -97,9 +118,7 @@ class LinearLatency:
 
     def step_s(self, new_tokens: float, context_tokens: float, quadratic: float = 0.0) -> float:
         """Time of a whole step from its sums."""
-        return (
-            self._a + self._b * new_tokens + self._c * context_tokens + self._d * quadratic
-        )
+        return self._a + self._b * new_tokens + self._c * context_tokens + self._d * quadratic
 
     def tokens_within(self, seconds: float, computed_tokens: int) -> int:
         """Most new tokens of one sequence on ``computed_tokens`` whose work fits ``seconds``."""
@@ -107,14 +126,12 @@ class LinearLatency:
         if left <= 0:
             return 0
         linear = self._b + self._c + self._d * computed_tokens
-        half = 0.5 * self._d
-        if half > 0:
-            tokens = 2 * left / (linear + (linear * linear + 4 * half * left) ** 0.5)
-        elif linear > 0:
-            tokens = left / linear
-        else:
-            return 1 << 30
-        return int(tokens + 1e-9)
+        # The root of d/2 n^2 + linear n = left, in the form that also holds for d = 0.
+        divisor = linear + sqrt(linear * linear + 2 * self._d * left)
+        if divisor <= 0 or 2 * left >= divisor * UNBOUNDED_TOKENS:
+            return UNBOUNDED_TOKENS
+        # A whole number of tokens must not be lost to rounding.
+        return int(2 * left / divisor * (1 + 1e-12))
 
     def corrected(self, correction: float) -> LinearLatency:
         """The same model with another correction factor."""
@@ -127,8 +144,10 @@ class FitReport:
 
     ``mape`` and ``p90_error`` are the mean and the 90th percentile of
     ``|predicted - real| / real``; ``r2`` is of the seconds; ``dropped`` counts outliers left out
-    of the fit and kept in none of the errors.
+    of the fit and of all three.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     samples: int
     dropped: int
@@ -137,28 +156,37 @@ class FitReport:
     r2: float
 
 
+MIN_FIT_SAMPLES = 8
+"""Fewest samples of a fit: twice the coefficients."""
+
+
 def fit(samples: Sequence[StepSample], trim: float = 0.1) -> tuple[LinearLatency, FitReport]:
     """Least squares on relative errors, with coefficients >= 0.
 
     The worst ``trim`` share of the samples by relative error is left out and the rest is fitted
     again: a shared machine makes outliers that are not the engine's. Relative errors, because a
-    plan of 5 ms needs its 5 % as much as one of 200 ms.
+    plan of 5 ms needs its 5 % as much as one of 200 ms. Samples without new tokens, or with a time
+    that is not positive and finite, are ignored.
 
     Raises:
-        ValueError: fewer than 8 usable samples.
+        ValueError: fewer than 8 usable samples, or ``trim`` outside [0, 0.5].
     """
-    data = np.array([s for s in samples if s.seconds > 0 and s.new_tokens > 0], dtype=float)
-    if len(data) < 8:
-        raise ValueError(f"a latency fit needs at least 8 samples, got {len(data)}")
-    kept = data
+    if not 0 <= trim <= 0.5:
+        raise ValueError(f"trim must be from 0 to 0.5, got {trim}")
+    usable = [s for s in samples if s.new_tokens > 0 and 0 < s.seconds < inf]
+    if len(usable) < MIN_FIT_SAMPLES:
+        raise ValueError(
+            f"a latency fit needs at least {MIN_FIT_SAMPLES} samples, got {len(usable)}"
+        )
+    data: Floats = np.array(usable, dtype=np.float64)
+    coefficients = _nonnegative_fit(data)
+    errors = _relative_errors(coefficients, data)
+    keep = max(MIN_FIT_SAMPLES, round(len(data) * (1 - trim)))
+    kept = data[np.argsort(errors, kind="stable")[:keep]]
     coefficients = _nonnegative_fit(kept)
-    if trim > 0:
-        errors = _relative_errors(coefficients, data)
-        kept = data[np.argsort(errors)[: max(8, round(len(data) * (1 - trim)))]]
-        coefficients = _nonnegative_fit(kept)
     errors = _relative_errors(coefficients, kept)
     seconds = kept[:, 3]
-    residual = float(np.sum((_predict(coefficients, kept) - seconds) ** 2))
+    residual = float(np.sum((errors * seconds) ** 2))
     spread = float(np.sum((seconds - seconds.mean()) ** 2))
     report = FitReport(
         samples=len(kept),
@@ -167,45 +195,52 @@ def fit(samples: Sequence[StepSample], trim: float = 0.1) -> tuple[LinearLatency
         p90_error=float(np.quantile(errors, 0.9)),
         r2=1 - residual / spread if spread > 0 else 0.0,
     )
-    return LinearLatency(*(float(value) for value in coefficients)), report
+    return LinearLatency(*coefficients.tolist()), report
 
 
-def _design(data: np.ndarray) -> np.ndarray:
+def _design(data: Floats) -> Floats:
     return np.column_stack([np.ones(len(data)), data[:, :3]])
 
 
-def _predict(coefficients: np.ndarray, data: np.ndarray) -> np.ndarray:
-    return np.asarray(_design(data) @ coefficients)
+def _relative_errors(coefficients: Floats, data: Floats) -> Floats:
+    errors: Floats = np.abs(_design(data) @ coefficients / data[:, 3] - 1)
+    return errors
 
 
-def _relative_errors(coefficients: np.ndarray, data: np.ndarray) -> np.ndarray:
-    return np.abs(_predict(coefficients, data) - data[:, 3]) / data[:, 3]
+def _nonnegative_fit(data: Floats) -> Floats:
+    """The relative least-squares coefficients under the bound 0.
 
-
-def _nonnegative_fit(data: np.ndarray) -> np.ndarray:
-    """Relative least squares; columns that come out negative are dropped, most negative first."""
+    The bounded optimum is the free optimum on its own support, so it is the best of those free
+    optima, one per set of columns, that stay within the bound: 15 small problems.
+    """
     design = _design(data) / data[:, 3:4]
-    scale = np.abs(design).max(axis=0)
-    scale[scale == 0] = 1.0
-    design = design / scale
-    active = [column for column in range(4) if np.any(design[:, column])]
-    target = np.ones(len(data))
-    while True:
-        solution = np.zeros(4)
-        solution[active] = np.linalg.lstsq(design[:, active], target, rcond=None)[0]
-        worst = min(active, key=lambda column: solution[column])
-        if solution[worst] >= 0:
-            return np.asarray(solution / scale)
-        active.remove(worst)
+    scale = design.max(axis=0)
+    columns = np.flatnonzero(scale > 0).tolist()
+    design[:, columns] /= scale[columns]
+    best = np.zeros(design.shape[1])
+    least = inf
+    for size in range(1, len(columns) + 1):
+        for chosen in combinations(columns, size):
+            solution = np.linalg.lstsq(design[:, chosen], np.ones(len(data)), rcond=None)[0]
+            error = float(np.sum((design[:, chosen] @ solution - 1) ** 2))
+            if error < least and solution.min() >= 0:
+                least = error
+                best = np.zeros(design.shape[1])
+                best[list(chosen)] = solution / scale[list(chosen)]
+    return best
 
 
 class OnlineCorrection:
     """Multiplicative correction from real step times: ``f <- theta * f + (1 - theta) * ratio``
-    where ``ratio = real / uncorrected prediction`` (ProServe's beta, one window per step).
+    where ``ratio = real / uncorrected prediction`` (ProServe §4.1's beta, with a window of one
+    step: theta alone sets how long it remembers).
 
     One ratio counts at most ``max_ratio`` and the factor stays in
     ``[1 / max_factor, max_factor]``: a step that the machine held up for a second must not stop
-    all prefill.
+    all prefill. Times that are not positive teach nothing.
+
+    Raises:
+        ValueError: ``theta`` outside [0, 1), or a bound below 1.
     """
 
     __slots__ = ("_max_factor", "_max_ratio", "_theta", "factor")
@@ -215,6 +250,10 @@ class OnlineCorrection:
     ) -> None:
         if not 0 <= theta < 1:
             raise ValueError(f"theta must be in [0, 1), got {theta}")
+        if not (max_ratio >= 1 and max_factor >= 1):
+            raise ValueError(
+                f"max_ratio and max_factor must be >= 1, got {max_ratio} and {max_factor}"
+            )
         self.factor = 1.0
         self._theta = theta
         self._max_ratio = max_ratio
@@ -222,7 +261,7 @@ class OnlineCorrection:
 
     def observe(self, predicted_s: float, real_s: float) -> None:
         """Learn from one step; ``predicted_s`` is the prediction without correction."""
-        if predicted_s <= 0 or real_s <= 0:
+        if not (predicted_s > 0 and real_s > 0):
             return
         ratio = min(max(real_s / predicted_s, 1 / self._max_ratio), self._max_ratio)
         factor = self._theta * self.factor + (1 - self._theta) * ratio
@@ -235,6 +274,8 @@ class LatencyProfile:
 
     ``key`` names model, engine version and hardware; a profile serves only the key it was made for.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     key: str
     a: float
@@ -250,27 +291,30 @@ class LatencyProfile:
 
     @classmethod
     def of(cls, key: str, model: LinearLatency, report: FitReport | None) -> LatencyProfile:
-        """The profile of a fitted ``model``."""
+        """The profile of a fitted ``model``; its correction is not stored."""
         return cls(key, model.a, model.b, model.c, model.d, report)
 
     def to_json(self) -> str:
         """JSON text, readable by :meth:`from_json`."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True)
+        return TypeAdapter(LatencyProfile).dump_json(self, indent=2).decode()
 
     @classmethod
     def from_json(cls, text: str) -> LatencyProfile:
         """Parse a profile.
 
         Raises:
-            ValueError: not JSON, a missing or unknown field, or an impossible coefficient.
+            ValueError: not JSON, a missing, unknown or mistyped field, or an impossible
+                coefficient; the text says which.
         """
         try:
-            fields = json.loads(text)
-            report = fields.get("report")
-            profile = cls(**fields)
-            if report is not None:
-                profile = replace(profile, report=FitReport(**report))
+            profile = TypeAdapter(cls).validate_json(text)
             _ = profile.model
-        except (AttributeError, TypeError, ValueError) as error:
+        except ValidationError as error:
+            details = "; ".join(
+                f"{'.'.join(map(str, part['loc'])) or 'text'}: {part['msg']}"
+                for part in error.errors(include_url=False)
+            )
+            raise ValueError(f"not a latency profile: {details}") from error
+        except ValueError as error:
             raise ValueError(f"not a latency profile: {error}") from error
         return profile

@@ -58,9 +58,10 @@ class SLO:
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
-        if not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
+        if not (isinstance(self.priority, int) and MIN_PRIORITY <= self.priority <= MAX_PRIORITY):
             raise ValueError(
-                f"priority must be from {MIN_PRIORITY} to {MAX_PRIORITY}, got {self.priority}"
+                f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}, "
+                f"got {self.priority!r}"
             )
 
     def deadline_s(
@@ -77,17 +78,22 @@ class SLO:
         TPOT the later tokens are due by the end-to-end deadline; no token is due after the
         end-to-end deadline. With no objective at all the deadline is infinite.
         """
-        last_s = arrival_s + self.e2e_s if self.e2e_s is not None else inf
-        due_s = arrival_s + self.ttft_s if self.ttft_s is not None else inf
+        ttft_s, e2e_s = self.ttft_s, self.e2e_s
+        due_s = inf if ttft_s is None else arrival_s + ttft_s
         if token > 1:
-            if self.tpot_s is None:
-                return last_s
-            if first_token_s is not None and (
-                self.ttft_s is None or (anchor is Anchor.FIRST_TOKEN and first_token_s < due_s)
+            tpot_s = self.tpot_s
+            if tpot_s is None:
+                return inf if e2e_s is None else arrival_s + e2e_s
+            if (
+                first_token_s is not None
+                and first_token_s < due_s
+                and (ttft_s is None or anchor is Anchor.FIRST_TOKEN)
             ):
                 due_s = first_token_s
-            due_s += (token - 1) * self.tpot_s
-        return min(due_s, last_s)
+            due_s += (token - 1) * tpot_s
+        if e2e_s is not None and arrival_s + e2e_s < due_s:
+            return arrival_s + e2e_s
+        return due_s
 
 
 @dataclass(frozen=True, slots=True)

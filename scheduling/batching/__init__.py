@@ -17,6 +17,7 @@ from scheduling.batching.fairbatching import FairBatching
 from scheduling.batching.fcfs import FCFS
 from scheduling.batching.sarathi import Sarathi
 from scheduling.batching.slidebatching import SlideBatching
+from scheduling.policy import make
 
 __all__ = [
     "POLICIES",
@@ -35,13 +36,9 @@ POLICIES: dict[str, type[BatchPolicy]] = {
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> BatchPolicy:
-    """Build the policy called ``name`` with its options.
+    """Build the batch policy called ``name`` with its options.
 
     Raises:
-        ValueError: no such policy, or an option that is unknown or out of range (pydantic's
-            ``ValidationError``, which is a ``ValueError``).
+        ValueError: no such policy, or an option that is unknown or out of range.
     """
-    if name not in POLICIES:
-        raise ValueError(f"unknown batch policy {name!r}; known: {', '.join(sorted(POLICIES))}")
-    policy = POLICIES[name]
-    return policy(policy.Options.model_validate(dict(options or {})))
+    return make("batch", POLICIES, name, options)

@@ -10,10 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
 from scheduling.latency import LatencyModel
+from scheduling.policy import PolicyOptions
 from scheduling.request import QueueView, RequestView
+
+__all__ = [
+    "BatchBudget",
+    "BatchBuilder",
+    "BatchPlan",
+    "BatchPolicy",
+    "PlannedTokens",
+    "PolicyOptions",
+]
 
 
 class BatchBudget(NamedTuple):
@@ -21,7 +29,7 @@ class BatchBudget(NamedTuple):
 
     Attributes:
         tokens: most new tokens in the batch.
-        sequences: most sequences that may run at once, those that run already counted.
+        sequences: most sequences that may run at once; those that run already count.
         kv_blocks: free KV blocks (cached blocks that may be evicted count as free).
         block_tokens: tokens per KV block.
         reserve_prompt: a waiting request is admitted only if its whole sequence would fit.
@@ -51,121 +59,164 @@ class BatchPlan(NamedTuple):
     predicted_s: float
 
 
-class PolicyOptions(BaseModel):
-    """Base of every policy's options: unknown keys are refused, values do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 class BatchBuilder:
     """Collects a plan and holds its invariants.
 
-    For every plan: each request is in the queue and appears once; a decode gets one token; a
-    request gets at most its pending tokens; the sums stay within the budget's tokens, sequences
-    and KV blocks. A running request may also draw on the blocks of running requests that are not in
-    the plan (the engine preempts those, by recompute, from the end of its list); a waiting one may
-    not, and none is admitted once a plan has drawn on them.
+    Each planned request is in the queue and appears once; a request gets at most its pending
+    tokens, so a decode gets one; the sums stay within the budget's tokens, sequences and KV blocks.
 
-    ``O(1)`` per call.
+    KV blocks, so that every plan is one that the engine can run:
+
+    - A running request may draw on free blocks and on those of running requests that are not in the
+      plan, which the engine then preempts whole, by recompute. What was drawn on is gone: those
+      requests cannot be planned any more beyond what is left.
+    - A waiting request draws on free blocks only, and only in a plan that preempts nothing: an
+      engine admits nothing in a step in which it ran out of blocks. So admitting one, too, ends
+      the drawing on others.
+    - The first waiting request that does not fit ends admission while anything runs. Otherwise
+      small prompts could keep taking the blocks that a long one waits for.
+
+    ``O(requests)`` to make, ``O(1)`` per call.
+
+    Attributes:
+        tokens_left: what is left of the token budget.
+        cost_s: predicted time of the batch so far; of an empty one, the fixed time of a step.
     """
 
     __slots__ = (
+        "_admitted",
         "_block_tokens",
+        "_closed",
         "_entries",
         "_free_blocks",
         "_latency",
-        "_overdrawn",
-        "_planned",
+        "_open",
         "_reclaimable",
         "_reserve_prompt",
+        "_running",
         "_sequences",
-        "context_tokens",
+        "_work_s",
         "cost_s",
         "tokens_left",
     )
 
     def __init__(self, queue: QueueView, budget: BatchBudget, latency: LatencyModel) -> None:
-        running = 0
-        reclaimable = 0
-        for request in queue.requests:
-            if request.running:
-                running += 1
-                reclaimable += request.kv_blocks
+        held = [request.kv_blocks for request in queue.requests if request.running]
         self.tokens_left = budget.tokens
         self.cost_s = latency.fixed_s
-        self._sequences = budget.sequences - running
-        self._free_blocks = budget.kv_blocks
-        self._reclaimable = reclaimable
+        self._running = len(held)
+        self._sequences = budget.sequences - len(held)
+        self._free_blocks = budget.kv_blocks  # below zero: drawn from running requests
+        self._reclaimable = sum(held)
         self._block_tokens = budget.block_tokens
         self._reserve_prompt = budget.reserve_prompt
-        self._overdrawn = False
+        self._admitted = False
+        self._closed = False
         self._latency = latency
+        self._work_s = latency.work_s
         self._entries: list[PlannedTokens] = []
-        self._planned: set[str] = set()
+        self._open = {request.request_id for request in queue.requests}
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been planned yet."""
+        return not self._entries
 
     def add(self, request: RequestView, tokens: int | None = None) -> int:
         """Take up to ``tokens`` (default: all pending) of ``request``; return how many were taken.
 
-        Returns 0, and changes nothing, where a limit leaves no room or the request is planned
-        already. :attr:`cost_s` grows by the predicted time of what was taken.
+        Returns 0, and plans nothing, where a limit leaves no room, or the request is planned
+        already or not of this queue. :attr:`cost_s` grows by the predicted time of what was taken.
         """
         granted = request.pending_tokens
         if tokens is not None and tokens < granted:
             granted = tokens
         if granted > self.tokens_left:
             granted = self.tokens_left
-        if granted <= 0 or request.request_id in self._planned:
+        request_id = request.request_id
+        if granted <= 0 or request_id not in self._open:
             return 0
-        granted = self._reserve(request, granted)
+        if request.running:
+            granted = self._extend(request, granted)
+        else:
+            granted = self._admit(request, granted)
         if granted <= 0:
             return 0
+        self._open.remove(request_id)
         self.tokens_left -= granted
-        self.cost_s += self._latency.work_s(granted, request.computed_tokens)
-        self._planned.add(request.request_id)
-        self._entries.append(PlannedTokens(request.request_id, granted))
+        self.cost_s += self._work_s(granted, request.computed_tokens)
+        self._entries.append(PlannedTokens(request_id, granted))
         return granted
 
-    def _reserve(self, request: RequestView, tokens: int) -> int:
-        """Take the KV blocks and the place for ``tokens``; return how many tokens fit."""
+    def fill(self, requests: Iterable[RequestView], until_s: float) -> None:
+        """Take ``requests`` in order while the batch's predicted time stays within ``until_s``.
+
+        The prefill that does not fit is cut to what does, and ends it. A decode that does not fit
+        cannot be cut and is left out, as is a prefill of which not one token fits.
+        """
+        for request in requests:
+            left_s = until_s - self.cost_s
+            if left_s <= 0 or self.tokens_left <= 0:
+                return
+            pending = request.pending_tokens
+            if self._work_s(pending, request.computed_tokens) <= left_s:
+                self.add(request)
+            elif pending > 1:
+                within = self._latency.tokens_within(left_s, request.computed_tokens)
+                if within > 0 and self.add(request, within):
+                    return
+
+    def ensure_progress(self, requests: Iterable[RequestView]) -> None:
+        """Where the plan is empty, take at most one block's tokens of the first that fits.
+
+        For policies with a time budget: one that is too small for any work must not stop the
+        engine, and must be exceeded by little.
+        """
+        for request in requests:
+            if self._entries:
+                return
+            self.add(request, self._block_tokens)
+
+    def _extend(self, request: RequestView, tokens: int) -> int:
+        """Take the blocks for ``tokens`` of a running request; return how many tokens fit."""
         block = self._block_tokens
-        computed = request.computed_tokens
-        if not request.running:
-            if self._sequences <= 0 or self._overdrawn:
+        held = request.kv_blocks
+        others = self._reclaimable - held
+        room = self._free_blocks
+        if not self._admitted:
+            room += others
+        blocks = max(0, -(-(request.computed_tokens + tokens) // block) - held)
+        if blocks > room:
+            if room < 0:
                 return 0
-            upto = computed + (request.pending_tokens if self._reserve_prompt else tokens)
-            blocks = -(-upto // block)
-            if blocks > self._free_blocks:
-                if self._reserve_prompt:
-                    return 0
-                blocks = self._free_blocks
-                tokens = min(tokens, blocks * block - computed)
-                if tokens <= 0:
-                    return 0
-            self._sequences -= 1
-            self._free_blocks -= blocks
-            return tokens
-        others = self._reclaimable - request.kv_blocks
-        blocks = -(-(computed + tokens) // block) - request.kv_blocks
-        if blocks > self._free_blocks + others:
-            blocks = self._free_blocks + others
-            tokens = (request.kv_blocks + blocks) * block - computed
+            blocks = room
+            tokens = (held + blocks) * block - request.computed_tokens
             if tokens <= 0:
                 return 0
         self._reclaimable = others
-        if blocks > 0:
-            self._free_blocks -= blocks
-            if self._free_blocks < 0:
-                self._overdrawn = True
-                self._reclaimable += self._free_blocks
-                self._free_blocks = 0
+        self._free_blocks -= blocks
         return tokens
 
-    def add_all(self, requests: Iterable[RequestView]) -> None:
-        """Take each request whole, in order, as far as the limits allow."""
-        for request in requests:
-            if self.tokens_left <= 0:
-                return
-            self.add(request)
+    def _admit(self, request: RequestView, tokens: int) -> int:
+        """Take the place and the blocks for a waiting request; return how many tokens fit."""
+        if self._closed or self._sequences <= 0 or self._free_blocks < 0:
+            return 0
+        block = self._block_tokens
+        held = request.kv_blocks
+        computed = request.computed_tokens
+        upto = computed + (request.pending_tokens if self._reserve_prompt else tokens)
+        blocks = max(0, -(-upto // block) - held)
+        if blocks > self._free_blocks:
+            fit = (held + self._free_blocks) * block - computed
+            if self._reserve_prompt or fit <= 0:
+                self._closed = self._running > 0
+                return 0
+            blocks = self._free_blocks
+            tokens = min(tokens, fit)
+        self._sequences -= 1
+        self._free_blocks -= blocks
+        self._admitted = True
+        return tokens
 
     def plan(self) -> BatchPlan:
         """The plan collected so far."""

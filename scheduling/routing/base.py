@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
-from scheduling.batching.base import PolicyOptions
 from scheduling.objective import SLO
+from scheduling.policy import PolicyOptions
 
 
 class RouteQuery(NamedTuple):
@@ -42,6 +42,11 @@ class ReplicaView(NamedTuple):
     context_tokens: int
     free_kv_blocks: int
     pab_tokens: float
+
+    @property
+    def requests(self) -> int:
+        """Requests at the replica or on their way to it."""
+        return self.waiting + self.running + self.reserved
 
 
 class RoutingPolicy(ABC):

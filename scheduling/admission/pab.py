@@ -1,0 +1,92 @@
+"""Prefill admission budget: how many more prompt tokens a replica can take within its objectives.
+
+Source: FairBatching §3.4 and appendix A, whose formulas the numbered steps follow.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduling.latency import LinearLatency
+from scheduling.objective import Anchor
+from scheduling.state import next_deadlines_s, prefill_rows
+
+Floats = NDArray[np.float64]
+
+
+def pab_tokens(
+    slack_s: Floats,
+    tpot_s: Floats,
+    context_tokens: Floats,
+    prefill_tokens: float,
+    latency: LinearLatency,
+    ttft_s: float,
+) -> float:
+    """Prompt tokens that can still be prefilled within ``ttft_s``; negative if already too many.
+
+    It assumes that every decode is delayed until its slack is spent. The paper has one TPOT for
+    all; with several, we take the decode that forces the most steps where it takes the one with
+    the least slack. ``O(decodes)``.
+
+    Args:
+        slack_s: per decode, time until its next token is due, seconds; may be infinite.
+        tpot_s: per decode, its TPOT, seconds, positive and finite.
+        context_tokens: per decode, its context.
+        prefill_tokens: tokens still to prefill, of every request at the replica.
+        latency: the replica's model; its quadratic term is left out, as in the paper.
+        ttft_s: the horizon, seconds: the TTFT that the replica should hold.
+    """
+    a, b, c, _ = latency.coefficients
+    # Steps 2 and 3: how often each decode must run within the horizon.
+    steps = np.maximum(0.0, (ttft_s - slack_s) / tpot_s)
+    overhead_s = a * (float(steps.max(initial=0.0)) + 1.0)
+    decode_s = float(steps @ (b + c * context_tokens))
+    # Steps 1 and 4: what is left of the horizon.
+    left_s = ttft_s - overhead_s - decode_s
+    # Step 5: a fresh prompt's context is itself. Step 6: less what is queued.
+    per_token_s = b + c
+    if per_token_s <= 0:
+        return inf if left_s > 0 else -inf
+    return left_s / per_token_s - prefill_tokens
+
+
+def replica_pab_tokens(
+    rows: np.ndarray,
+    now_s: float,
+    latency: LinearLatency,
+    reference_ttft_s: float,
+    reference_tpot_s: float,
+    anchor: Anchor = Anchor.FIRST_TOKEN,
+) -> float:
+    """:func:`pab_tokens` of a replica's live requests.
+
+    Our readings, so that no single request can make the figure meaningless:
+
+    - A decode that is late counts as due now: it runs in each batch already, whatever it is behind.
+    - A TPOT below the time of a step with that decode alone counts as that time: it cannot run
+      more often.
+    - A decode without TPOT is taken to run every ``reference_tpot_s``, next in one such interval.
+
+    Args:
+        rows: live requests, of dtype :data:`scheduling.state.ROW`.
+        now_s: the time on the rows' clock.
+        latency: the replica's model, corrected.
+        reference_ttft_s: the horizon, seconds.
+        reference_tpot_s: pace of decodes that state no TPOT, seconds.
+        anchor: where the deadlines of later tokens start.
+    """
+    prefill = prefill_rows(rows)
+    prefill_tokens = float(rows["pending_tokens"][prefill].sum())
+    decodes = rows[~prefill]
+    a, b, c, _ = latency.coefficients
+    context: Floats = decodes["computed_tokens"].astype(np.float64) + 1.0
+    tpot: Floats = decodes["tpot_s"].astype(np.float64)
+    slack: Floats = np.maximum(0.0, next_deadlines_s(decodes, anchor) - now_s)
+    unpaced = np.isinf(tpot)
+    slack[unpaced] = reference_tpot_s
+    tpot[unpaced] = reference_tpot_s
+    np.maximum(tpot, a + b + c * context, out=tpot)
+    return pab_tokens(slack, tpot, context, prefill_tokens, latency, reference_ttft_s)

@@ -1,0 +1,32 @@
+"""First come, first served: the order of a stock vLLM v1 engine."""
+
+from __future__ import annotations
+
+from scheduling.batching.base import BatchBuilder, BatchPolicy
+from scheduling.latency import LatencyModel
+from scheduling.request import QueueView
+
+
+class FCFS(BatchPolicy):
+    """Running requests first, then waiting ones, each in order of arrival.
+
+    The batch is filled up to the engine's token limit; the last prefill is chunked. Objectives are
+    not looked at. A waiting request that does not fit holds back those behind it. ``O(n)``.
+    """
+
+    name = "fcfs"
+    source = "vLLM v1 scheduler, first-come-first-served policy with chunked prefill"
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """Fill up to the token limit in order of arrival."""
+        waiting = []
+        for request in queue.requests:
+            if request.running:
+                batch.add(request)
+            else:
+                waiting.append(request)
+        for request in waiting:
+            if batch.tokens_left <= 0 or not (batch.add(request) or batch.empty):
+                return

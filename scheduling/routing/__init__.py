@@ -1,0 +1,34 @@
+"""Routing policies by name. Adding one: its file, one line here, its test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scheduling.policy import make
+from scheduling.routing.base import ReplicaView, RouteQuery, RoutingPolicy
+from scheduling.routing.least_tokens import LeastTokens
+from scheduling.routing.pab import PABBalancing
+from scheduling.routing.power_of_two import PowerOfTwo
+from scheduling.routing.round_robin import RoundRobin
+
+__all__ = [
+    "POLICIES",
+    "ReplicaView",
+    "RouteQuery",
+    "RoutingPolicy",
+    "make_policy",
+]
+
+POLICIES: dict[str, type[RoutingPolicy]] = {
+    policy.name: policy for policy in (RoundRobin, PowerOfTwo, LeastTokens, PABBalancing)
+}
+
+
+def make_policy(name: str, options: Mapping[str, Any] | None = None) -> RoutingPolicy:
+    """Build the routing policy called ``name`` with its options.
+
+    Raises:
+        ValueError: no such policy, or an option that is unknown or out of range.
+    """
+    return make("routing", POLICIES, name, options)

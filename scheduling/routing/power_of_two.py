@@ -1,0 +1,47 @@
+"""Power of two choices: the less busy one of two replicas drawn at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from scheduling.policy import PolicyOptions
+from scheduling.routing.base import ReplicaView, RouteQuery, RoutingPolicy
+
+
+class PowerOfTwoOptions(PolicyOptions):
+    """Options of :class:`PowerOfTwo`."""
+
+    seed: int | None = Field(
+        default=None, description="Seed of the draws; default: from the operating system."
+    )
+
+
+class PowerOfTwo(RoutingPolicy):
+    """Draws two different replicas and takes the one with fewer requests. ``O(1)``.
+
+    Requests are those waiting, running and on their way; on a tie the first one drawn wins.
+    """
+
+    name = "power_of_two"
+    source = "Mitzenmacher, The power of two choices in randomized load balancing (TPDS 2001)"
+    Options = PowerOfTwoOptions
+
+    def __init__(self, options: PowerOfTwoOptions | None = None) -> None:
+        options = options or PowerOfTwoOptions()
+        super().__init__(options)
+        # Spreads load; nothing secret hangs on it.
+        self._random = random.Random(options.seed)
+
+    def choose(self, query: RouteQuery, replicas: Sequence[ReplicaView]) -> int:
+        """The less busy one of two random replicas."""
+        count = len(replicas)
+        if count == 1:
+            return 0
+        first = self._random.randrange(count)
+        second = self._random.randrange(count - 1)
+        if second >= first:
+            second += 1
+        return second if replicas[second].requests < replicas[first].requests else first
