@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from rich.table import Table
 
 from deploy.config import SluiceConfig, load_config
 from deploy.local import StartError, StoppedError, base_url, curl_line, running, stop_signals
+from scheduling import batching, routing
+from scheduling.policy import Policy
 
+_REGISTRIES: dict[str, Mapping[str, type[Policy]]] = {
+    "batch": batching.POLICIES,
+    "routing": routing.POLICIES,
+}
 _err = Console(stderr=True)
 
 
@@ -59,9 +66,7 @@ def serve(path: Path | None, **flags: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def policies(as_json: bool) -> None:
     """List every policy with its source and its options."""
-    from scheduling import batching, routing
-
-    listed = [
+    listed: list[dict[str, Any]] = [
         {
             "kind": kind,
             "name": policy.name,
@@ -71,7 +76,7 @@ def policies(as_json: bool) -> None:
                 for name, field in policy.Options.model_fields.items()
             },
         }
-        for kind, registry in (("batch", batching.POLICIES), ("routing", routing.POLICIES))
+        for kind, registry in _REGISTRIES.items()
         for policy in registry.values()
     ]
     if as_json:

@@ -133,8 +133,8 @@ def _deploy(config: SluiceConfig) -> None:
 
     from deploy.app import build
 
-    # Waiting is left to _wait_ready, which says what it waits for. The number of replicas is set from
-    # outside (Serve's scale call), never by Serve's own count of requests.
+    # Waiting is left to _wait_ready, which says what it waits for. The number of replicas is set
+    # from outside (Serve's scale call), never by Serve's own count of requests.
     run_many(
         [RunTarget(build(config), name=config.name, external_scaler_enabled=True)],
         wait_for_ingress_deployment_creation=False,
