@@ -1,0 +1,127 @@
+"""The Serve deployment of a replica: Ray's names and lifecycle around :mod:`replica.server`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import ray
+from prometheus_client import CollectorRegistry
+from ray import serve
+
+from controller.client import ControllerClient
+from controller.config import ControllerConfig
+from controller.metrics import MetricsPusher
+from replica.config import EngineConfig, ReplicaConfig
+from replica.engine import Engine, EngineRequest, ResponseItem
+from replica.metrics import ReplicaCollector
+from replica.server import Replica
+from replica.simulated_engine import SimulatedEngine
+
+
+class ReplicaServer:
+    """One replica in Serve. The application builder makes a deployment of it.
+
+    It is known by its Serve replica's unique id, in reports, in responses and to the request
+    router alike.
+
+    Args:
+        app_name: name of the application, and of its controller.
+        engine: which engine, with which policy.
+        replica: limits and periods.
+        controller: to create the controller where there is none.
+
+    Raises:
+        ValueError: a configured latency profile is not one.
+        EngineDeadError: the engine could not start.
+    """
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        app_name: str,
+        engine: EngineConfig,
+        replica: ReplicaConfig,
+        controller: ControllerConfig,
+    ) -> None:
+        context = serve.get_replica_context()
+        replica_id = context.replica_id.unique_id
+        registry = CollectorRegistry(auto_describe=False)
+        self._client = ControllerClient(app_name, controller, registry=registry)
+        self._replica = Replica(
+            replica_id,
+            ray.get_runtime_context().get_node_id(),
+            make_engine(engine, replica_id, replica.max_live_requests, context.rank.local_rank),
+            replica,
+            self._client,
+        )
+        registry.register(
+            ReplicaCollector(
+                replica_id, self._replica.engine.state, lambda: self._replica.live_requests
+            )
+        )
+        self._pusher = MetricsPusher(self._client, registry, source=f"replica-{replica_id}")
+        try:
+            await self._replica.start()
+        except BaseException:
+            await self._replica.stop()
+            raise
+        self._pusher.start()
+
+    async def generate(
+        self, request: EngineRequest, _target: str | None = None
+    ) -> AsyncGenerator[list[ResponseItem], None]:
+        """Serve one request; see :meth:`replica.server.Replica.generate`.
+
+        ``_target`` is the request router's: it named this replica.
+
+        Raises:
+            EngineDeadError: the engine died.
+        """
+        async with aclosing(self._replica.generate(request)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body."""
+        return await self._replica.engine.models()
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; unknown ids are ignored."""
+        await self._replica.abort(request_id)
+
+    async def engine_snapshot(self) -> dict[str, Any]:
+        """The replica in plain data; see :meth:`replica.server.Replica.snapshot`."""
+        return self._replica.snapshot()
+
+    async def check_health(self) -> None:
+        """Serve replaces this replica when it raises.
+
+        Raises:
+            EngineDeadError: the engine is dead.
+        """
+        await self._replica.engine.check_health()
+
+    async def __del__(self) -> None:
+        """Serve awaits this after its own drain, when it stops the replica."""
+        await self._replica.drain()
+        await self._pusher.stop()
+        await self._replica.stop()
+        await self._client.close()
+
+
+def make_engine(config: EngineConfig, replica_id: str, max_live_requests: int, rank: int) -> Engine:
+    """The engine that ``config`` asks for. ``rank`` numbers the replicas of a host, for pinning.
+
+    Raises:
+        ValueError: a configured latency profile is not one.
+        OSError: it cannot be read, or the batch log not be written.
+    """
+    if config.kind == "simulated":
+        return SimulatedEngine(config, replica_id, max_live_requests)
+    # Imported only where it runs: it takes seconds, and a fleet of simulated engines needs no vLLM.
+    from replica.vllm_engine import VllmEngine
+
+    core = rank % (os.cpu_count() or 1) if config.pin_cpu else None
+    return VllmEngine(config, replica_id, max_live_requests, core)

@@ -1,0 +1,108 @@
+"""Prometheus metrics of a replica, read from its engine's state when they are collected.
+
+Gauges carry the label ``replica`` and go when the replica goes. Counters and histograms do not: the
+counts of every replica that ever lived are kept, so a label for each would grow without bound;
+they add up over the fleet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+import numpy as np
+from prometheus_client import Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, EngineState
+
+logger = logging.getLogger(__name__)
+
+_COUNTERS = {
+    "sluice_engine_steps": ("steps", "Batches that engines ran."),
+    "sluice_preemptions": ("preemptions", "Requests that lost their KV and were recomputed."),
+    "sluice_plan_mismatches": (
+        "plan_mismatches",
+        "Batches in which the engine ran other tokens than planned.",
+    ),
+}
+_GAUGES = {
+    "sluice_latency_correction": ("correction", "Online factor on the latency model."),
+    "sluice_last_step_seconds": ("last_step_s", "Real time of the last batch."),
+    "sluice_predicted_step_seconds": ("predicted_step_s", "Predicted time of the last batch."),
+}
+
+
+class ReplicaCollector(Collector):
+    """The metrics of one replica.
+
+    Args:
+        replica_id: value of the label ``replica``.
+        read_state: the engine's state; may raise ``RuntimeError`` where the engine is gone.
+        live_requests: API calls that the replica serves now.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        read_state: Callable[[], EngineState],
+        live_requests: Callable[[], int],
+    ) -> None:
+        self._replica_id = replica_id
+        self._read_state = read_state
+        self._live_requests = live_requests
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the state need not be readable yet when this is registered."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, as of the engine's last step."""
+        yield self._gauge(
+            "sluice_replica_live_requests",
+            "API calls that a replica serves now.",
+            self._live_requests(),
+        )
+        try:
+            summary = self._read_state().summary
+        except RuntimeError as error:
+            logger.warning("no engine metrics: %s", error)
+            return
+        for name, (field, documentation) in _COUNTERS.items():
+            yield CounterMetricFamily(name, documentation, value=float(summary[field]))
+        for name, (field, documentation) in _GAUGES.items():
+            yield self._gauge(name, documentation, float(summary[field]))
+        yield _histogram(
+            "sluice_plan_seconds",
+            "Time to plan a batch.",
+            PLAN_BUCKETS_S,
+            summary["plan_histogram"],
+            float(summary["plan_seconds_sum"]),
+        )
+        yield _histogram(
+            "sluice_step_time_ratio",
+            "Real over predicted time of a batch.",
+            STEP_RATIO_BUCKETS,
+            summary["step_ratio_histogram"],
+            float(summary["step_ratio_sum"]),
+        )
+
+    def _gauge(self, name: str, documentation: str, value: float) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(name, documentation, labels=["replica"])
+        gauge.add_metric([self._replica_id], value)
+        return gauge
+
+
+def _histogram(
+    name: str, documentation: str, bounds: tuple[float, ...], counts: np.ndarray, total: float
+) -> HistogramMetricFamily:
+    labels = [*(str(bound) for bound in bounds), "+Inf"]
+    cumulative = accumulate(int(count) for count in counts)
+    buckets = list(zip(labels, (float(count) for count in cumulative), strict=True))
+    return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=total)

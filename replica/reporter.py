@@ -1,0 +1,292 @@
+"""Keeps the controller's mirror of this replica up to date.
+
+A hello carries the whole state; after it, each report carries what changed since the last one that
+the controller acknowledged. A report that was not answered may or may not have arrived, so the
+next one is a hello again. Times are seconds on the replica's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
+from replica.config import ReplicaConfig
+from replica.engine import EngineInfo
+from scheduling.state import ROW, EngineState
+
+logger = logging.getLogger(__name__)
+
+MAX_FINISHED = 4096
+"""Most ended requests remembered for the next report; of more, the oldest are left to the expiry of
+their reservations."""
+
+_RETRY_S = 0.1
+"""Least wait after a report that was not answered."""
+
+_ROW_WORDS = ROW.itemsize // 8
+
+
+class ReportTarget(Protocol):
+    """Where reports go: a controller's client. Each call has its own deadline."""
+
+    async def hello(self, hello: ReplicaHello) -> ReportReply | None:
+        """Register; ``None`` if no answer came in time."""
+
+    async def report(self, delta: ReplicaDelta) -> ReportReply | None:
+        """Report; ``None`` if no answer came in time."""
+
+    async def goodbye(self, replica_id: str) -> object:
+        """Leave."""
+
+
+class Membership(NamedTuple):
+    """What a hello says of a replica besides its engine.
+
+    ``capacity`` is the number of rows of its engine's state table.
+    """
+
+    replica_id: str
+    node_id: str
+    capacity: int
+    role: str = "mixed"
+
+
+class AcknowledgedRows:
+    """The rows as the controller knows them, and the difference to a newer state."""
+
+    def __init__(self, capacity: int) -> None:
+        self._rows = np.zeros(capacity, ROW)
+        self._slots = np.empty(0, np.int32)
+
+    def changes(self, state: EngineState) -> tuple[np.ndarray, np.ndarray]:
+        """Slots and rows that differ in ``state``; a freed slot comes as an empty row.
+
+        Compared as bytes, since a first token that is not there is a nan. ``O(live requests)``.
+        """
+        slots, rows = state.slots, state.rows
+        differs = (_words(rows) != _words(self._rows[slots])).any(axis=1)
+        freed = np.setdiff1d(self._slots, slots, assume_unique=True)
+        return (
+            np.concatenate([slots[differs], freed]).astype(np.int32),
+            np.concatenate([rows[differs], np.zeros(len(freed), ROW)]),
+        )
+
+    def acknowledge(self, state: EngineState) -> None:
+        """The controller now knows ``state``."""
+        self._rows[self._slots] = np.zeros((), ROW)
+        self._rows[state.slots] = state.rows
+        self._slots = state.slots
+
+
+def _words(rows: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(rows).view("<i8").reshape(len(rows), _ROW_WORDS)
+
+
+class Reporter:
+    """Reports a replica's state: at most every ``report_interval_s``, at least every
+    ``heartbeat_s``, and between the two only what changed.
+
+    The state table lies in shared memory and wakes nobody, so while requests are live it is read
+    every interval; while none is, the reporter sleeps from heartbeat to heartbeat or to the next
+    :meth:`wake`.
+
+    Args:
+        read_state: the engine's state; may raise ``RuntimeError`` where the engine is gone.
+        info: the engine's constants.
+        target: the controller's client.
+        config: the two periods.
+        member: who this is.
+        live_requests: requests that the replica serves; they may not be in the state yet.
+        clock: seconds, monotonic, the clock of the state's times.
+    """
+
+    def __init__(
+        self,
+        read_state: Callable[[], EngineState],
+        info: EngineInfo,
+        target: ReportTarget,
+        config: ReplicaConfig,
+        member: Membership,
+        live_requests: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read_state = read_state
+        self._info = info
+        self._target = target
+        self._interval_s = config.report_interval_s
+        self._heartbeat_s = config.heartbeat_s
+        self._member = member
+        self._live_requests = live_requests
+        self._clock = clock
+        self._acknowledged = AcknowledgedRows(member.capacity)
+        self._draining = False
+        self._known_draining = False
+        self._finished: dict[int, None] = {}
+        self._epoch: int | None = None
+        self._seq = 0
+        self._sent_s = float("-inf")
+        self._lost = 0
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def registered(self) -> bool:
+        """Whether the controller acknowledged the last report."""
+        return self._epoch is not None
+
+    @property
+    def lost(self) -> int:
+        """Reports that were not answered."""
+        return self._lost
+
+    def finished(self, key: int) -> None:
+        """A request ended; the next report says so."""
+        self._finished[key] = None
+        if len(self._finished) > MAX_FINISHED:
+            del self._finished[next(iter(self._finished))]
+        self._woken.set()
+
+    def drain(self) -> None:
+        """This replica takes no new requests; the next report says so."""
+        self._draining = True
+        self._woken.set()
+
+    def wake(self) -> None:
+        """Something changed: look at the state as soon as the interval allows."""
+        self._woken.set()
+
+    def start(self) -> None:
+        """Report until :meth:`stop`. Idempotent."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="reporter")
+
+    async def stop(self) -> None:
+        """Stop, and tell the controller that this replica leaves. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        self._epoch = None
+        await self._target.goodbye(self._member.replica_id)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                wait_s = await self.tick()
+            except Exception:
+                # A refused message or a broken client must not end the reports for good.
+                logger.exception("a report to the controller failed")
+                self._no_answer()
+                wait_s = self._heartbeat_s
+            await self._sleep(wait_s)
+
+    async def _sleep(self, wait_s: float) -> None:
+        """Wait; a wake-up cuts the wait down to what the interval still asks for."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._woken.wait()
+        self._woken.clear()
+        left_s = self._sent_s + self._interval_s - self._clock()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
+
+    async def tick(self) -> float:
+        """Report if it is time; return the seconds after which to look again."""
+        try:
+            state = self._read_state()
+        except RuntimeError as error:
+            # Silence is the right report: the controller leaves this replica out as stale.
+            logger.warning("no report: %s", error)
+            return self._heartbeat_s
+        slots, rows = self._acknowledged.changes(state)
+        changed = len(slots) > 0 or bool(self._finished) or self._draining != self._known_draining
+        epoch = self._epoch
+        silent_s = self._clock() - self._sent_s
+        if epoch is None:
+            reply = await self._send_hello(state)
+        elif changed or silent_s >= self._heartbeat_s:
+            reply = await self._send_delta(state, epoch, slots, rows)
+        else:
+            return self._interval_s if self._busy(state) else self._heartbeat_s - silent_s
+        if reply is None:
+            self._no_answer()
+            return _RETRY_S
+        if reply.resync:
+            self._epoch = None
+            return self._interval_s
+        self._epoch = reply.epoch
+        self._acknowledged.acknowledge(state)
+        return self._interval_s if self._busy(state) else self._heartbeat_s
+
+    def _busy(self, state: EngineState) -> bool:
+        """Whether the state may change without a wake-up."""
+        return len(state.rows) > 0 or bool(self._finished) or self._live_requests() > 0
+
+    async def _send_hello(self, state: EngineState) -> ReportReply | None:
+        info = self._info
+        draining = self._draining
+        self._count_report()
+        reply = await self._target.hello(
+            ReplicaHello(
+                replica_id=self._member.replica_id,
+                node_id=self._member.node_id,
+                model=info.model,
+                policy=info.policy,
+                role=self._member.role,
+                max_batch_tokens=info.max_batch_tokens,
+                max_sequences=info.max_sequences,
+                block_tokens=info.block_tokens,
+                capacity=self._member.capacity,
+                profile=info.profile,
+                seq=self._seq,
+                now_s=state.now_s,
+                slots=state.slots,
+                rows=state.rows,
+                summary=state.summary,
+                draining=draining,
+            )
+        )
+        self._known_draining = draining
+        return reply
+
+    async def _send_delta(
+        self, state: EngineState, epoch: int, slots: np.ndarray, rows: np.ndarray
+    ) -> ReportReply | None:
+        finished = tuple(self._finished)
+        draining = self._draining
+        self._count_report()
+        reply = await self._target.report(
+            ReplicaDelta(
+                replica_id=self._member.replica_id,
+                epoch=epoch,
+                seq=self._seq,
+                now_s=state.now_s,
+                slots=slots,
+                rows=rows,
+                summary=state.summary,
+                finished=finished,
+                draining=draining,
+            )
+        )
+        if reply is not None and not reply.resync:
+            for key in finished:
+                self._finished.pop(key, None)
+        self._known_draining = draining
+        return reply
+
+    def _count_report(self) -> None:
+        self._seq += 1
+        self._sent_s = self._clock()
+
+    def _no_answer(self) -> None:
+        self._epoch = None
+        self._lost += 1

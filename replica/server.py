@@ -1,0 +1,244 @@
+"""One replica: an engine, its reports to the controller, and the responses that leave it.
+
+Nothing here knows Ray, so all of it runs in one process for tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
+
+from replica.config import ReplicaConfig
+from replica.engine import (
+    Engine,
+    EngineInfo,
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+    request_key,
+    table_capacity,
+)
+from replica.openai_format import error_body
+from replica.reporter import Membership, Reporter, ReportTarget
+from scheduling.state import SUMMARY
+
+logger = logging.getLogger(__name__)
+
+MAX_BUFFERED_ITEMS = 256
+"""Items of one response that may wait for their consumer; then the engine's stream waits."""
+
+
+class _Response:
+    """What one response has ready for its consumer. Bounded: :meth:`put` waits for room."""
+
+    __slots__ = ("_ready", "_room", "error", "items", "over")
+
+    def __init__(self) -> None:
+        self.items: deque[ResponseItem] = deque()
+        self.over = False
+        self.error: BaseException | None = None
+        self._ready = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def put(self, item: ResponseItem) -> None:
+        while len(self.items) >= MAX_BUFFERED_ITEMS:
+            self._room.clear()
+            await self._room.wait()
+        self.items.append(item)
+        self._ready.set()
+
+    def end(self, error: BaseException | None) -> None:
+        self.over = True
+        self.error = error
+        self._ready.set()
+
+    async def take(self) -> list[ResponseItem]:
+        """Everything that is ready, at least one item; empty at the end.
+
+        Raises:
+            BaseException: what ended the response early, after its items were taken.
+        """
+        while not self.items:
+            if self.over:
+                if self.error is not None:
+                    raise self.error
+                return []
+            self._ready.clear()
+            await self._ready.wait()
+        batch = list(self.items)
+        self.items.clear()
+        self._room.set()
+        return batch
+
+
+class Replica:
+    """Serves requests on one engine, and keeps the controller informed.
+
+    Args:
+        replica_id: as Serve and the controller know it.
+        node_id: of the host.
+        engine: not started yet.
+        config: limits and periods.
+        target: the controller's client.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        node_id: str,
+        engine: Engine,
+        config: ReplicaConfig,
+        target: ReportTarget,
+    ) -> None:
+        self.replica_id = replica_id
+        self._node_id = node_id
+        self._engine = engine
+        self._config = config
+        self._target = target
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._info: EngineInfo | None = None
+        self._reporter: Reporter | None = None
+
+    @property
+    def live_requests(self) -> int:
+        """API calls in the engine now."""
+        return len(self._pumps)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine."""
+        return self._engine
+
+    async def start(self) -> EngineInfo:
+        """Start the engine, then the reports.
+
+        Raises:
+            EngineDeadError: the engine could not start.
+        """
+        self._info = await self._engine.start()
+        member = Membership(
+            self.replica_id, self._node_id, table_capacity(self._config.max_live_requests)
+        )
+        self._reporter = Reporter(
+            self._engine.state,
+            self._info,
+            self._target,
+            self._config,
+            member,
+            lambda: self.live_requests,
+        )
+        self._reporter.start()
+        return self._info
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[ResponseItem], None]:
+        """Serve one request: batches of whatever is ready, never waiting to fill one.
+
+        When the consumer closes or cancels this, the request is aborted in the engine.
+
+        Raises:
+            EngineDeadError: the engine died; what was yielded before stays valid.
+        """
+        if len(self._pumps) >= self._config.max_live_requests:
+            yield self._refusal()
+            return
+        response = _Response()
+        pump = asyncio.create_task(self._pump(request, response))
+        self._pumps.add(pump)
+        self._idle.clear()
+        pump.add_done_callback(self._finish)
+        if self._reporter is not None:
+            self._reporter.wake()
+        try:
+            while batch := await response.take():
+                yield batch
+        finally:
+            pump.cancel()
+
+    def _refusal(self) -> list[ResponseItem]:
+        limit = self._config.max_live_requests
+        message = f"This replica serves {limit} requests already. Try again later."
+        return [
+            ResponseHead(503, "application/json", self.replica_id),
+            ResponseChunk(error_body(message, "ServiceUnavailableError", 503)),
+            ResponseTail(0, 0),
+        ]
+
+    async def _pump(self, request: EngineRequest, response: _Response) -> None:
+        """Carry the engine's items to the response, until the end or a cancellation."""
+        key = request_key(request.request_id)
+        error: BaseException | None = None
+        try:
+            async with aclosing(self._engine.generate(request)) as items:  # type: ignore[type-var]
+                async for item in items:
+                    if isinstance(item, ResponseHead):
+                        item = item._replace(replica_id=self.replica_id)
+                    await response.put(item)
+        except asyncio.CancelledError as cancelled:
+            error = cancelled
+            raise
+        except Exception as failure:
+            # It is the consumer's to see; nobody awaits this task.
+            error = failure
+        finally:
+            response.end(error)
+            if self._reporter is not None:
+                self._reporter.finished(key)
+
+    def _finish(self, pump: asyncio.Task[None]) -> None:
+        self._pumps.discard(pump)
+        if not self._pumps:
+            self._idle.set()
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; unknown ids are ignored."""
+        await self._engine.abort(request_id)
+
+    async def drain(self) -> bool:
+        """Tell the controller to send nothing more, and wait for what is live.
+
+        What still arrives meanwhile is served: it was sent before the controller knew. Returns
+        whether everything ended within ``drain_timeout_s``.
+        """
+        if self._reporter is not None:
+            self._reporter.drain()
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                while self._pumps:
+                    await self._idle.wait()
+                await self._engine.drain()
+        except TimeoutError:
+            logger.warning("%d requests were live at the end of the drain", len(self._pumps))
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Leave the controller and free the engine; live requests end with an error. Idempotent."""
+        if self._reporter is not None:
+            await self._reporter.stop()
+        await self._engine.stop()
+
+    def snapshot(self) -> dict[str, Any]:
+        """The replica in plain data, for people and for tests.
+
+        Raises:
+            RuntimeError: its engine is gone.
+        """
+        state = self._engine.state()
+        return {
+            "replica_id": self.replica_id,
+            "info": asdict(self._info) if self._info is not None else None,
+            "live_requests": self.live_requests,
+            "registered": self._reporter is not None and self._reporter.registered,
+            "lost_reports": self._reporter.lost if self._reporter is not None else 0,
+            "rows": len(state.rows),
+            "summary": {name: state.summary[name].tolist() for name in SUMMARY.names or ()},
+        }
