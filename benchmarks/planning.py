@@ -1,0 +1,170 @@
+"""Cost of a local plan and of a routing choice, in one process.
+
+Run with ``python -m benchmarks.planning [--json]``. The queues are seeded mixes: half of the
+requests wait or prefill, half decode, at three priorities, with objectives. The builder of the
+views is not part of a measurement; the policy and the enforcement of its plan are.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from scheduling import batching, routing
+from scheduling.batching.base import BatchBudget
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from scheduling.request import QueueView, RequestView
+from scheduling.routing.base import ReplicaView, RouteQuery
+
+QUEUE_SIZES = (32, 128, 512)
+FLEET_SIZES = (8, 64)
+NOW_S = 1_000.0
+BLOCK_TOKENS = 16
+LATENCY = LinearLatency(a=0.004, b=0.000_02, c=0.000_000_02, d=0.000_000_000_1)
+BUDGET = BatchBudget(tokens=8192, sequences=1024, kv_blocks=100_000, block_tokens=BLOCK_TOKENS)
+
+
+def make_queue(size: int, seed: int) -> QueueView:
+    """A queue of ``size`` requests, half of them in decode, the rest waiting or in prefill."""
+    rng = random.Random(seed)
+    requests = []
+    for index in range(size):
+        prompt = rng.randint(32, 4096)
+        age_s = rng.uniform(0.0, 2.0)
+        slo = SLO(
+            ttft_s=rng.choice((0.5, 1.0, 5.0)),
+            tpot_s=rng.choice((0.03, 0.05, 0.1)),
+            priority=rng.randint(1, 3),
+        )
+        decoding = rng.random() < 0.5
+        emitted = rng.randint(1, 400) if decoding else 0
+        begun = decoding or rng.random() < 0.2
+        computed = prompt + emitted - 1 if decoding else prompt // 2 if begun else 0
+        arrival_s = NOW_S - age_s - emitted * 0.04
+        requests.append(
+            RequestView(
+                request_id=f"request-{index}",
+                slo=slo,
+                arrival_s=arrival_s,
+                prompt_tokens=prompt,
+                computed_tokens=computed,
+                pending_tokens=1 if decoding else prompt - computed,
+                emitted_tokens=emitted,
+                first_token_s=arrival_s + rng.uniform(0.1, 1.0) if decoding else None,
+                kv_blocks=-(-computed // BLOCK_TOKENS),
+                running=begun,
+            )
+        )
+    return QueueView(sorted(requests, key=lambda request: request.arrival_s))
+
+
+def make_fleet(size: int, seed: int) -> list[ReplicaView]:
+    """Views of ``size`` replicas under mixed load."""
+    rng = random.Random(seed)
+    return [
+        ReplicaView(
+            replica_id=f"replica-{index}",
+            waiting=rng.randint(0, 64),
+            running=rng.randint(0, 128),
+            reserved=rng.randint(0, 8),
+            prefill_tokens=rng.randint(0, 50_000),
+            context_tokens=rng.randint(0, 200_000),
+            free_kv_blocks=rng.randint(0, 10_000),
+            pab_tokens=rng.uniform(-20_000, 50_000),
+        )
+        for index in range(size)
+    ]
+
+
+def measure(calls: list[Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median and 99th percentile over ``repeats`` rounds of ``calls``, milliseconds."""
+    for call in calls:
+        call()
+    gc.collect()
+    gc.disable()
+    try:
+        times = []
+        for _ in range(repeats):
+            for call in calls:
+                started = time.perf_counter_ns()
+                call()
+                times.append(time.perf_counter_ns() - started)
+    finally:
+        gc.enable()
+    median, p99 = np.quantile(np.array(times) / 1e6, (0.5, 0.99))
+    return {"median_ms": round(float(median), 4), "p99_ms": round(float(p99), 4)}
+
+
+def planning(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Cost of ``plan()``: policy -> number of requests -> figures."""
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for name in batching.POLICIES:
+        policy = batching.make_policy(name)
+        results[name] = {}
+        for size in QUEUE_SIZES:
+            queues = [make_queue(size, seed) for seed in range(seeds)]
+            calls: list[Callable[[], object]] = [
+                partial(policy.plan, queue, NOW_S, LATENCY, BUDGET) for queue in queues
+            ]
+            results[name][str(size)] = measure(calls, repeats)
+    return results
+
+
+def choosing(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Cost of ``choose()``: policy -> number of replicas -> figures."""
+    query = RouteQuery(key=1, slo=SLO(ttft_s=1.0, tpot_s=0.05), prompt_tokens=1_000)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for name in routing.POLICIES:
+        policy = routing.make_policy(name)
+        results[name] = {}
+        for size in FLEET_SIZES:
+            fleets = [make_fleet(size, seed) for seed in range(seeds)]
+            calls: list[Callable[[], object]] = [
+                partial(policy.choose, query, fleet) for fleet in fleets
+            ]
+            results[name][str(size)] = measure(calls, repeats)
+    return results
+
+
+def _table(title: str, unit: str, results: dict[str, dict[str, dict[str, float]]]) -> Table:
+    table = Table(title=title)
+    table.add_column("policy")
+    for size in next(iter(results.values())):
+        table.add_column(f"{size} {unit}\nmedian / p99 ms", justify="right")
+    for name, by_size in results.items():
+        cells = [f"{row['median_ms']:.4f} / {row['p99_ms']:.4f}" for row in by_size.values()]
+        table.add_row(name, *cells)
+    return table
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--repeats", default=40, show_default=True, type=click.IntRange(1, 10_000))
+@click.option("--seeds", default=10, show_default=True, type=click.IntRange(1, 1_000))
+def main(as_json: bool, repeats: int, seeds: int) -> None:
+    """Measure plan() of every batch policy and choose() of every routing policy."""
+    results: dict[str, Any] = {
+        "plan": planning(repeats, seeds),
+        "choose": choosing(repeats, seeds),
+    }
+    if as_json:
+        click.echo(json.dumps(results, indent=2))
+        return
+    console = Console()
+    console.print(_table("plan()", "requests", results["plan"]))
+    console.print(_table("choose()", "replicas", results["choose"]))
+
+
+if __name__ == "__main__":
+    main()
