@@ -105,4 +105,5 @@ def next_deadlines_s(rows: np.ndarray, anchor: Anchor) -> NDArray[np.float64]:
     due = np.where(early, first, due)
     later = emitted > 0
     due[later] += emitted[later] * rows["tpot_s"][later].astype(np.float64)
-    return np.minimum(due, arrival + rows["e2e_s"])
+    np.minimum(due, arrival + rows["e2e_s"], out=due)
+    return due
