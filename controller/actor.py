@@ -1,0 +1,277 @@
+"""The central actor: it knows every replica's queue and says where each request goes.
+
+:class:`Controller` is a plain class; :mod:`controller.client` makes it a Ray actor. None of its
+methods awaits anything, so each runs whole: two decisions never mix. It keeps no prompt, no tokens
+and no state on disk; after a restart the replicas bring all of it back with their hellos.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from controller.candidates import Candidates
+from controller.checks import MAX_KEYS, check_keys, check_query, check_text
+from controller.config import ControllerConfig
+from controller.instruments import Instruments
+from controller.ledger import Ledger
+from controller.messages import (
+    MetricsPush,
+    ReplicaDelta,
+    ReplicaHello,
+    ReportReply,
+    RouteDecision,
+    RouteQuery,
+    RouteReply,
+)
+from controller.metrics import MetricsHub, samples_of
+from controller.mirror import Mirror
+from scheduling.routing import make_policy
+from scheduling.state import WAITING
+
+MAX_QUERIES = 1024
+"""Most queries in one call."""
+
+_SOURCE = "controller"
+
+
+class Controller:
+    """Mirror, ledger, decisions, and the merged metrics.
+
+    Args:
+        config: see :class:`ControllerConfig`.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, config: ControllerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._epoch = secrets.randbits(63)
+        self._policy = make_policy(config.policy, config.policy_options)
+        self._mirror = Mirror(
+            self._epoch,
+            config.stale_after_s,
+            config.forget_after_s,
+            config.reference_ttft_ms / 1000,
+            config.reference_tpot_ms / 1000,
+        )
+        self._ledger = Ledger(config.reservation_ttl_s)
+        self._candidates = Candidates(self._mirror, self._ledger)
+        self._hub = MetricsHub()
+        self._instruments = Instruments(config.policy, self._mirror, self._ledger, clock)
+
+    async def route(self, queries: list[RouteQuery]) -> RouteReply:
+        """Place each query, in order; each decision reserves its tokens at once.
+
+        ``replica_id`` is ``None`` with reason ``no_replica`` where no replica is fresh, and with
+        ``invalid_query`` where a query is malformed: one bad query does not spoil the batch.
+
+        Raises:
+            ValueError: not a list, or more than ``MAX_QUERIES``.
+        """
+        if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
+            raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
+        return RouteReply(self._epoch, tuple([self._decide(query) for query in queries]))
+
+    async def hello(self, hello: ReplicaHello) -> ReportReply:
+        """Register a replica, or replace what is known of it.
+
+        Raises:
+            ValueError: the message is malformed, or too many replicas are known.
+        """
+        now_s = self._clock()
+        self._forget_silent(now_s)
+        with self._instruments.refusals():
+            self._mirror.hello(hello, now_s)
+        self._instruments.count_report("hello")
+        self._confirm(hello.replica_id, hello, (), now_s)
+        return ReportReply(self._epoch, resync=False)
+
+    async def report(self, delta: ReplicaDelta) -> ReportReply:
+        """Apply what changed in a replica, or ask for a hello.
+
+        Raises:
+            ValueError: the message is malformed.
+        """
+        now_s = self._clock()
+        with self._instruments.refusals():
+            applied = self._mirror.delta(delta, now_s)
+        self._instruments.count_report("applied" if applied else "resync")
+        if applied:
+            self._confirm(delta.replica_id, delta, delta.finished, now_s)
+        return ReportReply(self._epoch, resync=not applied)
+
+    async def goodbye(self, replica_id: str) -> None:
+        """A replica has drained and ends: forget it."""
+        check_text("replica_id", replica_id)
+        if self._mirror.forget(replica_id):
+            self._ledger.drop_replica(replica_id)
+            self._candidates.touch((replica_id,), self._clock())
+
+    async def replica_gone(self, replica_ids: Sequence[str]) -> None:
+        """A router saw replicas leave: choose them no more. Unknown ones are ignored.
+
+        Raises:
+            ValueError: not a list of ids.
+        """
+        if not isinstance(replica_ids, list | tuple) or len(replica_ids) > MAX_KEYS:
+            raise ValueError(f"replica_ids must be a list of at most {MAX_KEYS}")
+        for replica_id in replica_ids:
+            check_text("replica_id", replica_id)
+        now_s = self._clock()
+        for replica_id in self._mirror.mark_gone(replica_ids, now_s):
+            self._ledger.drop_replica(replica_id)
+            self._candidates.touch((replica_id,), now_s)
+
+    async def release(self, keys: Sequence[int]) -> None:
+        """A router gave these requests up, or sent them elsewhere. Unknown keys are ignored.
+
+        Raises:
+            ValueError: not a list of keys.
+        """
+        check_keys("keys", keys)
+        self._candidates.touch(self._ledger.release(keys), self._clock())
+
+    async def push_metrics(self, push: MetricsPush) -> None:
+        """Take a process's metrics.
+
+        Raises:
+            ValueError: malformed, over a limit, or named as the controller's own.
+        """
+        with self._instruments.refusals():
+            if isinstance(push, MetricsPush) and push.source == _SOURCE:
+                raise ValueError(f"the source {_SOURCE!r} is the controller's own")
+            self._hub.push(push, self._clock())
+
+    async def render_metrics(self) -> bytes:
+        """Every process's metrics, the controller's too, in Prometheus' text format."""
+        now_s = self._clock()
+        self._forget_silent(now_s)
+        self._hub.push(MetricsPush(_SOURCE, samples_of(self._instruments.registry)), now_s)
+        return self._hub.render(now_s)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """What an operator wants to see: plain data that JSON can hold."""
+        now_s = self._clock()
+        self._forget_silent(now_s)
+        self._candidates.touch(self._ledger.expire(now_s), now_s)
+        return {
+            "epoch": self._epoch,
+            "fingerprint": fingerprint_of(self._config),
+            "policy": self._config.policy,
+            "reservations": len(self._ledger),
+            "reservations_expired": self._ledger.expired,
+            "metric_sources": self._hub.sources,
+            "replicas": [self._describe(replica_id, now_s) for replica_id in self._mirror.replicas],
+        }
+
+    async def fingerprint(self) -> str:
+        """See :func:`fingerprint_of`."""
+        return fingerprint_of(self._config)
+
+    def _decide(self, query: RouteQuery) -> RouteDecision:
+        started_s = self._clock()
+        decision = self._place(query, started_s)
+        self._instruments.count_decision(decision.reason, self._clock() - started_s)
+        return decision
+
+    def _place(self, query: RouteQuery, now_s: float) -> RouteDecision:
+        try:
+            check_query(query)
+        except ValueError:
+            return RouteDecision(None, "invalid_query")
+        expired = self._ledger.expire(now_s)
+        if expired:
+            self._candidates.touch(expired, now_s)
+        views = self._candidates.at(now_s)
+        if not views:
+            return RouteDecision(None, "no_replica")
+        index = self._policy.choose(query, views)
+        if not 0 <= index < len(views):
+            raise RuntimeError(
+                f"policy {self._config.policy!r} chose replica {index} of {len(views)}"
+            )
+        replica_id = views[index].replica_id
+        changed = self._ledger.reserve(query.key, replica_id, query.prompt_tokens, now_s)
+        self._candidates.touch(changed, now_s)
+        return RouteDecision(replica_id, "placed")
+
+    def _confirm(
+        self,
+        replica_id: str,
+        message: ReplicaHello | ReplicaDelta,
+        finished: Sequence[int],
+        now_s: float,
+    ) -> None:
+        """End the reservations of the requests that a replica has reported."""
+        changed = self._ledger.expire(now_s)
+        if len(self._ledger):
+            rows = message.rows
+            changed |= self._ledger.release(rows["key"][rows["phase"] >= WAITING].tolist())
+            changed |= self._ledger.release(finished)
+        changed.add(replica_id)
+        self._candidates.touch(changed, now_s)
+
+    def _forget_silent(self, now_s: float) -> None:
+        for replica_id in self._mirror.forget_silent(now_s):
+            self._ledger.drop_replica(replica_id)
+            self._candidates.touch((replica_id,), now_s)
+
+    def _describe(self, replica_id: str, now_s: float) -> dict[str, Any]:
+        replica = self._mirror.replicas[replica_id]
+        known = replica.aggregates
+        reserved = self._ledger.load(replica_id)
+        pab_tokens = known.pab_tokens - reserved.tokens
+        return {
+            "replica_id": replica_id,
+            "node_id": replica.hello.node_id,
+            "model": replica.hello.model,
+            "policy": replica.hello.policy,
+            "role": replica.hello.role,
+            "condition": self._mirror.condition(replica, now_s),
+            "report_age_s": now_s - replica.received_s,
+            "reports": replica.seq,
+            "waiting": known.waiting,
+            "running": known.running,
+            "prefill_tokens": known.prefill_tokens,
+            "context_tokens": known.context_tokens,
+            "kv_blocks_free": known.free_kv_blocks,
+            "kv_blocks_total": known.total_kv_blocks,
+            # Infinite for a model in which tokens cost nothing; JSON has no infinity.
+            "pab_tokens": pab_tokens if isfinite(pab_tokens) else None,
+            "reserved_requests": reserved.requests,
+            "reserved_tokens": reserved.tokens,
+            "steps": int(replica.summary["steps"]),
+            "preemptions": int(replica.summary["preemptions"]),
+        }
+
+
+@functools.cache
+def _code_digest() -> bytes:
+    """Digest of the sources that a controller runs."""
+    digest = hashlib.blake2b(digest_size=16)
+    root = Path(__file__).parent.parent
+    for package in ("controller", "scheduling"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def fingerprint_of(config: ControllerConfig) -> str:
+    """Names code and configuration: a living controller with another one must be replaced.
+
+    The code counts by its text, not by a version number: a detached actor keeps the code that it
+    was started with, and a redeployment does not always raise the version.
+    """
+    digest = hashlib.blake2b(_code_digest(), digest_size=16)
+    digest.update(config.model_dump_json().encode())
+    return digest.hexdigest()

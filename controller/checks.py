@@ -1,0 +1,213 @@
+"""What the controller refuses: messages that are malformed, impossible or out of bounds.
+
+A confused or an older client must not be able to corrupt the mirror, so every message is checked
+whole before any of it is applied. Each check raises ``ValueError`` with what was wrong and what is
+allowed.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
+from scheduling.latency import LatencyProfile
+from scheduling.objective import SLO
+from scheduling.state import ROW, RUNNING, SUMMARY
+
+MAX_TEXT = 256
+"""Longest id or name, characters."""
+
+MAX_CAPACITY = 1 << 18
+"""Most request slots of one replica."""
+
+MAX_FINISHED = 1 << 18
+"""Most finished requests in one delta."""
+
+MAX_KEYS = 1 << 16
+"""Most keys or replica ids in one call."""
+
+MAX_PROMPT_TOKENS = 1 << 31
+MAX_KEY = (1 << 63) - 1
+
+MAX_CORRECTION = 1_000.0
+"""Largest factor between predicted and real step time, and the inverse of the smallest."""
+
+# The counts of a row are its last fields, all int32: one look at them as a matrix checks them all.
+_COUNTS_FROM = ROW.fields["priority"][1] // 4 if ROW.fields else 0
+_SUMMARY_COUNTS = ("steps", "waiting", "running", "free_kv_blocks", "total_kv_blocks")
+_SUMMARY_TIMES = ("updated_s", "step_started_s", "last_step_s", "predicted_step_s", "correction")
+
+
+def check_hello(hello: ReplicaHello) -> None:
+    """Check a registration. ``O(rows)``.
+
+    Raises:
+        ValueError: it is not one, or a field is out of range.
+    """
+    if not isinstance(hello, ReplicaHello):
+        raise ValueError(f"expected a ReplicaHello, got {type(hello).__name__}")
+    for name in ("replica_id", "node_id", "model", "policy", "role"):
+        check_text(name, getattr(hello, name), empty=name != "replica_id")
+    for name in ("max_batch_tokens", "max_sequences", "block_tokens"):
+        _check_integer(name, getattr(hello, name), 1, MAX_PROMPT_TOKENS)
+    _check_integer("capacity", hello.capacity, 1, MAX_CAPACITY)
+    _check_integer("seq", hello.seq, 0, MAX_KEY)
+    _check_number("now_s", hello.now_s)
+    if not isinstance(hello.profile, LatencyProfile):
+        raise ValueError(f"profile must be a LatencyProfile, got {type(hello.profile).__name__}")
+    _ = hello.profile.model
+    _check_flag("draining", hello.draining)
+    _check_rows(hello.slots, hello.rows, hello.capacity)
+    _check_summary(hello.summary)
+
+
+def check_delta_header(delta: ReplicaDelta) -> None:
+    """Check what must hold before the sender is known.
+
+    Raises:
+        ValueError: it is no delta, or its id, epoch, number or clock is impossible.
+    """
+    if not isinstance(delta, ReplicaDelta):
+        raise ValueError(f"expected a ReplicaDelta, got {type(delta).__name__}")
+    check_text("replica_id", delta.replica_id)
+    _check_integer("epoch", delta.epoch, 0, MAX_KEY)
+    _check_integer("seq", delta.seq, 0, MAX_KEY)
+    _check_number("now_s", delta.now_s)
+
+
+def check_delta_body(delta: ReplicaDelta, capacity: int) -> None:
+    """Check the changes against the sender's table of ``capacity`` slots. ``O(rows)``.
+
+    Raises:
+        ValueError: slots, rows, summary or finished keys are malformed or out of range.
+    """
+    _check_flag("draining", delta.draining)
+    _check_rows(delta.slots, delta.rows, capacity)
+    _check_summary(delta.summary)
+    check_keys("finished", delta.finished, MAX_FINISHED)
+
+
+def check_query(query: RouteQuery) -> None:
+    """Check a request to place.
+
+    Raises:
+        ValueError: it is no query, or a field is out of range.
+    """
+    if not isinstance(query, RouteQuery):
+        raise ValueError(f"expected a RouteQuery, got {type(query).__name__}")
+    _check_integer("key", query.key, 0, MAX_KEY)
+    if not isinstance(query.slo, SLO):
+        raise ValueError(f"slo must be an SLO, got {type(query.slo).__name__}")
+    _check_integer("prompt_tokens", query.prompt_tokens, 0, MAX_PROMPT_TOKENS)
+    _check_number("waited_s", query.waited_s)
+    if query.waited_s < 0:
+        raise ValueError(f"waited_s must be at least 0, got {query.waited_s}")
+
+
+def check_text(name: str, value: Any, empty: bool = False) -> None:
+    """Check an id or a name.
+
+    Raises:
+        ValueError: it is no string, too long, or empty where that is not allowed.
+    """
+    least = 0 if empty else 1
+    if not isinstance(value, str) or not least <= len(value) <= MAX_TEXT:
+        raise ValueError(
+            f"{name} must be a string of {least} to {MAX_TEXT} characters, got {_short(value)}"
+        )
+
+
+def check_keys(name: str, keys: Any, limit: int = MAX_KEYS) -> None:
+    """Check a sequence of request keys.
+
+    Raises:
+        ValueError: it is no sequence, too long, or holds something that is no key.
+    """
+    if not isinstance(keys, list | tuple) or len(keys) > limit:
+        raise ValueError(f"{name} must be a list of at most {limit} keys, got {_short(keys)}")
+    for key in keys:
+        _check_integer(name, key, 0, MAX_KEY)
+
+
+def _check_integer(name: str, value: Any, least: int, most: int) -> None:
+    if (
+        not isinstance(value, int | np.integer)
+        or isinstance(value, bool)
+        or not least <= value <= most
+    ):
+        raise ValueError(f"{name} must be an integer from {least} to {most}, got {_short(value)}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if (
+        not isinstance(value, float | int | np.floating)
+        or isinstance(value, bool)
+        or not isfinite(value)
+    ):
+        raise ValueError(f"{name} must be a finite number, got {_short(value)}")
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {_short(value)}")
+
+
+def _check_rows(slots: Any, rows: Any, capacity: int) -> None:
+    if not isinstance(slots, np.ndarray) or slots.ndim != 1 or slots.dtype.kind not in "iu":
+        raise ValueError(f"slots must be a one-dimensional integer array, got {_short(slots)}")
+    if not isinstance(rows, np.ndarray) or rows.dtype != ROW or rows.shape != slots.shape:
+        raise ValueError(
+            f"rows must be an array of the row type, one per slot ({slots.shape}), "
+            f"got {_short(rows)}"
+        )
+    if not len(slots):
+        return
+    if slots.min() < 0 or slots.max() >= capacity:
+        raise ValueError(f"slots must be from 0 to {capacity - 1}, got {_short(slots)}")
+    if len(set(slots.tolist())) != len(slots):
+        raise ValueError("a slot appears twice in one message")
+    phase = rows["phase"]
+    if phase.min() < 0 or phase.max() > RUNNING:
+        raise ValueError(f"phase must be from 0 to {RUNNING}, got {_short(phase)}")
+    _check_live_rows(rows[phase != 0])
+
+
+def _check_live_rows(rows: np.ndarray) -> None:
+    if not len(rows):
+        return
+    if rows["key"].min() < 0:
+        raise ValueError("a request's key must be at least 0")
+    if rows.view("<i4").reshape(len(rows), -1)[:, _COUNTS_FROM:].min() < 0:
+        raise ValueError("the counts of a request (tokens, blocks, priority) must be at least 0")
+    if not np.isfinite(rows["arrival_s"]).all():
+        raise ValueError("a request's arrival must be a finite time")
+    if np.isinf(rows["first_token_s"]).any():
+        raise ValueError("a request's first token must have a finite time, or nan for none")
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        if not (rows[name] > 0).all():
+            raise ValueError(f"{name} must be positive, or infinite for none")
+
+
+def _check_summary(summary: Any) -> None:
+    if not isinstance(summary, np.void) or summary.dtype != SUMMARY:
+        raise ValueError(f"summary must be one record of the summary type, got {_short(summary)}")
+    for name in _SUMMARY_TIMES:
+        _check_number(name, summary[name].item())
+    for name in _SUMMARY_COUNTS:
+        if summary[name] < 0:
+            raise ValueError(f"{name} must be at least 0, got {summary[name]}")
+    if not 1 / MAX_CORRECTION <= summary["correction"] <= MAX_CORRECTION:
+        raise ValueError(
+            f"correction must be from {1 / MAX_CORRECTION} to {MAX_CORRECTION}, "
+            f"got {summary['correction']}"
+        )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} with shape {value.shape}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,233 @@
+"""What routers and replicas use to talk to the controller. It never blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from controller.checks import MAX_KEYS
+from controller.coalesce import Coalescer
+from controller.config import ControllerConfig
+from controller.link import Link, NoAnswerError
+from controller.lookup import (
+    controller_actor_name,
+    ensure_controller,
+    stop_controller,
+)
+from controller.messages import (
+    MetricsPush,
+    ReplicaDelta,
+    ReplicaHello,
+    ReportReply,
+    RouteDecision,
+    RouteQuery,
+    RouteReply,
+)
+
+__all__ = [
+    "ControllerClient",
+    "controller_actor_name",
+    "ensure_controller",
+    "stop_controller",
+]
+
+REPORT_TIMEOUT_S = 0.5
+"""Longest wait for the answer to a report, seconds: it bounds how long a restarted controller
+waits for the replicas' hellos."""
+
+NOTICE_TIMEOUT_S = 2.0
+SCRAPE_TIMEOUT_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class ControllerClient:
+    """One process's access to its application's controller.
+
+    To be made once per process and used from one event loop. Making it blocks, and finds, starts or
+    replaces the controller (:func:`ensure_controller`); everything else is asynchronous and
+    returns ``None`` or ``False`` where the controller does not answer, at once while it is known
+    not to. Nothing is repeated by itself: a caller that gets ``None`` goes on without.
+
+    Args:
+        app_name: name of the application.
+        config: the controller's configuration.
+        timeout_s: longest wait for a decision, seconds, time in the client's queue included.
+        registry: where the client's own metrics go, if anywhere.
+    """
+
+    def __init__(
+        self,
+        app_name: str,
+        config: ControllerConfig,
+        timeout_s: float = 0.25,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self._queries: Coalescer[RouteQuery, RouteDecision] = Coalescer(
+            self._send_queries, self._release_unwanted, timeout_s
+        )
+        self._outcomes = Counter(
+            "sluice_controller_calls",
+            "What became of the calls to the controller, single decisions counted each.",
+            ("method", "outcome"),
+            registry=registry,
+        )
+        self._batches = Histogram(
+            "sluice_controller_batch_queries",
+            "Decisions asked for in one call to the controller.",
+            buckets=_BATCH_BUCKETS,
+            registry=registry,
+        )
+        self._released: dict[int, None] = {}
+        self._gone: dict[str, None] = {}
+        self._notice_task: asyncio.Task[None] | None = None
+        self._link = Link(app_name, config, self._queries.fail_queued)
+
+    @property
+    def up(self) -> bool:
+        """Whether the controller answered when it was last asked."""
+        return self._link.up
+
+    async def route(self, query: RouteQuery) -> RouteDecision | None:
+        """Where ``query``'s request goes, or ``None`` where the controller did not say in time."""
+        try:
+            self._link.check()
+            decision = await self._queries.ask(query)
+        except NoAnswerError as error:
+            self._count("route", error.reason)
+            return None
+        except asyncio.CancelledError:
+            self._count("route", "cancelled")
+            raise
+        self._count("route", "answered")
+        return decision
+
+    async def hello(self, hello: ReplicaHello) -> ReportReply | None:
+        """Register a replica.
+
+        Raises:
+            ValueError: the controller refused the message, and says why.
+        """
+        reply: ReportReply | None = await self._answer("hello", hello, timeout_s=REPORT_TIMEOUT_S)
+        return reply
+
+    async def report(self, delta: ReplicaDelta) -> ReportReply | None:
+        """Report a replica's changes. After ``None`` it is unknown whether they arrived; if they
+        did not, the next report is answered with ``resync``.
+
+        Raises:
+            ValueError: the controller refused the message, and says why.
+        """
+        reply: ReportReply | None = await self._answer("report", delta, timeout_s=REPORT_TIMEOUT_S)
+        return reply
+
+    async def goodbye(self, replica_id: str) -> bool:
+        """A replica ends."""
+        return await self._delivered("goodbye", replica_id)
+
+    async def push_metrics(self, push: MetricsPush) -> bool:
+        """Deliver a process's metrics.
+
+        Raises:
+            ValueError: the controller refused them, and says why.
+        """
+        return await self._delivered("push_metrics", push)
+
+    async def render_metrics(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> bytes | None:
+        """The metrics of the whole application in Prometheus' text format."""
+        text: bytes | None = await self._answer("render_metrics", timeout_s=timeout_s)
+        return text
+
+    async def snapshot(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> dict[str, Any] | None:
+        """The controller's view of everything, for an operator."""
+        view: dict[str, Any] | None = await self._answer("snapshot", timeout_s=timeout_s)
+        return view
+
+    def release(self, key: int) -> None:
+        """Give up the reservation of a request that is over or goes elsewhere. Does not wait;
+        where it gets lost, the reservation ends by its age."""
+        self._notice(self._released, key, "release")
+
+    def replica_gone(self, replica_ids: Iterable[str]) -> None:
+        """These replicas left the application. Does not wait; where it gets lost, the replicas go
+        stale."""
+        for replica_id in replica_ids:
+            self._notice(self._gone, replica_id, "replica_gone")
+
+    async def close(self) -> None:
+        """Send what waits, and stop. The controller lives on."""
+        if self._notice_task is not None:
+            await self._notice_task
+        self._queries.fail_queued()
+        await self._link.close()
+
+    async def _send_queries(self, queries: list[RouteQuery], left_s: float) -> list[RouteDecision]:
+        self._batches.observe(len(queries))
+        reply: RouteReply = await self._link.call("route", queries, timeout_s=left_s)
+        return list(reply.decisions)
+
+    def _release_unwanted(self, query: RouteQuery, decision: RouteDecision) -> None:
+        if decision.replica_id is not None:
+            self.release(query.key)
+
+    async def _answer(self, method: str, *args: Any, timeout_s: float) -> Any:
+        try:
+            return await self._call(method, *args, timeout_s=timeout_s)
+        except NoAnswerError:
+            return None
+
+    async def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call and count.
+
+        Raises:
+            NoAnswerError, ValueError: as :meth:`Link.call`.
+        """
+        try:
+            answer = await self._link.call(method, *args, timeout_s=timeout_s)
+        except NoAnswerError as error:
+            self._count(method, error.reason)
+            raise
+        except ValueError:
+            self._count(method, "refused")
+            raise
+        self._count(method, "answered")
+        return answer
+
+    async def _delivered(self, method: str, argument: Any) -> bool:
+        try:
+            await self._call(method, argument, timeout_s=NOTICE_TIMEOUT_S)
+        except NoAnswerError:
+            return False
+        return True
+
+    def _notice(self, pending: dict[Any, None], item: Any, method: str) -> None:
+        if len(pending) >= MAX_KEYS:
+            self._count(method, "full")
+            return
+        pending[item] = None
+        if self._notice_task is None:
+            self._notice_task = asyncio.get_running_loop().create_task(self._send_notices())
+
+    async def _send_notices(self) -> None:
+        """Send what has gathered until nothing is left; one call at a time."""
+        try:
+            while self._released or self._gone:
+                released, self._released = list(self._released), {}
+                gone, self._gone = list(self._gone), {}
+                for method, items in (("release", released), ("replica_gone", gone)):
+                    if items:
+                        try:
+                            await self._delivered(method, items)
+                        except ValueError as error:
+                            _log.warning("the controller refused %s: %s", method, error)
+        finally:
+            self._notice_task = None
+
+    def _count(self, method: str, outcome: str) -> None:
+        self._outcomes.labels(method, outcome).inc()

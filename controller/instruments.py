@@ -1,0 +1,145 @@
+"""The controller's own metrics: decisions, reports, reservations, and what it knows of replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from controller.ledger import Ledger
+from controller.mirror import CONDITIONS, Mirror, MirroredReplica
+
+DECISION_BUCKETS_S = (
+    0.00001,
+    0.00003,
+    0.0001,
+    0.0003,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.05,
+)
+
+_OUTCOMES = ("placed", "no_replica", "invalid_query")
+_REPORTS = ("hello", "applied", "resync", "refused")
+
+_REPLICA_GAUGES: dict[str, tuple[str, Callable[[MirroredReplica, float], float]]] = {
+    "sluice_replica_waiting_requests": (
+        "Requests that wait in the replica.",
+        lambda replica, now_s: replica.aggregates.waiting,
+    ),
+    "sluice_replica_running_requests": (
+        "Requests that run in the replica.",
+        lambda replica, now_s: replica.aggregates.running,
+    ),
+    "sluice_replica_pending_prefill_tokens": (
+        "Prompt tokens that the replica has yet to compute.",
+        lambda replica, now_s: replica.aggregates.prefill_tokens,
+    ),
+    "sluice_replica_kv_blocks_free": (
+        "Free KV blocks of the replica.",
+        lambda replica, now_s: replica.aggregates.free_kv_blocks,
+    ),
+    "sluice_replica_kv_blocks_total": (
+        "KV blocks of the replica.",
+        lambda replica, now_s: replica.aggregates.total_kv_blocks,
+    ),
+    "sluice_replica_kv_usage_ratio": (
+        "Share of the replica's KV blocks in use, 0 to 1.",
+        lambda replica, now_s: (
+            1 - replica.aggregates.free_kv_blocks / max(1, replica.aggregates.total_kv_blocks)
+        ),
+    ),
+    "sluice_replica_pab_tokens": (
+        "Prefill admission budget of the replica, tokens; negative when it is overloaded.",
+        lambda replica, now_s: replica.aggregates.pab_tokens,
+    ),
+    "sluice_replica_report_age_seconds": (
+        "Time since the replica's last report.",
+        lambda replica, now_s: now_s - replica.received_s,
+    ),
+}
+
+
+class Instruments(Collector):
+    """Counts what the controller does, and shows mirror and ledger as gauges when scraped.
+
+    Args:
+        policy: name of the routing policy, a label of the decisions.
+        mirror, ledger: what the gauges show.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, policy: str, mirror: Mirror, ledger: Ledger, clock: Callable[[], float]
+    ) -> None:
+        self._mirror = mirror
+        self._ledger = ledger
+        self._clock = clock
+        self.registry = CollectorRegistry(auto_describe=False)
+        decisions = Counter(
+            "sluice_decisions",
+            "Requests that the controller placed or could not place.",
+            ("policy", "outcome"),
+            registry=self.registry,
+        )
+        reports = Counter(
+            "sluice_reports",
+            "Messages of replicas and metrics that were applied, must be resent, or were refused.",
+            ("outcome",),
+            registry=self.registry,
+        )
+        # Label lookups cost as much as a decision, so they are done once.
+        self._decisions = {outcome: decisions.labels(policy, outcome) for outcome in _OUTCOMES}
+        self._reports = {outcome: reports.labels(outcome) for outcome in _REPORTS}
+        self._seconds = Histogram(
+            "sluice_decision_seconds",
+            "Time of one decision inside the controller.",
+            buckets=DECISION_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.registry.register(self)
+
+    def count_decision(self, outcome: str, seconds: float) -> None:
+        """One decision was made in ``seconds``."""
+        self._decisions[outcome].inc()
+        self._seconds.observe(seconds)
+
+    def count_report(self, outcome: str) -> None:
+        """One message of a replica was ``hello``, ``applied`` or ``resync``."""
+        self._reports[outcome].inc()
+
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Count the messages that the body refuses with ``ValueError``."""
+        try:
+            yield
+        except ValueError:
+            self._reports["refused"].inc()
+            raise
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauges, as of now."""
+        now_s = self._clock()
+        replicas = self._mirror.replicas
+        found = [self._mirror.condition(replica, now_s) for replica in replicas.values()]
+        states = GaugeMetricFamily(
+            "sluice_replicas", "Replicas by what the controller thinks of them.", labels=("state",)
+        )
+        for condition in CONDITIONS:
+            states.add_metric((condition,), found.count(condition))
+        yield states
+        yield GaugeMetricFamily(
+            "sluice_reservations",
+            "Decisions that no replica has confirmed yet.",
+            value=len(self._ledger),
+        )
+        for name, (documentation, read) in _REPLICA_GAUGES.items():
+            gauge = GaugeMetricFamily(name, documentation, labels=("replica",))
+            for replica_id, replica in replicas.items():
+                gauge.add_metric((replica_id,), read(replica, now_s))
+            yield gauge

@@ -1,0 +1,148 @@
+"""The way from a process to the controller actor: one handle, whether it answers, its repair."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+from controller.config import ControllerConfig
+from controller.lookup import ensure_controller, find_or_start
+
+_PROBE_TIMEOUT_S = 1.0
+_PROBE_PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+
+_log = logging.getLogger(__name__)
+
+Failure = Literal["timeout", "unavailable", "error", "full"]
+
+
+class NoAnswerError(Exception):
+    """The controller gave no answer; ``reason`` says why.
+
+    ``timeout``: not in time. ``unavailable``: it is known not to answer, nothing was sent, or its
+    process died. ``error``: it failed while it handled the call. ``full``: too much waits already.
+    """
+
+    def __init__(self, reason: Failure) -> None:
+        super().__init__(reason)
+        self.reason: Failure = reason
+
+
+class Link:
+    """Calls the controller with a deadline; after a failure, repairs itself in the background.
+
+    While the controller does not answer (:attr:`up` is false) every call fails at once, so that no
+    request pays for it twice; a task of the link's own looks the actor up again where its handle
+    is dead, starts one where the name is gone, and asks until there is an answer.
+
+    To be used from one event loop. It blocks only in its constructor.
+
+    Args:
+        app_name: name of the application.
+        config: the controller's configuration.
+        on_down: called when calls begin to fail.
+    """
+
+    def __init__(
+        self, app_name: str, config: ControllerConfig, on_down: Callable[[], None]
+    ) -> None:
+        self._app_name = app_name
+        self._config = config
+        self._on_down = on_down
+        self._repair_task: asyncio.Task[None] | None = None
+        self._handle: Any = None
+        try:
+            # In a thread, because Ray objects to blocking calls on an actor's event loop.
+            with ThreadPoolExecutor(1) as executor:
+                self._handle = executor.submit(ensure_controller, app_name, config).result()
+        except (RayError, TimeoutError) as error:
+            _log.warning("the controller of %s cannot be reached yet: %s", app_name, error)
+        self.up = self._handle is not None
+        """Whether the last thing heard of the controller was an answer."""
+
+    def check(self) -> None:
+        """Return if calls may be made; otherwise have the link repaired.
+
+        Raises:
+            NoAnswerError: the controller is known not to answer.
+        """
+        if not self.up:
+            self._repair()
+            raise NoAnswerError("unavailable")
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """The result of the actor's ``method``.
+
+        Raises:
+            NoAnswerError: it could not be asked or did not answer in time.
+            ValueError: the controller refused the arguments.
+        """
+        self.check()
+        try:
+            return await self._ask(method, *args, timeout_s=timeout_s)
+        except RayTaskError as error:
+            if isinstance(error.cause, ValueError):
+                raise ValueError(str(error.cause)) from None
+            _log.error("the controller failed in %s: %s", method, error)
+            raise NoAnswerError("error") from None
+        except TimeoutError:
+            self._lost()
+            raise NoAnswerError("timeout") from None
+        except RayError as error:
+            if isinstance(error, ActorDiedError):
+                self._handle = None
+            self._lost()
+            raise NoAnswerError("unavailable") from None
+
+    async def close(self) -> None:
+        """Stop repairing. The actor lives on."""
+        self.up = False
+        task, self._repair_task = self._repair_task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _ask(self, method: str, *args: Any, timeout_s: float) -> Any:
+        async with asyncio.timeout(timeout_s):
+            return await getattr(self._handle, method).remote(*args)
+
+    def _lost(self) -> None:
+        if self.up:
+            self.up = False
+            _log.warning("the controller of %s does not answer", self._app_name)
+            self._on_down()
+        self._repair()
+
+    def _repair(self) -> None:
+        if self._repair_task is None:
+            self._repair_task = asyncio.get_running_loop().create_task(self._until_up())
+
+    async def _until_up(self) -> None:
+        attempts = 0
+        while not await self._probe():
+            await asyncio.sleep(_PROBE_PAUSES_S[min(attempts, len(_PROBE_PAUSES_S) - 1)])
+            attempts += 1
+        self.up = True
+        self._repair_task = None
+        _log.info("the controller of %s answers again", self._app_name)
+
+    async def _probe(self) -> bool:
+        """Whether the controller answers a question about nothing."""
+        try:
+            if self._handle is None:
+                self._handle = await asyncio.to_thread(find_or_start, self._app_name, self._config)
+            await self._ask("route", [], timeout_s=_PROBE_TIMEOUT_S)
+        except ActorDiedError:
+            self._handle = None
+            return False
+        except (RayError, TimeoutError, ValueError, RuntimeError, OSError) as error:
+            _log.debug("the controller of %s does not answer: %s", self._app_name, error)
+            return False
+        return True

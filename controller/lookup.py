@@ -1,0 +1,87 @@
+"""Finding, starting and stopping the controller actor of an application. All calls block."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+
+from controller.actor import Controller, fingerprint_of
+from controller.config import ControllerConfig
+
+NAMESPACE = "sluice"
+"""Ray namespace of the controller actors."""
+
+_MAX_CONCURRENCY = 10_000
+_ASK_TIMEOUT_S = 10.0
+_RETRY_S = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+def controller_actor_name(app_name: str) -> str:
+    """Name of an application's controller in :data:`NAMESPACE`."""
+    return f"{app_name}-controller"
+
+
+def find_or_start(app_name: str, config: ControllerConfig) -> Any:
+    """The handle of the application's controller, whatever it runs; started if there is none.
+
+    The actor belongs to no job, comes back by itself when its process dies, and never has a call
+    repeated by Ray: the caller's request would be placed twice.
+    """
+    actor = ray.remote(Controller).options(
+        name=controller_actor_name(app_name),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,
+        max_concurrency=_MAX_CONCURRENCY,
+    )
+    return actor.remote(config)
+
+
+def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 30.0) -> Any:
+    """The handle of a controller that runs this code with this configuration.
+
+    A living one with another fingerprint is stopped and replaced; its state comes back from the
+    replicas. To be called by who deploys the application and by processes that start with it; a
+    process that only lost its controller uses :func:`find_or_start`, or an old router and a new
+    one would stop each other's controllers in turn.
+
+    Raises:
+        TimeoutError: none was ready within ``wait_s`` seconds.
+    """
+    wanted = fingerprint_of(config)
+    deadline_s = time.monotonic() + wait_s
+    while time.monotonic() < deadline_s:
+        handle = find_or_start(app_name, config)
+        try:
+            found = ray.get(handle.fingerprint.remote(), timeout=_ASK_TIMEOUT_S)
+        except (ActorDiedError, ActorUnavailableError, GetTimeoutError) as error:
+            _log.info("the controller of %s is not ready: %s", app_name, error)
+        else:
+            if found == wanted:
+                return handle
+            _log.info("replacing the controller of %s: its code or configuration differ", app_name)
+            ray.kill(handle, no_restart=True)
+        time.sleep(_RETRY_S)
+    raise TimeoutError(f"no controller for {app_name!r} was ready within {wait_s} s")
+
+
+def stop_controller(app_name: str) -> bool:
+    """Stop an application's controller for good; whether there was one.
+
+    To be called once the application's routers and replicas are gone: theirs would start a new one.
+    """
+    try:
+        handle = ray.get_actor(controller_actor_name(app_name), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    ray.kill(handle, no_restart=True)
+    return True
