@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 
+MIN_OBJECTIVE_MS = 0.001
+"""Shortest objective that may be asked for: a microsecond, in milliseconds."""
+
 MAX_OBJECTIVE_MS = 86_400_000.0
 """Longest objective that may be asked for: a day, in milliseconds."""
+
+# They are sent in a header and label metrics.
+_CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class ServiceClass(BaseModel):
@@ -16,16 +24,22 @@ class ServiceClass(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ttft_ms: float | None = Field(
-        default=None, gt=0, le=MAX_OBJECTIVE_MS, description="Time to first token, ms."
+        default=None,
+        ge=MIN_OBJECTIVE_MS,
+        le=MAX_OBJECTIVE_MS,
+        description="Time to first token, ms.",
     )
     tpot_ms: float | None = Field(
         default=None,
-        gt=0,
+        ge=MIN_OBJECTIVE_MS,
         le=MAX_OBJECTIVE_MS,
         description="Time per output token after the first, ms.",
     )
     e2e_ms: float | None = Field(
-        default=None, gt=0, le=MAX_OBJECTIVE_MS, description="Time to the last token, ms."
+        default=None,
+        ge=MIN_OBJECTIVE_MS,
+        le=MAX_OBJECTIVE_MS,
+        description="Time to the last token, ms.",
     )
     priority: int = Field(
         default=1,
@@ -95,10 +109,21 @@ class RouterConfig(BaseModel):
     )
 
     @model_validator(mode="after")
+    def _check_keys(self) -> RouterConfig:
+        for key in self.api_keys:
+            text = key.get_secret_value()
+            if not text or not text.isascii() or not text.isprintable() or " " in text:
+                raise ValueError("api_keys must be printable ASCII without spaces, and not empty")
+        return self
+
+    @model_validator(mode="after")
     def _check_classes(self) -> RouterConfig:
         if self.default_class not in self.classes:
             known = ", ".join(sorted(self.classes))
             raise ValueError(f"default_class {self.default_class!r} is not one of: {known}")
+        bad = [name for name in self.classes if not _CLASS_NAME.fullmatch(name)]
+        if bad:
+            raise ValueError(f"class names must match {_CLASS_NAME.pattern}, got {bad}")
         tiers = [tier for entry in self.classes.values() for tier in entry.service_tiers]
         doubles = {tier for tier in tiers if tiers.count(tier) > 1}
         if doubles:

@@ -1,0 +1,143 @@
+"""The HTTP API: OpenAI's endpoints, health and metrics. No Ray here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from replica.engine import Endpoint
+from router import wire
+from router.body import read_object
+from router.catalog import Catalog
+from router.config import RouterConfig
+from router.dispatch import Call, Dispatcher
+from router.errors import ApiError, Reason
+from router.exchange import Exchange
+from router.gate import Arrival, Gate
+from router.metrics import Outcome, RouterMetrics
+from router.prompt_size import measure
+from router.slo import SloReader
+from router.validation import check_body, engine_body
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+class MetricsPage(Protocol):
+    """Renders the metrics of the whole application."""
+
+    async def render(self) -> bytes:
+        """Prometheus text, version 0.0.4. Never fails: at worst it shows this router's alone."""
+
+
+class CallReader:
+    """Turns a request into a validated call."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._max_body_bytes = config.max_body_bytes
+        self._objectives = SloReader(config)
+
+    async def read(self, request: Request, endpoint: Endpoint) -> Call:
+        """The call in ``request``.
+
+        Raises:
+            ApiError: a 4xx; nothing has reached a replica.
+            starlette.requests.ClientDisconnect: the client left while it sent the body.
+        """
+        arrival: Arrival = request.state.arrival
+        body = await read_object(request, self._max_body_bytes)
+        slo = self._objectives.read(body, request.headers.raw)
+        check_body(endpoint, body)
+        return Call(
+            request_id=arrival.request_id,
+            endpoint=endpoint,
+            body=engine_body(body),
+            slo=slo,
+            prompt=measure(endpoint, body),
+            received_s=arrival.received_s,
+        )
+
+
+def make_api(
+    config: RouterConfig,
+    dispatcher: Dispatcher,
+    catalog: Catalog,
+    metrics: RouterMetrics,
+    page: MetricsPage,
+    lifespan: Lifespan | None = None,
+) -> FastAPI:
+    """The FastAPI application of one router process."""
+    api = FastAPI(
+        title="Sluice", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+    )
+    reader = CallReader(config)
+
+    async def serve(request: Request, endpoint: Endpoint) -> Response:
+        try:
+            call = await reader.read(request, endpoint)
+        except ApiError as error:
+            metrics.refused(endpoint, Outcome.CLIENT_ERROR)
+            return error.response()
+        except ClientDisconnect:
+            metrics.refused(endpoint, Outcome.CANCELLED)
+            return Response(status_code=400)  # nobody is there to read it
+        return Exchange(call, dispatcher, metrics)
+
+    @api.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        return await serve(request, "chat")
+
+    @api.post("/v1/completions", response_model=None)
+    async def completions(request: Request) -> Response:
+        return await serve(request, "completions")
+
+    @api.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return await catalog.models()
+
+    @api.get("/health")
+    async def health() -> dict[str, str]:
+        await catalog.models()
+        return {"status": "ok"}
+
+    @api.get("/metrics", response_model=None)
+    async def metrics_page() -> Response:
+        return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    _add_error_handlers(api)
+    api.add_middleware(Gate, config=config, metrics=metrics, clock=dispatcher.clock)
+    return api
+
+
+def _add_error_handlers(api: FastAPI) -> None:
+    """Every error in OpenAI's shape."""
+
+    async def told(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        reason = Reason.METHOD_NOT_ALLOWED if error.status_code == 405 else Reason.UNKNOWN_URL
+        message = f"{request.method} {request.url.path} is not served here."
+        return ApiError(reason, message, headers=dict(error.headers or {})).response()
+
+    async def unexpected(request: Request, _: Exception) -> JSONResponse:
+        # Starlette answers these outside the gate, so the id is added here.
+        arrival: Arrival = request.state.arrival
+        return ApiError(
+            Reason.INTERNAL,
+            "The router failed; its log says why.",
+            headers={wire.REQUEST_ID_HEADER: arrival.request_id},
+        ).response()
+
+    api.add_exception_handler(ApiError, told)
+    api.add_exception_handler(HTTPException, http)
+    api.add_exception_handler(Exception, unexpected)

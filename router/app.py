@@ -1,0 +1,96 @@
+"""The router as a Serve deployment: it builds the API over the replicas' handle."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from controller.client import ControllerClient
+from controller.config import ControllerConfig
+from controller.metrics import MetricsPusher
+from router.api import make_api
+from router.catalog import Catalog
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
+from router.serve_replicas import ServeReplicas
+
+
+class ControllerMetricsPage:
+    """The whole application's metrics from the controller, this router's own up to date in them.
+
+    Where the controller does not answer, this router's alone. ``sluice_controller_up`` tells which.
+    """
+
+    def __init__(
+        self, client: ControllerClient, pusher: MetricsPusher, registry: CollectorRegistry
+    ) -> None:
+        self._client = client
+        self._pusher = pusher
+        self._registry = registry
+        self._status = CollectorRegistry()
+        self._up = Gauge(
+            "sluice_controller_up",
+            "Whether the controller answered this scrape: 1 or 0.",
+            registry=self._status,
+        )
+
+    async def render(self) -> bytes:
+        """Prometheus text; see the class."""
+        text = await self._client.render_metrics() if await self._pusher.push_now() else None
+        self._up.set(text is not None)
+        if text is None:
+            text = generate_latest(self._registry)
+        return text + generate_latest(self._status)
+
+
+@serve.ingress()
+class Router:
+    """One router replica. The application builder makes a deployment of it.
+
+    Args:
+        replicas: the replicas' deployment, with the hint router.
+        app_name: name of the application, and of its controller.
+        config: of this router.
+        controller: to create the controller where there is none.
+    """
+
+    def __init__(
+        self,
+        replicas: DeploymentHandle,
+        app_name: str,
+        config: RouterConfig,
+        controller: ControllerConfig,
+    ) -> None:
+        metrics = RouterMetrics()
+        client = ControllerClient(
+            app_name, controller, config.decision_timeout_s, registry=metrics.registry
+        )
+        source = f"router-{serve.get_replica_context().replica_id.unique_id}"
+        pusher = MetricsPusher(client, metrics.registry, source)
+        serve_replicas = ServeReplicas(replicas)
+
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            pusher.start()
+            yield
+            await pusher.stop()
+            await client.close()
+
+        self._api = make_api(
+            config,
+            Dispatcher(client, serve_replicas, metrics, config.max_attempts),
+            Catalog(serve_replicas),
+            metrics,
+            ControllerMetricsPage(client, pusher, metrics.registry),
+            lifespan,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve after the constructor."""
+        return self._api

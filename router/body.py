@@ -1,0 +1,141 @@
+"""Reading a request body: bounded in bytes, time and depth, and strictly JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from math import isinf
+from typing import Any
+
+from starlette.requests import Request
+
+from router.errors import ApiError, Reason, invalid
+
+MAX_DEPTH = 64
+"""Deepest nesting of a body."""
+
+BODY_TIMEOUT_S = 30.0
+"""Longest time that a client may take to send its body, seconds."""
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in the request's body.
+
+    Refused: more than ``max_bytes`` (counted while reading, so also without ``Content-Length``),
+    more than :data:`MAX_DEPTH` levels, another media type or an encoding, text that is not UTF-8,
+    ``NaN`` and infinities, and half surrogate pairs, which no tokenizer takes.
+
+    Raises:
+        ApiError: 400, 413 or 415.
+        starlette.requests.ClientDisconnect: the client left.
+    """
+    _check_headers(request, max_bytes)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            raw = await _read(request, max_bytes)
+    except TimeoutError:
+        raise ApiError(
+            Reason.BODY_TOO_SLOW,
+            f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} seconds.",
+        ) from None
+    return parse_object(raw)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in ``raw``. ``O(len(raw))``.
+
+    Raises:
+        ApiError: 400.
+    """
+    try:
+        value = json.loads(
+            raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite
+        )
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeDecodeError:
+        raise _bad_json("it is not UTF-8") from None
+    except ValueError as error:
+        raise _bad_json(str(error)) from None
+    # Few brackets cannot nest deeply, so most bodies need no walk.
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    if b"\\u" in raw:
+        _check_surrogates(value)
+    if not isinstance(value, dict):
+        raise _bad_json("it must be an object")
+    return value
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    media_type = request.headers.get("content-type", "application/json")
+    if media_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            Reason.UNSUPPORTED_MEDIA, "content-type must be application/json.", "content-type"
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise ApiError(
+            Reason.UNSUPPORTED_MEDIA,
+            "content-encoding is not supported: send the body as it is.",
+            "content-encoding",
+        )
+    length = request.headers.get("content-length", "")
+    # Twenty digits are more than any limit; converting millions of them would cost.
+    if length.isdecimal() and (len(length) > 20 or int(length) > max_bytes):
+        raise _too_large(max_bytes)
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _check_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise _bad_json("it holds half of a surrogate pair (\\ud800 to \\udfff)") from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON; numbers must be finite")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if isinf(value):
+        raise ValueError("a number is too large; numbers must be finite")
+    return value
+
+
+def _bad_json(why: str) -> ApiError:
+    return ApiError(Reason.INVALID_JSON, f"The request body is not a JSON object: {why}.")
+
+
+def _too_deep() -> ApiError:
+    return invalid(f"The request body is nested too deeply; allowed: {MAX_DEPTH} levels.")
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(Reason.TOO_LARGE, f"The request body is too large; allowed: {max_bytes} bytes.")

@@ -1,0 +1,125 @@
+"""From the reason of a failure to what the client sees: one table, OpenAI's error shape."""
+
+from __future__ import annotations
+
+import enum
+import json
+from typing import Any, NamedTuple
+
+from starlette.responses import JSONResponse
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+
+
+class Reason(enum.StrEnum):
+    """Why a request was not served. The value is the error's ``code``."""
+
+    INVALID_VALUE = "invalid_value"
+    INVALID_JSON = "invalid_json"
+    INVALID_API_KEY = "invalid_api_key"
+    UNKNOWN_URL = "unknown_url"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    TOO_LARGE = "request_too_large"
+    UNSUPPORTED_MEDIA = "unsupported_media_type"
+    BODY_TOO_SLOW = "body_too_slow"
+    ROUTER_FULL = "router_full"
+    REPLICAS_FULL = "replicas_full"
+    NO_REPLICA = "no_replica"
+    REPLICA_FAILED = "replica_failed"
+    STREAM_BROKEN = "stream_broken"
+    INTERNAL = "internal_error"
+
+
+class Rule(NamedTuple):
+    """What a reason becomes. ``retry_after_s`` is sent as ``Retry-After``."""
+
+    status: int
+    type: str
+    retry_after_s: int | None = None
+
+
+RULES: dict[Reason, Rule] = {
+    Reason.INVALID_VALUE: Rule(400, INVALID_REQUEST),
+    Reason.INVALID_JSON: Rule(400, INVALID_REQUEST),
+    Reason.BODY_TOO_SLOW: Rule(400, INVALID_REQUEST),
+    Reason.INVALID_API_KEY: Rule(401, INVALID_REQUEST),
+    Reason.UNKNOWN_URL: Rule(404, INVALID_REQUEST),
+    Reason.METHOD_NOT_ALLOWED: Rule(405, INVALID_REQUEST),
+    Reason.TOO_LARGE: Rule(413, INVALID_REQUEST),
+    Reason.UNSUPPORTED_MEDIA: Rule(415, INVALID_REQUEST),
+    Reason.INTERNAL: Rule(500, SERVER_ERROR),
+    Reason.ROUTER_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
+    Reason.REPLICAS_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
+    Reason.NO_REPLICA: Rule(503, SERVER_ERROR, retry_after_s=2),
+    Reason.REPLICA_FAILED: Rule(503, SERVER_ERROR, retry_after_s=1),
+    # Sent inside a stream that already has its status.
+    Reason.STREAM_BROKEN: Rule(503, SERVER_ERROR),
+}
+
+
+class ApiError(Exception):
+    """A failure that the client is told of.
+
+    Args:
+        reason: selects status, type and headers from :data:`RULES`.
+        message: what was wrong and what is allowed.
+        param: the field or header at fault, if one is.
+        headers: sent besides those of the rule.
+    """
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.param = param
+        self._headers = headers or {}
+
+    @property
+    def rule(self) -> Rule:
+        """The row of the table."""
+        return RULES[self.reason]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error body."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.rule.type,
+                "param": self.param,
+                "code": self.reason.value,
+            }
+        }
+
+    def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
+        """The whole HTTP response, with ``headers`` added."""
+        merged = {**self._headers, **(headers or {})}
+        if self.rule.retry_after_s is not None:
+            merged["retry-after"] = str(self.rule.retry_after_s)
+        return JSONResponse(self.body, status_code=self.rule.status, headers=merged)
+
+    def event(self) -> bytes:
+        """The error as a server-sent event, for a stream that has begun."""
+        return b"data: " + json.dumps(self.body).encode() + b"\n\n"
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """A 400: ``message`` names the field, what was wrong and what is allowed."""
+    return ApiError(Reason.INVALID_VALUE, message, param)
+
+
+def shown(value: object, limit: int = 64) -> str:
+    """``value`` as it may be repeated in an error message: short, and printable ASCII."""
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a huge integer"
+    text = ascii(value)
+    return text if len(text) <= limit else text[:limit] + "..."

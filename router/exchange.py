@@ -1,0 +1,175 @@
+"""One call as an ASGI response: from dispatch to the last byte, or until the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router import wire
+from router.dispatch import EVENT_STREAM, Answer, Call, Dispatcher, ReplicaFailedError
+from router.errors import ApiError, Reason
+from router.metrics import Outcome, RouterMetrics
+from scheduling.objective import TokenClock
+
+
+class DisconnectGuard:
+    """Cancels the block inside it when the client leaves, and then ends it without an exception.
+
+    Serve's tuned mode and plain ASGI servers differ in whether they cancel a handler whose client
+    left; with this every phase is covered, also the wait for the first token. ``receive`` must
+    belong to a request whose body was read.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.disconnected = False
+
+    async def __aenter__(self) -> DisconnectGuard:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watch = asyncio.create_task(self._wait())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self._watch.cancel()
+        if not self.disconnected:
+            return False
+        if kind is None:
+            # The cancellation came in the same turn as the end: take it here, not later.
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                if self._task.uncancel() > 0:
+                    raise
+            return False
+        return kind is asyncio.CancelledError and self._task.uncancel() == 0
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = True
+        self._task.cancel()
+
+
+class Exchange(Response):
+    """Serves one call and accounts for it, however it ends."""
+
+    def __init__(self, call: Call, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
+        self._call = call
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._clock = TokenClock(call.slo, call.received_s)
+        self._answer: Answer | None = None
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer over ASGI."""
+        outcome = Outcome.FAILED
+        try:
+            outcome = await self._serve(scope, receive, send)
+        except OSError:  # how a server says that nobody is there to send to
+            outcome = Outcome.CANCELLED
+        except asyncio.CancelledError:
+            outcome = Outcome.CANCELLED
+            raise
+        finally:
+            if self._answer is not None:
+                self._answer.close()
+            self._metrics.ended(self._call.endpoint, self._clock, outcome, self._dispatcher.clock())
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> Outcome:
+        # The guard ends before the last message: a server reports the end of a complete response
+        # as a disconnect too.
+        guard = DisconnectGuard(receive)
+        error: ApiError | None = None
+        async with guard:
+            try:
+                self._answer = await self._dispatcher.open(self._call)
+            except ApiError as failure:
+                error = failure
+            else:
+                if self._answer.head.media_type == EVENT_STREAM:
+                    error = await self._stream(self._answer, send)
+        if guard.disconnected:
+            return Outcome.CANCELLED
+        if self._answer is None:
+            assert error is not None
+            await error.response(self._own_headers())(scope, receive, send)
+            return _outcome_of(error.rule.status)
+        if self._answer.head.media_type == EVENT_STREAM:
+            last = error.event() if error is not None else b""
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+            self._learn(self._answer)
+            return Outcome.OK if error is None else Outcome.FAILED
+        return await self._whole(self._answer, scope, receive, send)
+
+    async def _stream(self, answer: Answer, send: Send) -> ApiError | None:
+        """Hand on the pieces of an event stream. Returns the error that broke it, if one did."""
+        headers = self._own_headers() | {
+            "content-type": f"{EVENT_STREAM}; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": answer.head.status, "headers": raw})
+        try:
+            async for piece in answer:
+                self._emit(piece.tokens)
+                await send({"type": "http.response.body", "body": piece.data, "more_body": True})
+        except ReplicaFailedError as failure:
+            return ApiError(
+                Reason.STREAM_BROKEN, f"The stream broke off after it had begun: {failure}"
+            )
+        return None
+
+    async def _whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> Outcome:
+        """Send a response that is complete."""
+        body = b"".join([piece.data async for piece in answer])
+        tail = answer.tail
+        if tail is not None and answer.head.status < 400:
+            reached_s = self._call.received_s + answer.waited_s
+            for offset_s in tail.token_offsets_s:
+                self._emit(1, reached_s + offset_s)
+        response = Response(
+            body,
+            answer.head.status,
+            headers=self._own_headers(),
+            media_type=answer.head.media_type,
+        )
+        await response(scope, receive, send)
+        self._learn(answer)
+        return _outcome_of(answer.head.status)
+
+    def _emit(self, tokens: int, now_s: float | None = None) -> None:
+        clock = self._clock
+        first = clock.first_token_s is None
+        clock.emit(tokens, self._dispatcher.clock() if now_s is None else now_s)
+        if first and clock.ttft_s is not None:
+            self._metrics.first_token(self._call.slo.service_class, clock.ttft_s)
+
+    def _learn(self, answer: Answer) -> None:
+        if answer.tail is not None and answer.tail.prompt_tokens > 0:
+            self._dispatcher.estimator.learn(self._call.prompt, answer.tail.prompt_tokens)
+
+    def _own_headers(self) -> dict[str, str]:
+        headers = {wire.CLASS_HEADER: self._call.slo.service_class}
+        if self._answer is not None and self._answer.head.replica_id:
+            headers[wire.REPLICA_HEADER] = self._answer.head.replica_id
+        return headers
+
+
+def _outcome_of(status: int) -> Outcome:
+    if status < 400:
+        return Outcome.OK
+    if status < 500:
+        return Outcome.CLIENT_ERROR
+    return Outcome.REFUSED if status == 503 else Outcome.FAILED

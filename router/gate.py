@@ -1,0 +1,100 @@
+"""The first thing that a request meets: its id, its key, and whether there is room for it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from replica.engine import Endpoint
+from router import wire
+from router.auth import KeyRing
+from router.config import RouterConfig
+from router.errors import ApiError, Reason
+from router.metrics import Outcome, RouterMetrics
+
+INFERENCE_PATHS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+}
+OPEN_PATH = "/health"
+"""The one path that needs no key: load balancers probe it."""
+
+
+class Arrival(NamedTuple):
+    """What the gate notes of a request, in the scope's state as ``arrival``."""
+
+    request_id: str
+    received_s: float
+
+
+class Gate:
+    """ASGI middleware around the API.
+
+    - Every request gets an id of our own; a client's ``x-request-id`` is not trusted as one. It is
+      sent back in every response.
+    - With keys configured every path needs one, but ``/health``. ``/metrics`` too: a Prometheus
+      scrape can send one.
+    - At most ``max_in_flight`` inference requests are inside; more are refused before their body
+      is read.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app = app
+        self._keys = KeyRing(config.api_keys)
+        self._max_in_flight = config.max_in_flight
+        self._in_flight = 0
+        self._metrics = metrics
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request in, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        arrival = Arrival(uuid.uuid4().hex, self._clock())
+        scope.setdefault("state", {})["arrival"] = arrival
+        header = (wire.REQUEST_ID_HEADER.encode(), arrival.request_id.encode())
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
+        endpoint = INFERENCE_PATHS.get(scope["path"]) if scope["method"] == "POST" else None
+        try:
+            if scope["path"] != OPEN_PATH:
+                self._keys.check(scope["headers"])
+            if endpoint is not None and self._in_flight >= self._max_in_flight:
+                raise ApiError(
+                    Reason.ROUTER_FULL,
+                    f"The router serves {self._max_in_flight} requests, which is its limit.",
+                )
+        except ApiError as error:
+            if endpoint is not None:
+                full = error.reason is Reason.ROUTER_FULL
+                self._metrics.refused(endpoint, Outcome.REFUSED if full else Outcome.CLIENT_ERROR)
+            await error.response()(scope, receive, send_named)
+            return
+        await self._pass(endpoint is not None, scope, receive, send_named)
+
+    async def _pass(self, counted: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        if not counted:
+            await self._app(scope, receive, send)
+            return
+        self._in_flight += 1
+        self._metrics.in_flight.inc()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._in_flight -= 1
+            self._metrics.in_flight.dec()

@@ -1,0 +1,189 @@
+"""Serve's request router for the replicas: it sends a request where the controller said.
+
+The decision is made elsewhere; this only maps a hint to a replica of Serve. Delivery, rejection by
+a full replica, draining and the death of replicas stay Serve's. Serve builds one of these in every
+process that holds a handle to the replicas, so it keeps no state outside the object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ray.serve._private.common import ReplicaID
+from ray.serve._private.request_router.common import PendingRequest
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve._private.request_router.replica_wrapper import RunningReplica
+
+from controller.client import ControllerClient
+from controller.config import ControllerConfig
+from router import wire
+
+NO_REPLICA_WAIT_S = 5.0
+"""How long a request waits for a first replica to appear before it fails, seconds."""
+
+_AVOID = "!"
+_SEPARATOR = ","
+
+_log = logging.getLogger(__name__)
+
+
+class NoReplicaError(RuntimeError):
+    """The deployment has no running replica."""
+
+
+class Hint(NamedTuple):
+    """Where a request should go. Replicas are named by Serve's unique id.
+
+    Attributes:
+        target: the replica that the controller chose, or ``None``.
+        avoid: replicas that have just failed this request; used where there is no target.
+    """
+
+    target: str | None = None
+    avoid: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: object) -> Hint:
+        """From the keyword that travels with the call. Anything odd is no hint."""
+        if not isinstance(text, str) or not text:
+            return cls()
+        if text.startswith(_AVOID):
+            return cls(avoid=tuple(text[len(_AVOID) :].split(_SEPARATOR)))
+        return cls(target=text)
+
+    def encode(self) -> str | None:
+        """One string, because the replica's method takes one: the target's id, or ``!`` and the
+        ids to avoid, or ``None``."""
+        if self.target is not None:
+            return self.target
+        return _AVOID + _SEPARATOR.join(self.avoid) if self.avoid else None
+
+
+class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
+    """Hint first, power of two choices otherwise.
+
+    - The hinted replica is taken at once, outside Serve's queue of pending requests, so that a full
+      replica delays nobody else's request. A replica that rejects a request for being full sends it
+      through Serve's queue, to any other.
+    - Without a hint, or with one that names no running replica, it is Serve's own choice.
+    - Replicas that leave or die are told to the controller.
+
+    ``request_router_kwargs`` are ``app_name`` and ``controller``, the controller's configuration as
+    plain data.
+    """
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Called by Serve once, with ``request_router_kwargs``, on the router's event loop."""
+        self._by_unique_id: dict[str, RunningReplica] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Now and not when it is first needed: an old process must not look after the controller
+        # when a newer version has replaced it. In a thread, because it blocks.
+        self._client = asyncio.ensure_future(
+            asyncio.to_thread(
+                ControllerClient,
+                kwargs["app_name"],
+                ControllerConfig.model_validate(kwargs["controller"]),
+            )
+        )
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Ranks of candidates: the hinted replica, then Serve's own two."""
+        others: list[list[RunningReplica]] = await super().choose_replicas(
+            candidate_replicas, pending_request
+        )
+        hinted = self._hinted(pending_request)
+        return others if hinted is None else [[hinted], *others]
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Serve asks for the replica of a request. Everything unexpected ends in Serve's own way:
+        an exception here would fail the request."""
+        if not self.curr_replicas:
+            await self._wait_for_replica()
+        if not is_retry:
+            hinted = self._hinted(pending_request)
+            if hinted is not None:
+                return hinted
+        return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve's list of running replicas changed; draining ones are no longer in it."""
+        before = set(self._by_unique_id)
+        super().update_replicas(replicas)
+        self._by_unique_id = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._report_gone(sorted(before - set(self._by_unique_id)))
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A call or a probe found the replica dead."""
+        super().on_replica_actor_died(replica_id)
+        if self._by_unique_id.pop(replica_id.unique_id, None) is not None:
+            self._report_gone([replica_id.unique_id])
+
+    def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
+        """A call could not reach the replica. Over gRPC a dead one looks the same, so ask Ray,
+        which can tell; the probe calls :meth:`on_replica_actor_died`."""
+        super().on_replica_actor_unavailable(replica_id)
+        replica = self._by_unique_id.get(replica_id.unique_id)
+        if replica is not None:
+            self._start(self._probe(replica))
+
+    def _hinted(self, pending_request: PendingRequest | None) -> RunningReplica | None:
+        if pending_request is None:
+            return None
+        hint = Hint.parse(pending_request.kwargs.get(wire.TARGET_KWARG))
+        if hint.target is not None:
+            return self._by_unique_id.get(hint.target)
+        if not hint.avoid:
+            return None
+        return self._least_loaded_but(hint.avoid)
+
+    def _least_loaded_but(self, avoid: Sequence[str]) -> RunningReplica | None:
+        """By this process's own count. ``O(replicas)``, on retries only."""
+        rest = [replica for name, replica in self._by_unique_id.items() if name not in avoid]
+        cache = self.replica_queue_len_cache
+        return min(rest, key=lambda replica: cache.get(replica.replica_id) or 0, default=None)
+
+    async def _wait_for_replica(self) -> None:
+        """Return when there is a replica.
+
+        Raises:
+            NoReplicaError: none appeared in time.
+        """
+        try:
+            async with asyncio.timeout(NO_REPLICA_WAIT_S):
+                while not self.curr_replicas:
+                    self._replicas_updated_event.clear()
+                    await self._replicas_updated_event.wait()
+        except TimeoutError:
+            raise NoReplicaError(
+                f"No replica appeared within {NO_REPLICA_WAIT_S:g} seconds."
+            ) from None
+
+    async def _probe(self, replica: RunningReplica) -> None:
+        await self._probe_queue_lens([replica], 0)
+
+    async def _tell_gone(self, unique_ids: Sequence[str]) -> None:
+        (await asyncio.shield(self._client)).replica_gone(unique_ids)
+
+    def _report_gone(self, unique_ids: Sequence[str]) -> None:
+        if unique_ids:
+            self._start(self._tell_gone(unique_ids))
+
+    def _start(self, work: Any) -> None:
+        """Run ``work`` beside everything else; a failure is logged and changes nothing."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.warning("a notice of the request router failed", exc_info=task.exception())

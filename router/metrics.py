@@ -1,0 +1,143 @@
+"""What the edge counts. Every label is bounded: classes by configuration, priorities 1 to 10."""
+
+from __future__ import annotations
+
+import enum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from replica.engine import Endpoint
+from scheduling.objective import SLO, TokenClock
+
+NO_CLASS = "none"
+"""Class label of a request that was refused before its class was known."""
+
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 300)
+TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
+DECISION_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+class Outcome(enum.StrEnum):
+    """How a request ended."""
+
+    OK = "ok"
+    CLIENT_ERROR = "client_error"
+    """The client's mistake: a 4xx of the router or of the engine."""
+    REFUSED = "refused"
+    """No room or no replica: a 503 before anything was served."""
+    FAILED = "failed"
+    """A replica's or our own failure: a 5xx, or an error event in a stream."""
+    CANCELLED = "cancelled"
+    """The client left."""
+
+
+class Fallback(enum.StrEnum):
+    """Why a request went by Serve's own balancing and not by the controller's decision."""
+
+    NO_ANSWER = "no_answer"
+    """The controller did not answer in time."""
+    NO_DECISION = "no_decision"
+    """The controller knows no replica, as just after its restart."""
+    REPEATED = "repeated"
+    """It chose a replica that had just failed this request."""
+    MOVED = "moved"
+    """Serve did not know the chosen replica, or that one had no room."""
+
+
+class RouterMetrics:
+    """The edge's metrics, in a registry of their own.
+
+    The latency metrics are those of :class:`~scheduling.objective.TokenClock`: tokens of the first
+    choice, when their bytes are handed to the socket; for a plain response, when they left the
+    engine. A cancelled request counts in none of the attainment metrics, and one without an
+    objective does not count in ``sluice_slo_requests``.
+    """
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "sluice_requests",
+            "Requests that ended, by service class, outcome and endpoint.",
+            ["class", "outcome", "endpoint"],
+            registry=registry,
+        )
+        self._ttft = Histogram(
+            "sluice_ttft_seconds",
+            "Time to first token at the edge.",
+            ["class"],
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self._tpot = Histogram(
+            "sluice_tpot_seconds",
+            "Mean time per output token after the first, at the edge.",
+            ["class"],
+            buckets=TPOT_BUCKETS_S,
+            registry=registry,
+        )
+        by_worth = ["class", "priority"]
+        self._slo_requests = Counter(
+            "sluice_slo_requests", "Requests with an objective.", by_worth, registry=registry
+        )
+        self._attained = Counter(
+            "sluice_attained", "Requests that met their objectives.", by_worth, registry=registry
+        )
+        self._gain = Counter(
+            "sluice_tdg_gain", "Token deadline gain earned.", by_worth, registry=registry
+        )
+        self._ideal_gain = Counter(
+            "sluice_tdg_ideal",
+            "Token deadline gain had every token been in time.",
+            by_worth,
+            registry=registry,
+        )
+        self.decision_s = Histogram(
+            "sluice_edge_decision_seconds",
+            "Wait of the edge for the controller's decision.",
+            buckets=DECISION_BUCKETS_S,
+            registry=registry,
+        )
+        self._fallbacks = Counter(
+            "sluice_fallback",
+            "Requests that went by Serve's own balancing, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self.retries = Counter(
+            "sluice_retries", "Attempts after a first one that failed.", registry=registry
+        )
+        self.in_flight = Gauge(
+            "sluice_in_flight_requests", "Requests inside the edge.", registry=registry
+        )
+
+    def fallback(self, reason: Fallback) -> None:
+        """Count a request that did not go where the controller said."""
+        self._fallbacks.labels(reason.value).inc()
+
+    def first_token(self, service_class: str, ttft_s: float) -> None:
+        """Observe a first token."""
+        self._ttft.labels(service_class).observe(ttft_s)
+
+    def refused(self, endpoint: Endpoint, outcome: Outcome) -> None:
+        """Count a request that ended before its class was known."""
+        self._requests.labels(NO_CLASS, outcome.value, endpoint).inc()
+
+    def ended(self, endpoint: Endpoint, clock: TokenClock, outcome: Outcome, now_s: float) -> None:
+        """Count a request that ended, with what ``clock`` saw of it."""
+        slo = clock.slo
+        self._requests.labels(slo.service_class, outcome.value, endpoint).inc()
+        if clock.tpot_s is not None:
+            self._tpot.labels(slo.service_class).observe(clock.tpot_s)
+        if outcome in (Outcome.CANCELLED, Outcome.CLIENT_ERROR):
+            return
+        worth = (slo.service_class, str(slo.priority))
+        self._gain.labels(*worth).inc(clock.gain)
+        self._ideal_gain.labels(*worth).inc(clock.ideal_gain)
+        if _has_objective(slo):
+            self._slo_requests.labels(*worth).inc()
+            if outcome is Outcome.OK and clock.attained(now_s):
+                self._attained.labels(*worth).inc()
+
+
+def _has_objective(slo: SLO) -> bool:
+    return slo.ttft_s is not None or slo.tpot_s is not None or slo.e2e_s is not None

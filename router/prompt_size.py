@@ -1,0 +1,80 @@
+"""The length of a prompt before anyone has tokenised it, for the controller's placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from replica.engine import Endpoint
+
+MIN_RATIO = 1.0
+MAX_RATIO = 16.0
+FIRST_RATIO = 4.0
+"""Characters per token until an engine has said better; usual for English text."""
+
+SMOOTHING = 0.1
+"""Weight of the newest observation in the moving average."""
+
+MESSAGE_TOKENS = 4
+"""What a chat template adds to a message, about."""
+
+MEDIA_TOKENS = 512
+"""Our guess for an image or a sound; only the engine knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSize:
+    """What can be counted in a prompt: ``characters`` of text and ``tokens`` that are known."""
+
+    characters: int = 0
+    tokens: int = 0
+
+
+def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
+    """Measure a validated body. ``O(messages)``: it never looks into the text."""
+    return _measure_chat(body) if endpoint == "chat" else _measure_prompt(body["prompt"])
+
+
+class TokenEstimator:
+    """Estimates prompt tokens: exact for token ids, else by characters per token, learned."""
+
+    def __init__(self) -> None:
+        self.ratio = FIRST_RATIO
+
+    def estimate(self, size: PromptSize) -> int:
+        """Tokens of a prompt, at least 1."""
+        return max(1, size.tokens + round(size.characters / self.ratio))
+
+    def learn(self, size: PromptSize, prompt_tokens: int) -> None:
+        """Take in that a prompt had ``prompt_tokens``."""
+        from_text = prompt_tokens - size.tokens
+        if size.characters == 0 or from_text <= 0:
+            return
+        seen = min(max(size.characters / from_text, MIN_RATIO), MAX_RATIO)
+        self.ratio += SMOOTHING * (seen - self.ratio)
+
+
+def _measure_chat(body: dict[str, Any]) -> PromptSize:
+    characters = tokens = 0
+    for message in body["messages"]:
+        tokens += MESSAGE_TOKENS
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        for part in parts:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                characters += len(text)
+            elif part is not None:
+                tokens += MEDIA_TOKENS
+    if body.get("tools"):
+        characters += len(repr(body["tools"]))
+    return PromptSize(characters, tokens)
+
+
+def _measure_prompt(prompt: str | list[Any]) -> PromptSize:
+    if isinstance(prompt, str):
+        return PromptSize(characters=len(prompt))
+    if isinstance(prompt[0], int):
+        return PromptSize(tokens=len(prompt))
+    size = sum(len(entry) for entry in prompt)
+    return PromptSize(characters=size) if isinstance(prompt[0], str) else PromptSize(tokens=size)

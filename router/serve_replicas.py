@@ -1,0 +1,122 @@
+"""The replicas behind a Serve deployment handle: calls, cancellation, and what failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+from ray.exceptions import (
+    ActorDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+)
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from replica.engine import EngineDeadError, EngineRequest, ResponseItem
+from router import wire
+from router.dispatch import ReplicaFailedError
+from router.errors import Reason
+from router.hint_router import Hint, NoReplicaError
+
+_log = logging.getLogger(__name__)
+
+
+class ServeStream:
+    """One streaming call over the handle."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
+        """What the replica yields, batch by batch.
+
+        Raises:
+            ReplicaFailedError: the replica or the way to it failed.
+        """
+        try:
+            async for items in self._response:
+                yield items
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Nobody cancelled us: this is how Serve passes on that the replica was.
+            raise ReplicaFailedError(
+                Reason.REPLICA_FAILED, "The replica cancelled the request."
+            ) from None
+        except Exception as error:
+            raise failure_of(error) from error
+
+    def cancel(self) -> None:
+        """Cancel the call, whether it is still being assigned or already runs.
+
+        Serve's own ``cancel`` misses a call whose assignment is complete but was not yet taken
+        notice of, which happens when the cancellation comes in the same turn of the event loop. So
+        the assigned call is cancelled here, too; Serve has no public way to it.
+        """
+        assignment = self._response._replica_result_future
+        self._response.cancel()
+        if assignment.done() and not assignment.cancelled() and assignment.exception() is None:
+            assignment.result().cancel()
+
+
+class ServeReplicas:
+    """Calls replicas over a handle whose deployment uses :class:`~router.hint_router.HintRouter`.
+
+    To be made on the event loop that calls it.
+    """
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._generate = handle.options(method_name="generate", stream=True)
+        self._models = handle.options(method_name="models")
+
+    def generate(
+        self, request: EngineRequest, target: str | None, avoid: Sequence[str]
+    ) -> ServeStream:
+        """Send a request; see :class:`~router.dispatch.Replicas`."""
+        hint = Hint(target, tuple(avoid)).encode()
+        return ServeStream(self._generate.remote(request, **{wire.TARGET_KWARG: hint}))
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body of any replica.
+
+        Raises:
+            ReplicaFailedError: it did not answer.
+        """
+        response = self._models.remote()
+        try:
+            models: dict[str, Any] = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except Exception as error:
+            raise failure_of(error) from error
+        return models
+
+
+def failure_of(error: Exception) -> ReplicaFailedError:
+    """What an exception of a call says of the replica."""
+    # A RayTaskError is an instance of what the replica raised, too, so that comes first.
+    if isinstance(error, EngineDeadError):
+        return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica's engine died.", dead=True)
+    if isinstance(error, ActorDiedError):
+        return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
+    if isinstance(error, (NoReplicaError, DeploymentUnavailableError)):
+        return ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.", retry=False)
+    if isinstance(error, BackPressureError):
+        return ReplicaFailedError(Reason.REPLICAS_FULL, "The replicas are full.", retry=False)
+    if isinstance(error, TaskCancelledError):
+        return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica cancelled the request.")
+    if isinstance(error, (RayActorError, RayServeException, grpc.aio.AioRpcError, OSError)):
+        return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
+    _log.error("a replica failed in an unexpected way", exc_info=error)
+    # Ray's own troubles (a lost object, a worker out of memory) may not happen elsewhere; an
+    # exception of the replica's code would only be raised again.
+    retry = isinstance(error, RayError) and not isinstance(error, RayTaskError)
+    return ReplicaFailedError(Reason.INTERNAL, "The replica failed.", retry=retry)

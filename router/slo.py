@@ -1,0 +1,187 @@
+"""The objective of a request, from what the client stated and its service class.
+
+Precedence, field by field: the body's ``slo`` object, the ``x-slo-*`` headers, their
+``x-llm-d-slo-*`` aliases, the service class. The class itself: ``slo.class``, ``x-slo-class``,
+``service_tier``, the configured default.
+
+Every stated value is checked, also one that another overrides. JSON ``null`` is the same as
+leaving the field out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from router import wire
+from router.config import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, RouterConfig
+from router.errors import ApiError, invalid, shown
+from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
+
+_NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
+_INTEGER = re.compile(r"[0-9]{1,12}")
+_ALLOWED_MS = f"a number of milliseconds from {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:.0f}"
+_ALLOWED = {
+    wire.TTFT: _ALLOWED_MS,
+    wire.TPOT: _ALLOWED_MS,
+    wire.E2E: _ALLOWED_MS,
+    wire.PRIORITY: f"an integer from {MIN_PRIORITY} to {MAX_PRIORITY}",
+}
+
+_Milliseconds = Annotated[
+    float, Field(ge=MIN_OBJECTIVE_MS, le=MAX_OBJECTIVE_MS, allow_inf_nan=False)
+]
+
+
+class _Stated(BaseModel):
+    """What one source (body, headers or aliases) states. Strict: no text for a number."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    ttft_ms: _Milliseconds | None = None
+    tpot_ms: _Milliseconds | None = None
+    e2e_ms: _Milliseconds | None = None
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
+    service_class: str | None = Field(default=None, alias=wire.CLASS)
+
+
+_NOTHING = _Stated()
+_HEADER_FIELDS = {name: (0, field) for field, name in wire.SLO_HEADERS.items()} | {
+    name: (1, field) for field, name in wire.SLO_HEADER_ALIASES.items()
+}
+
+
+class SloReader:
+    """Reads objectives by one configuration of classes."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._classes = config.classes
+        self._default_class = config.default_class
+        self._class_of_tier = {
+            tier: name for name, entry in config.classes.items() for tier in entry.service_tiers
+        }
+
+    def read(self, body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]]) -> SLO:
+        """The objective of a request with this body and these raw headers (lower-case names).
+
+        Raises:
+            ApiError: 400; the message names the field and what is allowed.
+        """
+        stated = self._stated(body.get(wire.SLO_FIELD))
+        plain, alias = self._from_headers(headers)
+        tier_class = self._of_tier(body.get(wire.SERVICE_TIER_FIELD))
+        class_name = (
+            stated.service_class or plain.service_class or tier_class or self._default_class
+        )
+        defaults = self._classes[class_name]
+        priority = stated.priority or plain.priority or defaults.priority
+        return SLO(
+            ttft_s=_seconds(stated.ttft_ms, plain.ttft_ms, alias.ttft_ms, defaults.ttft_ms),
+            tpot_s=_seconds(stated.tpot_ms, plain.tpot_ms, alias.tpot_ms, defaults.tpot_ms),
+            e2e_s=_seconds(stated.e2e_ms, plain.e2e_ms, defaults.e2e_ms),
+            priority=priority,
+            service_class=class_name,
+        )
+
+    def _stated(self, value: Any) -> _Stated:
+        if value is None:
+            return _NOTHING
+        if not isinstance(value, dict):
+            raise invalid(
+                f"{wire.SLO_FIELD} must be an object with any of {_names(wire.SLO_HEADERS)}, "
+                f"got {shown(value)}",
+                wire.SLO_FIELD,
+            )
+        names = {key: f"{wire.SLO_FIELD}.{key}" for key in wire.SLO_HEADERS}
+        return self._checked(value, names)
+
+    def _from_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[_Stated, _Stated]:
+        """What the headers and what their aliases state. One pass over the headers."""
+        found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        for raw_name, raw_value in headers:
+            name = raw_name.decode("latin-1")
+            known = _HEADER_FIELDS.get(name)
+            if known is None:
+                if name.startswith(wire.SLO_HEADER_PREFIX):
+                    raise invalid(
+                        f"{shown(name)} is not a known header; allowed: "
+                        f"{_names(wire.SLO_HEADERS.values())}",
+                        name[:64],
+                    )
+                continue
+            source, field = known
+            if field in found[source]:
+                raise invalid(f"{name} must be given once, got it several times", name)
+            found[source][field] = _parsed(field, name, raw_value.decode("latin-1"))
+        if not found[0] and not found[1]:
+            return _NOTHING, _NOTHING
+        return (
+            self._checked(found[0], wire.SLO_HEADERS),
+            self._checked(found[1], wire.SLO_HEADER_ALIASES),
+        )
+
+    def _checked(self, values: dict[str, Any], names: Mapping[str, str]) -> _Stated:
+        """``values`` by field, validated; ``names`` says how the client calls each field."""
+        try:
+            stated = _Stated.model_validate(values)
+        except ValidationError as error:
+            raise self._refusal(error, values, names) from None
+        class_name = stated.service_class
+        if class_name is not None and class_name not in self._classes:
+            raise invalid(self._class_message(names[wire.CLASS], class_name), names[wire.CLASS])
+        return stated
+
+    def _refusal(
+        self, error: ValidationError, values: dict[str, Any], names: Mapping[str, str]
+    ) -> ApiError:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = str(first["loc"][0])
+        if field not in names:
+            return invalid(
+                f"{wire.SLO_FIELD} has the unknown key {shown(field)}; allowed: {_names(names)}",
+                wire.SLO_FIELD,
+            )
+        if field == wire.CLASS:
+            return invalid(self._class_message(names[field], values[field]), names[field])
+        return invalid(
+            f"{names[field]} must be {_ALLOWED[field]}, got {shown(values[field])}", names[field]
+        )
+
+    def _class_message(self, name: str, value: object) -> str:
+        return f"{name} must be one of {_names(self._classes)}, got {shown(value)}"
+
+    def _of_tier(self, tier: Any) -> str | None:
+        if tier is None:
+            return None
+        if not isinstance(tier, str) or tier not in self._class_of_tier:
+            raise invalid(
+                f"{wire.SERVICE_TIER_FIELD} must be one of {_names(self._class_of_tier)}, "
+                f"got {shown(tier)}",
+                wire.SERVICE_TIER_FIELD,
+            )
+        return self._class_of_tier[tier]
+
+
+def _parsed(field: str, name: str, text: str) -> object:
+    """The value of a header as JSON would have it. Only plain decimal numbers are taken."""
+    if field == wire.CLASS:
+        return text
+    if field == wire.PRIORITY and _INTEGER.fullmatch(text):
+        return int(text)
+    if field != wire.PRIORITY and _NUMBER.fullmatch(text):
+        return float(text)
+    raise invalid(f"{name} must be {_ALLOWED[field]}, got {shown(text)}", name)
+
+
+def _seconds(*candidates_ms: float | None) -> float | None:
+    for value in candidates_ms:
+        if value is not None:
+            return value / 1000
+    return None
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names)
