@@ -5,6 +5,7 @@ and publish the state. The vLLM adapter and the simulated engine differ only in 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from replica.state_table import RowUpdate, StateTable
+from replica.state_table import RowUpdate, StateTable, TableFullError
 from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from scheduling.latency import LinearLatency, OnlineCorrection, StepSample
 from scheduling.objective import SLO
@@ -23,6 +24,9 @@ DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Planned with until a profile is known."""
 
 _BATCH_LOG_LINES = 100_000
+_NO_SLOT = -1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -30,7 +34,7 @@ class TrackedRequest:
     """What the local scheduler knows of a live request that its engine does not.
 
     ``name`` is the request's id in the fleet; engines have their own ids, and one API call can be
-    several engine requests.
+    several engine requests. ``slot`` is its row of the state table, negative if it has none.
     """
 
     name: str
@@ -42,12 +46,13 @@ class TrackedRequest:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A batch that the engine is running."""
+    """A batch that the engine is running. ``preempted`` lists the requests that lost their KV."""
 
     started_s: float
     plan: BatchPlan
     work: StepSample
     uncorrected_s: float
+    preempted: Sequence[str] = ()
 
 
 class BatchLog:
@@ -96,6 +101,7 @@ class LocalScheduler:
         self._plan_seconds = 0.0
         self._ratio_sum = 0.0
         self._last_end_s = 0.0
+        self._rowless = 0
 
     @property
     def model(self) -> LinearLatency:
@@ -107,16 +113,26 @@ class LocalScheduler:
     ) -> None:
         """Begin to follow a new request.
 
-        Raises:
-            TableFullError: too many live requests.
+        If the table is full the request is planned like any other but has no row, so readers do not
+        see it: an accepted request must not fail because it cannot be watched.
         """
-        slot = self._table.allocate(key, slo, arrival_s, prompt_tokens)
+        try:
+            slot = self._table.allocate(key, slo, arrival_s, prompt_tokens)
+        except TableFullError as error:
+            slot = _NO_SLOT
+            if self._rowless == 0:
+                logger.warning("%s; some requests are not in the state table", error)
+            self._rowless += 1
         self.requests[engine_id] = TrackedRequest(name, slo, arrival_s, slot)
 
     def forget(self, engine_id: str) -> None:
         """Stop following a request; unknown ids are ignored."""
         tracked = self.requests.pop(engine_id, None)
-        if tracked is not None:
+        if tracked is None:
+            return
+        if tracked.slot == _NO_SLOT:
+            self._rowless -= 1
+        else:
             self._table.free(tracked.slot)
 
     def plan(self, requests: Sequence[RequestView], now_s: float, budget: BatchBudget) -> BatchPlan:
@@ -140,24 +156,29 @@ class LocalScheduler:
         now_s: float,
         preempted: Sequence[str] = (),
     ) -> StepInFlight:
-        """The engine starts a batch. ``ran`` holds (engine id, new tokens, computed before)."""
+        """The engine starts a batch. ``ran`` holds (engine id, new tokens, computed before).
+
+        A batch that was planned empty and is empty is no step: it is neither counted nor logged.
+        """
         new = context = 0
         quadratic = 0.0
         for _, tokens, computed in ran:
             new += tokens
             context += computed + tokens
             quadratic += tokens * (computed + 0.5 * tokens)
-        self._steps += 1
         self._preemptions += len(preempted)
+        work = StepSample(new, context, quadratic, 0.0)
+        uncorrected = self._base_model.step_s(new, context, quadratic)
+        if not ran and not plan.entries:
+            return StepInFlight(now_s, plan, work, uncorrected, preempted)
+        self._steps += 1
         planned = {entry.request_id: entry.tokens for entry in plan.entries}
         actual = {request_id: tokens for request_id, tokens, _ in ran}
         if planned != actual:
             self._mismatches += 1
         if self._log is not None:
             self._log.write(self._record(plan, ran, now_s, preempted))
-        work = StepSample(new, context, quadratic, 0.0)
-        uncorrected = self._base_model.step_s(new, context, quadratic)
-        return StepInFlight(now_s, plan, work, uncorrected)
+        return StepInFlight(now_s, plan, work, uncorrected, preempted)
 
     def end_step(
         self,
@@ -182,6 +203,8 @@ class LocalScheduler:
             self._table.count("step_ratio_histogram", bisect_left(STEP_RATIO_BUCKETS, ratio))
             self._table.add_sample(step.work._replace(seconds=seconds))
             self._correction.observe(step.uncorrected_s, seconds)
+        if self._rowless:
+            updates = [update for update in updates if update.slot != _NO_SLOT]
         self._table.write(
             updates,
             updated_s=now_s,

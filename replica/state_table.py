@@ -25,6 +25,7 @@ from scheduling.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 SAMPLE_RING = 2048
 _MAGIC = 0x534C5549_43450001
 _READ_TRIES = 1000
+_READ_PAUSE_S = 0.001
 
 _HEADER = np.dtype(
     [
@@ -37,7 +38,6 @@ _HEADER = np.dtype(
         ("summary", SUMMARY),
     ]
 )
-_SAMPLE = np.dtype("<f8", (4,))
 
 
 class RowUpdate(NamedTuple):
@@ -202,8 +202,9 @@ class StateTable:
                 summary = self._summary[0].copy()
                 if int(self._sequence[0]) == before:
                     return EngineState(time.monotonic(), slots, rows, summary)
-            if attempt > 10:
-                time.sleep(0.00005)
+            if attempt >= 10:
+                # A write takes microseconds, unless the machine has taken the writer off its core.
+                time.sleep(_READ_PAUSE_S)
         raise RuntimeError("the state table is stuck in a write: its engine is gone")
 
     def set_model(self, model: LinearLatency) -> None:

@@ -1,17 +1,22 @@
 """How a request's objective travels through vLLM: flat keys in ``SamplingParams.extra_args``.
 
 vLLM's OpenAI layer takes them as ``vllm_xargs`` (strings and numbers only) and hands them to the
-scheduler unchanged, in another process.
+scheduler unchanged, in another process. The settings of that scheduler travel in
+``additional_config``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from scheduling.objective import SLO
 
+CONFIG_KEY = "sluice"
 PREFIX = "sluice_"
 ID = "sluice_id"
 ARRIVAL_S = "sluice_arrival_s"
@@ -88,3 +93,35 @@ def _number(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise ValueError(f"{key} must be a finite number of seconds, got {value!r}")
     return float(value)
+
+
+class SchedulerSettings(BaseModel):
+    """What the scheduler inside the engine is told, in ``additional_config["sluice"]``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    state_table: Path = Field(description="File of the state table; it exists already.")
+    policy: str = Field(description="Batch policy.")
+    policy_options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
+    batch_log: Path | None = Field(default=None, description="File of the batch log.")
+    cpu_core: int | None = Field(
+        default=None, ge=0, description="Core that the scheduling thread is pinned to."
+    )
+
+    def to_additional_config(self) -> dict[str, Any]:
+        """The value of vLLM's ``additional_config``."""
+        return {CONFIG_KEY: self.model_dump(mode="json")}
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Any) -> SchedulerSettings:
+        """Read it back.
+
+        Raises:
+            ValueError: it is missing or wrong.
+        """
+        given = additional_config.get(CONFIG_KEY) if isinstance(additional_config, dict) else None
+        if not isinstance(given, dict):
+            raise ValueError(
+                f"additional_config must hold {CONFIG_KEY!r}: a mapping with state_table and policy"
+            )
+        return cls.model_validate(given)

@@ -1,0 +1,428 @@
+"""Sluice's batch plans inside stock vLLM.
+
+vLLM's own ``schedule()`` stays as it is: it allocates, preempts and builds the batch. Around one
+call of it, this adapter sorts its queues by the plan, takes the requests that the plan leaves out
+of the waiting queues, and caps each request's tokens through one small hook. So outputs are those
+of stock vLLM, only their order and chunks are ours.
+
+All of it rests on names that vLLM does not promise to keep. They are listed and checked at start,
+in :func:`check_vllm`; differences between the supported versions are all in :func:`_hook_name` and
+:func:`_second_queue_name`. The engine runs this module in its core process, named by
+``scheduler_cls="replica.vllm_scheduler.make_scheduler"``.
+"""
+
+# vLLM's classes are untyped here, so their subclasses are, too.
+# mypy: disable-error-code="misc, has-type"
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from replica.engine import request_key
+from replica.local_scheduler import BatchLog, LocalScheduler, StepInFlight
+from replica.state_table import RowUpdate, StateTable
+from replica.vllm_args import RequestArgs, SchedulerSettings, from_xargs
+from scheduling.batching import BatchBudget, BatchPlan, make_policy
+from scheduling.objective import SLO
+from scheduling.request import RequestView
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = ((0, 26), (0, 32))
+"""First and last supported minor version of vLLM."""
+
+_EMPTY = BatchPlan((), 0.0)
+_UNPLANNED = 1 << 30
+
+_SCHEDULER_NAMES = (
+    "add_request",
+    "get_request_counts",
+    "schedule",
+    "update_from_output",
+    "_free_request",
+    "_is_blocked_waiting_status",
+)
+_INSTANCE_NAMES = (
+    "block_size",
+    "kv_cache_config",
+    "kv_cache_manager",
+    "max_model_len",
+    "max_num_running_reqs",
+    "max_num_scheduled_tokens",
+    "requests",
+    "running",
+    "waiting",
+)
+_REQUEST_NAMES = (
+    "arrival_time",
+    "max_tokens",
+    "num_computed_tokens",
+    "num_output_placeholders",
+    "num_output_tokens",
+    "num_prompt_tokens",
+    "num_tokens",
+    "sampling_params",
+    "status",
+)
+
+
+class UnsupportedVllmError(RuntimeError):
+    """This vLLM, or the way in which it is configured, cannot carry out batch plans."""
+
+
+def _hook_name() -> str:
+    """The method through which ``schedule()`` passes every request's number of new tokens."""
+    if hasattr(Scheduler, "_reserve_prefill_lookahead"):  # from 0.28
+        return "_reserve_prefill_lookahead"
+    return "_mamba_block_aligned_split"
+
+
+def _second_queue_name() -> str:
+    """The waiting queue that ``schedule()`` drains before ``waiting``."""
+    names = Scheduler.__init__.__code__.co_names
+    return "kv_holding_waiting" if "kv_holding_waiting" in names else "skipped_waiting"
+
+
+def check_vllm(version: str = vllm.__version__) -> None:
+    """Check the version, and that every internal name in use exists.
+
+    Raises:
+        UnsupportedVllmError: what is missing, and which versions are supported.
+    """
+    low, high = SUPPORTED
+    allowed = f"supported are {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or not low <= (int(match[1]), int(match[2])) <= high:
+        raise UnsupportedVllmError(f"vLLM {version} is not supported; {allowed}")
+    made = set(Scheduler.__init__.__code__.co_names)
+    request = set(Request.__init__.__code__.co_names)
+    missing = [
+        *(f"Scheduler.{n}" for n in (*_SCHEDULER_NAMES, _hook_name()) if not hasattr(Scheduler, n)),
+        *(f"Scheduler.{n}" for n in (*_INSTANCE_NAMES, _second_queue_name()) if n not in made),
+        *(f"Request.{n}" for n in _REQUEST_NAMES if n not in request and not hasattr(Request, n)),
+    ]
+    if missing:
+        raise UnsupportedVllmError(f"vLLM {version} lacks {', '.join(missing)}; {allowed}")
+
+
+def check_config(vllm_config: Any) -> None:
+    """Check that the engine is configured in a way in which plans can be carried out.
+
+    Raises:
+        UnsupportedVllmError: the setting, and what is allowed.
+    """
+    scheduler = vllm_config.scheduler_config
+    parallel = vllm_config.parallel_config
+    rules = (
+        (scheduler.policy == "fcfs", "scheduling-policy must be fcfs"),
+        (scheduler.enable_chunked_prefill, "chunked prefill must be on"),
+        (scheduler.long_prefill_token_threshold == 0, "long-prefill-token-threshold must be 0"),
+        (parallel.pipeline_parallel_size == 1, "pipeline-parallel-size must be 1"),
+        (vllm_config.speculative_config is None, "speculative decoding must be off"),
+    )
+    for kept, rule in rules:
+        if not kept:
+            raise UnsupportedVllmError(f"Sluice's scheduler cannot run here: {rule}")
+
+
+# The mixin is typed as what it is mixed into; vLLM's types are not followed by the type checker.
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class PlanMixin(_Base):
+    """Carries out batch plans in the scheduler that it is mixed into.
+
+    ``O(live requests)`` per step, beside the policy's own cost.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
+        log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
+        self._local = LocalScheduler(
+            make_policy(settings.policy, settings.policy_options),
+            StateTable.open(settings.state_table),
+            log=log,
+        )
+        self._caps: dict[str, int] | None = None
+        self._in_flight: dict[int, StepInFlight] = {}
+        self._busy_until_s = 0.0
+        self._stalled = False
+        self._queues = (self.waiting, getattr(self, _second_queue_name()))
+        self._pool = self.kv_cache_manager.block_pool
+        # With several groups of layers, each takes a block of its own for the same tokens.
+        self._groups = max(1, len(self.kv_cache_config.kv_cache_groups))
+        self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
+        self._most_running: int = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
+        if _hook_name() == "_mamba_block_aligned_split":
+            self._enable_old_hook()
+
+    # What vLLM calls.
+
+    def add_request(self, request: Request) -> None:
+        """Take a new request, and read its objective."""
+        super().add_request(request)
+        request_id = request.request_id
+        if request_id in self._local.requests:
+            return
+        args = _request_args(request)
+        self._local.track(
+            request_id,
+            args.request_id,
+            request_key(args.request_id),
+            args.slo,
+            args.arrival_s,
+            request.num_prompt_tokens,
+        )
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._local.forget(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan the next batch, and have vLLM build it.
+
+        With nothing to plan, an empty plan, or a plan of which nothing could run, stock scheduling
+        decides the (next) step, so that live requests always make progress.
+        """
+        now_s = time.monotonic()
+        # The batch begins when those before it are through.
+        start_s = max(now_s, self._busy_until_s) if self._in_flight else now_s
+        views = self._views()
+        plan = self._local.plan(views, start_s, self._budget(views)) if views else _EMPTY
+        if plan.entries and not self._stalled:
+            output = self._schedule_planned(plan, *args, **kwargs)
+        else:
+            output = super().schedule(*args, **kwargs)
+        ran = [
+            (request_id, tokens, self.requests[request_id].num_computed_tokens - tokens)
+            for request_id, tokens in output.num_scheduled_tokens.items()
+        ]
+        self._stalled = bool(views) and not ran
+        step = self._local.begin_step(
+            plan, ran, time.monotonic(), tuple(output.preempted_req_ids or ())
+        )
+        self._in_flight[id(output)] = step
+        self._busy_until_s = max(step.started_s, start_s) + plan.predicted_s
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Take the result of a batch, learn its time, and publish the new state."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        step = self._in_flight.pop(id(scheduler_output))
+        now_s = time.monotonic()
+        for client in outputs.values():
+            for output in client.outputs:
+                tracked = self._local.requests.get(output.request_id)
+                if tracked is not None and tracked.first_token_s is None and output.new_token_ids:
+                    tracked.first_token_s = now_s
+        changed = [*scheduler_output.num_scheduled_tokens, *step.preempted]
+        running, waiting = self.get_request_counts()
+        self._local.end_step(
+            step,
+            now_s,
+            self._updates(changed),
+            waiting,
+            running,
+            self._pool.get_num_free_blocks(),
+            self._pool.num_gpu_blocks,
+        )
+        return outputs
+
+    def _reserve_prefill_lookahead(self, request: Request, computed: int, tokens: int) -> int:
+        """Called by ``schedule()`` for every request: its new tokens (from vLLM 0.28)."""
+        granted: int = super()._reserve_prefill_lookahead(request, computed, tokens)
+        return self._capped(request, granted)
+
+    def _mamba_block_aligned_split(
+        self, request: Request, tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        """Called by ``schedule()`` for every request (up to vLLM 0.27, once switched on)."""
+        if _hook_name() == "_mamba_block_aligned_split":
+            return self._capped(request, tokens)
+        granted: int = super()._mamba_block_aligned_split(request, tokens, *args, **kwargs)
+        return granted
+
+    # How the plan is made and carried out.
+
+    def _enable_old_hook(self) -> None:
+        """Up to 0.27 the only hook is the one for models with state-space layers."""
+        if self.need_mamba_block_aligned_split:
+            raise UnsupportedVllmError(
+                "models with aligned Mamba state need vLLM 0.28 or later: "
+                f"{vllm.__version__} has no free hook for token caps"
+            )
+        self.need_mamba_block_aligned_split = True
+
+    def _capped(self, request: Request, tokens: int) -> int:
+        if self._caps is None:
+            return tokens
+        return min(tokens, self._caps.get(request.request_id, 0))
+
+    def _views(self) -> list[RequestView]:
+        """Every request that could run now, in order of arrival at the engine."""
+        views = []
+        tracked_requests = self._local.requests
+        longest = self.max_model_len - 1
+        block = self.block_size
+        running_status, waiting_status = RequestStatus.RUNNING, RequestStatus.WAITING
+        preempted_status = RequestStatus.PREEMPTED
+        for request_id, request in self.requests.items():
+            status = request.status
+            running = status == running_status
+            if not running and status != waiting_status and status != preempted_status:
+                continue
+            computed = request.num_computed_tokens
+            promised = request.num_output_placeholders
+            prompt = request.num_prompt_tokens
+            pending = request.num_tokens + promised - computed
+            if running:
+                if promised and computed + 2 - promised >= prompt + request.max_tokens:
+                    # The step in flight yields its last token; vLLM skips it, too.
+                    continue
+                pending = min(pending, longest - computed)
+                if pending <= 0:
+                    continue
+            elif _has_stale_output(request):
+                continue
+            tracked = tracked_requests[request_id]
+            views.append(
+                RequestView(
+                    request_id,
+                    tracked.slo,
+                    tracked.arrival_s,
+                    prompt,
+                    computed,
+                    pending,
+                    request.num_output_tokens + promised,
+                    tracked.first_token_s,
+                    -(-computed // block) if running else 0,
+                    running,
+                )
+            )
+        return views
+
+    def _budget(self, views: list[RequestView]) -> BatchBudget:
+        unseen = len(self.running) - sum(view.running for view in views)
+        return BatchBudget(
+            tokens=self.max_num_scheduled_tokens,
+            sequences=self._most_running - unseen,
+            kv_blocks=self._pool.get_num_free_blocks() // self._groups,
+            block_tokens=self.block_size,
+            reserve_prompt=self._reserve_prompt,
+        )
+
+    def _schedule_planned(self, plan: BatchPlan, *args: Any, **kwargs: Any) -> Any:
+        """One stock ``schedule()`` that sees the plan's requests first, and caps them.
+
+        A cap of 0 makes vLLM pass over a running request, but stop at a waiting one. So running
+        requests that are left out stay in the list, at its end, where they can be preempted, and
+        waiting ones are hidden for the call. Requests that wait for something other than a place
+        (a grammar, remote KV) must stay visible: vLLM looks there whether they are ready.
+        """
+        rank = {entry.request_id: position for position, entry in enumerate(plan.entries)}
+
+        def key(request: Request) -> tuple[int, float]:
+            return rank.get(request.request_id, _UNPLANNED), request.arrival_time
+
+        blocked = self._is_blocked_waiting_status
+        hidden: list[tuple[Any, list[Request]]] = []
+        self.running.sort(key=key)
+        for queue in self._queues:
+            if not queue:
+                continue
+            shown: list[Request] = []
+            rest: list[Request] = []
+            for request in queue:
+                visible = request.request_id in rank or blocked(request.status)
+                (shown if visible else rest).append(request)
+            queue.clear()
+            queue.extend(sorted(shown, key=key))
+            hidden.append((queue, rest))
+        self._caps = dict(plan.entries)
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self._caps = None
+            for queue, rest in hidden:
+                queue.extend(rest)
+
+    def _updates(self, request_ids: list[str]) -> list[RowUpdate]:
+        """Rows of the requests that are still alive."""
+        updates = []
+        for request_id in request_ids:
+            tracked = self._local.requests.get(request_id)
+            if tracked is None:
+                continue
+            request = self.requests[request_id]
+            computed = request.num_computed_tokens
+            promised = request.num_output_placeholders
+            running = request.status == RequestStatus.RUNNING
+            updates.append(
+                RowUpdate(
+                    tracked.slot,
+                    computed,
+                    max(1, request.num_tokens + promised - computed),
+                    request.num_output_tokens + promised,
+                    -(-computed // self.block_size) if running else 0,
+                    running,
+                    tracked.first_token_s,
+                )
+            )
+        return updates
+
+
+def _has_stale_output(request: Request) -> bool:
+    """Preempted with output in flight that is still to be delivered: vLLM (from 0.28) does not
+    resume it before."""
+    stale = getattr(request, "num_stale_output_tokens", 0)
+    return stale > 0 and not getattr(request, "drop_stale_output", False)
+
+
+def _request_args(request: Request) -> RequestArgs:
+    params = request.sampling_params
+    extra = params.extra_args if params is not None else None
+    now_s = time.monotonic()
+    try:
+        return from_xargs(extra, request.request_id, now_s)
+    except ValueError as error:
+        # Only direct use of the engine gets here. An exception would end the whole engine.
+        logger.warning("request %s runs without an objective: %s", request.request_id, error)
+        return RequestArgs(request.request_id, now_s, SLO())
+
+
+class SloScheduler(PlanMixin, Scheduler):
+    """For engines that wait for each batch."""
+
+
+class SloAsyncScheduler(PlanMixin, AsyncScheduler):
+    """For engines that schedule a batch while the one before it runs."""
+
+
+def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncScheduler:
+    """The scheduler for ``vllm_config``; vLLM's ``scheduler_cls`` may be such a factory.
+
+    Raises:
+        UnsupportedVllmError: this vLLM or its configuration cannot carry out plans.
+        ValueError: ``additional_config["sluice"]`` is missing or wrong.
+    """
+    check_vllm()
+    check_config(vllm_config)
+    core = SchedulerSettings.from_additional_config(vllm_config.additional_config).cpu_core
+    if core is not None:
+        # This is the thread that also runs the model on CPUs.
+        os.sched_setaffinity(0, {core})
+    kind = SloAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SloScheduler
+    return kind(vllm_config=vllm_config, **kwargs)
