@@ -147,7 +147,6 @@ class SimulatedCore:
 
         Raises:
             ValueError: it could never run: no prompt, no output, or longer than the model allows.
-            TableFullError: too many live sequences.
         """
         if prompt_tokens < 1 or output_tokens < 1:
             raise ValueError("a sequence needs at least one prompt token and one output token")

@@ -29,7 +29,7 @@ from replica.engine import (
 from replica.local_scheduler import BatchLog, LocalScheduler
 from replica.openai_format import Call, RequestError, ResponseWriter, models_body, parse_call
 from replica.simulated_core import SimulatedCore, SimulatedSequence
-from replica.state_table import StateTable, TableFullError
+from replica.state_table import StateTable
 from scheduling.batching import make_policy
 from scheduling.latency import LatencyProfile, LinearLatency
 from scheduling.state import EngineState
@@ -161,27 +161,25 @@ class SimulatedEngine:
             self._drop(live)
 
     def _submit(self, call: Call, request: EngineRequest, received_s: float) -> _LiveCall:
+        limit = self._table.capacity
+        if len(self._core.live) + call.choices > limit:
+            message = f"The engine has room for {limit} sequences at once. Try again later."
+            raise RequestError(message, None, 503, "ServiceUnavailableError")
         live = _LiveCall(request.request_id, call, received_s)
         arrival_s = received_s - request.waited_s
-        try:
-            for choice in range(call.choices):
-                name = f"{request.request_id}:{choice}" if choice else request.request_id
-                sequence = self._core.submit(
-                    name,
-                    request_key(name),
-                    request.slo,
-                    arrival_s,
-                    call.prompts[choice // call.n].tokens,
-                    call.max_tokens,
-                    live,
-                    choice,
-                )
-                live.sequences.append(sequence)
-        except TableFullError as error:
-            for sequence in live.sequences:
-                self._core.abort(sequence, received_s)
-            message = f"The engine is full: {error}. Try again later."
-            raise RequestError(message, None, 503, "ServiceUnavailableError") from error
+        for choice in range(call.choices):
+            name = f"{request.request_id}:{choice}" if choice else request.request_id
+            sequence = self._core.submit(
+                name,
+                request_key(name),
+                request.slo,
+                arrival_s,
+                call.prompts[choice // call.n].tokens,
+                call.max_tokens,
+                live,
+                choice,
+            )
+            live.sequences.append(sequence)
         self._calls.add(live)
         self._idle.clear()
         self._work.set()

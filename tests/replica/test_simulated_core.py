@@ -1,0 +1,280 @@
+"""The simulated engine's core in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replica.config import SimulatedEngineConfig
+from replica.local_scheduler import LocalScheduler
+from replica.simulated_core import SimulatedCore, SimulatedSequence
+from replica.state_table import StateTable
+from scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
+from scheduling.latency import LatencyModel, LinearLatency
+from scheduling.objective import SLO
+from scheduling.request import QueueView
+
+TRUTH = {"step_s": 0.01, "token_s": 0.001, "context_token_s": 0.0001}
+
+
+class Bench:
+    """A core, its table, and virtual time."""
+
+    def __init__(
+        self, policy: str | BatchPolicy = "fcfs", capacity: int = 64, **simulated: Any
+    ) -> None:
+        config = SimulatedEngineConfig(**{**TRUTH, **simulated})
+        self.config = config
+        self.table = StateTable.create(capacity)
+        model = LinearLatency(config.step_s, config.token_s, config.context_token_s)
+        if isinstance(policy, str):
+            policy = make_policy(policy)
+        self.core = SimulatedCore(config, LocalScheduler(policy, self.table, model), self.table)
+        self.now_s = 0.0
+        self.emissions: list[tuple[float, Any]] = []
+
+    def submit(
+        self, name: Any, prompt: int, output: int, slo: SLO | None = None
+    ) -> SimulatedSequence:
+        return self.core.submit(
+            str(name), hash(name) % 1000, slo or SLO(), self.now_s, prompt, output, name
+        )
+
+    def emit(self, sequence: SimulatedSequence) -> None:
+        self.emissions.append((self.now_s, sequence.owner))
+
+    def step(self) -> list[tuple[Any, int]]:
+        """Run one step; return what ran."""
+        step = self.core.begin(self.now_s)
+        assert step is not None
+        ran = [(sequence.owner, tokens) for sequence, tokens in step.ran]
+        self.now_s += step.seconds
+        self.core.complete(step, self.now_s, self.emit)
+        return ran
+
+    def run(self) -> None:
+        """Run until nothing is live."""
+        for _ in range(100_000):
+            if not self.core.live:
+                return
+            self.step()
+        raise AssertionError("requests are live for ever")
+
+    def first_token_s(self, name: Any) -> float:
+        return next(at for at, owner in self.emissions if owner == name)
+
+    def check_blocks(self) -> None:
+        core, config = self.core, self.config
+        held = sum(sequence.blocks for sequence in core.live.values())
+        assert core.free_blocks >= 0
+        assert core.free_blocks + held == config.kv_blocks
+        for sequence in core.live.values():
+            assert sequence.blocks * config.block_tokens >= sequence.computed
+            assert sequence.running or (sequence.blocks == 0 and sequence.computed == 0)
+            assert sequence.pending >= 1
+        assert sum(s.running for s in core.live.values()) <= config.max_sequences
+
+
+def test_times_are_those_of_the_latency_model() -> None:
+    bench = Bench()
+    bench.submit("a", 10, 3)
+    bench.run()
+    # 10 new on a context of 10; then one token on a context of 11, and of 12.
+    first = 0.01 + 10 * 0.001 + 10 * 0.0001
+    second = first + 0.01 + 0.001 + 11 * 0.0001
+    third = second + 0.01 + 0.001 + 12 * 0.0001
+    assert [at for at, _ in bench.emissions] == pytest.approx([first, second, third])
+    summary = bench.table.read().summary
+    assert summary["correction"] == pytest.approx(1.0)
+    assert summary["last_step_s"] == pytest.approx(third - second)
+
+
+def test_a_long_prompt_is_prefilled_in_chunks() -> None:
+    bench = Bench(max_batch_tokens=4)
+    bench.submit("a", 10, 2)
+    assert [bench.step() for _ in range(4)] == [
+        [("a", 4)],
+        [("a", 4)],
+        [("a", 2)],
+        [("a", 1)],
+    ]
+    assert not bench.core.live
+
+
+def test_the_state_table_follows_a_request() -> None:
+    bench = Bench(kv_blocks=8, block_tokens=4)
+    bench.submit("a", 6, 3)
+    state = bench.table.read()
+    assert state.rows["pending_tokens"].tolist() == [6]
+    bench.step()
+    state = bench.table.read()
+    row = state.rows[0]
+    assert (row["computed_tokens"], row["pending_tokens"], row["emitted_tokens"]) == (6, 1, 1)
+    assert row["kv_blocks"] == 2
+    assert row["first_token_s"] == pytest.approx(bench.now_s)
+    assert (state.summary["running"], state.summary["free_kv_blocks"]) == (1, 6)
+    bench.run()
+    state = bench.table.read()
+    assert len(state.rows) == 0
+    assert (state.summary["running"], state.summary["free_kv_blocks"]) == (0, 8)
+
+
+def test_preemption_recomputes_and_loses_no_token() -> None:
+    # Each needs 6 of the 8 blocks in the end, so one of them must give way.
+    bench = Bench(kv_blocks=8, block_tokens=2)
+    bench.submit("a", 4, 8)
+    bench.submit("b", 4, 8)
+    bench.run()
+    bench.check_blocks()
+    for name in ("a", "b"):
+        assert sum(owner == name for _, owner in bench.emissions) == 8
+    assert bench.table.read().summary["preemptions"] > 0
+
+
+def test_an_abort_between_steps_is_published_at_once() -> None:
+    bench = Bench(kv_blocks=8)
+    sequence = bench.submit("a", 4, 8)
+    bench.step()
+    bench.core.abort(sequence, bench.now_s)
+    state = bench.table.read()
+    assert len(state.rows) == 0
+    assert (state.summary["running"], state.summary["free_kv_blocks"]) == (0, 8)
+
+
+def test_an_abort_during_a_step_does_not_touch_the_slot_of_a_later_request() -> None:
+    bench = Bench()
+    sequence = bench.submit("a", 4, 8)
+    step = bench.core.begin(0.0)
+    assert step is not None
+    bench.core.abort(sequence, 0.0)
+    bench.submit("b", 7, 1)
+    bench.core.complete(step, step.seconds, bench.emit)
+    assert bench.emissions == []
+    rows = bench.table.read().rows
+    assert (rows["prompt_tokens"].tolist(), rows["computed_tokens"].tolist()) == ([7], [0])
+
+
+def test_what_can_never_run_is_refused() -> None:
+    bench = Bench(kv_blocks=8, block_tokens=2, max_model_tokens=100)
+    assert bench.core.max_model_tokens == 16
+    with pytest.raises(ValueError, match="more than the 16 tokens"):
+        bench.submit("a", 10, 7)
+    with pytest.raises(ValueError, match="at least one"):
+        bench.submit("a", 10, 0)
+
+
+class PlansNothing(BatchPolicy):
+    name = "nothing"
+    source = "this test"
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        return
+
+
+def test_a_policy_that_plans_nothing_does_not_stop_the_engine() -> None:
+    bench = Bench(PlansNothing())
+    bench.submit("a", 4, 3)
+    bench.run()
+    assert len(bench.emissions) == 3
+    assert bench.table.read().summary["plan_mismatches"] == 3
+
+
+@pytest.mark.parametrize("policy", ["slidebatching", "fairbatching"])
+def test_a_tight_deadline_overtakes_long_prefills(policy: str) -> None:
+    first_token_s = {}
+    for name in ("fcfs", policy):
+        bench = Bench(name, max_batch_tokens=64)
+        for index in range(6):
+            bench.submit(index, 500, 2, SLO(ttft_s=60.0, tpot_s=0.5))
+        bench.submit("tight", 20, 2, SLO(ttft_s=0.2, tpot_s=0.5))
+        bench.run()
+        first_token_s[name] = bench.first_token_s("tight")
+    assert first_token_s[policy] < 0.2 < first_token_s["fcfs"]
+
+
+@dataclass
+class Load:
+    """A random engine and what happens to it; ``script`` is indexed by step."""
+
+    policy: str
+    limits: dict[str, int]
+    script: list[tuple[int, tuple[int, int, float | None], bool]] = field(default_factory=list)
+
+
+limits = st.fixed_dictionaries(
+    {
+        "kv_blocks": st.integers(8, 24),
+        "block_tokens": st.integers(1, 4),
+        "max_batch_tokens": st.integers(1, 24),
+        "max_sequences": st.integers(1, 6),
+    }
+)
+request_shape = st.tuples(
+    st.integers(1, 20), st.integers(1, 12), st.one_of(st.none(), st.floats(0.01, 2.0))
+)
+loads = st.builds(
+    Load,
+    st.sampled_from(sorted(POLICIES)),
+    limits,
+    st.lists(st.tuples(st.integers(0, 5), request_shape, st.booleans()), max_size=14),
+)
+
+
+def play(load: Load) -> tuple[list[tuple[float, Any]], list[Any]]:
+    """Play a load: each entry waits some steps, then submits, and may be aborted in a step."""
+    bench = Bench(load.policy, max_model_tokens=32, **load.limits)
+    ran = []
+
+    def step() -> None:
+        begun = bench.core.begin(bench.now_s)
+        assert begun is not None
+        ran.append([(sequence.owner, tokens) for sequence, tokens in begun.ran])
+        assert 0 < sum(tokens for _, tokens in begun.ran) <= bench.config.max_batch_tokens
+        bench.check_blocks()
+        if doomed and doomed[-1].live:
+            bench.core.abort(doomed.pop(), bench.now_s)
+        bench.now_s += begun.seconds
+        bench.core.complete(begun, bench.now_s, bench.emit)
+        bench.check_blocks()
+
+    doomed: list[SimulatedSequence] = []
+    submitted: dict[int, SimulatedSequence] = {}
+    for name, (wait, (prompt, output, ttft_s), is_doomed) in enumerate(load.script):
+        for _ in range(wait):
+            if bench.core.live:
+                step()
+        try:
+            sequence = bench.submit(name, prompt, output, SLO(ttft_s=ttft_s, tpot_s=ttft_s))
+        except ValueError:
+            assert prompt + output > bench.core.max_model_tokens
+            continue
+        submitted[name] = sequence
+        if is_doomed:
+            doomed.append(sequence)
+    while bench.core.live:
+        assert len(ran) < 5_000, "requests are live for ever"
+        step()
+    for name, sequence in submitted.items():
+        emitted = sum(owner == name for _, owner in bench.emissions)
+        assert not sequence.live
+        assert emitted == sequence.emitted
+    state = bench.table.read()
+    assert len(state.rows) == 0
+    assert bench.core.free_blocks == bench.config.kv_blocks
+    assert state.summary["steps"] == len(ran)
+    assert state.summary["plan_mismatches"] == 0
+    unfinished = {n for n, s in submitted.items() if s.emitted < s.output_tokens}
+    assert unfinished <= {n for n, entry in enumerate(load.script) if entry[2]}
+    return bench.emissions, ran
+
+
+@settings(max_examples=150, deadline=None)
+@given(loads)
+def test_every_request_ends_once_and_everything_returns(load: Load) -> None:
+    assert play(load) == play(load)
