@@ -1,0 +1,238 @@
+"""What every plan of every registered policy holds, over random queues and budgets."""
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduling.batching import (
+    POLICIES,
+    BatchBudget,
+    BatchBuilder,
+    BatchPlan,
+    BatchPolicy,
+    make_policy,
+)
+from scheduling.batching.fairbatching import FairBatchingOptions
+from scheduling.batching.slidebatching import SlideBatchingOptions
+from scheduling.latency import LatencyModel, LinearLatency
+from scheduling.request import QueueView, RequestView
+from tests.scheduling.views import ROOMY, budgets, decode, latencies, prefill, queue_of, queues
+
+NOW_S = 100.0
+MODEL = LinearLatency(a=0.005, b=1e-4, c=1e-7, d=1e-9)
+
+VARIANTS: list[tuple[str, dict[str, object]]] = [
+    ("fcfs", {}),
+    ("sarathi", {"token_budget": 64}),
+    ("fairbatching", {}),
+    ("fairbatching", {"anchor": "envelope"}),
+    ("slidebatching", {}),
+    ("slidebatching", {"boundary": "phi_c", "late": "include", "anchor": "envelope", "gamma": 3.0}),
+]
+
+
+def test_every_registered_policy_is_covered() -> None:
+    assert {name for name, _ in VARIANTS} == set(POLICIES)
+
+
+class ContraryPolicy(BatchPolicy):
+    """Asks for everything, twice, in reverse, with too many tokens, and for strangers."""
+
+    name = "contrary"
+    source = "a policy that breaks every rule it can"
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        batch.add(prefill("stranger", 10))
+        for request in reversed(queue.requests):
+            batch.add(request, 7)
+            batch.add(request, request.pending_tokens + 100)
+            batch.add(request, -1)
+
+
+def all_policies() -> list[BatchPolicy]:
+    return [make_policy(name, options) for name, options in VARIANTS] + [ContraryPolicy()]
+
+
+def blocks_for(tokens: int, budget: BatchBudget) -> int:
+    return -(-tokens // budget.block_tokens)
+
+
+def run_as_engine(queue: QueueView, plan: BatchPlan, budget: BatchBudget) -> None:
+    """Run the plan as the engine does, and fail if it cannot run exactly as planned.
+
+    Running requests come first, in order of the plan and those left out behind them; one that
+    needs blocks takes them from the last of that list. Waiting requests are admitted only if
+    nothing was preempted, up to the limit of sequences.
+    """
+    views = {request.request_id: request for request in queue.requests}
+    planned = {entry.request_id: entry.tokens for entry in plan.entries}
+    active = [views[rid] for rid in planned if views[rid].running]
+    active += [r for r in queue.requests if r.running and r.request_id not in planned]
+    free = budget.kv_blocks
+    preempted = False
+    position = 0
+    while position < len(active):
+        request = active[position]
+        tokens = planned.get(request.request_id, 0)
+        if not tokens:
+            break
+        need = blocks_for(request.computed_tokens + tokens, budget) - request.kv_blocks
+        while need > free:
+            victim = active.pop()
+            assert victim is not request, "the engine would have to preempt a planned request"
+            assert victim.request_id not in planned, "a planned request lost its blocks"
+            free += victim.kv_blocks
+            preempted = True
+        free -= max(0, need)
+        position += 1
+    for request_id, tokens in planned.items():
+        request = views[request_id]
+        if request.running:
+            continue
+        assert not preempted, "an engine admits nothing in a step that preempted"
+        assert len(active) < budget.sequences, "too many sequences"
+        whole = blocks_for(request.computed_tokens + request.pending_tokens, budget)
+        if budget.reserve_prompt:
+            assert whole - request.kv_blocks <= free, "the whole prompt does not fit"
+        need = blocks_for(request.computed_tokens + tokens, budget) - request.kv_blocks
+        assert need <= free, "no blocks for an admitted request"
+        free -= max(0, need)
+        active.append(request)
+
+
+def fits_alone(request: RequestView, queue: QueueView, budget: BatchBudget) -> bool:
+    """Whether a plan of one token of this request could run."""
+    room = budget.kv_blocks + request.kv_blocks
+    if request.running:
+        others = sum(r.kv_blocks for r in queue.requests if r.running) - request.kv_blocks
+        return blocks_for(request.computed_tokens + 1, budget) <= room + others
+    if sum(r.running for r in queue.requests) >= budget.sequences:
+        return False
+    tokens = request.pending_tokens if budget.reserve_prompt else 1
+    return blocks_for(request.computed_tokens + tokens, budget) <= room
+
+
+@settings(max_examples=250, deadline=None)
+@given(data=st.data(), queue=queues(), latency=latencies)
+def test_every_plan_can_run_exactly_as_planned(
+    data: st.DataObject, queue: QueueView, latency: LinearLatency
+) -> None:
+    budget = data.draw(budgets(queue))
+    views = {request.request_id: request for request in queue.requests}
+    for policy in all_policies():
+        plan = policy.plan(queue, NOW_S, latency, budget)
+        ids = [entry.request_id for entry in plan.entries]
+        assert len(ids) == len(set(ids)), "planned twice"
+        assert set(ids) <= set(views), "an unknown request"
+        assert sum(entry.tokens for entry in plan.entries) <= budget.tokens
+        for entry in plan.entries:
+            assert 1 <= entry.tokens <= views[entry.request_id].pending_tokens
+            if not views[entry.request_id].is_prefill:
+                assert entry.tokens == 1
+        run_as_engine(queue, plan, budget)
+        cost_s = latency.fixed_s + sum(
+            latency.work_s(entry.tokens, views[entry.request_id].computed_tokens)
+            for entry in plan.entries
+        )
+        assert plan.predicted_s == pytest.approx(cost_s)
+
+
+@settings(max_examples=250, deadline=None)
+@given(data=st.data(), queue=queues(), latency=latencies)
+def test_a_plan_is_not_empty_where_something_fits(
+    data: st.DataObject, queue: QueueView, latency: LinearLatency
+) -> None:
+    budget = data.draw(budgets(queue))
+    if any(fits_alone(request, queue, budget) for request in queue.requests):
+        for policy in all_policies():
+            assert policy.plan(queue, NOW_S, latency, budget).entries, policy.name
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), queue=queues())
+def test_plans_are_repeatable_and_change_nothing(data: st.DataObject, queue: QueueView) -> None:
+    budget = data.draw(budgets(queue))
+    before = copy.deepcopy(queue)
+    for (name, options), policy in zip(VARIANTS, all_policies(), strict=False):
+        plan = policy.plan(queue, NOW_S, MODEL, budget)
+        assert policy.plan(queue, NOW_S, MODEL, budget) == plan
+        assert make_policy(name, options).plan(queue, NOW_S, MODEL, budget) == plan
+    assert queue == before
+
+
+@settings(max_examples=60, deadline=None)
+@given(queue=queues())
+def test_everything_runs_when_everything_fits_the_limits(queue: QueueView) -> None:
+    # A model in which work is free puts no limit on time, so every request must be in the plan.
+    free = LinearLatency(a=1e-6, b=0.0)
+    for name in POLICIES:
+        policy = make_policy(name, {"token_budget": 100_000} if name == "sarathi" else {})
+        plan = policy.plan(queue, NOW_S, free, ROOMY)
+        pending = {r.request_id: r.pending_tokens for r in queue.requests}
+        assert dict(plan.entries) == pending, name
+
+
+def test_a_running_request_draws_on_those_left_out_and_then_nothing_is_admitted() -> None:
+    first, second = decode("first", context=32), decode("second", context=160)
+    waiting = prefill("waiting", 16)
+    budget = BatchBudget(tokens=64, sequences=8, kv_blocks=0, block_tokens=16)
+    batch = BatchBuilder(queue_of(first, second, waiting), budget, MODEL)
+    assert batch.add(first) == 1, "it needs a third block, and takes one of the second's ten"
+    assert batch.add(second) == 0, "the second is preempted"
+    assert batch.add(waiting) == 0, "its freed blocks are not for new requests in this step"
+
+
+def test_an_admission_ends_drawing_on_others() -> None:
+    first, second = decode("first", context=32), decode("second", context=160)
+    waiting = prefill("waiting", 16)
+    budget = BatchBudget(tokens=64, sequences=8, kv_blocks=1, block_tokens=16)
+    batch = BatchBuilder(queue_of(first, second, waiting), budget, MODEL)
+    assert batch.add(waiting) == 16
+    assert batch.add(first) == 0
+    assert [entry.request_id for entry in batch.plan().entries] == ["waiting"]
+
+
+def test_a_long_prompt_that_waits_for_blocks_is_not_passed_by_short_ones() -> None:
+    running = decode("running", context=15)
+    long, short = prefill("long", 1_000), prefill("short", 16)
+    budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=10, block_tokens=16)
+    batch = BatchBuilder(queue_of(running, long, short), budget, MODEL)
+    assert batch.add(long) == 0
+    assert batch.add(short) == 0
+    assert batch.add(running) == 1
+    # With nothing running no block would ever come free: then the long one holds nobody up.
+    idle = BatchBuilder(queue_of(long, short), budget, MODEL)
+    assert (idle.add(long), idle.add(short)) == (0, 16)
+
+
+def test_without_whole_prompt_reservation_a_waiting_prompt_is_cut_to_the_free_blocks() -> None:
+    budget = BatchBudget(4_096, sequences=8, kv_blocks=3, block_tokens=16, reserve_prompt=False)
+    batch = BatchBuilder(queue_of(prefill("long", 100)), budget, MODEL)
+    assert batch.add(prefill("long", 100)) == 48
+
+
+def test_unknown_policies_and_options_are_refused_with_what_is_allowed() -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown batch policy 'fifo'; known: fairbatching, fcfs.*"
+    ):
+        make_policy("fifo")
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        make_policy("fcfs", {"token_budget": 5})
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        make_policy("sarathi", {"token_budget": 0})
+    with pytest.raises(ValueError, match="'envelope' or 'first_token'"):
+        make_policy("fairbatching", {"anchor": "last"})
+    with pytest.raises(ValueError, match="'phi_a' or 'phi_c'"):
+        make_policy("slidebatching", {"boundary": "phi_x"})
+
+
+def test_every_option_is_described() -> None:
+    for policy in POLICIES.values():
+        assert policy.source
+        for name, field in policy.Options.model_fields.items():
+            assert field.description, f"{policy.name}.{name}"
+    assert FairBatchingOptions().anchor == SlideBatchingOptions().anchor == "first_token"

@@ -1,0 +1,135 @@
+"""Short ways to write a request, and hypothesis strategies for queues and budgets."""
+
+from hypothesis import strategies as st
+
+from scheduling.batching import BatchBudget
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from scheduling.request import QueueView, RequestView
+
+ROOMY = BatchBudget(tokens=100_000, sequences=1_000, kv_blocks=100_000, block_tokens=16)
+
+
+def prefill(
+    request_id: str,
+    prompt: int,
+    slo: SLO | None = None,
+    *,
+    arrival_s: float = 0.0,
+    computed: int = 0,
+) -> RequestView:
+    """A request without output; it runs if something is computed."""
+    return RequestView(
+        request_id=request_id,
+        slo=slo or SLO(),
+        arrival_s=arrival_s,
+        prompt_tokens=prompt,
+        computed_tokens=computed,
+        pending_tokens=prompt - computed,
+        kv_blocks=-(-computed // 16),
+        running=computed > 0,
+    )
+
+
+def decode(
+    request_id: str,
+    slo: SLO | None = None,
+    *,
+    emitted: int = 1,
+    context: int = 16,
+    arrival_s: float = 0.0,
+    first_token_s: float = 0.0,
+) -> RequestView:
+    """A running request that has ``context`` computed tokens and ``emitted`` output ones."""
+    return RequestView(
+        request_id=request_id,
+        slo=slo or SLO(),
+        arrival_s=arrival_s,
+        prompt_tokens=max(1, context - emitted + 1),
+        computed_tokens=context,
+        pending_tokens=1,
+        emitted_tokens=emitted,
+        first_token_s=first_token_s,
+        kv_blocks=-(-context // 16),
+        running=True,
+    )
+
+
+def queue_of(*requests: RequestView) -> QueueView:
+    """The queue of ``requests`` in the given order."""
+    return QueueView(requests)
+
+
+def maybe(values: st.SearchStrategy[float]) -> st.SearchStrategy[float | None]:
+    """``values`` or none."""
+    return st.one_of(st.none(), values)
+
+
+slos = st.builds(
+    SLO,
+    ttft_s=maybe(st.floats(0.001, 10)),
+    tpot_s=maybe(st.floats(0.001, 1)),
+    e2e_s=maybe(st.floats(0.01, 60)),
+    priority=st.integers(1, 10),
+)
+
+latencies = st.builds(
+    LinearLatency,
+    a=st.floats(1e-4, 0.05),
+    b=st.floats(0, 1e-3),
+    c=st.floats(0, 1e-6),
+    d=st.sampled_from([0.0, 1e-9, 1e-7]),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn, index: int) -> RequestView:
+    """A request in any state in which an engine can show it: waiting, prefilling, decoding, or
+    preempted with output already sent."""
+    block = 16
+    prompt = draw(st.integers(1, 600))
+    emitted = draw(st.sampled_from([0, 0, 1, 2, 50]))
+    arrival_s = draw(st.floats(90, 100))
+    running = draw(st.booleans())
+    total = prompt + emitted
+    if emitted and running and draw(st.booleans()):
+        computed = total - 1
+    elif running:
+        computed = draw(st.integers(0, total - 1))
+    else:
+        computed = 0
+    # A scheduler may hold a block more than the computed tokens fill.
+    blocks = -(-computed // block) + (draw(st.integers(0, 1)) if running else 0)
+    return RequestView(
+        request_id=f"r{index}",
+        slo=draw(slos),
+        arrival_s=arrival_s,
+        prompt_tokens=prompt,
+        computed_tokens=computed,
+        pending_tokens=total - computed,
+        emitted_tokens=emitted,
+        first_token_s=arrival_s + draw(st.floats(0, 5)) if emitted else None,
+        kv_blocks=blocks,
+        running=running,
+    )
+
+
+@st.composite
+def queues(draw: st.DrawFn, max_size: int = 12) -> QueueView:
+    """A queue in order of arrival."""
+    size = draw(st.integers(0, max_size))
+    items = [draw(requests(index)) for index in range(size)]
+    return QueueView(tuple(sorted(items, key=lambda request: request.arrival_s)))
+
+
+@st.composite
+def budgets(draw: st.DrawFn, queue: QueueView) -> BatchBudget:
+    """A budget under which the running requests of ``queue`` can exist."""
+    running = sum(request.running for request in queue.requests)
+    return BatchBudget(
+        tokens=draw(st.integers(1, 1_024)),
+        sequences=running + draw(st.integers(0, 6)),
+        kv_blocks=draw(st.one_of(st.integers(0, 6), st.integers(0, 500))),
+        block_tokens=16,
+        reserve_prompt=draw(st.booleans()),
+    )
