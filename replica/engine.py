@@ -17,6 +17,9 @@ from scheduling.state import EngineState
 
 Endpoint = Literal["chat", "completions"]
 
+EVENT_STREAM = "text/event-stream"
+"""Media type of a streamed response's head."""
+
 
 _ROWS_PER_REQUEST = 4
 
@@ -54,7 +57,8 @@ class EngineRequest:
 
 
 class ResponseHead(NamedTuple):
-    """First item of a response."""
+    """First item of a response. ``media_type`` is without parameters: :data:`EVENT_STREAM` for a
+    streamed response, ``application/json`` for any other."""
 
     status: int
     media_type: str

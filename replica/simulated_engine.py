@@ -16,6 +16,7 @@ from typing import Any
 
 from replica.config import EngineConfig, SimulatedEngineConfig
 from replica.engine import (
+    EVENT_STREAM,
     EngineDeadError,
     EngineInfo,
     EngineRequest,
@@ -186,7 +187,7 @@ class SimulatedEngine:
         return live
 
     async def _stream(self, live: _LiveCall, writer: ResponseWriter) -> AsyncIterator[ResponseItem]:
-        yield ResponseHead(200, "text/event-stream; charset=utf-8")
+        yield ResponseHead(200, EVENT_STREAM)
         opening = writer.opening()
         if opening:
             yield ResponseChunk(opening)

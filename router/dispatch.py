@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from controller.messages import RouteDecision, RouteQuery
 from replica.engine import (
+    EVENT_STREAM,
     Endpoint,
     EngineRequest,
     ResponseChunk,
@@ -27,8 +28,6 @@ from router.errors import ApiError, Reason
 from router.metrics import Fallback, RouterMetrics
 from router.prompt_size import PromptSize, TokenEstimator
 from scheduling.objective import SLO
-
-EVENT_STREAM = "text/event-stream"
 
 RETRY_PAUSE_S = 0.02
 """Pause before the second attempt, doubled before each later one: time for the news of a dead

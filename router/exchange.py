@@ -8,8 +8,9 @@ from types import TracebackType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from replica.engine import EVENT_STREAM
 from router import wire
-from router.dispatch import EVENT_STREAM, Answer, Call, Dispatcher, ReplicaFailedError
+from router.dispatch import Answer, Call, Dispatcher, ReplicaFailedError
 from router.errors import ApiError, Reason
 from router.metrics import Outcome, RouterMetrics
 from scheduling.objective import TokenClock
@@ -31,6 +32,7 @@ class DisconnectGuard:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
+        self._cancelling = task.cancelling()
         self._watch = asyncio.create_task(self._wait())
         return self
 
@@ -48,10 +50,10 @@ class DisconnectGuard:
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:
-                if self._task.uncancel() > 0:
+                if self._task.uncancel() > self._cancelling:
                     raise
             return False
-        return kind is asyncio.CancelledError and self._task.uncancel() == 0
+        return kind is asyncio.CancelledError and self._task.uncancel() <= self._cancelling
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -13,6 +13,7 @@ import pytest
 
 from replica.config import EngineConfig, SimulatedEngineConfig
 from replica.engine import (
+    EVENT_STREAM,
     EngineDeadError,
     EngineRequest,
     ResponseChunk,
@@ -93,7 +94,7 @@ async def test_streamed_and_plain_give_the_same_text_and_counts() -> None:
         plain = await collect(engine, completion(max_tokens=20))
         streamed = await collect(engine, completion(max_tokens=20, stream=True))
     assert plain[0] == ResponseHead(200, "application/json")
-    assert streamed[0] == ResponseHead(200, "text/event-stream; charset=utf-8")
+    assert streamed[0] == ResponseHead(200, EVENT_STREAM)
     chunk = plain[1]
     assert isinstance(chunk, ResponseChunk)
     text = json.loads(chunk.data)["choices"][0]["text"]
