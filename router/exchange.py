@@ -45,15 +45,8 @@ class DisconnectGuard:
         self._watch.cancel()
         if not self.disconnected:
             return False
-        if kind is None:
-            # The cancellation came in the same turn as the end: take it here, not later.
-            try:
-                await asyncio.sleep(0)
-            except asyncio.CancelledError:
-                if self._task.uncancel() > self._cancelling:
-                    raise
-            return False
-        return kind is asyncio.CancelledError and self._task.uncancel() <= self._cancelling
+        ours_alone = self._task.uncancel() <= self._cancelling
+        return ours_alone and kind is asyncio.CancelledError
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

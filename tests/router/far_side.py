@@ -1,0 +1,280 @@
+"""The far side of the router: replicas that run as tasks of their own, and a controller.
+
+A replica here is an async generator of items, as a real one is; it runs on its own and hands over
+batches of what is ready, and a cancelled call closes it, as over the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+
+import httpx
+from fastapi import FastAPI
+from prometheus_client import generate_latest
+
+from controller.messages import RouteDecision, RouteQuery
+from replica.engine import (
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+)
+from router.api import make_api
+from router.catalog import Catalog
+from router.config import RouterConfig
+from router.dispatch import Dispatcher, ReplicaFailedError
+from router.metrics import RouterMetrics
+
+Behaviour = Callable[["FarSide", str, EngineRequest], AsyncIterator[ResponseItem]]
+
+CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
+COMPLETION_BODY = {"model": "m", "prompt": "hello there"}
+WORDS = ("one", " two", " three")
+
+
+def event(text: str, request_id: str, last: bool = False) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": "stop" if last else None}
+    body = {
+        "id": f"chatcmpl-{request_id}",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": [choice],
+    }
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+async def serve(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    """A replica that works: three tokens, streamed or plain."""
+    if request.body.get("stream"):
+        yield ResponseHead(200, "text/event-stream", replica)
+        for word in WORDS:
+            yield ResponseChunk(event(word, request.request_id, word is WORDS[-1]), 1)
+        yield ResponseChunk(b"data: [DONE]\n\n")
+        yield ResponseTail(5, len(WORDS))
+        return
+    yield ResponseHead(200, "application/json", replica)
+    message = {"role": "assistant", "content": "".join(WORDS)}
+    body = {
+        "id": f"chatcmpl-{request.request_id}",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
+    }
+    yield ResponseChunk(json.dumps(body).encode())
+    yield ResponseTail(5, len(WORDS), (0.1, 0.2, 0.3))
+
+
+async def hang(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    """A long prefill."""
+    await asyncio.Event().wait()
+    yield ResponseHead(200, "application/json", replica)
+
+
+async def stall(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    """One token, and then none."""
+    yield ResponseHead(200, "text/event-stream", replica)
+    yield ResponseChunk(event("one", request.request_id), 1)
+    await asyncio.Event().wait()
+
+
+def answer(status: int, body: bytes, media_type: str = "application/json") -> Behaviour:
+    """A replica that answers with this."""
+
+    async def behaviour(
+        side: FarSide, replica: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        yield ResponseHead(status, media_type, replica)
+        yield ResponseChunk(body)
+        yield ResponseTail(0, 0)
+
+    return behaviour
+
+
+def fail(error: ReplicaFailedError, after: int = 0) -> Behaviour:
+    """A replica that fails, ``after`` a head and so many tokens if that is positive."""
+
+    async def behaviour(
+        side: FarSide, replica: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        if after:
+            yield ResponseHead(200, "text/event-stream", replica)
+            await side.let_go()
+        for index in range(after):
+            yield ResponseChunk(event(WORDS[index], request.request_id), 1)
+            await side.let_go()
+        raise error
+
+    return behaviour
+
+
+class FarStream:
+    """A call under way."""
+
+    def __init__(self, side: FarSide, items: AsyncIterator[ResponseItem], request_id: str) -> None:
+        self._queue: asyncio.Queue[ResponseItem | BaseException | None] = asyncio.Queue()
+        self._side = side
+        self._request_id = request_id
+        self._task = asyncio.create_task(self._pump(items))
+
+    async def _pump(self, items: AsyncIterator[ResponseItem]) -> None:
+        self._side.live.add(self._request_id)
+        self._side.changed.set()
+        try:
+            async with aclosing(items) as generator:  # type: ignore[type-var]
+                async for item in generator:
+                    self._queue.put_nowait(item)
+            self._queue.put_nowait(None)
+        except ReplicaFailedError as error:
+            self._queue.put_nowait(error)
+        finally:
+            self._side.live.discard(self._request_id)
+            self._side.changed.set()
+
+    async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
+        while True:
+            ready = [await self._queue.get()]
+            while not self._queue.empty():
+                ready.append(self._queue.get_nowait())
+            end = ready.pop() if not isinstance(ready[-1], tuple) else ready
+            if ready:
+                yield ready  # type: ignore[misc]
+            if end is None:
+                return
+            if isinstance(end, BaseException):
+                raise end
+
+    def cancel(self) -> None:
+        if not self._task.done():
+            self._side.cancelled.append(self._request_id)
+            self._task.cancel()
+
+
+class FarSide:
+    """Replicas by name, each with its behaviour, and what was asked of them."""
+
+    def __init__(self, **behaviours: Behaviour) -> None:
+        self.behaviours = behaviours
+        self.calls: list[tuple[str, EngineRequest]] = []
+        self.live: set[str] = set()
+        self.cancelled: list[str] = []
+        self.changed = asyncio.Event()
+
+    def generate(
+        self, request: EngineRequest, target: str | None, avoid: Sequence[str]
+    ) -> FarStream:
+        if target not in self.behaviours:
+            rest = [name for name in self.behaviours if name not in avoid]
+            target = rest[0] if rest else next(iter(self.behaviours))
+        self.calls.append((target, request))
+        self.changed.set()
+        items = self.behaviours[target](self, target, request)
+        return FarStream(self, items, request.request_id)
+
+    async def models(self) -> dict[str, object]:
+        if not self.behaviours:
+            await asyncio.Event().wait()
+        return {"object": "list", "data": [{"id": "m", "object": "model"}]}
+
+    async def let_go(self) -> None:
+        """Let the other side take what is ready."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition on this object."""
+        async with asyncio.timeout(5):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class FarController:
+    """Answers with what it is given, in turn and the last for ever, and notes what it is told."""
+
+    def __init__(self, *decisions: str | None) -> None:
+        self.decisions = list(decisions)
+        self.queries: list[RouteQuery] = []
+        self.released: list[int] = []
+        self.gone: list[str] = []
+        self.silent = not decisions
+
+    async def route(self, query: RouteQuery) -> RouteDecision | None:
+        self.queries.append(query)
+        if self.silent:
+            return None
+        choice = self.decisions.pop(0) if len(self.decisions) > 1 else self.decisions[0]
+        return RouteDecision(choice, "test")
+
+    def release(self, key: int) -> None:
+        self.released.append(key)
+
+    def replica_gone(self, replica_ids: Sequence[str]) -> None:
+        self.gone.extend(replica_ids)
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    async def pause(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class LocalPage:
+    """The metrics of one router."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    async def render(self) -> bytes:
+        return generate_latest(self._metrics.registry)
+
+
+class Edge:
+    """A whole router without Ray: the real API over a far side."""
+
+    def __init__(
+        self,
+        side: FarSide,
+        controller: FarController | None = None,
+        config: RouterConfig | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.side = side
+        self.controller = controller or FarController(next(iter(side.behaviours), None))
+        self.config = config or RouterConfig()
+        self.metrics = RouterMetrics()
+        extra = {"clock": clock, "pause": clock.pause} if clock else {}
+        self.dispatcher = Dispatcher(
+            self.controller,
+            side,
+            self.metrics,
+            self.config.max_attempts,
+            **extra,  # type: ignore[arg-type]
+        )
+        self.api: FastAPI = make_api(
+            self.config,
+            self.dispatcher,
+            Catalog(side),
+            self.metrics,
+            LocalPage(self.metrics),
+        )
+
+    def client(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://router")
+
+    def sample(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0

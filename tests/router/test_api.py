@@ -1,0 +1,405 @@
+"""The HTTP API over the real application, with replicas that stand for the far side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import SecretStr, ValidationError
+
+from router.config import RouterConfig
+from router.dispatch import ReplicaFailedError
+from router.errors import RULES, Reason
+from scheduling.objective import SLO
+from tests.router.far_side import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    Clock,
+    Edge,
+    FarController,
+    FarSide,
+    answer,
+    fail,
+    hang,
+    serve,
+)
+
+ENDPOINTS = {"/v1/chat/completions": CHAT_BODY, "/v1/completions": COMPLETION_BODY}
+BROKEN = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
+
+
+def check_error(response: httpx.Response, status: int, code: Reason) -> dict[str, Any]:
+    assert response.status_code == status
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert error["type"] == RULES[code].type
+    assert len(response.headers["x-sluice-request-id"]) == 32
+    return error
+
+
+def events(response: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_a_plain_answer_names_replica_class_and_request(path: str) -> None:
+    edge = Edge(FarSide(a=serve))
+    async with edge.client() as client:
+        response = await client.post(
+            path,
+            json={**ENDPOINTS[path], "slo": {"class": "interactive"}, "service_tier": "flex"},
+            headers={"x-request-id": "spoofed", "x-slo-tpot-ms": "25"},
+        )
+    assert response.status_code == 200
+    assert response.json()["usage"]["completion_tokens"] == 3
+    assert response.headers["x-sluice-replica"] == "a"
+    assert response.headers["x-sluice-class"] == "interactive"
+    _, request = edge.side.calls[0]
+    assert response.headers["x-sluice-request-id"] == request.request_id != "spoofed"
+    assert request.body == ENDPOINTS[path]
+    assert request.slo == SLO(0.5, 0.025, None, 4, "interactive")
+
+
+async def test_a_stream_is_handed_on_whole() -> None:
+    edge = Edge(FarSide(a=serve))
+    async with edge.client() as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT_BODY, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-sluice-replica"] == "a"
+    assert response.headers["x-sluice-class"] == "standard"
+    *chunks, done = events(response)
+    assert done == "[DONE]"
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+    assert text == "one two three"
+
+
+async def test_an_engines_4xx_passes_through() -> None:
+    body = b'{"error": {"message": "no such model", "type": "NotFoundError", "code": 404}}'
+    edge = Edge(FarSide(a=answer(404, body)))
+    async with edge.client() as client:
+        response = await client.post("/v1/completions", json={**COMPLETION_BODY, "stream": True})
+    assert (response.status_code, response.content) == (404, body)
+    assert response.headers["x-sluice-replica"] == "a"
+    labels = {"class": "standard", "outcome": "client_error", "endpoint": "completions"}
+    assert edge.sample("sluice_requests_total", **labels) == 1
+    assert edge.sample("sluice_slo_requests_total", **{"class": "standard", "priority": "2"}) == 0
+
+
+async def test_a_stream_that_breaks_before_its_first_byte_is_not_noticed() -> None:
+    edge = Edge(FarSide(a=fail(BROKEN), b=serve), FarController("a", "b"))
+    async with edge.client() as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT_BODY, "stream": True})
+    assert response.status_code == 200
+    assert response.headers["x-sluice-replica"] == "b"
+    assert events(response)[-1] == "[DONE]"
+
+
+async def test_a_stream_that_breaks_later_ends_with_an_error_event() -> None:
+    edge = Edge(FarSide(a=fail(BROKEN, after=2), b=serve))
+    async with edge.client() as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT_BODY, "stream": True})
+    assert response.status_code == 200
+    *_, second, last = events(response)
+    assert second["choices"][0]["delta"]["content"] == " two"
+    assert last["error"]["code"] == Reason.STREAM_BROKEN
+    assert last["error"]["type"] == "server_error"
+    assert len(edge.side.calls) == 1
+    labels = {"class": "standard", "outcome": "failed", "endpoint": "chat"}
+    assert edge.sample("sluice_requests_total", **labels) == 1
+
+
+async def test_when_every_replica_fails_it_is_said_and_when_to_come_back() -> None:
+    edge = Edge(FarSide(a=fail(BROKEN)))
+    async with edge.client() as client:
+        response = await client.post("/v1/chat/completions", json=CHAT_BODY)
+    check_error(response, 503, Reason.REPLICA_FAILED)
+    assert response.headers["retry-after"] == "1"
+    assert response.headers["x-sluice-class"] == "standard"
+    assert len(edge.side.calls) == 3
+
+
+async def test_a_bug_is_a_500_in_the_same_shape() -> None:
+    edge = Edge(FarSide(a=serve))
+
+    async def explode(*_: Any) -> None:
+        raise RuntimeError("secret detail")
+
+    edge.dispatcher.open = explode  # type: ignore[assignment]
+    async with edge.client() as client:
+        response = await client.post("/v1/chat/completions", json=CHAT_BODY)
+    assert "secret" not in response.text
+    check_error(response, 500, Reason.INTERNAL)
+    assert edge.metrics.in_flight._value.get() == 0
+
+
+BAD_BODIES = [
+    {"slo": {"ttft_ms": -1}},
+    {"slo": {"unknown": 1}},
+    {"service_tier": "gold"},
+    {"n": 0},
+    {"kv_transfer_params": {}},
+    {"model": ""},
+]
+
+
+@pytest.mark.parametrize("change", BAD_BODIES)
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_nothing_bad_reaches_a_replica(path: str, change: dict[str, Any]) -> None:
+    edge = Edge(FarSide(a=serve))
+    async with edge.client() as client:
+        response = await client.post(path, json={**ENDPOINTS[path], **change})
+    error = check_error(response, 400, Reason.INVALID_VALUE)
+    assert error["param"]
+    assert edge.side.calls == []
+    assert edge.controller.queries == []
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "code"),
+    [
+        (b"{", {}, 400, Reason.INVALID_JSON),
+        (b'{"model": NaN}', {}, 400, Reason.INVALID_JSON),
+        (b"{}", {"content-type": "text/plain"}, 415, Reason.UNSUPPORTED_MEDIA),
+        (b"{}", {"content-encoding": "gzip"}, 415, Reason.UNSUPPORTED_MEDIA),
+        (b" " * 2_000, {}, 413, Reason.TOO_LARGE),
+        (b"{}", {"content-length": "9" * 5_000}, 413, Reason.TOO_LARGE),
+    ],
+)
+async def test_bad_bodies(
+    content: bytes, headers: dict[str, str], status: int, code: Reason
+) -> None:
+    edge = Edge(FarSide(a=serve), config=RouterConfig(max_body_bytes=1024))
+    async with edge.client() as client:
+        response = await client.post("/v1/chat/completions", content=content, headers=headers)
+    check_error(response, status, code)
+
+
+async def test_a_body_without_a_length_is_limited_while_it_is_read() -> None:
+    edge = Edge(FarSide(a=serve), config=RouterConfig(max_body_bytes=1024))
+    sent = 0
+
+    async def endless() -> Any:
+        nonlocal sent
+        while True:
+            sent += 100
+            yield b" " * 100
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [],
+        "query_string": b"",
+    }
+    chunks = endless()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": await anext(chunks), "more_body": True}
+
+    sent_back: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent_back.append(message)
+
+    await edge.api(scope, receive, send)
+    assert sent_back[0]["status"] == 413
+    assert sent == 1100
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, Reason.UNKNOWN_URL),
+        ("GET", "/v1/chat/completions", 405, Reason.METHOD_NOT_ALLOWED),
+        ("POST", "/health", 405, Reason.METHOD_NOT_ALLOWED),
+        ("GET", "/docs", 404, Reason.UNKNOWN_URL),
+    ],
+)
+async def test_wrong_addresses(method: str, path: str, status: int, code: Reason) -> None:
+    async with Edge(FarSide(a=serve)).client() as client:
+        check_error(await client.request(method, path), status, code)
+
+
+KEYS = RouterConfig(api_keys=(SecretStr("first-key"), SecretStr("second-key")))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "first-key"},
+        {"authorization": "Basic first-key"},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer "},
+        {"authorization": "Bearer first-ke"},
+        {"authorization": "Bearer first-key2"},
+        {"authorization": "Bearer first-key second-key"},
+    ],
+)
+async def test_without_a_key_nothing_but_health_is_open(headers: dict[str, str]) -> None:
+    edge = Edge(FarSide(a=serve), config=KEYS)
+    async with edge.client() as client:
+        client.headers = httpx.Headers(headers)
+        for method, path in [
+            ("POST", "/v1/chat/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/metrics"),
+            ("GET", "/nowhere"),
+            ("GET", "/health/../metrics"),
+        ]:
+            response = await client.request(method, path, json=CHAT_BODY)
+            check_error(response, 401, Reason.INVALID_API_KEY)
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert (await client.get("/health")).status_code == 200
+    assert edge.side.calls == []
+
+
+async def test_two_keys_at_once_are_refused() -> None:
+    async with Edge(FarSide(a=serve), config=KEYS).client() as client:
+        header = ("authorization", "Bearer first-key")
+        response = await client.get("/v1/models", headers=[header, header])
+    assert response.status_code == 401
+
+
+@pytest.mark.parametrize("value", ["Bearer first-key", "bearer second-key"])
+async def test_every_configured_key_opens(value: str) -> None:
+    async with Edge(FarSide(a=serve), config=KEYS).client() as client:
+        client.headers["authorization"] = value
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.post("/v1/completions", json=COMPLETION_BODY)).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", "two words", "tab\t", "clé"])
+def test_keys_that_cannot_be_sent_are_refused(key: str) -> None:
+    with pytest.raises(ValidationError):
+        RouterConfig(api_keys=(SecretStr(key),))
+
+
+async def test_models_and_health_come_from_a_replica() -> None:
+    async with Edge(FarSide(a=serve)).client() as client:
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "m"
+        assert (await client.get("/health")).json() == {"status": "ok"}
+
+
+async def test_without_a_replica_health_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.catalog.TIMEOUT_S", 0.01)
+    async with Edge(FarSide()).client() as client:
+        for path in ("/health", "/v1/models"):
+            response = await client.get(path)
+            check_error(response, 503, Reason.NO_REPLICA)
+            assert response.headers["retry-after"] == "2"
+
+
+async def test_more_requests_than_allowed_are_refused_at_once() -> None:
+    side = FarSide(a=hang)
+    edge = Edge(side, config=RouterConfig(max_in_flight=1))
+    async with edge.client() as client:
+        first = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT_BODY))
+        await side.until(lambda: bool(side.live))
+        assert edge.sample("sluice_in_flight_requests") == 1
+        response = await client.post("/v1/chat/completions", content=b"not even read")
+        check_error(response, 503, Reason.ROUTER_FULL)
+        assert response.headers["retry-after"] == "1"
+        assert (await client.get("/health")).status_code == 200
+        first.cancel()
+        await side.until(lambda: not side.live)
+        side.behaviours["a"] = serve
+        assert (await client.post("/v1/completions", json=COMPLETION_BODY)).status_code == 200
+    labels = {"class": "none", "outcome": "refused", "endpoint": "chat"}
+    assert edge.sample("sluice_requests_total", **labels) == 1
+
+
+async def test_the_metrics_are_what_happened() -> None:
+    clock = Clock()
+    edge = Edge(FarSide(a=serve), clock=clock)
+    late = {"slo": {"class": "interactive", "ttft_ms": 1, "tpot_ms": 1}}
+    async with edge.client() as client:
+        await client.post("/v1/chat/completions", json={**CHAT_BODY, "service_tier": "priority"})
+        await client.post("/v1/chat/completions", json={**CHAT_BODY, **late})
+        await client.post("/v1/chat/completions", json={**CHAT_BODY, "service_tier": "flex"})
+        await client.post("/v1/chat/completions", json={**CHAT_BODY, "slo": 5})
+        response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    samples = {
+        (sample.name, frozenset(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert all(name.startswith("sluice_") for name, _ in samples)
+    served = frozenset({"interactive", "ok", "chat"})
+    worth = frozenset({"interactive", "4"})
+    assert samples["sluice_requests_total", served] == 2
+    assert samples["sluice_requests_total", frozenset({"none", "client_error", "chat"})] == 1
+    assert samples["sluice_slo_requests_total", worth] == 2
+    # The plain answer's tokens left the engine after 0.1, 0.2 and 0.3 s: TTFT 0.1 s is within
+    # 0.5 s, but 0.1 s a token is not within 50 ms. By the envelope, all three are still in time.
+    assert ("sluice_attained_total", worth) not in samples
+    assert samples["sluice_tdg_ideal_total", worth] == 2 * 3 * 4
+    assert samples["sluice_tdg_gain_total", worth] == 3 * 4
+    assert samples["sluice_ttft_seconds_count", frozenset({"interactive"})] == 2
+    assert samples["sluice_ttft_seconds_sum", frozenset({"interactive"})] == pytest.approx(0.2)
+    assert samples["sluice_tpot_seconds_sum", frozenset({"interactive"})] == pytest.approx(0.2)
+    # A class that promises nothing has no attainment.
+    assert samples["sluice_requests_total", frozenset({"batch", "ok", "chat"})] == 1
+    assert ("sluice_slo_requests_total", frozenset({"batch", "1"})) not in samples
+    assert samples["sluice_edge_decision_seconds_count", frozenset()] == 3
+    assert samples["sluice_in_flight_requests", frozenset()] == 0
+
+
+async def test_a_stream_is_measured_as_its_bytes_leave() -> None:
+    clock = Clock()
+    edge = Edge(FarSide(a=fail(BROKEN)), clock=clock)
+
+    async def timed(side: FarSide, name: str, request: Any) -> Any:
+        async for item in serve(side, name, request):
+            clock.now_s += 0.01
+            yield item
+            await side.let_go()
+
+    edge.side.behaviours["a"] = timed
+    async with edge.client() as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT_BODY, "stream": True})
+    assert events(response)[-1] == "[DONE]"
+    worth = {"class": "standard", "priority": "2"}
+    assert edge.sample("sluice_attained_total", **worth) == 1
+    assert edge.sample("sluice_tdg_gain_total", **worth) == 6
+    assert edge.sample("sluice_tpot_seconds_sum", **{"class": "standard"}) == pytest.approx(0.01)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+_KEYS = st.sampled_from(
+    ["model", "messages", "prompt", "stream", "n", "max_tokens", "slo", "service_tier", "tools"]
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    changes=st.dictionaries(_KEYS, _VALUES, max_size=3),
+    path=st.sampled_from(list(ENDPOINTS)),
+    headers=st.dictionaries(
+        st.sampled_from(["x-slo-ttft-ms", "x-slo-priority", "x-slo-class", "x-llm-d-slo-tpot-ms"]),
+        st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=8),
+    ),
+)
+async def test_no_body_and_no_header_makes_a_5xx(
+    changes: dict[str, Any], path: str, headers: dict[str, str]
+) -> None:
+    edge = Edge(FarSide(a=serve))
+    content = json.dumps({**ENDPOINTS[path], **changes}).encode()
+    headers = {name: value.strip() for name, value in headers.items()}
+    async with edge.client() as client:
+        response = await client.post(path, content=content, headers=headers)
+    assert response.status_code < 500
+    assert len(edge.side.calls) == (response.status_code == 200)

@@ -1,0 +1,214 @@
+"""What the router lets through to an engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.body import MAX_DEPTH, parse_object
+from router.errors import ApiError
+from router.prompt_size import (
+    MAX_RATIO,
+    MESSAGE_TOKENS,
+    MIN_RATIO,
+    PromptSize,
+    TokenEstimator,
+    measure,
+)
+from router.validation import check_body, engine_body
+from tests.router.far_side import CHAT_BODY, COMPLETION_BODY
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b"null",
+        b'"text"',
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b'{"a": -Infinity}',
+        b'{"a": 1e999}',
+        b'{"a": -1e999}',
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}',
+        b'{"\\udfff": 1}',
+        b'{"a": ' + b"9" * 5_000 + b"}",
+        '{"a": 1}'.encode("utf-16"),
+        b'{"a": ' + b"[" * 100_000,
+        b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
+        b'{"a":' * 65 + b"1" + b"}" * 65,
+    ],
+)
+def test_what_is_not_a_sound_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_object(raw)
+    assert caught.value.rule.status == 400
+    assert len(caught.value.message) < 300
+
+
+def test_the_deepest_body_that_is_allowed() -> None:
+    raw = b'{"a": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}"
+    assert parse_object(raw)["a"]
+
+
+def test_many_flat_lists_are_not_deep() -> None:
+    assert len(parse_object(json.dumps({"a": [[]] * 1000}).encode())["a"]) == 1000
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_an_object_or_a_400(raw: bytes) -> None:
+    try:
+        assert isinstance(parse_object(raw), dict)
+    except ApiError as error:
+        assert error.rule.status == 400
+
+
+BAD = [
+    ({"model": ""}, "model"),
+    ({"model": None}, "model"),
+    ({"model": 3}, "model"),
+    ({"stream": 1}, "stream"),
+    ({"stream": "true"}, "stream"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"n": 1.0}, "n"),
+    ({"n": True}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 2**31}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+    ({"ec_transfer_params": {}}, "ec_transfer_params"),
+    ({"request_id": "mine"}, "request_id"),
+    ({"priority": -100}, "priority"),
+    ({"vllm_xargs": {"sluice": "x"}}, "vllm_xargs"),
+    ({"vllm_xargs": {"Sluice_slo": "x"}}, "vllm_xargs"),
+    ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs"),
+    ({"vllm_xargs": 5}, "vllm_xargs"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD)
+def test_bad_fields_are_named(change: dict[str, Any], param: str) -> None:
+    for endpoint, body in (("chat", CHAT_BODY), ("completions", COMPLETION_BODY)):
+        with pytest.raises(ApiError) as caught:
+            check_body(endpoint, {**body, **change})  # type: ignore[arg-type]
+        assert caught.value.param == param
+        assert caught.value.rule.status == 400
+
+
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(ApiError, match="model must be a string of 1 to 512 characters, got noth"):
+        check_body("chat", {"messages": CHAT_BODY["messages"]})
+
+
+@pytest.mark.parametrize("messages", [None, [], "hi", {}, ["hi"], [{}], [{"role": 1}], [None]])
+def test_bad_messages_are_refused(messages: Any) -> None:
+    with pytest.raises(ApiError, match="messages"):
+        check_body("chat", {"model": "m", "messages": messages})
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        5,
+        {},
+        [],
+        [[]],
+        [1, "a"],
+        ["a", 1],
+        ["a", [1]],
+        [[1], "a"],
+        [True],
+        [-1],
+        [2**31],
+        [[1], []],
+        [None],
+        ["x"] * 129,
+        [1.5],
+    ],
+)
+def test_bad_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(ApiError, match="prompt"):
+        check_body("completions", {"model": "m", "prompt": prompt})
+
+
+@pytest.mark.parametrize("prompt", ["", "hi", ["a", "b"], [1, 2, 0], [[1], [2, 3]], ["x"] * 128])
+def test_good_prompts_pass(prompt: Any) -> None:
+    check_body("completions", {"model": "m", "prompt": prompt})
+
+
+def test_everything_else_is_left_to_the_engine() -> None:
+    body = {
+        **CHAT_BODY,
+        "temperature": 99,
+        "tools": "nonsense",
+        "made_up": [1],
+        "vllm_xargs": {"mine": 1},
+        "n": None,
+        "stream": None,
+        "max_tokens": None,
+        "priority": None,
+    }
+    check_body("chat", body)
+    assert engine_body({**body, "slo": {}, "service_tier": "auto"}) == {
+        name: value for name, value in body.items() if name != "priority"
+    }
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "size"),
+    [
+        ("completions", {"prompt": "abcd"}, PromptSize(characters=4)),
+        ("completions", {"prompt": ["abcd", "ef"]}, PromptSize(characters=6)),
+        ("completions", {"prompt": [7, 8, 9]}, PromptSize(tokens=3)),
+        ("completions", {"prompt": [[7], [8, 9]]}, PromptSize(tokens=3)),
+        ("chat", {"messages": [{"role": "user", "content": "abcd"}]}, PromptSize(4, 4)),
+        ("chat", {"messages": [{"role": "user"}, {"role": "x", "content": ""}]}, PromptSize(0, 8)),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]},
+            PromptSize(3, MESSAGE_TOKENS),
+        ),
+    ],
+)
+def test_measuring_a_prompt(endpoint: Any, body: dict[str, Any], size: PromptSize) -> None:
+    assert measure(endpoint, body) == size
+
+
+def test_token_ids_are_estimated_exactly() -> None:
+    estimator = TokenEstimator()
+    estimator.learn(PromptSize(characters=100), 100)
+    assert estimator.estimate(PromptSize(tokens=123)) == 123
+
+
+def test_the_ratio_is_learned() -> None:
+    estimator = TokenEstimator()
+    assert estimator.estimate(PromptSize(characters=400)) == 100
+    for _ in range(100):
+        estimator.learn(PromptSize(characters=400, tokens=4), 204)
+    assert estimator.estimate(PromptSize(characters=400)) == pytest.approx(200, abs=1)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 10**7), st.integers(0, 10**6), st.integers(-5, 10**7)),
+        max_size=30,
+    )
+)
+def test_the_ratio_stays_bounded(observations: list[tuple[int, int, int]]) -> None:
+    estimator = TokenEstimator()
+    for characters, tokens, prompt_tokens in observations:
+        estimator.learn(PromptSize(characters, tokens), prompt_tokens)
+        assert MIN_RATIO <= estimator.ratio <= MAX_RATIO
+    assert estimator.estimate(PromptSize()) == 1

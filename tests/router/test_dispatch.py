@@ -1,0 +1,212 @@
+"""Decisions, retries, and what the controller is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from replica.engine import (
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+    request_key,
+)
+from router.dispatch import Answer, Call, ReplicaFailedError
+from router.errors import ApiError, Reason
+from router.prompt_size import PromptSize
+from scheduling.objective import SLO
+from tests.router.far_side import (
+    CHAT_BODY,
+    Clock,
+    Edge,
+    FarController,
+    FarSide,
+    answer,
+    fail,
+    hang,
+    serve,
+)
+
+UNREACHABLE = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
+DEAD = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
+
+
+def call(edge_clock: Clock, **body: Any) -> Call:
+    return Call(
+        "r", "chat", {**CHAT_BODY, **body}, SLO(ttft_s=1), PromptSize(40, 4), edge_clock.now_s
+    )
+
+
+def edge(side: FarSide, *decisions: str | None, clock: Clock | None = None) -> tuple[Edge, Clock]:
+    clock = clock or Clock()
+    return Edge(side, FarController(*decisions), clock=clock), clock
+
+
+async def read(answer: Answer) -> bytes:
+    return b"".join([piece.data async for piece in answer])
+
+
+async def test_a_request_goes_where_the_controller_says() -> None:
+    far = FarSide(a=serve, b=serve)
+    router, clock = edge(far, "b")
+    asked = call(clock)
+    clock.now_s += 0.25
+    opened = await router.dispatcher.open(asked)
+    assert opened.head.replica_id == "b"
+    assert b"one two three" in await read(opened)
+    (name, request), *rest = far.calls
+    assert (name, rest) == ("b", [])
+    assert request == EngineRequest("r", "chat", CHAT_BODY, SLO(ttft_s=1), waited_s=0.25)
+    assert router.controller.queries[0] == (request_key("r"), SLO(ttft_s=1), 14, 0.25)
+    opened.close()
+    assert router.controller.released == []
+    assert far.cancelled == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_replica_that_fails_before_the_first_byte_is_left_for_another(stream: bool) -> None:
+    far = FarSide(a=fail(UNREACHABLE), b=serve)
+    router, clock = edge(far, "a", "b")
+    opened = await router.dispatcher.open(call(clock, stream=stream))
+    assert opened.head.replica_id == "b"
+    assert [name for name, _ in far.calls] == ["a", "b"]
+    assert [request.request_id for _, request in far.calls] == ["r", "r-2"]
+    assert router.controller.released == [request_key("r")]
+    assert router.controller.gone == []
+    assert router.sample("sluice_retries_total") == 1
+    # The second attempt says how long the request has waited by then.
+    assert far.calls[1][1].waited_s == pytest.approx(clock.now_s - 100.0)
+    assert far.calls[1][1].waited_s > 0
+
+
+async def test_a_dead_replica_is_reported() -> None:
+    far = FarSide(a=fail(DEAD), b=serve)
+    router, clock = edge(far, "a", "b")
+    await router.dispatcher.open(call(clock))
+    assert router.controller.gone == ["a"]
+
+
+async def test_a_plain_response_that_breaks_in_the_middle_is_made_again() -> None:
+    far = FarSide(a=fail(UNREACHABLE), b=serve)
+
+    async def half(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        yield ResponseHead(200, "application/json", name)
+        yield ResponseChunk(b'{"half": ')
+        await side.let_go()
+        raise UNREACHABLE
+
+    far.behaviours["a"] = half
+    router, clock = edge(far, "a", "b")
+    opened = await router.dispatcher.open(call(clock))
+    assert b"half" not in await read(opened)
+
+
+async def test_a_response_without_a_tail_is_a_failure() -> None:
+    async def cut(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        yield ResponseHead(200, "application/json", name)
+        yield ResponseChunk(b"{}")
+
+    far = FarSide(a=cut, b=serve)
+    router, clock = edge(far, "a", "b")
+    assert (await router.dispatcher.open(call(clock))).head.replica_id == "b"
+
+
+async def test_a_response_without_a_head_is_our_fault() -> None:
+    async def bare(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        yield ResponseChunk(b"{}")
+        yield ResponseTail(1, 1)
+
+    router, clock = edge(FarSide(a=bare), "a")
+    with pytest.raises(ApiError) as caught:
+        await router.dispatcher.open(call(clock))
+    assert caught.value.rule.status == 500
+
+
+async def test_a_decision_for_a_replica_that_just_failed_is_not_followed() -> None:
+    far = FarSide(a=fail(UNREACHABLE), b=serve)
+    router, clock = edge(far, "a")
+    opened = await router.dispatcher.open(call(clock))
+    assert opened.head.replica_id == "b"
+    assert router.sample("sluice_fallback_total", reason="repeated") == 1
+    assert router.controller.released == [request_key("r"), request_key("r-2")]
+
+
+async def test_attempts_are_bounded_and_the_last_failure_is_told() -> None:
+    far = FarSide(a=fail(UNREACHABLE), b=fail(UNREACHABLE), c=fail(DEAD), d=serve)
+    router, clock = edge(far, "a", "b", "c", "d")
+    with pytest.raises(ApiError, match="The replica died") as caught:
+        await router.dispatcher.open(call(clock))
+    assert caught.value.reason is Reason.REPLICA_FAILED
+    assert [name for name, _ in far.calls] == ["a", "b", "c"]
+    assert len(router.controller.released) == 3
+
+
+async def test_a_failure_that_no_other_replica_can_mend_is_not_repeated() -> None:
+    hopeless = ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.", retry=False)
+    far = FarSide(a=fail(hopeless), b=serve)
+    router, clock = edge(far, "a", "b")
+    with pytest.raises(ApiError) as caught:
+        await router.dispatcher.open(call(clock))
+    assert caught.value.reason is Reason.NO_REPLICA
+    assert len(far.calls) == 1
+
+
+async def test_a_full_replica_is_left_for_another() -> None:
+    full = answer(503, b'{"error": {}}')
+    far = FarSide(a=full, b=serve)
+    router, clock = edge(far, "a", "b")
+    assert (await router.dispatcher.open(call(clock))).head.replica_id == "b"
+    far.behaviours["b"] = full
+    with pytest.raises(ApiError) as caught:
+        await router.dispatcher.open(call(clock))
+    assert caught.value.reason is Reason.REPLICAS_FULL
+
+
+async def test_without_an_answer_of_the_controller_serve_decides() -> None:
+    far = FarSide(a=serve)
+    router, clock = edge(far)
+    assert (await router.dispatcher.open(call(clock))).head.replica_id == "a"
+    assert router.sample("sluice_fallback_total", reason="no_answer") == 1
+    router, clock = edge(far, None)
+    assert (await router.dispatcher.open(call(clock))).head.replica_id == "a"
+    assert router.sample("sluice_fallback_total", reason="no_decision") == 1
+
+
+async def test_a_reservation_that_nobody_confirms_is_released() -> None:
+    far = FarSide(a=serve, b=answer(400, b'{"error": {}}'))
+    router, clock = edge(far, "vanished")
+    await router.dispatcher.open(call(clock))
+    assert router.controller.released == [request_key("r")]
+    assert router.sample("sluice_fallback_total", reason="moved") == 1
+    router, clock = edge(far, "b")
+    opened = await router.dispatcher.open(call(clock))
+    assert opened.head.status == 400
+    assert router.controller.released == [request_key("r")]
+
+
+async def test_cancelling_while_waiting_for_the_head_stops_the_replica() -> None:
+    far = FarSide(a=hang)
+    router, clock = edge(far, "a")
+    task = asyncio.create_task(router.dispatcher.open(call(clock)))
+    await far.until(lambda: far.live == {"r"})
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await far.until(lambda: not far.live)
+    assert far.cancelled == ["r"]
+    assert router.controller.released == [request_key("r")]
+
+
+async def test_the_length_of_prompts_is_learned_from_answers() -> None:
+    far = FarSide(a=serve)
+    router, _ = edge(far, "a")
+    async with router.client() as client:
+        for _ in range(60):
+            await client.post("/v1/completions", json={"model": "m", "prompt": "x" * 50})
+    assert router.controller.queries[0].prompt_tokens == 12
+    assert router.controller.queries[-1].prompt_tokens == 5

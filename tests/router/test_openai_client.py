@@ -1,0 +1,115 @@
+"""The official client against the API on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+import uvicorn
+from pydantic import SecretStr
+
+from router.config import RouterConfig
+from router.dispatch import ReplicaFailedError
+from router.errors import Reason
+from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve, stall
+
+MESSAGES = [{"role": "user", "content": "hello there"}]
+KEY = "test-key"
+
+
+@asynccontextmanager
+async def served(edge: Edge, key: str = KEY) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of ``edge`` behind uvicorn on a free port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(edge.api, log_level="error", lifespan="off"))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        try:
+            async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            await task
+
+
+def router(**behaviours: object) -> Edge:
+    return Edge(FarSide(**behaviours), config=RouterConfig(api_keys=(SecretStr(KEY),)))  # type: ignore[arg-type]
+
+
+async def test_plain_and_streamed() -> None:
+    async with served(router(a=serve)) as client:
+        plain = await client.chat.completions.create(
+            model="m",
+            messages=MESSAGES,
+            service_tier="priority",
+            extra_body={"slo": {"ttft_ms": 300, "priority": 5}},
+        )
+        assert plain.choices[0].message.content == "one two three"
+        stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == "one two three"
+        assert [model.id for model in (await client.models.list()).data] == ["m"]
+
+
+async def test_our_headers_reach_the_client() -> None:
+    async with served(router(a=serve)) as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            model="m", messages=MESSAGES, extra_headers={"x-slo-class": "batch"}
+        )
+        assert raw.headers["x-sluice-class"] == "batch"
+        assert raw.headers["x-sluice-replica"] == "a"
+
+
+async def test_errors_are_the_clients_own_exceptions() -> None:
+    broken = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
+    edge = router(a=serve)
+    async with served(edge) as client:
+        with pytest.raises(openai.BadRequestError, match=r"slo\.ttft_ms must be a number") as bad:
+            await client.chat.completions.create(
+                model="m", messages=MESSAGES, extra_body={"slo": {"ttft_ms": 0}}
+            )
+        assert (bad.value.param, bad.value.code) == ("slo.ttft_ms", "invalid_value")
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="wrong").models.list()
+        edge.side.behaviours["a"] = answer(404, b'{"error": {"message": "no such model"}}')
+        with pytest.raises(openai.NotFoundError, match="no such model"):
+            await client.chat.completions.create(model="x", messages=MESSAGES)
+        edge.side.behaviours["a"] = fail(broken)
+        with pytest.raises(openai.InternalServerError, match="The replica died") as lost:
+            await client.chat.completions.create(model="m", messages=MESSAGES)
+        assert lost.value.status_code == 503
+
+
+async def test_a_broken_stream_raises_after_what_was_good() -> None:
+    broken = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
+    got = []
+    async with served(router(a=fail(broken, after=2))) as client:
+        stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        with pytest.raises(openai.APIError, match="broke off"):
+            async for chunk in stream:
+                got.append(chunk.choices[0].delta.content)  # noqa: PERF401  it ends by an error
+    assert got == ["one", " two"]
+
+
+async def test_closing_a_stream_frees_the_replica() -> None:
+    edge = router(a=stall)
+    async with served(edge) as client:
+        stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        await edge.side.until(lambda: not edge.side.live)
+
+
+async def test_giving_up_on_a_prefill_frees_the_replica() -> None:
+    edge = router(a=hang)
+    async with served(edge) as client:
+        request = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+        await edge.side.until(lambda: bool(edge.side.live))
+        request.cancel()
+        await edge.side.until(lambda: not edge.side.live)

@@ -1,0 +1,260 @@
+"""The objective on the wire: precedence, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from router.config import MAX_OBJECTIVE_MS, RouterConfig, ServiceClass
+from router.errors import ApiError, Reason
+from router.slo import SloReader
+from scheduling.objective import SLO
+
+CONFIG = RouterConfig(
+    classes={
+        "fast": ServiceClass(ttft_ms=100, tpot_ms=10, priority=5, service_tiers=("priority",)),
+        "slow": ServiceClass(ttft_ms=5_000, tpot_ms=200, e2e_ms=60_000, service_tiers=("flex",)),
+        "free": ServiceClass(),
+    },
+    default_class="slow",
+)
+READER = SloReader(CONFIG)
+
+HEADERS = ("x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms", "x-slo-priority", "x-slo-class")
+ALIASES = ("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms")
+
+
+def read(body: dict[str, Any] | None = None, *headers: tuple[str, str]) -> SLO:
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    return READER.read(body or {}, raw)
+
+
+def refused(body: dict[str, Any] | None = None, *headers: tuple[str, str]) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(body, *headers)
+    assert caught.value.rule.status == 400
+    assert caught.value.reason is Reason.INVALID_VALUE
+    json.dumps(caught.value.body)
+    return caught.value
+
+
+BODY = {"slo": {"ttft_ms": 1}}
+HEADER = ("x-slo-ttft-ms", "2")
+ALIAS = ("x-llm-d-slo-ttft-ms", "3")
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "ttft_s"),
+    [
+        (BODY, (HEADER, ALIAS), 0.001),
+        (BODY, (ALIAS,), 0.001),
+        ({}, (HEADER, ALIAS), 0.002),
+        ({"slo": {"ttft_ms": None}}, (HEADER, ALIAS), 0.002),
+        ({"slo": None}, (ALIAS,), 0.003),
+        ({}, (ALIAS,), 0.003),
+        ({}, (), 5.0),
+    ],
+)
+def test_an_objective_comes_from_body_then_header_then_alias_then_class(
+    body: dict[str, Any], headers: tuple[tuple[str, str], ...], ttft_s: float
+) -> None:
+    assert read(body, *headers).ttft_s == ttft_s
+
+
+def test_precedence_is_field_by_field() -> None:
+    slo = read(
+        {"slo": {"ttft_ms": 50}},
+        ("x-slo-ttft-ms", "60"),
+        ("x-slo-tpot-ms", "7.5"),
+        ("x-slo-priority", "3"),
+    )
+    assert slo == SLO(0.05, 0.0075, 60.0, 3, "slow")
+
+
+@pytest.mark.parametrize(
+    ("body", "header", "expected"),
+    [
+        ({"slo": {"class": "fast"}, "service_tier": "flex"}, "free", "fast"),
+        ({"slo": {}, "service_tier": "flex"}, "free", "free"),
+        ({"service_tier": "priority"}, None, "fast"),
+        ({"service_tier": None}, None, "slow"),
+        ({}, None, "slow"),
+    ],
+)
+def test_the_class_comes_from_body_then_header_then_service_tier_then_default(
+    body: dict[str, Any], header: str | None, expected: str
+) -> None:
+    slo = read(body, *([("x-slo-class", header)] if header else []))
+    assert slo.service_class == expected
+    assert slo.priority == CONFIG.classes[expected].priority
+
+
+def test_a_class_without_objectives_promises_nothing() -> None:
+    assert read({"slo": {"class": "free"}}) == SLO(service_class="free")
+
+
+BAD_MS = [
+    0,
+    -1,
+    0.0,
+    float("nan"),
+    float("inf"),
+    True,
+    "100",
+    [],
+    {},
+    1e-9,
+    MAX_OBJECTIVE_MS + 1,
+    10**400,
+]
+
+
+@pytest.mark.parametrize("value", BAD_MS)
+@pytest.mark.parametrize("field", ["ttft_ms", "tpot_ms", "e2e_ms"])
+def test_a_bad_objective_in_the_body_is_named(field: str, value: Any) -> None:
+    error = refused({"slo": {field: value}})
+    assert error.param == f"slo.{field}"
+    assert error.message.startswith(f"slo.{field} must be a number of milliseconds from 0.001 to")
+
+
+@pytest.mark.parametrize("value", [0, 11, -3, 1.5, 2.0, True, "2", float("nan"), 10**30])
+def test_a_bad_priority_is_named(value: Any) -> None:
+    error = refused({"slo": {"priority": value}})
+    assert error.message.startswith("slo.priority must be an integer from 1 to 10, got ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " 5",
+        "5 ",
+        "nan",
+        "inf",
+        "-inf",
+        "0",
+        "-1",
+        "1e3",
+        "0x10",
+        "1_000",
+        "+5",
+        "5.",
+        "²",
+        "9" * 400,
+        "abc",
+        "1,5",
+        "0.0000000001",
+    ],
+)
+@pytest.mark.parametrize("name", [*HEADERS[:3], *ALIASES])
+def test_a_bad_objective_in_a_header_is_named(name: str, text: str) -> None:
+    error = refused({}, (name, text))
+    assert error.param == name
+    assert error.message.startswith(f"{name} must be a number of milliseconds from 0.001 to")
+
+
+@pytest.mark.parametrize("text", ["", "0", "11", "1.0", "-1", "high", "99999999999999"])
+def test_a_bad_priority_header_is_named(text: str) -> None:
+    error = refused({}, ("x-slo-priority", text))
+    assert error.message.startswith("x-slo-priority must be an integer from 1 to 10")
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "param", "text"),
+    [
+        ({"slo": 5}, (), "slo", "must be an object"),
+        ({"slo": []}, (), "slo", "must be an object"),
+        ({"slo": {"tftt_ms": 1}}, (), "slo", "unknown key 'tftt_ms'"),
+        ({"slo": {"class": "gold"}}, (), "slo.class", "one of fast, slow, free"),
+        ({"slo": {"class": ""}}, (), "slo.class", "one of fast, slow, free"),
+        ({"slo": {"class": 3}}, (), "slo.class", "one of fast, slow, free"),
+        ({}, (("x-slo-class", "gold"),), "x-slo-class", "one of fast, slow, free"),
+        ({"service_tier": "auto"}, (), "service_tier", "one of priority, flex"),
+        ({"service_tier": 1}, (), "service_tier", "one of priority, flex"),
+        ({"service_tier": ["flex"]}, (), "service_tier", "one of priority, flex"),
+        ({}, (("x-slo-e2e", "5"),), "x-slo-e2e", "not a known header"),
+        ({}, (HEADER, HEADER), "x-slo-ttft-ms", "once"),
+        ({}, (ALIAS, ALIAS), "x-llm-d-slo-ttft-ms", "once"),
+    ],
+)
+def test_other_mistakes_are_named(
+    body: dict[str, Any], headers: tuple[tuple[str, str], ...], param: str, text: str
+) -> None:
+    error = refused(body, *headers)
+    assert error.param == param
+    assert text in error.message
+
+
+def test_a_value_that_another_overrides_is_checked_too() -> None:
+    refused(BODY, ("x-slo-ttft-ms", "never"))
+    refused(BODY, ("x-llm-d-slo-tpot-ms", "0"))
+    refused({"slo": {"class": "fast"}, "service_tier": "gold"})
+    refused({"slo": {"class": "fast"}}, ("x-slo-class", "gold"))
+
+
+def test_a_hostile_value_is_not_repeated_in_full() -> None:
+    assert len(refused({"slo": {"class": "x" * 100_000}}).message) < 300
+    assert refused({"slo": {"class": "\ud800é"}}).message.isascii()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+_FIELDS = st.sampled_from(["ttft_ms", "tpot_ms", "e2e_ms", "priority", "class", "x"])
+
+
+@given(
+    slo=st.dictionaries(_FIELDS, _JSON, max_size=4) | _JSON,
+    tier=_JSON,
+    headers=st.lists(
+        st.tuples(
+            st.sampled_from([*HEADERS, *ALIASES, "x-slo-x", "accept"]),
+            st.text(st.characters(max_codepoint=255), max_size=12)
+            | st.floats().map(str)
+            | st.integers().map(str),
+        ),
+        max_size=4,
+    ),
+)
+def test_anything_is_either_an_objective_or_a_400(
+    slo: Any, tier: Any, headers: list[tuple[str, str]]
+) -> None:
+    try:
+        result = read({"slo": slo, "service_tier": tier}, *headers)
+    except ApiError as error:
+        assert error.rule.status == 400
+        assert error.param
+        json.dumps(error.body).encode()
+    else:
+        assert result.service_class in CONFIG.classes
+
+
+@given(
+    ms=st.floats(min_value=0.001, max_value=MAX_OBJECTIVE_MS),
+    priority=st.integers(min_value=1, max_value=10),
+)
+def test_what_is_allowed_is_taken_exactly(ms: float, priority: int) -> None:
+    slo = read({"slo": {"ttft_ms": ms, "tpot_ms": ms, "e2e_ms": ms, "priority": priority}})
+    assert slo == SLO(ms / 1000, ms / 1000, ms / 1000, priority, "slow")
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        {"bad name": ServiceClass()},
+        {"é": ServiceClass()},
+        {"a": ServiceClass(service_tiers=("t",)), "b": ServiceClass(service_tiers=("t",))},
+    ],
+)
+def test_classes_that_cannot_be_sent_or_told_apart_are_refused(
+    classes: dict[str, ServiceClass],
+) -> None:
+    with pytest.raises(ValidationError):
+        RouterConfig(classes=classes, default_class=next(iter(classes)))
