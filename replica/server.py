@@ -103,6 +103,7 @@ class Replica:
         self._config = config
         self._target = target
         self._pumps: set[asyncio.Task[None]] = set()
+        self._open_responses = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._info: EngineInfo | None = None
@@ -153,6 +154,7 @@ class Replica:
         response = _Response()
         pump = asyncio.create_task(self._pump(request, response))
         self._pumps.add(pump)
+        self._open_responses += 1
         self._idle.clear()
         pump.add_done_callback(self._finish)
         if self._reporter is not None:
@@ -162,6 +164,8 @@ class Replica:
                 yield batch
         finally:
             pump.cancel()
+            self._open_responses -= 1
+            self._check_idle()
 
     def _refusal(self) -> list[ResponseItem]:
         limit = self._config.max_live_requests
@@ -195,7 +199,10 @@ class Replica:
 
     def _finish(self, pump: asyncio.Task[None]) -> None:
         self._pumps.discard(pump)
-        if not self._pumps:
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not self._pumps and not self._open_responses:
             self._idle.set()
 
     async def abort(self, request_id: str) -> None:
@@ -205,15 +212,15 @@ class Replica:
     async def drain(self) -> bool:
         """Tell the controller to send nothing more, and wait for what is live.
 
-        What still arrives meanwhile is served: it was sent before the controller knew. Returns
-        whether everything ended within ``drain_timeout_s``.
+        A request is live until its consumer has all of it. What still arrives meanwhile is served:
+        it was sent before the controller knew. Returns whether everything ended within
+        ``drain_timeout_s``.
         """
         if self._reporter is not None:
             self._reporter.drain()
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
-                while self._pumps:
-                    await self._idle.wait()
+                await self._idle.wait()
                 await self._engine.drain()
         except TimeoutError:
             logger.warning("%d requests were live at the end of the drain", len(self._pumps))

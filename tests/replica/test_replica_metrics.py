@@ -1,0 +1,79 @@
+"""The metrics of a replica, as a scraper reads them."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from replica.config import SimulatedEngineConfig
+from replica.local_scheduler import LocalScheduler
+from replica.metrics import ReplicaCollector
+from replica.simulated_core import SimulatedCore
+from replica.state_table import StateTable
+from scheduling.batching import make_policy
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, EngineState
+
+
+def scrape(registry: CollectorRegistry) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[tuple(sample.labels.items())] = sample.value
+    return samples
+
+
+def run_some_steps(table: StateTable) -> int:
+    """Run a real scheduler that believes steps to be half as long as they are."""
+    config = SimulatedEngineConfig(step_s=0.02, token_s=0, context_token_s=0, kv_blocks=8)
+    scheduler = LocalScheduler(make_policy("fcfs"), table, LinearLatency(0.01, 0.0))
+    core = SimulatedCore(config, scheduler, table)
+    for index in range(3):
+        core.submit(str(index), index, SLO(), 0.0, 60, 20)
+    now_s = 0.0
+    steps = 0
+    while step := core.begin(now_s):
+        now_s += step.seconds
+        core.complete(step, now_s, lambda _: None)
+        steps += 1
+    return steps
+
+
+def test_every_metric_is_there_and_adds_up() -> None:
+    table = StateTable.create(8)
+    steps = run_some_steps(table)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ReplicaCollector("abc", table.read, lambda: 7))
+    samples = scrape(registry)
+    replica = (("replica", "abc"),)
+    assert samples["sluice_replica_live_requests"] == {replica: 7}
+    assert samples["sluice_engine_steps_total"] == {(): steps}
+    assert samples["sluice_preemptions_total"][()] > 0
+    assert samples["sluice_plan_mismatches_total"] == {(): 0}
+    assert samples["sluice_last_step_seconds"][replica] == pytest.approx(0.02)
+    assert 1.0 < samples["sluice_latency_correction"][replica] <= 2.0
+    assert samples["sluice_predicted_step_seconds"][replica] > 0.01
+    for name, bounds in (
+        ("sluice_plan_seconds", PLAN_BUCKETS_S),
+        ("sluice_step_time_ratio", STEP_RATIO_BUCKETS),
+    ):
+        assert samples[f"{name}_count"] == {(): steps}
+        assert samples[f"{name}_sum"][()] > 0
+        buckets = [value for _, value in samples[f"{name}_bucket"].items()]
+        assert len(buckets) == len(bounds) + 1
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == steps
+    # The first steps took twice as long as predicted, and the correction learnt it.
+    ratio = samples["sluice_step_time_ratio_sum"][()] / steps
+    assert 1.0 < ratio <= 2.0
+
+
+def test_a_dead_engine_leaves_what_the_replica_knows_itself() -> None:
+    def gone() -> EngineState:
+        raise RuntimeError("the engine is gone")
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ReplicaCollector("abc", gone, lambda: 1))
+    assert list(scrape(registry)) == ["sluice_replica_live_requests"]

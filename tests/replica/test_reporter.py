@@ -1,0 +1,323 @@
+"""The reporter against a controller's mirror kept by its rules, with a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
+from replica.config import ReplicaConfig
+from replica.engine import EngineInfo
+from replica.reporter import MAX_FINISHED, AcknowledgedRows, Membership, Reporter
+from replica.state_table import RowUpdate, StateTable
+from scheduling.latency import LatencyProfile
+from scheduling.objective import SLO
+from scheduling.state import ROW, EngineState
+from tests.replica.waiting import until
+
+INTERVAL_S, HEARTBEAT_S = 0.025, 0.5
+INFO = EngineInfo("model", "fcfs", 8192, 2048, 256, 4096, 16, LatencyProfile("k", 1, 1, 0, 0))
+
+
+class MirrorOfOne:
+    """The controller's side of the protocol for one replica: order rules, mirror and all.
+
+    ``lose`` decides over each message: "request" never arrives, "reply" arrives unanswered.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 1
+        self.seq: int | None = None
+        self.table = np.zeros(0, ROW)
+        self.messages: list[ReplicaHello | ReplicaDelta] = []
+        self.finished: list[int] = []
+        self.draining = False
+        self.left = False
+        self.lose: Callable[[], str | None] = lambda: None
+
+    def restart(self) -> None:
+        self.epoch += 1
+        self.seq = None
+
+    async def hello(self, hello: ReplicaHello) -> ReportReply | None:
+        loss = self.lose()
+        self.messages.append(hello)
+        if loss == "request":
+            return None
+        self.table = np.zeros(hello.capacity, ROW)
+        self.table[hello.slots] = hello.rows
+        self.seq, self.draining = hello.seq, hello.draining
+        return None if loss else ReportReply(self.epoch, False)
+
+    async def report(self, delta: ReplicaDelta) -> ReportReply | None:
+        loss = self.lose()
+        self.messages.append(delta)
+        if loss == "request":
+            return None
+        if self.seq is None or delta.epoch != self.epoch or delta.seq != self.seq + 1:
+            return None if loss else ReportReply(self.epoch, True)
+        self.table[delta.slots] = delta.rows
+        self.seq, self.draining = delta.seq, delta.draining
+        self.finished += delta.finished
+        return None if loss else ReportReply(self.epoch, False)
+
+    async def goodbye(self, replica_id: str) -> bool:
+        self.left = True
+        return True
+
+    def shows(self, state: EngineState) -> bool:
+        """Whether the mirror equals the state, nans and all."""
+        live = np.flatnonzero(self.table["phase"])
+        return live.tolist() == state.slots.tolist() and (
+            self.table[live].tobytes() == state.rows.tobytes()
+        )
+
+
+class Bench:
+    """A table, a reporter and a mirror."""
+
+    def __init__(self, capacity: int = 8) -> None:
+        self.table = StateTable.create(capacity)
+        self.mirror = MirrorOfOne()
+        self.now_s = 100.0
+        self.live = 0
+        self.reporter = Reporter(
+            self.table.read,
+            INFO,
+            self.mirror,
+            ReplicaConfig(report_interval_s=INTERVAL_S, heartbeat_s=HEARTBEAT_S),
+            Membership("replica-1", "node-1", capacity),
+            lambda: self.live,
+            lambda: self.now_s,
+        )
+
+    def admit(self, key: int) -> int:
+        return self.table.allocate(key, SLO(ttft_s=1.0), 5.0, 10)
+
+    def update(self, slot: int, computed: int, emitted: int) -> None:
+        first_token_s = 7.0 if emitted else None
+        self.table.write([RowUpdate(slot, computed, 1, emitted, 1, True, first_token_s)])
+
+    async def tick(self) -> float:
+        wait_s = await self.reporter.tick()
+        self.now_s += wait_s
+        return wait_s
+
+    @property
+    def last(self) -> ReplicaHello | ReplicaDelta:
+        return self.mirror.messages[-1]
+
+
+async def test_a_hello_and_then_only_what_changed() -> None:
+    bench = Bench()
+    first, second = bench.admit(1), bench.admit(2)
+    await bench.tick()
+    hello = bench.last
+    assert isinstance(hello, ReplicaHello)
+    assert (hello.seq, hello.capacity, hello.node_id) == (1, 8, "node-1")
+    assert bench.mirror.shows(bench.table.read())
+
+    bench.update(second, 10, 1)
+    assert await bench.tick() == INTERVAL_S
+    delta = bench.last
+    assert isinstance(delta, ReplicaDelta)
+    assert (delta.seq, delta.epoch, delta.slots.tolist()) == (2, 1, [second])
+
+    bench.table.free(first)
+    bench.reporter.finished(1)
+    await bench.tick()
+    delta = bench.last
+    assert isinstance(delta, ReplicaDelta)
+    assert (delta.slots.tolist(), delta.rows["phase"].tolist()) == ([first], [0])
+    assert delta.finished == (1,)
+    assert bench.mirror.shows(bench.table.read())
+
+
+async def test_nothing_is_sent_between_heartbeats_if_nothing_changed() -> None:
+    bench = Bench()
+    bench.admit(1)
+    for _ in range(round(3 * HEARTBEAT_S / INTERVAL_S)):
+        assert await bench.tick() == INTERVAL_S
+    heartbeats = bench.mirror.messages[1:]
+    assert 2 <= len(heartbeats) <= 3
+    assert all(len(delta.slots) == 0 for delta in heartbeats)
+
+
+async def test_an_idle_replica_is_looked_at_once_a_heartbeat() -> None:
+    bench = Bench()
+    waits = [await bench.tick() for _ in range(4)]
+    assert waits == [HEARTBEAT_S] * 4
+    assert len(bench.mirror.messages) == 4
+    # A request that is not in the table yet is enough to look often.
+    bench.live = 1
+    assert await bench.tick() == INTERVAL_S
+
+
+@pytest.mark.parametrize("loss", ["request", "reply"])
+async def test_an_unanswered_report_is_followed_by_a_hello(loss: str) -> None:
+    bench = Bench()
+    slot = bench.admit(1)
+    await bench.tick()
+    bench.mirror.lose = lambda: loss
+    bench.update(slot, 10, 1)
+    bench.reporter.finished(9)
+    assert await bench.tick() < 1.0
+    assert not bench.reporter.registered
+    assert bench.reporter.lost == 1
+    bench.mirror.lose = lambda: None
+    await bench.tick()
+    assert isinstance(bench.last, ReplicaHello)
+    assert bench.mirror.shows(bench.table.read())
+    await bench.tick()
+    assert 9 in bench.mirror.finished
+
+
+async def test_a_restarted_controller_is_rebuilt_within_two_seconds() -> None:
+    bench = Bench()
+    bench.admit(1)
+    await bench.tick()
+    bench.mirror.restart()
+    died_s = bench.now_s
+    while bench.mirror.seq is None:
+        await bench.tick()
+    assert bench.now_s - died_s < 2.0
+    assert bench.mirror.shows(bench.table.read())
+
+
+async def test_draining_is_said_and_survives_a_hello() -> None:
+    bench = Bench()
+    await bench.tick()
+    bench.reporter.drain()
+    await bench.tick()
+    assert bench.mirror.draining
+    bench.mirror.restart()
+    for _ in range(2):
+        bench.now_s += HEARTBEAT_S
+        await bench.tick()
+    assert isinstance(bench.last, ReplicaHello)
+    assert bench.last.draining
+
+
+async def test_finished_keys_are_bounded() -> None:
+    bench = Bench()
+    for key in range(MAX_FINISHED + 10):
+        bench.reporter.finished(key)
+    await bench.tick()
+    await bench.tick()
+    assert bench.mirror.finished == list(range(10, MAX_FINISHED + 10))
+
+
+async def test_a_dead_engine_is_not_reported_as_alive() -> None:
+    bench = Bench()
+    await bench.tick()
+
+    def gone() -> EngineState:
+        raise RuntimeError("the engine is gone")
+
+    bench.reporter._read_state = gone
+    for _ in range(3):
+        await bench.tick()
+    assert len(bench.mirror.messages) == 1
+
+
+async def test_the_task_reports_changes_and_says_goodbye() -> None:
+    table = StateTable.create(8)
+    mirror = MirrorOfOne()
+    config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=10)
+    reporter = Reporter(
+        table.read, INFO, mirror, config, Membership("replica-1", "node-1", 8), lambda: 0
+    )
+    reporter.start()
+    await until(lambda: reporter.registered)
+    # It sleeps until the heartbeat now, far beyond this test; only a wake-up brings it back.
+    table.allocate(1, SLO(), 5.0, 10)
+    reporter.wake()
+    await until(lambda: mirror.shows(table.read()))
+    await reporter.stop()
+    await reporter.stop()
+    assert mirror.left
+
+
+async def test_a_refused_message_does_not_end_the_reports() -> None:
+    class Refusing(MirrorOfOne):
+        refusals = 2
+
+        async def hello(self, hello: ReplicaHello) -> ReportReply | None:
+            if self.refusals:
+                self.refusals -= 1
+                raise ValueError("no")
+            return await super().hello(hello)
+
+    table = StateTable.create(8)
+    mirror = Refusing()
+    config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=0.01)
+    reporter = Reporter(
+        table.read, INFO, mirror, config, Membership("replica-1", "node-1", 8), lambda: 0
+    )
+    reporter.start()
+    await until(lambda: reporter.registered)
+    await reporter.stop()
+
+
+# Each step: what happens to the table, and what becomes of the next message.
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["admit", "update", "free", "nothing", "restart", "finish"]),
+        st.integers(0, 7),
+        st.sampled_from([None, None, None, "request", "reply"]),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(events)
+def test_the_mirror_ends_equal_to_the_table(script: list[tuple[str, int, str | None]]) -> None:
+    asyncio.run(play(script))
+
+
+async def play(script: list[tuple[str, int, str | None]]) -> None:
+    bench = Bench()
+    loss: str | None = None
+    bench.mirror.lose = lambda: loss
+    slots: list[int] = []
+    finished: set[int] = set()
+    for step, (event, index, fate) in enumerate(script):
+        loss = fate
+        if event == "admit" and len(slots) < 8:
+            slots.append(bench.admit(step))
+        elif event == "update" and slots:
+            bench.update(slots[index % len(slots)], step, index)
+        elif event == "free" and slots:
+            bench.table.free(slots.pop(index % len(slots)))
+        elif event == "restart":
+            bench.mirror.restart()
+        elif event == "finish":
+            bench.reporter.finished(step)
+            finished.add(step)
+        await bench.tick()
+    loss = None
+    for _ in range(5):
+        bench.now_s += HEARTBEAT_S
+        await bench.tick()
+    assert bench.mirror.shows(bench.table.read())
+    assert set(bench.mirror.finished) == finished
+    numbers = [message.seq for message in bench.mirror.messages]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_a_reused_slot_counts_as_changed() -> None:
+    table = StateTable.create(2)
+    known = AcknowledgedRows(2)
+    slot = table.allocate(1, SLO(), 5.0, 10)
+    known.acknowledge(table.read())
+    assert len(known.changes(table.read())[0]) == 0
+    table.free(slot)
+    assert table.allocate(2, SLO(), 5.0, 10) == slot
+    slots, rows = known.changes(table.read())
+    assert (slots.tolist(), rows["key"].tolist()) == ([slot], [2])

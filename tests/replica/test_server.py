@@ -1,0 +1,211 @@
+"""A replica in one process: a real simulated engine, and the controller's side of the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from replica.engine import (
+    EVENT_STREAM,
+    EngineDeadError,
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+    request_key,
+)
+from replica.server import MAX_BUFFERED_ITEMS, Replica
+from replica.simulated_engine import SimulatedEngine
+from scheduling.objective import SLO
+from tests.replica.test_reporter import MirrorOfOne
+from tests.replica.waiting import until
+
+
+@asynccontextmanager
+async def running(
+    mirror: MirrorOfOne | None = None,
+    engine_type: type[SimulatedEngine] = SimulatedEngine,
+    step_s: float = 0.0,
+    **config: Any,
+) -> AsyncIterator[Replica]:
+    truth = SimulatedEngineConfig(step_s=step_s, token_s=0, context_token_s=0, kv_blocks=64)
+    replica_config = ReplicaConfig(
+        **{"report_interval_s": 0.001, "heartbeat_s": 0.05, "max_live_requests": 8, **config}
+    )
+    engine = engine_type(
+        EngineConfig(kind="simulated", policy="fcfs", simulated=truth),
+        "replica-1",
+        replica_config.max_live_requests,
+    )
+    replica = Replica("replica-1", "node-1", engine, replica_config, mirror or MirrorOfOne())
+    await replica.start()
+    try:
+        yield replica
+    finally:
+        await replica.stop()
+
+
+def completion(request_id: str = "r", **body: Any) -> EngineRequest:
+    return EngineRequest(request_id, "completions", {"prompt": "a prompt", **body}, SLO())
+
+
+async def batches_of(replica: Replica, request: EngineRequest) -> list[list[ResponseItem]]:
+    return [batch async for batch in replica.generate(request)]
+
+
+def tokens_of(batches: list[list[ResponseItem]]) -> int:
+    return sum(
+        item.tokens for batch in batches for item in batch if isinstance(item, ResponseChunk)
+    )
+
+
+async def test_a_response_is_complete_and_names_the_replica() -> None:
+    async with running() as replica:
+        for stream in (True, False):
+            batches = await batches_of(replica, completion(max_tokens=30, stream=stream))
+            head, tail = batches[0][0], batches[-1][-1]
+            assert isinstance(head, ResponseHead)
+            assert (head.status, head.replica_id) == (200, "replica-1")
+            assert isinstance(tail, ResponseTail)
+            assert tail.output_tokens == tokens_of(batches) == 30
+        await until(lambda: replica.live_requests == 0)
+
+
+async def test_the_engine_s_own_refusals_pass_through() -> None:
+    async with running() as replica:
+        (batch,) = await batches_of(replica, completion(max_tokens=0))
+        assert batch[0] == ResponseHead(400, "application/json", "replica-1")
+
+
+class ItemByItem(SimulatedEngine):
+    """Counts the items that left it; each token is an item of its own."""
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        self.left = 0
+        for _ in range(int(request.body["max_tokens"])):
+            self.left += 1
+            yield ResponseChunk(b"x", 1)
+
+
+async def test_what_is_ready_comes_at_once_and_never_more_than_fits() -> None:
+    async with running(engine_type=ItemByItem) as replica:
+        engine = replica.engine
+        assert isinstance(engine, ItemByItem)
+        total = 3 * MAX_BUFFERED_ITEMS
+        stream = replica.generate(completion(max_tokens=total))
+        sizes = [len(await anext(stream))]
+        # The consumer is away: the engine's stream runs on until the buffer is full, and waits.
+        await until(lambda: engine.left > MAX_BUFFERED_ITEMS)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert engine.left <= sum(sizes) + MAX_BUFFERED_ITEMS + 1
+        sizes += [len(batch) async for batch in stream]
+        assert sum(sizes) == total
+        assert max(sizes) == MAX_BUFFERED_ITEMS
+
+
+async def test_a_single_item_is_not_held_back() -> None:
+    async with running(step_s=3600.0) as replica:
+        stream = replica.generate(completion(stream=True))
+        assert await anext(stream) == [
+            ResponseHead(200, EVENT_STREAM, "replica-1")
+        ]
+        await stream.aclose()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("way", ["close", "cancel"])
+async def test_the_engine_is_free_when_the_consumer_goes(stream: bool, way: str) -> None:
+    mirror = MirrorOfOne()
+    async with running(mirror, step_s=3600.0) as replica:
+        request = completion("gone", stream=stream)
+        if way == "close" and stream:
+            batches = replica.generate(request)
+            await anext(batches)
+            await until(lambda: replica.snapshot()["rows"] == 1)
+            await batches.aclose()
+        else:
+            task = asyncio.create_task(batches_of(replica, request))
+            await until(lambda: replica.snapshot()["rows"] == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await until(lambda: replica.live_requests == 0)
+        assert replica.snapshot()["rows"] == 0
+        await until(lambda: request_key("gone") in mirror.finished)
+
+
+async def test_requests_over_the_limit_get_503() -> None:
+    async with running(step_s=3600.0, max_live_requests=2) as replica:
+        tasks = [
+            asyncio.create_task(batches_of(replica, completion(str(index)))) for index in range(2)
+        ]
+        await until(lambda: replica.live_requests == 2)
+        (batch,) = await batches_of(replica, completion("third"))
+        head, chunk, tail = batch
+        assert head == ResponseHead(503, "application/json", "replica-1")
+        assert isinstance(chunk, ResponseChunk)
+        assert "2 requests" in json.loads(chunk.data)["error"]["message"]
+        assert tail == ResponseTail(0, 0)
+        await replica.abort("0")
+        await tasks[0]
+        await until(lambda: replica.live_requests == 1)
+        tasks[1].cancel()
+
+
+async def test_an_engine_s_death_reaches_the_consumer_after_its_items() -> None:
+    async with running(step_s=3600.0) as replica:
+        stream = replica.generate(completion(stream=True))
+        assert len(await anext(stream)) == 1
+        await replica.engine.stop()
+        with pytest.raises(EngineDeadError, match="stopped"):
+            await anext(stream)
+        with pytest.raises(EngineDeadError):
+            await batches_of(replica, completion())
+
+
+async def test_a_drain_waits_for_live_requests_and_is_reported() -> None:
+    mirror = MirrorOfOne()
+    async with running(mirror) as replica:
+        stream = replica.generate(completion(max_tokens=300, stream=True))
+        first = await anext(stream)
+        drain = asyncio.create_task(replica.drain())
+        await until(lambda: mirror.draining)
+        # The engine is done, the consumer is not.
+        await until(lambda: replica.live_requests == 0)
+        assert not drain.done()
+        rest = [batch async for batch in stream]
+        assert await drain
+        assert tokens_of([first, *rest]) == 300
+    assert mirror.left
+
+
+async def test_a_drain_gives_up_after_its_limit() -> None:
+    async with running(step_s=3600.0, drain_timeout_s=0.01) as replica:
+        task = asyncio.create_task(batches_of(replica, completion()))
+        await until(lambda: replica.live_requests == 1)
+        assert not await replica.drain()
+        await replica.stop()
+        with pytest.raises(EngineDeadError):
+            await task
+
+
+async def test_the_mirror_follows_live_traffic_to_the_end() -> None:
+    mirror = MirrorOfOne()
+    async with running(mirror) as replica:
+        requests = [completion(str(index), max_tokens=40, stream=True) for index in range(8)]
+        results = await asyncio.gather(*(batches_of(replica, request) for request in requests))
+        assert [tokens_of(result) for result in results] == [40] * 8
+        await until(lambda: set(mirror.finished) == {request_key(r.request_id) for r in requests})
+        await until(lambda: mirror.shows(replica.engine.state()))
+        snapshot = replica.snapshot()
+    assert snapshot["registered"]
+    assert snapshot["info"]["policy"] == "fcfs"
+    assert json.loads(json.dumps(snapshot))["summary"]["free_kv_blocks"] == 64
