@@ -123,7 +123,7 @@ class LinearLatency:
     def tokens_within(self, seconds: float, computed_tokens: int) -> int:
         """Most new tokens of one sequence on ``computed_tokens`` whose work fits ``seconds``."""
         left = seconds - self._c * computed_tokens
-        if left <= 0:
+        if left < 0:
             return 0
         linear = self._b + self._c + self._d * computed_tokens
         # The root of d/2 n^2 + linear n = left, in the form that also holds for d = 0.
@@ -131,7 +131,7 @@ class LinearLatency:
         if divisor <= 0 or 2 * left >= divisor * UNBOUNDED_TOKENS:
             return UNBOUNDED_TOKENS
         # A whole number of tokens must not be lost to rounding.
-        return int(2 * left / divisor * (1 + 1e-12))
+        return int(2 * left / divisor + 1e-9)
 
     def corrected(self, correction: float) -> LinearLatency:
         """The same model with another correction factor."""

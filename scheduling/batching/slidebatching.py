@@ -79,8 +79,8 @@ class SlideBatching(BatchPolicy):
 
     - Read literally, one request that is already late pins the least ``remain``, and with it every
       budget, to eta for as long as it lives, though no batch can save it. So by default those
-      that would be late even alone in the next batch do not count there. They stay in the queue,
-      mostly urgent, and compete by density.
+      that would be late even alone in the next batch do not count there; if none is left that
+      counts, the budget is eta. They stay in the queue, mostly urgent, and compete by density.
     - An eta above a TPOT objective would make every minimal batch late, so the least stated TPOT
       above ``t_c`` caps it; and where eta itself is not above ``t_c``, twice ``t_c`` is taken.
     - A request without a deadline comes after all others, in order of arrival, and delays none of
@@ -128,6 +128,8 @@ class SlideBatching(BatchPolicy):
             ranked.append((remain_s, index, work_s, request))
         ranked.sort()
         budget_s = max(least_remain_s, eta_s)
+        if budget_s == inf and ranked and ranked[0][0] < inf:
+            budget_s = eta_s  # every deadline is lost already
         factor = self._gamma
         if budget_s < inf:
             factor *= budget_s / (budget_s - fixed_s)

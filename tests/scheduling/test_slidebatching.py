@@ -1,0 +1,134 @@
+"""SlideBatching by hand: 10 ms a step, 1 ms a token, all at t = 10 s (ProServe Algorithm 1)."""
+
+from scheduling.batching import BatchPlan, make_policy
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from scheduling.request import RequestView
+from tests.scheduling.views import ROOMY, decode, prefill, queue_of
+
+NOW_S = 10.0
+MODEL = LinearLatency(a=0.010, b=0.001)
+
+
+def prefill_due_in(request_id: str, slack_ms: float, tokens: int, priority: int = 1) -> RequestView:
+    """A waiting prompt whose first token is due in ``slack_ms``; it states no TPOT."""
+    arrival_s = NOW_S + slack_ms / 1000 - 5.0
+    return prefill(request_id, tokens, SLO(ttft_s=5.0, priority=priority), arrival_s=arrival_s)
+
+
+def decode_due_in(
+    request_id: str, slack_ms: float, tpot_ms: float, priority: int = 1
+) -> RequestView:
+    """A decode whose second token is due in ``slack_ms``."""
+    slo = SLO(ttft_s=1.0, tpot_s=tpot_ms / 1000, priority=priority)
+    arrival_s = NOW_S + (slack_ms - tpot_ms) / 1000 - 1.0
+    return decode(request_id, slo, arrival_s=arrival_s, first_token_s=arrival_s + 1.0)
+
+
+def plan(*requests: RequestView, **options: object) -> BatchPlan:
+    return make_policy("slidebatching", options).plan(queue_of(*requests), NOW_S, MODEL, ROOMY)
+
+
+def order(result: BatchPlan) -> list[str]:
+    return [entry.request_id for entry in result.entries]
+
+
+def test_at_low_load_all_are_normal_and_run_by_deadline() -> None:
+    # The queue needs 40/30 * 60 = 80 ms, and the first is due in 400.
+    result = plan(
+        prefill_due_in("c", 900, 10, priority=10),
+        prefill_due_in("a", 400, 20),
+        prefill_due_in("b", 500, 30),
+    )
+    assert result.entries == (("a", 20), ("b", 30), ("c", 10))
+
+
+def test_at_high_load_all_are_urgent_and_run_by_density() -> None:
+    # Budget 200 ms; the queue needs 200/190 * 600 = 632 ms, more than any has.
+    # Densities per token: 1/100, 1/400, 4/100. Fill: 10 + 100 + 90.
+    result = plan(
+        prefill_due_in("plain", 200, 100),
+        prefill_due_in("long", 300, 400),
+        prefill_due_in("weighty", 400, 100, priority=4),
+    )
+    assert result.entries == (("weighty", 100), ("plain", 90))
+
+
+def test_the_boundary_slides_between_urgent_and_normal() -> None:
+    # Budget 200 ms, phi_a = 200/190 * 300 ms = 316 ms: the first two are urgent, by density.
+    queue = (
+        prefill_due_in("first", 200, 100),
+        prefill_due_in("second", 300, 100, priority=2),
+        prefill_due_in("third", 400, 100, priority=9),
+    )
+    assert plan(*queue).entries == (("second", 100), ("first", 90))
+    assert order(plan(*queue, gamma=0.0)) == ["first", "second"], "deadline first"
+    assert order(plan(*queue, gamma=10.0)) == ["third", "second"], "density first"
+
+
+def test_phi_c_counts_only_the_work_due_no_later() -> None:
+    # phi_c is 105, 211 and 316 ms for the three: none is due sooner than that, so none is urgent.
+    queue = (
+        prefill_due_in("first", 200, 100),
+        prefill_due_in("second", 300, 100, priority=2),
+        prefill_due_in("third", 400, 100, priority=9),
+    )
+    assert plan(*queue, boundary="phi_c").entries == (("first", 100), ("second", 90))
+    # With twice the pessimism, 211, 421 and 632: all are.
+    assert order(plan(*queue, boundary="phi_c", gamma=2.0)) == ["third", "second"]
+
+
+def test_a_request_that_is_late_anyway_pins_the_budget_only_if_asked_to() -> None:
+    # `late` needs 10 + 100 ms and has 50. Live: 300 ms. eta: 50 ms.
+    queue = (prefill_due_in("late", 50, 100), prefill_due_in("live", 300, 250, priority=10))
+    # By density: 10/250 against 1/100 a token.
+    assert plan(*queue).entries == (("live", 250), ("late", 40))
+    assert plan(*queue, late="include").entries == (("live", 40),)
+
+
+def test_the_budget_is_never_below_eta_and_eta_never_above_the_least_tpot() -> None:
+    late = prefill_due_in("late", -100, 100)
+    assert plan(late, eta_s=0.05).entries == (("late", 40),)
+    assert plan(late, decode_due_in("d", -5, 30), eta_s=0.05).entries == (("d", 1), ("late", 19))
+    # A TPOT that no step can hold is no bound, and an eta below the step's fixed time is doubled.
+    assert plan(late, decode_due_in("d", -5, 3), eta_s=0.05).entries == (("d", 1), ("late", 39))
+    assert plan(late, eta_s=0.005).entries == (("late", 10),)
+
+
+def test_first_tokens_weigh_more_by_the_option() -> None:
+    # Both urgent. Per ms: the decode 1, the prompt of 10 tokens w / 10.
+    queue = (decode_due_in("d", 12, 30), prefill_due_in("p", 12, 10))
+    assert order(plan(*queue, first_weight=9.0)) == ["d", "p"]
+    assert order(plan(*queue, first_weight=11.0))[0] == "p"
+
+
+def test_requests_without_a_deadline_come_last_and_delay_nobody() -> None:
+    free = prefill("free", 10_000, SLO(priority=10), arrival_s=NOW_S - 60)
+    free_decode = decode("free-decode", SLO(priority=10))
+    # Were the 10 s of `free` counted, both would be urgent, and `second` first by density.
+    queue = (
+        free,
+        free_decode,
+        prefill_due_in("first", 400, 100),
+        prefill_due_in("second", 500, 100, priority=9),
+    )
+    assert plan(*queue).entries == (("first", 100), ("second", 100), ("free", 190))
+
+
+def test_a_prompt_too_deep_in_context_to_fit_does_not_block_decodes() -> None:
+    deep = LinearLatency(a=0.010, b=0.001, c=0.000_01)
+    begun = prefill("begun", 5_000, SLO(ttft_s=5.0, priority=10), computed=4_000, arrival_s=5.0)
+    # Not one token of `begun` fits the 30 ms: its context alone takes 40.
+    queue = queue_of(begun, decode_due_in("d", 30, 50))
+    result = make_policy("slidebatching", {"gamma": 100.0, "first_weight": 10_000.0}).plan(
+        queue, NOW_S, deep, ROOMY
+    )
+    assert result.entries == (("d", 1),)
+
+
+def test_a_step_longer_than_every_budget_still_moves() -> None:
+    slow = LinearLatency(a=0.010, b=1.0)
+    result = make_policy("slidebatching").plan(
+        queue_of(prefill_due_in("p", 100, 500)), NOW_S, slow, ROOMY
+    )
+    assert result.entries == (("p", 16),), "one block at a time"

@@ -1,0 +1,139 @@
+"""Imports run downward only: ``deploy -> router -> controller -> scheduling`` and
+``deploy -> replica -> scheduling``."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CONTROLLER_SURFACE = (
+    "controller.client",
+    "controller.messages",
+    "controller.config",
+    "controller.metrics",
+)
+
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "scheduling": ("scheduling",),
+    "controller": ("controller", "scheduling"),
+    "replica": ("replica", "scheduling", *CONTROLLER_SURFACE),
+    "router": ("router", "scheduling", "replica.engine", *CONTROLLER_SURFACE),
+    "simulation": ("simulation", "scheduling"),
+    "deploy": ("deploy", "router", "controller", "replica", "simulation", "scheduling"),
+    "benchmarks": (
+        "benchmarks",
+        "deploy",
+        "router",
+        "controller",
+        "replica",
+        "simulation",
+        "scheduling",
+    ),
+}
+"""Per package, the modules of ours that it may import, with all that is below them."""
+
+SCHEDULING_LIBRARIES = sys.stdlib_module_names | {"numpy", "pydantic", "numba"}
+"""The only other imports of ``scheduling``, which must run anywhere."""
+
+
+def imported(module: str, source: str, is_package: bool) -> list[tuple[int, str]]:
+    """Line and full name of everything that ``source``, the code of ``module``, imports.
+
+    ``from a import b`` counts as ``a.b``, as ``b`` can be a module.
+    """
+    names: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                drop = node.level - 1 if is_package else node.level
+                parts = module.split(".")[: len(module.split(".")) - drop]
+                base = ".".join([*parts, base] if base else parts)
+            names += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+    return names
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """What in ``source``, the code of ``module``, imports against the rules."""
+    package = module.split(".")[0]
+    found = []
+    for line, name in imported(module, source, is_package):
+        top = name.split(".")[0]
+        if top in ALLOWED:
+            if not any(f"{name}.".startswith(f"{base}.") for base in ALLOWED[package]):
+                found.append(f"{module}:{line}: {package} must not import {name}")
+        elif top == "tests":
+            found.append(f"{module}:{line}: {package} must not import tests")
+        elif package == "scheduling" and top not in SCHEDULING_LIBRARIES:
+            found.append(f"{module}:{line}: scheduling must not import {name}")
+    return found
+
+
+def files() -> list[Path]:
+    return sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*.py"))
+
+
+def test_the_layers_import_downward_only() -> None:
+    paths = files()
+    assert {path.relative_to(ROOT).parts[0] for path in paths} >= {
+        "scheduling",
+        "controller",
+        "replica",
+        "router",
+        "deploy",
+    }
+    found = []
+    for path in paths:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        found += violations(module, path.read_text(), is_package)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("scheduling.x", "import controller.messages"),
+        ("scheduling.x", "from ray import serve"),
+        ("scheduling.x", "def f():\n    import vllm"),
+        ("controller.x", "from router.app import build"),
+        ("controller.x", "import replica"),
+        ("replica.x", "from controller.actor import Controller"),
+        ("replica.x", "from controller import actor"),
+        ("replica.x", "import controller"),
+        ("router.x", "from replica.engine_vllm import VLLMEngine"),
+        ("router.x", "from replica.config import ReplicaConfig"),
+        ("router.x", "from deploy.config import Config"),
+        ("router.sub.x", "from ...deploy import config"),
+        ("simulation.x", "from replica.engine import Engine"),
+        ("deploy.x", "from benchmarks import planning"),
+        ("deploy.x", "from tests.scheduling import views"),
+    ],
+)
+def test_the_check_sees_a_violation(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("scheduling.x", "import math\nimport numpy as np\nfrom pydantic import Field"),
+        ("scheduling.x", "from scheduling.objective import SLO"),
+        ("scheduling.batching.x", "from . import base\nfrom ..objective import SLO"),
+        ("controller.x", "import ray\nfrom scheduling.routing import make_policy"),
+        (
+            "replica.x",
+            "from controller.client import ControllerClient\nfrom controller import config",
+        ),
+        ("router.x", "from replica.engine import Engine\nimport controller.messages"),
+        ("deploy.x", "import router.app\nimport replica.vllm_engine\nimport controller.actor"),
+    ],
+)
+def test_the_check_lets_what_is_allowed_pass(module: str, source: str) -> None:
+    assert violations(module, source) == []
