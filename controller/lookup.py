@@ -46,7 +46,7 @@ def find_or_start(app_name: str, config: ControllerConfig) -> Any:
     return actor.remote(config)
 
 
-def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 30.0) -> Any:
+def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 60.0) -> Any:
     """The handle of a controller that runs this code with this configuration.
 
     A living one with another fingerprint is stopped and replaced; its state comes back from the

@@ -139,7 +139,12 @@ class MetricsPusher:
 
     async def _run(self) -> None:
         while True:
-            await self.push_now()
+            try:
+                await self.push_now()
+            except Exception:
+                # A collector that fails once must not end the pushes for good.
+                _log.exception("the metrics of %s could not be collected", self._source)
+                self.failed += 1
             await asyncio.sleep(self._period_s)
 
 

@@ -1,0 +1,259 @@
+"""The controller as a plain object: decisions, reports and the operator's view."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from controller.actor import MAX_QUERIES, Controller, fingerprint_of
+from controller.config import ControllerConfig
+from controller.messages import MetricSample, MetricsPush, RouteDecision
+from scheduling.objective import SLO
+from scheduling.routing import POLICIES
+from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
+
+
+def make(policy: str = "pab", **options: Any) -> tuple[Controller, Clock]:
+    clock = Clock()
+    return Controller(ControllerConfig(policy=policy, **options), clock), clock
+
+
+async def epoch_of(controller: Controller) -> int:
+    return (await controller.route([])).epoch
+
+
+async def replica_of(controller: Controller, replica_id: str) -> dict[str, Any]:
+    replicas = (await controller.snapshot())["replicas"]
+    (found,) = [entry for entry in replicas if entry["replica_id"] == replica_id]
+    return dict(found)
+
+
+async def samples(controller: Controller) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = (await controller.render_metrics()).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_without_a_replica_nothing_is_placed(policy: str) -> None:
+    controller, _ = make(policy)
+    assert (await controller.route([query(1)])).decisions == (RouteDecision(None, "no_replica"),)
+
+
+@pytest.mark.parametrize("policy", ["pab", "least_tokens", "power_of_two", "round_robin"])
+async def test_two_requests_in_a_row_go_to_two_equal_replicas(policy: str) -> None:
+    controller, _ = make(policy)
+    await controller.hello(hello("a"))
+    await controller.hello(hello("b"))
+    # In one call or in two: no report came between them.
+    (first,) = (await controller.route([query(1)])).decisions
+    second, third, fourth = (await controller.route([query(2), query(3), query(4)])).decisions
+    assert {first.replica_id, second.replica_id} == {"a", "b"}
+    assert {third.replica_id, fourth.replica_id} == {"a", "b"}
+
+
+async def test_a_burst_spreads_by_tokens_not_by_requests() -> None:
+    controller, _ = make("least_tokens")
+    await controller.hello(hello("a"))
+    await controller.hello(hello("b"))
+    queries = [query(0, 1_000), *(query(key, 100) for key in range(1, 11))]
+    reply = await controller.route(queries)
+    assert [decision.replica_id for decision in reply.decisions] == ["a"] + ["b"] * 10
+
+
+async def test_the_loaded_replica_is_avoided() -> None:
+    for policy in ("pab", "least_tokens"):
+        controller, _ = make(policy)
+        await controller.hello(hello("a", [waiting_row(1, 4_000)]))
+        await controller.hello(hello("b", [decode_row(2, 400)]))
+        assert (await controller.route([query(3)])).decisions[0].replica_id == "b"
+
+
+async def test_a_reservation_ends_when_the_replica_reports_the_request() -> None:
+    controller, _ = make()
+    await controller.hello(hello("a"))
+    epoch = await epoch_of(controller)
+    await controller.route([query(1, 100), query(2, 50)])
+    before = await replica_of(controller, "a")
+    assert (before["reserved_requests"], before["reserved_tokens"]) == (2, 150)
+    # One has arrived and waits there; the other has come and gone between two reports.
+    await controller.report(delta("a", epoch, 1, {0: waiting_row(1, 120)}, finished=(2,)))
+    after = await replica_of(controller, "a")
+    assert (after["reserved_requests"], after["waiting"]) == (0, 1)
+    assert after["prefill_tokens"] == 120
+
+
+async def test_a_request_that_went_elsewhere_ends_its_reservation_too() -> None:
+    controller, _ = make()
+    await controller.hello(hello("a"))
+    await controller.route([query(1)])
+    await controller.hello(hello("b", [waiting_row(1, 100)]))
+    assert (await replica_of(controller, "a"))["reserved_requests"] == 0
+
+
+async def test_a_reservation_ends_by_release_and_by_age() -> None:
+    controller, clock = make(reservation_ttl_s=5, stale_after_s=60, forget_after_s=90)
+    await controller.hello(hello("a"))
+    await controller.route([query(1), query(2)])
+    await controller.release([1, 77])
+    assert (await controller.snapshot())["reservations"] == 1
+    clock.advance(5)
+    assert (await controller.snapshot())["reservations"] == 0
+    assert (await replica_of(controller, "a"))["reserved_tokens"] == 0
+
+
+async def test_a_restarted_controller_asks_for_a_hello() -> None:
+    controller, _ = make()
+    old_epoch = await epoch_of(controller)
+    restarted, _ = make()
+    reply = await restarted.report(delta("a", old_epoch, 8, {0: waiting_row(1, 10)}))
+    assert reply.resync
+    assert reply.epoch != old_epoch
+    assert not (await restarted.hello(hello("a", seq=8))).resync
+    assert not (await restarted.report(delta("a", reply.epoch, 9))).resync
+
+
+async def test_replicas_that_leave_are_not_chosen_and_lose_their_reservations() -> None:
+    controller, clock = make()
+    for name in "abcd":
+        await controller.hello(hello(name))
+    epoch = await epoch_of(controller)
+    await controller.route([query(key) for key in range(8)])
+    await controller.replica_gone(["a", "never seen"])
+    await controller.goodbye("b")
+    await controller.report(delta("c", epoch, 1, draining=True))
+    reply = await controller.route([query(key) for key in range(10, 20)])
+    assert {decision.replica_id for decision in reply.decisions} == {"d"}
+    assert (await controller.snapshot())["reservations"] == 2 + 2 + 10  # c's, d's, the new ones
+    clock.advance(2)
+    assert (await controller.route([query(30)])).decisions[0] == RouteDecision(None, "no_replica")
+    clock.advance(28)
+    assert (await controller.snapshot())["replicas"] == []
+    assert (await controller.snapshot())["reservations"] == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None,
+        query(-1),
+        query(1 << 63),
+        query(1, -1),
+        query(1)._replace(prompt_tokens=1.5),  # type: ignore[arg-type]
+        query(1)._replace(waited_s=float("nan")),
+        query(1)._replace(waited_s=-1.0),
+        query(1)._replace(slo=None),  # type: ignore[arg-type]
+    ],
+)
+async def test_one_bad_query_does_not_spoil_the_batch(bad: Any) -> None:
+    controller, _ = make()
+    await controller.hello(hello("a"))
+    reply = await controller.route([query(1), bad, query(2)])
+    assert [decision.replica_id for decision in reply.decisions] == ["a", None, "a"]
+    assert reply.decisions[1].reason == "invalid_query"
+
+
+async def test_calls_are_bounded_and_checked() -> None:
+    controller, _ = make()
+    with pytest.raises(ValueError, match=f"at most {MAX_QUERIES}"):
+        await controller.route([query(1)] * (MAX_QUERIES + 1))
+    with pytest.raises(ValueError, match="keys must be"):
+        await controller.release(["x"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="replica_ids must be a list"):
+        await controller.replica_gone("abc")
+    with pytest.raises(ValueError, match="replica_id must be a string"):
+        await controller.goodbye("")
+
+
+async def test_the_page_shows_decisions_replicas_and_refusals() -> None:
+    controller, clock = make(policy="least_tokens")
+    await controller.route([query(0)])
+    await controller.hello(hello("a", [waiting_row(1, 300), decode_row(2, 80)]))
+    await controller.hello(hello("b", draining=True))
+    await controller.route([query(3, 7), query(4, 7)])
+    with pytest.raises(ValueError, match="capacity"):
+        await controller.hello(hello("c", capacity=0))
+    clock.advance(0.5)
+    page = await samples(controller)
+    placed = (("outcome", "placed"), ("policy", "least_tokens"))
+    unplaced = (("outcome", "no_replica"), ("policy", "least_tokens"))
+    assert page["sluice_decisions_total", placed] == 2
+    assert page["sluice_decisions_total", unplaced] == 1
+    assert page["sluice_decision_seconds_count", ()] == 3
+    assert page["sluice_reports_total", (("outcome", "refused"),)] == 1
+    assert page["sluice_replicas", (("state", "fresh"),)] == 1
+    assert page["sluice_replicas", (("state", "draining"),)] == 1
+    assert page["sluice_reservations", ()] == 2
+    replica = (("replica", "a"),)
+    assert page["sluice_replica_waiting_requests", replica] == 1
+    assert page["sluice_replica_running_requests", replica] == 1
+    assert page["sluice_replica_pending_prefill_tokens", replica] == 300
+    assert page["sluice_replica_kv_usage_ratio", replica] == pytest.approx(0.1)
+    assert page["sluice_replica_report_age_seconds", replica] == pytest.approx(0.5)
+    clock.advance(40)
+    assert ("sluice_replica_waiting_requests", replica) not in await samples(controller)
+
+
+async def test_pushed_metrics_appear_beside_the_controllers_own() -> None:
+    controller, _ = make()
+    sample = MetricSample("sluice_x", "counter", "X.", "sluice_x_total", (), 3.0)
+    await controller.push_metrics(MetricsPush("router-1", (sample,)))
+    await controller.push_metrics(MetricsPush("router-2", (sample,)))
+    assert (await samples(controller))["sluice_x_total", ()] == 6
+    with pytest.raises(ValueError, match="controller's own"):
+        await controller.push_metrics(MetricsPush("controller", (sample,)))
+
+
+async def test_the_operators_view_is_json() -> None:
+    controller, _ = make()
+    await controller.hello(hello("a", [waiting_row(1, 300)]))
+    view = json.loads(json.dumps(await controller.snapshot(), allow_nan=False))
+    assert view["fingerprint"] == await controller.fingerprint()
+    assert view["replicas"][0]["condition"] == "fresh"
+    assert view["replicas"][0]["kv_blocks_free"] == 900
+
+
+def test_the_fingerprint_names_the_configuration() -> None:
+    assert fingerprint_of(ControllerConfig()) == fingerprint_of(ControllerConfig())
+    assert fingerprint_of(ControllerConfig()) != fingerprint_of(
+        ControllerConfig(policy="pab", stale_after_s=3)
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5_000)), max_size=40),
+    st.sampled_from(sorted(POLICIES)),
+)
+async def test_decisions_follow_from_the_mirror_alone(
+    requests: list[tuple[int, int]], policy: str
+) -> None:
+    """The same messages give the same decisions, and no reservation is counted twice."""
+    outcomes = []
+    for _ in range(2):
+        seeded = {"policy_options": {"seed": 5}} if policy == "power_of_two" else {}
+        controller, _ = make(policy, **seeded)
+        for name in "abc":
+            await controller.hello(hello(name, [waiting_row(1_000, 50)]))
+        queries = [query(key, tokens) for key, tokens in requests]
+        outcomes.append([await controller.route([one]) for one in queries])
+        view = await controller.snapshot()
+        assert view["reservations"] == len({key for key, _ in requests})
+        last = dict(requests)
+        assert sum(entry["reserved_tokens"] for entry in view["replicas"]) == sum(last.values())
+    first, second = ([reply.decisions for reply in replies] for replies in outcomes)
+    assert first == second
+
+
+async def test_a_request_without_objectives_is_placed() -> None:
+    controller, _ = make()
+    await controller.hello(hello("a"))
+    reply = await controller.route([query(1)._replace(slo=SLO())])
+    assert reply.decisions[0] == RouteDecision("a", "placed")

@@ -1,0 +1,238 @@
+"""The client and the real actor, on a real Ray instance."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from prometheus_client import CollectorRegistry
+
+from controller.client import (
+    ControllerClient,
+    controller_actor_name,
+    ensure_controller,
+    stop_controller,
+)
+from controller.config import ControllerConfig
+from controller.lookup import NAMESPACE
+from controller.messages import RouteDecision
+from tests.controller.fleet import delta, hello, query, waiting_row
+
+pytestmark = pytest.mark.ray
+
+CONFIG = ControllerConfig(stale_after_s=60, forget_after_s=120)
+ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+        ray.init(
+            num_cpus=4,
+            object_store_memory=80 << 20,
+            include_dashboard=False,
+            _temp_dir=folder,
+            runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+            log_to_driver=False,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture
+def app(request: pytest.FixtureRequest) -> Iterator[str]:
+    name = f"app-{request.node.name}"[:60]
+    try:
+        yield name
+    finally:
+        stop_controller(name)
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    app: str, timeout_s: float = 5.0, registry: CollectorRegistry | None = None
+) -> AsyncIterator[ControllerClient]:
+    """A client; its deadline is generous where the test is not about deadlines."""
+    # Started first and with patience: these tests may share a busy machine.
+    await asyncio.to_thread(ensure_controller, app, CONFIG, 120)
+    client = await asyncio.to_thread(ControllerClient, app, CONFIG, timeout_s, registry)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def actor_of(app: str) -> Any:
+    return ray.get_actor(controller_actor_name(app), namespace=NAMESPACE)
+
+
+def process_of(app: str) -> int:
+    pid = ray.get(actor_of(app).__ray_call__.remote(lambda _: os.getpid()), timeout=60)
+    assert isinstance(pid, int)
+    return pid
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while not await condition():
+        assert time.monotonic() < deadline_s, f"waited in vain: {what}"
+        await asyncio.sleep(0.02)
+
+
+def test_one_application_has_one_controller(app: str) -> None:
+    first = ensure_controller(app, CONFIG, 120)
+    epoch = ray.get(first.route.remote([]), timeout=60).epoch
+    again = ensure_controller(app, CONFIG, 120)
+    assert ray.get(again.route.remote([]), timeout=60).epoch == epoch
+    other = ensure_controller(f"{app}-2", CONFIG, 120)
+    try:
+        assert ray.get(other.route.remote([]), timeout=60).epoch != epoch
+    finally:
+        stop_controller(f"{app}-2")
+    assert stop_controller(app)
+    assert not stop_controller(f"{app}-2")
+
+
+def test_a_controller_of_another_configuration_is_replaced(app: str) -> None:
+    first = ensure_controller(app, CONFIG, 120)
+    epoch = ray.get(first.route.remote([]), timeout=60).epoch
+    changed = ControllerConfig(policy="round_robin")
+    second = ensure_controller(app, changed, 120)
+    reply = ray.get(second.snapshot.remote(), timeout=60)
+    assert reply["epoch"] != epoch
+    assert reply["policy"] == "round_robin"
+
+
+async def test_the_whole_conversation(app: str) -> None:
+    async with connected(app) as client:
+        assert await client.route(query(1)) == RouteDecision(None, "no_replica")
+        reply = await client.hello(hello("a", now_s=5))
+        assert reply is not None and not reply.resync
+        assert await client.route(query(1)) == RouteDecision("a", "placed")
+        reported = await client.report(delta("a", reply.epoch, 1, {0: waiting_row(1, 100)}))
+        assert reported == reply
+        gap = await client.report(delta("a", reply.epoch, 3))
+        assert gap is not None and gap.resync
+        await client.hello(hello("b"))
+        # A refusal reaches the caller in the controller's words, and is no failure of the link.
+        with pytest.raises(ValueError, match="capacity must be an integer from 1"):
+            await client.hello(hello("c", capacity=0))
+        assert client.up
+        for key in (10, 11):
+            await client.route(query(key))
+        client.release(10)
+        client.replica_gone(["b"])
+
+        async def noticed() -> bool:
+            view = await client.snapshot()
+            assert view is not None
+            conditions = {entry["replica_id"]: entry["condition"] for entry in view["replicas"]}
+            return conditions == {"a": "fresh", "b": "gone"} and view["reservations"] <= 1
+
+        await until(noticed, "the notices arrive")
+        assert await client.goodbye("a")
+        assert await client.route(query(12)) == RouteDecision(None, "no_replica")
+        page = await client.render_metrics()
+        assert page is not None and b"sluice_decisions_total" in page
+
+
+async def test_concurrent_questions_share_calls(app: str) -> None:
+    registry = CollectorRegistry()
+    async with connected(app, registry=registry) as client:
+        await client.hello(hello("a"))
+        await client.hello(hello("b"))
+        decisions = await asyncio.gather(*(client.route(query(key)) for key in range(64)))
+        placed = [decision.replica_id for decision in decisions if decision is not None]
+        # All were answered, evenly, in one call.
+        assert (placed.count("a"), placed.count("b")) == (32, 32)
+        assert registry.get_sample_value("sluice_controller_batch_queries_count") == 1
+        assert registry.get_sample_value("sluice_controller_batch_queries_sum") == 64
+        labels = {"method": "route", "outcome": "answered"}
+        assert registry.get_sample_value("sluice_controller_calls_total", labels) == 64
+
+
+async def test_a_killed_controller_comes_back_and_is_rebuilt(app: str) -> None:
+    registry = CollectorRegistry()
+    async with connected(app, timeout_s=0.25, registry=registry) as client:
+        reply = await client.hello(hello("a"))
+        assert reply is not None
+        # The first decision may wait for a cold worker; this one shows that it works.
+        await until(lambda: _placed(client), "a decision")
+        os.kill(process_of(app), signal.SIGKILL)
+
+        async def lost() -> bool:
+            await client.route(query(0))
+            return not client.up
+
+        await until(lost, "the client notices")
+        # From now on requests are told at once to go on without.
+        assert [await client.route(query(key)) for key in range(50)] == [None] * 50
+        at_once = {"method": "route", "outcome": "unavailable"}
+        assert (registry.get_sample_value("sluice_controller_calls_total", at_once) or 0) >= 50
+
+        async def recovered() -> bool:
+            return await client.route(query(5_000)) is not None
+
+        await until(recovered, "it answers again")
+        # It knows nothing and says so, until the replica has said hello again.
+        assert await client.route(query(5_001)) == RouteDecision(None, "no_replica")
+        resync = await client.report(delta("a", reply.epoch, 1))
+        assert resync is not None and resync.resync
+        assert resync.epoch != reply.epoch
+        again = await client.hello(hello("a", [waiting_row(1, 100)], seq=1))
+        assert again is not None and again.epoch == resync.epoch
+        assert await client.route(query(5_002)) == RouteDecision("a", "placed")
+
+
+async def test_a_stopped_controller_is_started_again_by_who_needs_it(app: str) -> None:
+    async with connected(app) as client:
+        before = await client.hello(hello("a"))
+        assert before is not None
+        assert stop_controller(app)
+
+        async def recovered() -> bool:
+            reply = await client.report(delta("a", before.epoch, 1))
+            return reply is not None and reply.resync and reply.epoch != before.epoch
+
+        await until(recovered, "another controller answers")
+
+
+async def test_a_paused_controller_costs_its_deadline_once(app: str) -> None:
+    registry = CollectorRegistry()
+    async with connected(app, timeout_s=0.25, registry=registry) as client:
+        await client.hello(hello("a"))
+        await until(lambda: _placed(client), "a decision")
+        pid = process_of(app)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            first = await asyncio.gather(*(client.route(query(key)) for key in range(100)))
+            assert first == [None] * 100
+            await until(lambda: _down(client), "the link is known to be down")
+            rest = [await client.route(query(key)) for key in range(100, 1_100)]
+            assert rest == [None] * 1_000
+            # None of the thousand waited for its deadline.
+            labels = {"method": "route", "outcome": "unavailable"}
+            assert registry.get_sample_value("sluice_controller_calls_total", labels) == 1_000
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: _placed(client), "it answers again")
+
+
+async def _down(client: ControllerClient) -> bool:
+    return not client.up
+
+
+async def _placed(client: ControllerClient) -> bool:
+    decision = await client.route(query(9_999))
+    return decision is not None and decision.replica_id == "a"
