@@ -158,7 +158,7 @@ def _save_weights(
         eos_token_id=0,
         bos_token_id=1,
         pad_token_id=2,
-        dtype="float32",
+        dtype="bfloat16",
     )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     with torch.random.fork_rng(devices=[]):
@@ -175,4 +175,4 @@ def _save_weights(
                 if token < len(_SPECIAL) or not (text.isascii() and text.isprintable()):
                     head[token].zero_()
             model.model.embed_tokens.weight.normal_(0.0, 0.1)
-    model.save_pretrained(directory, safe_serialization=True)
+    model.to(torch.bfloat16).save_pretrained(directory, safe_serialization=True)

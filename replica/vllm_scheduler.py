@@ -156,6 +156,7 @@ class PlanMixin(_Base):
             StateTable.open(settings.state_table),
             log=log,
         )
+        self._names: set[str] = set()
         self._caps: dict[str, int] | None = None
         self._in_flight: dict[int, StepInFlight] = {}
         self._busy_until_s = 0.0
@@ -165,7 +166,8 @@ class PlanMixin(_Base):
         # With several groups of layers, each takes a block of its own for the same tokens.
         self._groups = max(1, len(self.kv_cache_config.kv_cache_groups))
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
-        self._most_running: int = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
+        most: int | None = getattr(self, "max_num_active_reqs", None)  # from 0.32
+        self._most_running: int = self.max_num_running_reqs if most is None else most
         if _hook_name() == "_mamba_block_aligned_split":
             self._enable_old_hook()
 
@@ -178,17 +180,25 @@ class PlanMixin(_Base):
         if request_id in self._local.requests:
             return
         args = _request_args(request)
+        # The first sequence of an API call has the call's name, so that its key is known outside.
+        name = args.request_id
+        if name in self._names:
+            name = f"{name}:{request_id}"
+        self._names.add(name)
         self._local.track(
             request_id,
-            args.request_id,
-            request_key(args.request_id),
+            name,
+            request_key(name),
             args.slo,
             args.arrival_s,
             request.num_prompt_tokens,
         )
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._local.forget(request.request_id)
+        tracked = self._local.requests.get(request.request_id)
+        if tracked is not None:
+            self._names.discard(tracked.name)
+            self._local.forget(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -411,6 +421,15 @@ class SloAsyncScheduler(PlanMixin, AsyncScheduler):
     """For engines that schedule a batch while the one before it runs."""
 
 
+def _pin(core: int) -> None:
+    """Pin this thread; on CPUs it also runs the model."""
+    allowed = os.sched_getaffinity(0)
+    if core in allowed:
+        os.sched_setaffinity(0, {core})
+    else:
+        logger.warning("not pinned to core %d: this process may use %s", core, sorted(allowed))
+
+
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncScheduler:
     """The scheduler for ``vllm_config``; vLLM's ``scheduler_cls`` may be such a factory.
 
@@ -422,7 +441,6 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncSc
     check_config(vllm_config)
     core = SchedulerSettings.from_additional_config(vllm_config.additional_config).cpu_core
     if core is not None:
-        # This is the thread that also runs the model on CPUs.
-        os.sched_setaffinity(0, {core})
+        _pin(core)
     kind = SloAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SloScheduler
     return kind(vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,129 @@
+"""vLLM's asynchronous engine client, watched: which output tokens passed, when, and for which API
+call. vLLM's OpenAI layer sits on top of it and does not notice.
+"""
+
+# vLLM's classes are untyped here, so their subclasses are, too.
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from replica.vllm_args import ID
+
+
+class AbortedError(ValueError):
+    """The request was aborted before it reached the engine."""
+
+
+@dataclass(slots=True)
+class ApiCall:
+    """One API call on its way through the engine. Its first prompt's first choice is the one whose
+    tokens are followed one by one.
+
+    Attributes:
+        received_s: when it reached the replica, monotonic.
+        engine_ids: ids of its engine requests, one a prompt.
+        prompt_tokens: of all its prompts. output_tokens: of all its choices.
+        unsent_tokens: of the first choice, that are in no response chunk yet.
+        offsets_s: of the first choice's tokens of a plain response, seconds after ``received_s``.
+        failure: what ended one of its engine requests other than a client's mistake.
+        aborted: it was stopped from outside.
+    """
+
+    received_s: float
+    engine_ids: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    unsent_tokens: int = 0
+    offsets_s: list[float] = field(default_factory=list)
+    failure: BaseException | None = None
+    aborted: bool = False
+
+
+class WatchedLLM(AsyncLLM):
+    """``AsyncLLM`` that keeps :class:`ApiCall` records.
+
+    Attributes:
+        calls: the live API calls by their id in the fleet.
+        waits: since when each live engine request waits for its next output, monotonic seconds;
+            nothing waits while its consumer is slow.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls: dict[str, ApiCall] = {}
+        self.waits: dict[int, float] = {}
+        super().__init__(*args, **kwargs)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As ``AsyncLLM.generate``, with the call's record kept.
+
+        A plain response is asked for step by step, as its tokens' times are not known otherwise;
+        its consumer still gets it in one piece.
+        """
+        call = self.calls.get((sampling_params.extra_args or {}).get(ID, ""))
+        plain = sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
+        if call is not None:
+            if call.aborted:
+                raise AbortedError("the request was aborted")
+            call.engine_ids.append(request_id)
+            if plain:
+                sampling_params = copy(sampling_params)
+                sampling_params.output_kind = RequestOutputKind.CUMULATIVE
+        source = super().generate(prompt, sampling_params, request_id, *args, **kwargs)
+        first = call is not None and len(call.engine_ids) == 1
+        watched = source if call is None else _watch(source, call, plain, first)
+        key = id(source)
+        try:
+            while True:
+                self.waits[key] = time.monotonic()
+                output = await anext(watched, None)
+                del self.waits[key]
+                if output is None:
+                    return
+                yield output
+        finally:
+            self.waits.pop(key, None)
+            await watched.aclose()
+            await source.aclose()
+
+
+async def _watch(
+    source: Any, call: ApiCall, plain: bool, first_prompt: bool
+) -> AsyncGenerator[Any, None]:
+    """Pass on the outputs of one engine request, counted; of a plain one only the last, whole."""
+    counted: dict[int, int] = {}
+    finished: dict[int, Any] = {}
+    try:
+        async for output in source:
+            if not counted:
+                call.prompt_tokens += len(output.prompt_token_ids or ())
+            for choice in output.outputs:
+                before = counted.get(choice.index, 0)
+                # Cumulative outputs repeat the tokens before, deltas do not.
+                new = len(choice.token_ids) - (before if plain else 0)
+                counted[choice.index] = before + new
+                call.output_tokens += new
+                if first_prompt and choice.index == 0:
+                    call.unsent_tokens += new
+                    if plain:
+                        call.offsets_s += [time.monotonic() - call.received_s] * new
+                if plain and choice.finish_reason is not None:
+                    finished[choice.index] = choice
+            if not plain:
+                yield output
+            elif output.finished:
+                output.outputs = [finished[index] for index in sorted(finished)]
+                yield output
+    except Exception as error:
+        call.failure = error
+        raise

@@ -1,0 +1,362 @@
+"""Real inference: vLLM with Sluice's scheduler in it, behind the engine contract.
+
+Requests go through vLLM's own OpenAI serving layer, so chat templates, tools, log probabilities,
+structured output and error messages are vLLM's. vLLM is imported when an engine starts, not before:
+its environment must be set first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from replica.config import EngineConfig
+from replica.engine import (
+    EVENT_STREAM,
+    EngineDeadError,
+    EngineInfo,
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+    table_capacity,
+)
+from replica.local_model import local_model
+from replica.openai_format import RequestError
+from replica.profiling import latency_profile
+from replica.state_table import StateTable
+from replica.vllm_args import RequestArgs, SchedulerSettings, reserved_keys, to_xargs
+from replica.vllm_setup import launch, parse_arguments, prepare_environment
+from scheduling.latency import LatencyProfile
+from scheduling.state import EngineState
+
+if TYPE_CHECKING:
+    from replica.vllm_client import ApiCall
+
+logger = logging.getLogger(__name__)
+
+_HUNG_AFTER_S = 30.0
+"""Least time without a step, while requests wait, after which the engine counts as hung."""
+
+_HUNG_STEPS = 20.0
+"""The same in longest predicted steps, for slow machines."""
+
+_NOT_STARTED = "the vLLM engine is not running"
+
+
+class VllmEngine:
+    """See :class:`replica.engine.Engine`.
+
+    Args:
+        config: which model, policy and vLLM arguments.
+        replica_id: names its batch log.
+        max_live_requests: most API calls at once; the state table holds several rows for each.
+        cpu_core: where it computes on CPUs and ``config.pin_cpu`` is set, the core for it.
+
+    Raises:
+        ValueError: an argument that vLLM does not know, or that is Sluice's to set.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        replica_id: str,
+        max_live_requests: int,
+        cpu_core: int | None = None,
+    ) -> None:
+        self._config = config
+        self._replica_id = replica_id
+        self._cpu_core = cpu_core if config.pin_cpu else None
+        # In shared memory where there is some: nothing of it must ever reach a disk.
+        shm = Path("/dev/shm")
+        self._directory = Path(
+            tempfile.mkdtemp(prefix="sluice-", dir=shm if shm.is_dir() else None)
+        )
+        self._table_path = self._directory / "state"
+        self._table = StateTable.create(table_capacity(max_live_requests), self._table_path)
+        self._llm: Any = None
+        self._serving: dict[str, Any] = {}
+        self._request_types: dict[str, Any] = {}
+        self._models: Any = None
+        self._hung_after_s = _HUNG_AFTER_S
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> EngineInfo:
+        """Load the model, measure the step time if no profile is known, and be ready.
+
+        Raises:
+            ValueError: a vLLM argument is wrong, or the explicit latency profile is.
+            OSError: the explicit latency profile cannot be read.
+            RuntimeError: the engine did not start; its log says why.
+        """
+        config = self._config
+        explicit = None
+        if config.latency_profile is not None:
+            text = config.latency_profile.expanduser().read_text(encoding="utf-8")
+            explicit = LatencyProfile.from_json(text)
+        if config.model == "local":
+            model = str(await asyncio.to_thread(local_model, config.cache_dir))
+        else:
+            model = config.model
+        name = config.served_model_name or config.model
+        log = config.batch_log
+        settings = SchedulerSettings(
+            state_table=self._table_path,
+            policy=config.policy,
+            policy_options=config.policy_options,
+            batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
+            cpu_core=self._cpu_core,
+        )
+        prepare_environment(model, one_thread=config.pin_cpu)
+        arguments = parse_arguments(config.vllm_args, model, name, settings)
+        started_s = time.monotonic()
+        launched = await launch(arguments)
+        self._llm = launched.llm
+        self._serving = {"chat": launched.chat, "completions": launched.completions}
+        self._request_types = launched.request_types
+        self._models = launched.models
+        # Both processes have it mapped: without a name it cannot be left behind.
+        shutil.rmtree(self._directory, ignore_errors=True)
+        logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
+        return await self._describe(name, explicit)
+
+    async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:
+        vllm_config = self._llm.vllm_config
+        scheduler = vllm_config.scheduler_config
+        max_model_tokens = vllm_config.model_config.max_model_len
+        blocks = vllm_config.cache_config.num_gpu_blocks
+        block_tokens = vllm_config.cache_config.block_size
+        profile = explicit or await latency_profile(self._llm, self._table, self._config)
+        self._table.set_model(profile.model)
+        longest_s = profile.model.step_s(
+            scheduler.max_num_batched_tokens,
+            blocks * block_tokens,
+            scheduler.max_num_batched_tokens * max_model_tokens,
+        )
+        self._hung_after_s = max(_HUNG_AFTER_S, _HUNG_STEPS * longest_s)
+        return EngineInfo(
+            model=name,
+            policy=self._config.policy,
+            max_model_tokens=max_model_tokens,
+            max_batch_tokens=scheduler.max_num_batched_tokens,
+            max_sequences=scheduler.max_num_seqs,
+            kv_blocks=blocks,
+            block_tokens=block_tokens,
+            profile=profile,
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        """Serve one request; a refusal also ends with a tail, an aborted request without.
+
+        The head waits for the first piece of the response: a request whose engine dies before has
+        sent nothing, and can be served elsewhere.
+        """
+        if self._llm is None:
+            raise EngineDeadError(_NOT_STARTED)
+        from replica.vllm_client import ApiCall
+
+        call = ApiCall(time.monotonic())
+        try:
+            body = self._parse(request, call.received_s)
+        except RequestError as error:
+            for item in _refusal(error.status, error.body()):
+                yield item
+            return
+        self._llm.calls[request.request_id] = call
+        self._idle.clear()
+        pieces = self._respond(request, body, call)
+        ended = False
+        try:
+            async for item in pieces:
+                yield item
+            ended = True
+        finally:
+            await self._leave(request.request_id, call, pieces, ended)
+
+    def _parse(self, request: EngineRequest, received_s: float) -> Any:
+        """The body as vLLM's own request type, with Sluice's arguments in it.
+
+        Raises:
+            RequestError: the body is not allowed.
+        """
+        body = dict(request.body)
+        if request.request_id in self._llm.calls:
+            raise RequestError(f"request id {request.request_id!r} is in use", None, 409)
+        if body.get("use_beam_search"):
+            raise RequestError("Beam search is not supported.", "use_beam_search")
+        extra = body.get("vllm_xargs")
+        if extra is not None and not isinstance(extra, dict):
+            raise RequestError("vllm_xargs must be an object.", "vllm_xargs")
+        reserved = reserved_keys(extra)
+        if reserved:
+            raise RequestError(
+                f"vllm_xargs holds keys that are reserved: {', '.join(reserved)}.", "vllm_xargs"
+            )
+        args = RequestArgs(request.request_id, received_s - request.waited_s, request.slo)
+        body["vllm_xargs"] = {**(extra or {}), **to_xargs(args)}
+        body["request_id"] = request.request_id
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            return self._request_types[request.endpoint].model_validate(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            field = ".".join(str(part) for part in first["loc"]) or None
+            message = first["msg"].removeprefix("Value error, ")
+            raise RequestError(f"{field}: {message}" if field else message, field) from error
+        except (ValueError, VLLMClientError) as error:
+            raise RequestError(str(error), getattr(error, "parameter", None)) from error
+
+    async def _respond(
+        self, request: EngineRequest, body: Any, call: ApiCall
+    ) -> AsyncIterator[ResponseItem]:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        serving = self._serving[request.endpoint]
+        chat = isinstance(body, ChatCompletionRequest)
+        create = serving.create_chat_completion if chat else serving.create_completion
+        response = await self._create(serving, create(body), call)
+        error = getattr(response, "error", None)
+        if error is not None:
+            if not call.aborted:
+                for item in _refusal(int(error.code), response.model_dump_json().encode()):
+                    yield item
+            return
+        if hasattr(response, "__aiter__"):
+            async for item in self._stream(response, call):
+                yield item
+        elif not call.aborted:
+            yield ResponseHead(200, "application/json")
+            yield ResponseChunk(response.model_dump_json().encode(), call.unsent_tokens)
+        if not call.aborted:
+            yield ResponseTail(call.prompt_tokens, call.output_tokens, tuple(call.offsets_s))
+
+    async def _create(self, serving: Any, creation: Any, call: ApiCall) -> Any:
+        """vLLM's response, or its error response.
+
+        Raises:
+            EngineDeadError: the engine died.
+            CancelledError: this task was cancelled; vLLM turns that into an error response.
+        """
+        try:
+            response = await creation
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._raise_if_dead(error)
+            response = serving.create_error_response(error)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        if call.failure is not None:
+            self._raise_if_dead(call.failure)
+        return response
+
+    async def _stream(self, response: Any, call: ApiCall) -> AsyncIterator[ResponseItem]:
+        """vLLM's server-sent events, unchanged."""
+        begun = False
+        try:
+            async for event in response:
+                if call.failure is not None:
+                    # What follows is vLLM's own description of the failure.
+                    self._raise_if_dead(call.failure)
+                if not begun:
+                    begun = True
+                    yield ResponseHead(200, EVENT_STREAM)
+                tokens, call.unsent_tokens = call.unsent_tokens, 0
+                yield ResponseChunk(event.encode(), tokens)
+        finally:
+            await response.aclose()
+
+    def _raise_if_dead(self, error: BaseException) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+        if isinstance(error, VllmEngineDeadError) or self._llm.errored:
+            raise EngineDeadError(f"the vLLM engine died: {error}") from error
+
+    async def _leave(self, request_id: str, call: ApiCall, pieces: Any, ended: bool) -> None:
+        """Close what is open of a call, and stop its work in the engine if it did not end."""
+        try:
+            await pieces.aclose()
+            if not ended and call.engine_ids and self._llm is not None and not self._llm.errored:
+                await self._llm.abort(call.engine_ids)
+        finally:
+            if self._llm is not None:
+                self._llm.calls.pop(request_id, None)
+            if self._llm is None or not self._llm.calls:
+                self._idle.set()
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its response ends without a tail. Unknown ids are ignored."""
+        call = self._llm.calls.get(request_id) if self._llm is not None else None
+        if call is not None:
+            call.aborted = True
+            if call.engine_ids:
+                await self._llm.abort(call.engine_ids)
+
+    def state(self) -> EngineState:
+        """The scheduler's state as of its last step."""
+        return self._table.read()
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body."""
+        if self._models is None:
+            raise EngineDeadError(_NOT_STARTED)
+        listing = await self._models.show_available_models()
+        body: dict[str, Any] = listing.model_dump(mode="json")
+        return body
+
+    async def check_health(self) -> None:
+        """Return if the engine is alive.
+
+        Raises:
+            EngineDeadError: it died, or hangs: requests have waited for a step for much longer
+                than the longest step that its latency model knows.
+        """
+        llm = self._llm
+        if llm is None:
+            raise EngineDeadError(_NOT_STARTED)
+        if llm.errored:
+            raise EngineDeadError("the vLLM engine died; its log says why")
+        try:
+            updated_s = float(self._table.read().summary["updated_s"])
+        except RuntimeError as error:
+            raise EngineDeadError(str(error)) from error
+        since_s = max(min(llm.waits.values(), default=time.monotonic()), updated_s)
+        silent_s = time.monotonic() - since_s
+        if llm.waits and silent_s > self._hung_after_s:
+            raise EngineDeadError(
+                f"the vLLM engine hangs: {len(llm.waits)} requests wait, "
+                f"and it has made no step for {silent_s:.0f} s"
+            )
+
+    async def drain(self) -> None:
+        """Wait until no request is live."""
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Stop the engine process. Idempotent."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            with contextlib.suppress(RuntimeError):
+                await asyncio.to_thread(llm.shutdown)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _refusal(status: int, body: bytes) -> tuple[ResponseItem, ...]:
+    return (
+        ResponseHead(status, "application/json"),
+        ResponseChunk(body),
+        ResponseTail(0, 0),
+    )

@@ -1,0 +1,174 @@
+"""How vLLM is started: environment, arguments, engine and its OpenAI serving layer."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from replica.vllm_args import SchedulerSettings
+
+RESERVED_ARGUMENTS = frozenset(
+    {
+        "additional-config",
+        "api-key",
+        "api-server-count",
+        "config",
+        "grpc",
+        "headless",
+        "host",
+        "model",
+        "model-tag",
+        "port",
+        "scheduler-cls",
+        "scheduling-policy",
+        "served-model-name",
+        "uds",
+    }
+)
+"""vLLM arguments that Sluice sets, or that have no meaning under it."""
+
+_CPU_KV_BYTES = 256 << 20
+"""KV cache on CPUs unless stated; vLLM would take a share of all memory."""
+
+
+class Launched(NamedTuple):
+    """A started engine with vLLM's OpenAI serving layer on it."""
+
+    llm: Any
+    chat: Any
+    completions: Any
+    models: Any
+    request_types: dict[str, Any]
+
+
+def prepare_environment(model: str, one_thread: bool) -> None:
+    """Set what vLLM and its libraries read from the environment, for this process and the engine's.
+
+    Args:
+        model: path or hub id; with a path, nothing is looked up on the network.
+        one_thread: on CPUs, compute with one thread.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if Path(model).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if _on_cpu():
+        if one_thread:
+            os.environ["OMP_NUM_THREADS"] = "1"
+        # Without it vLLM puts the model into one more process, behind one more queue.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def parse_arguments(
+    given: dict[str, Any], model: str, served_name: str, settings: SchedulerSettings
+) -> Any:
+    """vLLM's parsed arguments from those ``given``, by command-line name without dashes.
+
+    Raises:
+        ValueError: an argument that vLLM refuses, or that is reserved.
+    """
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # older versions
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+
+    arguments = {name.replace("_", "-"): value for name, value in given.items()}
+    reserved = sorted(RESERVED_ARGUMENTS & arguments.keys())
+    if reserved:
+        raise ValueError(f"vllm_args may not hold {', '.join(reserved)}: Sluice sets them itself")
+    if _on_cpu():
+        arguments = _cpu_defaults(arguments) | arguments
+    arguments |= {
+        "model": model,
+        "served-model-name": served_name,
+        "scheduler-cls": "replica.vllm_scheduler.make_scheduler",
+        "scheduling-policy": "fcfs",
+        "additional-config": settings.to_additional_config(),
+        "disable-log-stats": True,
+    }
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            parser = make_arg_parser(FlexibleArgumentParser())
+            return parser.parse_args(_command_line(arguments))
+    except SystemExit as error:
+        lines = errors.getvalue().strip().splitlines()
+        reason = lines[-1] if lines else "see `vllm serve --help`"
+        raise ValueError(f"vLLM refuses its arguments (vllm_args): {reason}") from error
+
+
+async def launch(arguments: Any) -> Launched:
+    """Start the engine process and the serving layer on it.
+
+    Raises:
+        replica.vllm_scheduler.UnsupportedVllmError: this vLLM, or its configuration, cannot carry
+            out batch plans.
+        ValueError: an impossible configuration.
+        RuntimeError: the engine process did not start.
+    """
+    from starlette.datastructures import State
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.usage.usage_lib import UsageContext
+
+    from replica.vllm_client import WatchedLLM
+    from replica.vllm_scheduler import check_config, check_vllm
+
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    except ImportError:  # before 0.29
+        from vllm.entrypoints.openai.api_server import init_app_state
+
+    check_vllm()
+    context = UsageContext.OPENAI_API_SERVER
+    engine_args = AsyncEngineArgs.from_cli_args(arguments)
+    vllm_config = engine_args.create_engine_config(usage_context=context)
+    # The engine process checks, too, but its reasons end up in its log only.
+    check_config(vllm_config)
+    llm = WatchedLLM.from_vllm_config(
+        vllm_config=vllm_config, usage_context=context, disable_log_stats=True
+    )
+    state = State()
+    await init_app_state(llm, state, arguments, supported_tasks=await llm.get_supported_tasks())
+    return Launched(
+        llm,
+        state.openai_serving_chat,
+        state.openai_serving_completion,
+        state.openai_serving_models,
+        {"chat": ChatCompletionRequest, "completions": CompletionRequest},
+    )
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"enforce-eager": True, "kv-cache-memory-bytes": _CPU_KV_BYTES}
+    if int(given.get("tensor-parallel-size", 1)) == 1:
+        defaults["distributed-executor-backend"] = "uni"
+    return defaults
+
+
+def _command_line(arguments: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, dict):
+            words += [f"--{name}", json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            words += [f"--{name}", *(str(item) for item in value)]
+        else:
+            words += [f"--{name}", str(value)]
+    return words
