@@ -74,7 +74,7 @@ class ReplicaServer:
     ) -> AsyncGenerator[list[ResponseItem], None]:
         """Serve one request; see :meth:`replica.server.Replica.generate`.
 
-        ``_target`` is the request router's: it named this replica.
+        ``_target`` is the request router's hint; it has done its work when the call is here.
 
         Raises:
             EngineDeadError: the engine died.

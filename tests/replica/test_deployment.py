@@ -1,0 +1,213 @@
+"""The deployment on real Ray Serve, with simulated engines and a real controller."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from controller.client import ControllerClient, controller_actor_name, stop_controller
+from controller.config import ControllerConfig
+from controller.lookup import NAMESPACE
+from controller.messages import RouteQuery
+from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from replica.deployment import ReplicaServer
+from replica.engine import (
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+    request_key,
+)
+from scheduling.objective import SLO
+
+pytestmark = pytest.mark.ray
+
+APP = "replicas"
+CONTROLLER = ControllerConfig(policy="round_robin")
+ROOT = str(Path(__file__).parents[2])
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+        ray.init(
+            num_cpus=8,
+            object_store_memory=80 << 20,
+            include_dashboard=False,
+            _temp_dir=folder,
+            runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+            log_to_driver=False,
+        )
+        try:
+            serve.start(proxy_location="Disabled")
+            yield
+        finally:
+            serve.shutdown()
+            stop_controller(APP)
+            ray.shutdown()
+
+
+@pytest.fixture
+async def replicas(cluster: None) -> AsyncIterator[Any]:
+    """A handle to two replicas whose steps take a while."""
+    application = (
+        serve.deployment(ReplicaServer)
+        .options(
+            num_replicas=2,
+            ray_actor_options={"num_cpus": 0.01},
+            graceful_shutdown_wait_loop_s=0.1,
+            max_ongoing_requests=1000,
+        )
+        .bind(
+            APP,
+            EngineConfig(
+                kind="simulated",
+                model="model",
+                simulated=SimulatedEngineConfig(step_s=0.005, token_s=0, context_token_s=0),
+            ),
+            ReplicaConfig(drain_timeout_s=10, health_check_period_s=0.5),
+            CONTROLLER,
+        )
+    )
+    handle = await asyncio.to_thread(serve.run, application, name=APP, route_prefix=None)
+    handle._init(_run_router_in_separate_loop=True)
+    yield handle
+    await asyncio.to_thread(serve.delete, APP)
+
+
+def completion(request_id: str, **body: Any) -> EngineRequest:
+    return EngineRequest(request_id, "completions", {"prompt": "a prompt", **body}, SLO(ttft_s=1))
+
+
+async def items_of(handle: Any, request: EngineRequest) -> list[ResponseItem]:
+    response = handle.options(stream=True).generate.remote(request)
+    return [item async for batch in response for item in batch]
+
+
+async def eventually(condition: Any) -> Any:
+    """The first true result of an asynchronous condition."""
+    async with asyncio.timeout(LIMIT_S):
+        while not (result := await condition()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return result
+
+
+def fresh(snapshot: dict[str, Any] | None) -> set[str]:
+    """Names of the replicas that the controller would send requests to."""
+    listed = (snapshot or {}).get("replicas", ())
+    return {entry["replica_id"] for entry in listed if entry["condition"] == "fresh"}
+
+
+async def test_life_of_a_replica(replicas: Any) -> None:
+    client = await asyncio.to_thread(ControllerClient, APP, CONTROLLER, 5.0)
+
+    async def registered() -> set[str]:
+        names = fresh(await client.snapshot())
+        return names if len(names) == 2 else set()
+
+    names = await eventually(registered)
+
+    # Responses are whole, and come from replicas that the controller knows by the same name.
+    requests = [completion(f"r{index}", max_tokens=30, stream=True) for index in range(20)]
+    results = await asyncio.gather(*(items_of(replicas, request) for request in requests))
+    heads = set()
+    for items in results:
+        head, tail = items[0], items[-1]
+        assert isinstance(head, ResponseHead)
+        assert isinstance(tail, ResponseTail)
+        assert tail.output_tokens == 30
+        assert sum(item.tokens for item in items if isinstance(item, ResponseChunk)) == 30
+        heads.add(head.replica_id)
+    assert heads == names
+    models = await replicas.models.remote()
+    assert [entry["id"] for entry in models["data"]] == ["model"]
+
+    # The controller's reservations end with the requests: it saw them live or as finished.
+    decision = await client.route(RouteQuery(request_key("placed"), SLO(), 2))
+    assert decision is not None
+    assert decision.replica_id in names
+    await items_of(replicas, completion("placed", max_tokens=2))
+
+    async def nothing_reserved() -> bool:
+        snapshot = await client.snapshot()
+        return snapshot is not None and snapshot["reservations"] == 0
+
+    await eventually(nothing_reserved)
+    snapshot = await client.snapshot()
+    assert snapshot is not None
+    assert snapshot["reservations_expired"] == 0
+
+    # A consumer that goes away frees the engine.
+    response = replicas.options(stream=True).generate.remote(
+        completion("gone", max_tokens=8000, stream=True)
+    )
+    await anext(aiter(response))
+    assert await live(replicas) == 1
+    response.cancel()
+
+    async def idle() -> bool:
+        return await live(replicas) == 0
+
+    await eventually(idle)
+
+    # A controller that was killed knows the replicas again, by their own doing.
+    before = await client.snapshot()
+    assert before is not None
+    ray.kill(ray.get_actor(controller_actor_name(APP), NAMESPACE), no_restart=False)
+
+    async def rebuilt() -> bool:
+        snapshot = await client.snapshot()
+        return (
+            snapshot is not None
+            and snapshot["epoch"] != before["epoch"]
+            and fresh(snapshot) == names
+        )
+
+    await eventually(rebuilt)
+
+    # Each replica's metrics reach the controller's page.
+    async def steps() -> float:
+        page = await client.render_metrics()
+        samples = [
+            sample
+            for family in text_string_to_metric_families((page or b"").decode())
+            for sample in family.samples
+        ]
+        gauges = {s.labels["replica"] for s in samples if s.name == "sluice_latency_correction"}
+        counts = [s.value for s in samples if s.name == "sluice_engine_steps_total"]
+        return sum(counts) if gauges == names else 0.0
+
+    assert await eventually(steps) > 30
+
+    # Stopped gracefully: a live stream ends whole, and the controller is told.
+    last = asyncio.create_task(items_of(replicas, completion("last", max_tokens=200, stream=True)))
+
+    async def started() -> bool:
+        return await live(replicas) == 1
+
+    await eventually(started)
+    await asyncio.to_thread(serve.delete, APP)
+    assert isinstance((await last)[-1], ResponseTail)
+
+    async def forgotten() -> bool:
+        snapshot = await client.snapshot()
+        return snapshot is not None and not fresh(snapshot)
+
+    await eventually(forgotten)
+    await client.close()
+
+
+async def live(handle: Any) -> int:
+    """Live requests of all replicas."""
+    snapshots = await handle.broadcast("engine_snapshot").results_async()
+    return sum(snapshot["live_requests"] for snapshot in snapshots)
