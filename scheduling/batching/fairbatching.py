@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import inf
+from operator import itemgetter
 
 from pydantic import Field
 
@@ -42,8 +44,8 @@ class FairBatching(BatchPolicy):
       included and that the policy falls back to Sarathi's behaviour under extreme load.
     - Only decodes that state a TPOT set the budget. One that states a TPOT below the fixed
       time of a step, which no batch can hold, does not: it would stop all prefill for nothing.
-    - A request without a deadline has infinite slack: it is last in its group, and a decode is in
-      the third group, so it gets what the prefills leave of each batch.
+    - Requests without a deadline have infinite slack and come after all others, decodes before
+      prefills, so that an answer that has begun is not held up by those that have not.
     - A prefill that recomputes after a preemption is a prefill, with the deadline of its next
       token.
     """
@@ -90,6 +92,8 @@ class FairBatching(BatchPolicy):
                 break
             urgent += 1
             batch.add(request)
-        rest = [request for _, _, request in prefills + decodes[urgent:]]
+        due = bisect_left(prefills, inf, key=itemgetter(0))
+        entries = prefills[:due] + decodes[urgent:] + prefills[due:]
+        rest = [request for _, _, request in entries]
         batch.fill(rest, budget_s)
         batch.ensure_progress(rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from math import inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Literal
 
 from pydantic import Field
@@ -83,8 +83,8 @@ class SlideBatching(BatchPolicy):
       counts, the budget is eta. They stay in the queue, mostly urgent, and compete by density.
     - An eta above a TPOT objective would make every minimal batch late, so the least stated TPOT
       above ``t_c`` caps it; and where eta itself is not above ``t_c``, twice ``t_c`` is taken.
-    - A request without a deadline comes after all others, in order of arrival, and delays none of
-      them, so its ``exec`` is in no sum.
+    - Requests without a deadline come after all others, decodes before prefills, and delay none of
+      those, so their ``exec`` is in no sum.
     """
 
     name = "slidebatching"
@@ -127,8 +127,12 @@ class SlideBatching(BatchPolicy):
                 eta_s = tpot_s
             ranked.append((remain_s, index, work_s, request))
         ranked.sort()
+        due = bisect_left(ranked, inf, key=itemgetter(0))
+        unbound = [entry[3] for entry in ranked[due:]]
+        unbound.sort(key=attrgetter("is_prefill"))
+        del ranked[due:]
         budget_s = max(least_remain_s, eta_s)
-        if budget_s == inf and ranked and ranked[0][0] < inf:
+        if budget_s == inf and ranked:
             budget_s = eta_s  # every deadline is lost already
         factor = self._gamma
         if budget_s < inf:
@@ -138,7 +142,7 @@ class SlideBatching(BatchPolicy):
         else:
             urgent, normal = _split_at(ranked, factor * queued_s)
         urgent.sort(key=self._density, reverse=True)
-        order = [entry[3] for entry in urgent + normal]
+        order = [entry[3] for entry in urgent + normal] + unbound
         batch.fill(order, budget_s)
         batch.ensure_progress(order)
 

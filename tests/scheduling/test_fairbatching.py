@@ -80,12 +80,12 @@ def test_without_a_decode_only_the_token_limit_binds() -> None:
     assert result.entries == (("a", 600), ("b", 400))
 
 
-def test_requests_without_objectives_come_last_in_their_group_and_set_no_budget() -> None:
-    free_decode, free_prefill = decode("free-decode"), prefill("free-prefill", 30)
-    result = plan(free_decode, free_prefill, prefill_due_in("due", 500, 30))
-    assert result.entries == (("due", 30), ("free-prefill", 30), ("free-decode", 1))
-    result = plan(free_decode, free_prefill, decode_due_in("tight", 30, 20))
-    assert result.entries == (("tight", 1), ("free-prefill", 19)), "the budget is the tight one's"
+def test_requests_without_objectives_come_last_and_set_no_budget() -> None:
+    free_prefill, free_decode = prefill("free-prefill", 30), decode("free-decode")
+    result = plan(free_prefill, free_decode, prefill_due_in("due", 500, 30))
+    assert result.entries == (("due", 30), ("free-decode", 1), ("free-prefill", 30))
+    result = plan(free_prefill, free_decode, decode_due_in("tight", 30, 20))
+    assert result.entries == (("tight", 1), ("free-decode", 1), ("free-prefill", 18))
 
 
 def test_a_tpot_that_no_step_can_hold_does_not_stop_prefill() -> None:

@@ -112,7 +112,12 @@ def test_requests_without_a_deadline_come_last_and_delay_nobody() -> None:
         prefill_due_in("first", 400, 100),
         prefill_due_in("second", 500, 100, priority=9),
     )
-    assert plan(*queue).entries == (("first", 100), ("second", 100), ("free", 190))
+    assert plan(*queue).entries == (
+        ("first", 100),
+        ("second", 100),
+        ("free-decode", 1),
+        ("free", 189),
+    )
 
 
 def test_a_prompt_too_deep_in_context_to_fit_does_not_block_decodes() -> None:
