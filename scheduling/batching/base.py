@@ -128,24 +128,10 @@ class BatchBuilder:
         Returns 0, and plans nothing, where a limit leaves no room, or the request is planned
         already or not of this queue. :attr:`cost_s` grows by the predicted time of what was taken.
         """
-        granted = request.pending_tokens
-        if tokens is not None and tokens < granted:
-            granted = tokens
-        if granted > self.tokens_left:
-            granted = self.tokens_left
-        request_id = request.request_id
-        if granted <= 0 or request_id not in self._open:
-            return 0
-        if request.running:
-            granted = self._extend(request, granted)
-        else:
-            granted = self._admit(request, granted)
-        if granted <= 0:
-            return 0
-        self._open.remove(request_id)
-        self.tokens_left -= granted
-        self.cost_s += self._work_s(granted, request.computed_tokens)
-        self._entries.append(PlannedTokens(request_id, granted))
+        pending = request.pending_tokens
+        granted = self._take(request, pending if tokens is None else min(tokens, pending))
+        if granted:
+            self.cost_s += self._work_s(granted, request.computed_tokens)
         return granted
 
     def fill(self, requests: Iterable[RequestView], until_s: float) -> None:
@@ -159,8 +145,13 @@ class BatchBuilder:
             if left_s <= 0 or self.tokens_left <= 0:
                 return
             pending = request.pending_tokens
-            if self._work_s(pending, request.computed_tokens) <= left_s:
-                self.add(request)
+            work_s = self._work_s(pending, request.computed_tokens)
+            if work_s <= left_s:
+                granted = self._take(request, pending)
+                if granted == pending:
+                    self.cost_s += work_s
+                elif granted:
+                    self.cost_s += self._work_s(granted, request.computed_tokens)
             elif pending > 1:
                 within = self._latency.tokens_within(left_s, request.computed_tokens)
                 if within > 0 and self.add(request, within):
@@ -176,6 +167,20 @@ class BatchBuilder:
             if self._entries:
                 return
             self.add(request, self._block_tokens)
+
+    def _take(self, request: RequestView, tokens: int) -> int:
+        """Plan up to ``tokens`` of ``request`` within every limit; the caller counts the cost."""
+        if tokens > self.tokens_left:
+            tokens = self.tokens_left
+        request_id = request.request_id
+        if tokens <= 0 or request_id not in self._open:
+            return 0
+        tokens = self._extend(request, tokens) if request.running else self._admit(request, tokens)
+        if tokens > 0:
+            self._open.remove(request_id)
+            self.tokens_left -= tokens
+            self._entries.append(PlannedTokens(request_id, tokens))
+        return tokens
 
     def _extend(self, request: RequestView, tokens: int) -> int:
         """Take the blocks for ``tokens`` of a running request; return how many tokens fit."""

@@ -107,6 +107,8 @@ class SlideBatching(BatchPolicy):
         """Rank the queue, then fill the time budget."""
         fixed_s = latency.fixed_s
         eta_s = self._eta_s if self._eta_s > fixed_s else 2 * fixed_s
+        anchor = self._anchor
+        work_of = latency.work_s
         least_remain_s = inf
         queued_s = 0.0
         ranked: list[_Ranked] = []
@@ -114,10 +116,10 @@ class SlideBatching(BatchPolicy):
             slo = request.slo
             emitted = request.emitted_tokens
             remain_s = (
-                slo.deadline_s(emitted + 1, request.arrival_s, request.first_token_s, self._anchor)
+                slo.deadline_s(emitted + 1, request.arrival_s, request.first_token_s, anchor)
                 - now_s
             )
-            work_s = latency.work_s(request.pending_tokens, request.computed_tokens)
+            work_s = work_of(request.pending_tokens, request.computed_tokens)
             if remain_s < inf:
                 queued_s += work_s
                 if remain_s < least_remain_s and (self._count_late or remain_s >= fixed_s + work_s):
