@@ -62,8 +62,10 @@ class AcknowledgedRows:
     """The rows as the controller knows them, and the difference to a newer state."""
 
     def __init__(self, capacity: int) -> None:
-        self._rows = np.zeros(capacity, ROW)
+        # Rows as words: NumPy compares and copies those several times faster than records.
+        self._words = np.zeros((capacity, _ROW_WORDS), np.int64)
         self._slots = np.empty(0, np.int32)
+        self._is_live = np.zeros(capacity, bool)
 
     def changes(self, state: EngineState) -> tuple[np.ndarray, np.ndarray]:
         """Slots and rows that differ in ``state``; a freed slot comes as an empty row.
@@ -71,8 +73,10 @@ class AcknowledgedRows:
         Compared as bytes, since a first token that is not there is a nan. ``O(live requests)``.
         """
         slots, rows = state.slots, state.rows
-        differs = (_words(rows) != _words(self._rows[slots])).any(axis=1)
-        freed = np.setdiff1d(self._slots, slots, assume_unique=True)
+        differs = (_words(rows) != self._words[slots]).any(axis=1)
+        self._is_live[slots] = True
+        freed = self._slots[~self._is_live[self._slots]]
+        self._is_live[slots] = False
         return (
             np.concatenate([slots[differs], freed]).astype(np.int32),
             np.concatenate([rows[differs], np.zeros(len(freed), ROW)]),
@@ -80,8 +84,8 @@ class AcknowledgedRows:
 
     def acknowledge(self, state: EngineState) -> None:
         """The controller now knows ``state``."""
-        self._rows[self._slots] = np.zeros((), ROW)
-        self._rows[state.slots] = state.rows
+        self._words[self._slots] = 0
+        self._words[state.slots] = _words(state.rows)
         self._slots = state.slots
 
 
