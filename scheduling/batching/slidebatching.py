@@ -105,48 +105,52 @@ class SlideBatching(BatchPolicy):
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
         """Rank the queue, then fill the time budget."""
+        ranked, budget_s = self._rank(queue, now_s, latency)
+        due = bisect_left(ranked, inf, key=itemgetter(0))
+        unbound = [entry[3] for entry in ranked[due:]]
+        unbound.sort(key=attrgetter("is_prefill"))
+        del ranked[due:]
+
+        factor = self._gamma
+        if budget_s < inf:
+            factor *= budget_s / (budget_s - latency.fixed_s)
+        if self._phi_c:
+            urgent, normal = _split_by_position(ranked, factor)
+        else:
+            urgent, normal = _split_at(ranked, factor * sum(entry[2] for entry in ranked))
+        urgent.sort(key=self._density, reverse=True)
+        order = [entry[3] for entry in urgent + normal] + unbound
+        batch.fill(order, budget_s)
+        batch.ensure_progress(order)
+
+    def _rank(
+        self, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> tuple[list[_Ranked], float]:
+        """The queue by time left, and the time budget: infinite where no deadline is stated."""
         fixed_s = latency.fixed_s
-        eta_s = self._eta_s if self._eta_s > fixed_s else 2 * fixed_s
-        anchor = self._anchor
         work_of = latency.work_s
+        anchor = self._anchor
+        count_late = self._count_late
+        eta_s = self._eta_s if self._eta_s > fixed_s else 2 * fixed_s
         least_remain_s = inf
-        queued_s = 0.0
         ranked: list[_Ranked] = []
         for index, request in enumerate(queue.requests):
             slo = request.slo
-            emitted = request.emitted_tokens
-            remain_s = (
-                slo.deadline_s(emitted + 1, request.arrival_s, request.first_token_s, anchor)
-                - now_s
+            due_s = slo.deadline_s(
+                request.emitted_tokens + 1, request.arrival_s, request.first_token_s, anchor
             )
+            remain_s = due_s - now_s
             work_s = work_of(request.pending_tokens, request.computed_tokens)
-            if remain_s < inf:
-                queued_s += work_s
-                if remain_s < least_remain_s and (self._count_late or remain_s >= fixed_s + work_s):
-                    least_remain_s = remain_s
+            if remain_s < least_remain_s and (count_late or remain_s >= fixed_s + work_s):
+                least_remain_s = remain_s
             tpot_s = slo.tpot_s
             if tpot_s is not None and fixed_s < tpot_s < eta_s:
                 eta_s = tpot_s
             ranked.append((remain_s, index, work_s, request))
         ranked.sort()
-        due = bisect_left(ranked, inf, key=itemgetter(0))
-        unbound = [entry[3] for entry in ranked[due:]]
-        unbound.sort(key=attrgetter("is_prefill"))
-        del ranked[due:]
-        budget_s = max(least_remain_s, eta_s)
-        if budget_s == inf and ranked:
-            budget_s = eta_s  # every deadline is lost already
-        factor = self._gamma
-        if budget_s < inf:
-            factor *= budget_s / (budget_s - fixed_s)
-        if self._phi_c:
-            urgent, normal = _split_by_position(ranked, factor)
-        else:
-            urgent, normal = _split_at(ranked, factor * queued_s)
-        urgent.sort(key=self._density, reverse=True)
-        order = [entry[3] for entry in urgent + normal] + unbound
-        batch.fill(order, budget_s)
-        batch.ensure_progress(order)
+        if least_remain_s == inf and ranked and ranked[0][0] < inf:
+            return ranked, eta_s  # every deadline is lost already
+        return ranked, max(least_remain_s, eta_s)
 
     def _density(self, entry: _Ranked) -> float:
         """Worth of the request's next token per second of work."""
