@@ -8,7 +8,6 @@ its environment must be set first.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shutil
 import tempfile
@@ -118,16 +117,18 @@ class VllmEngine:
             batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
             cpu_core=self._cpu_core,
         )
-        prepare_environment(model, one_thread=config.pin_cpu)
-        arguments = parse_arguments(config.vllm_args, model, name, settings)
         started_s = time.monotonic()
-        launched = await launch(arguments)
+        try:
+            prepare_environment(model, one_thread=config.pin_cpu)
+            arguments = parse_arguments(config.vllm_args, model, name, settings)
+            launched = await launch(arguments)
+        finally:
+            # Both processes have it mapped, if any: without a name it cannot be left behind.
+            shutil.rmtree(self._directory, ignore_errors=True)
         self._llm = launched.llm
         self._serving = {"chat": launched.chat, "completions": launched.completions}
         self._request_types = launched.request_types
         self._models = launched.models
-        # Both processes have it mapped: without a name it cannot be left behind.
-        shutil.rmtree(self._directory, ignore_errors=True)
         logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
         return await self._describe(name, explicit)
 
@@ -217,6 +218,9 @@ class VllmEngine:
             raise RequestError(f"{field}: {message}" if field else message, field) from error
         except (ValueError, VLLMClientError) as error:
             raise RequestError(str(error), getattr(error, "parameter", None)) from error
+        except (AttributeError, KeyError, TypeError) as error:
+            # vLLM's own checks run on the raw body and trip over values of a wrong type.
+            raise RequestError(f"The body is malformed: {error}", None) from error
 
     async def _respond(
         self, request: EngineRequest, body: Any, call: ApiCall
@@ -256,6 +260,8 @@ class VllmEngine:
         except Exception as error:
             self._raise_if_dead(error)
             response = serving.create_error_response(error)
+            if int(response.error.code) >= 500:
+                logger.exception("a request failed in vLLM")
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise asyncio.CancelledError
@@ -349,8 +355,7 @@ class VllmEngine:
         """Stop the engine process. Idempotent."""
         llm, self._llm = self._llm, None
         if llm is not None:
-            with contextlib.suppress(RuntimeError):
-                await asyncio.to_thread(llm.shutdown)
+            await asyncio.to_thread(llm.shutdown)
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
