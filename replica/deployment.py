@@ -87,8 +87,8 @@ class ReplicaServer:
         """The OpenAI list-models body."""
         return await self._replica.engine.models()
 
-    async def abort(self, request_id: str) -> None:
-        """Stop a request; unknown ids are ignored."""
+    async def abort(self, request_id: str, _target: str | None = None) -> None:
+        """Stop a request; unknown ids are ignored. ``_target`` as in :meth:`generate`."""
         await self._replica.abort(request_id)
 
     async def engine_snapshot(self) -> dict[str, Any]:

@@ -149,6 +149,7 @@ class Replica:
             EngineDeadError: the engine died; what was yielded before stays valid.
         """
         if len(self._pumps) >= self._config.max_live_requests:
+            self._report_finished(request)
             yield self._refusal()
             return
         response = _Response()
@@ -178,7 +179,6 @@ class Replica:
 
     async def _pump(self, request: EngineRequest, response: _Response) -> None:
         """Carry the engine's items to the response, until the end or a cancellation."""
-        key = request_key(request.request_id)
         error: BaseException | None = None
         try:
             async with aclosing(self._engine.generate(request)) as items:  # type: ignore[type-var]
@@ -194,8 +194,12 @@ class Replica:
             error = failure
         finally:
             response.end(error)
-            if self._reporter is not None:
-                self._reporter.finished(key)
+            self._report_finished(request)
+
+    def _report_finished(self, request: EngineRequest) -> None:
+        """End the controller's reservation, also where the request never was in the engine."""
+        if self._reporter is not None:
+            self._reporter.finished(request_key(request.request_id))
 
     def _finish(self, pump: asyncio.Task[None]) -> None:
         self._pumps.discard(pump)

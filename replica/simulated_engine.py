@@ -168,11 +168,11 @@ class SimulatedEngine:
             raise RequestError(message, None, 503, "ServiceUnavailableError")
         live = _LiveCall(request.request_id, call, received_s)
         arrival_s = received_s - request.waited_s
+        key = request_key(request.request_id)
         for choice in range(call.choices):
-            name = f"{request.request_id}:{choice}" if choice else request.request_id
             sequence = self._core.submit(
-                name,
-                request_key(name),
+                request.request_id,
+                key,
                 request.slo,
                 arrival_s,
                 call.prompts[choice // call.n].tokens,

@@ -114,9 +114,7 @@ async def test_what_is_ready_comes_at_once_and_never_more_than_fits() -> None:
 async def test_a_single_item_is_not_held_back() -> None:
     async with running(step_s=3600.0) as replica:
         stream = replica.generate(completion(stream=True))
-        assert await anext(stream) == [
-            ResponseHead(200, EVENT_STREAM, "replica-1")
-        ]
+        assert await anext(stream) == [ResponseHead(200, EVENT_STREAM, "replica-1")]
         await stream.aclose()
 
 
@@ -143,7 +141,8 @@ async def test_the_engine_is_free_when_the_consumer_goes(stream: bool, way: str)
 
 
 async def test_requests_over_the_limit_get_503() -> None:
-    async with running(step_s=3600.0, max_live_requests=2) as replica:
+    mirror = MirrorOfOne()
+    async with running(mirror, step_s=3600.0, max_live_requests=2) as replica:
         tasks = [
             asyncio.create_task(batches_of(replica, completion(str(index)))) for index in range(2)
         ]
@@ -154,6 +153,8 @@ async def test_requests_over_the_limit_get_503() -> None:
         assert isinstance(chunk, ResponseChunk)
         assert "2 requests" in json.loads(chunk.data)["error"]["message"]
         assert tail == ResponseTail(0, 0)
+        # The controller had reserved room for it.
+        await until(lambda: request_key("third") in mirror.finished)
         await replica.abort("0")
         await tasks[0]
         await until(lambda: replica.live_requests == 1)
