@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
 from scheduling.latency import LatencyProfile
@@ -47,6 +48,9 @@ class EngineRequest:
         slo: its objective.
         waited_s: seconds that passed at the edge before it was sent; the engine counts the
             request's age from there, so no two hosts need the same clock.
+
+    Raises:
+        ValueError: ``waited_s`` is negative or not finite.
     """
 
     request_id: str
@@ -54,6 +58,10 @@ class EngineRequest:
     body: dict[str, Any]
     slo: SLO
     waited_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.waited_s < inf:
+            raise ValueError(f"waited_s must be finite and at least 0, got {self.waited_s}")
 
 
 class ResponseHead(NamedTuple):

@@ -230,6 +230,12 @@ async def test_the_state_tells_age_objective_and_key() -> None:
     await engine.stop()
 
 
+@pytest.mark.parametrize("waited_s", [-0.1, float("nan"), float("inf")])
+def test_an_impossible_age_is_refused(waited_s: float) -> None:
+    with pytest.raises(ValueError, match="waited_s must be finite and at least 0"):
+        completion(waited_s=waited_s)
+
+
 async def test_without_latency_the_loop_is_still_shared() -> None:
     turns = 0
 
