@@ -116,7 +116,7 @@ def fits_alone(request: RequestView, queue: QueueView, budget: BatchBudget) -> b
     return blocks_for(request.computed_tokens + tokens, budget) <= room
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(data=st.data(), queue=queues(), latency=latencies)
 def test_every_plan_can_run_exactly_as_planned(
     data: st.DataObject, queue: QueueView, latency: LinearLatency
@@ -141,7 +141,7 @@ def test_every_plan_can_run_exactly_as_planned(
         assert plan.predicted_s == pytest.approx(cost_s)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(data=st.data(), queue=queues(), latency=latencies)
 def test_a_plan_is_not_empty_where_something_fits(
     data: st.DataObject, queue: QueueView, latency: LinearLatency
@@ -152,7 +152,7 @@ def test_a_plan_is_not_empty_where_something_fits(
             assert policy.plan(queue, NOW_S, latency, budget).entries, policy.name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), queue=queues())
 def test_plans_are_repeatable_and_change_nothing(data: st.DataObject, queue: QueueView) -> None:
     budget = data.draw(budgets(queue))
@@ -164,7 +164,7 @@ def test_plans_are_repeatable_and_change_nothing(data: st.DataObject, queue: Que
     assert queue == before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(queue=queues())
 def test_everything_runs_when_everything_fits_the_limits(queue: QueueView) -> None:
     # A model in which work is free puts no limit on time, so every request must be in the plan.

@@ -135,7 +135,7 @@ def test_a_running_answer_keeps_its_pace_while_long_prompts_come_in(name: str) -
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     data=st.lists(
         st.tuples(st.integers(1, 300), st.integers(1, 40), slos, st.floats(0, 2)),
