@@ -70,14 +70,12 @@ class FairBatching(BatchPolicy):
         prefills: list[tuple[float, int, RequestView]] = []
         first_due_s = min_tpot_s = inf
         for index, request in enumerate(queue.requests):
-            slo = request.slo
-            emitted = request.emitted_tokens
-            due_s = slo.deadline_s(emitted + 1, request.arrival_s, request.first_token_s, anchor)
-            if emitted == 0 or request.pending_tokens > 1:
+            due_s = request.next_deadline_s(anchor)
+            if request.is_prefill:
                 prefills.append((due_s, index, request))
                 continue
             decodes.append((due_s, index, request))
-            tpot_s = slo.tpot_s
+            tpot_s = request.slo.tpot_s
             if tpot_s is not None and tpot_s > fixed_s:
                 first_due_s = min(first_due_s, due_s)
                 min_tpot_s = min(min_tpot_s, tpot_s)

@@ -48,7 +48,7 @@ class Sarathi(BatchPolicy):
         for request in queue.requests:
             if not request.running:
                 waiting.append(request)
-            elif request.emitted_tokens == 0 or request.pending_tokens > 1:
+            elif request.is_prefill:
                 begun.append(request)
             elif left > 0:
                 left -= batch.add(request)

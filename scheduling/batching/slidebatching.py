@@ -135,15 +135,11 @@ class SlideBatching(BatchPolicy):
         least_remain_s = inf
         ranked: list[_Ranked] = []
         for index, request in enumerate(queue.requests):
-            slo = request.slo
-            due_s = slo.deadline_s(
-                request.emitted_tokens + 1, request.arrival_s, request.first_token_s, anchor
-            )
-            remain_s = due_s - now_s
+            remain_s = request.next_deadline_s(anchor) - now_s
             work_s = work_of(request.pending_tokens, request.computed_tokens)
             if remain_s < least_remain_s and (count_late or remain_s >= fixed_s + work_s):
                 least_remain_s = remain_s
-            tpot_s = slo.tpot_s
+            tpot_s = request.slo.tpot_s
             if tpot_s is not None and fixed_s < tpot_s < eta_s:
                 eta_s = tpot_s
             ranked.append((remain_s, index, work_s, request))
