@@ -24,7 +24,7 @@ from replica.engine import (
 from replica.server import MAX_BUFFERED_ITEMS, Replica
 from replica.simulated_engine import SimulatedEngine
 from scheduling.objective import SLO
-from tests.replica.test_reporter import MirrorOfOne
+from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 
 

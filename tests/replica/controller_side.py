@@ -1,0 +1,64 @@
+"""The controller's side of the report protocol for one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
+from scheduling.state import ROW, EngineState
+
+
+class MirrorOfOne:
+    """The controller's side of the protocol for one replica: order rules, mirror and all.
+
+    ``lose`` decides over each message: "request" never arrives, "reply" arrives unanswered.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 1
+        self.seq: int | None = None
+        self.table = np.zeros(0, ROW)
+        self.messages: list[ReplicaHello | ReplicaDelta] = []
+        self.finished: list[int] = []
+        self.draining = False
+        self.left = False
+        self.lose: Callable[[], str | None] = lambda: None
+
+    def restart(self) -> None:
+        self.epoch += 1
+        self.seq = None
+
+    async def hello(self, hello: ReplicaHello) -> ReportReply | None:
+        loss = self.lose()
+        self.messages.append(hello)
+        if loss == "request":
+            return None
+        self.table = np.zeros(hello.capacity, ROW)
+        self.table[hello.slots] = hello.rows
+        self.seq, self.draining = hello.seq, hello.draining
+        return None if loss else ReportReply(self.epoch, False)
+
+    async def report(self, delta: ReplicaDelta) -> ReportReply | None:
+        loss = self.lose()
+        self.messages.append(delta)
+        if loss == "request":
+            return None
+        if self.seq is None or delta.epoch != self.epoch or delta.seq != self.seq + 1:
+            return None if loss else ReportReply(self.epoch, True)
+        self.table[delta.slots] = delta.rows
+        self.seq, self.draining = delta.seq, delta.draining
+        self.finished += delta.finished
+        return None if loss else ReportReply(self.epoch, False)
+
+    async def goodbye(self, replica_id: str) -> bool:
+        self.left = True
+        return True
+
+    def shows(self, state: EngineState) -> bool:
+        """Whether the mirror equals the state, nans and all."""
+        live = np.flatnonzero(self.table["phase"])
+        return live.tolist() == state.slots.tolist() and (
+            self.table[live].tobytes() == state.rows.tobytes()
+        )
