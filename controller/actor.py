@@ -7,13 +7,12 @@ and no state on disk; after a restart the replicas bring all of it back with the
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from controller.candidates import Candidates
@@ -254,24 +253,15 @@ class Controller:
         }
 
 
-@functools.cache
-def _code_digest() -> bytes:
-    """Digest of the sources that a controller runs."""
-    digest = hashlib.blake2b(digest_size=16)
-    root = Path(__file__).parent.parent
-    for package in ("controller", "scheduling"):
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode())
-            digest.update(path.read_bytes())
-    return digest.digest()
-
-
 def fingerprint_of(config: ControllerConfig) -> str:
-    """Names code and configuration: a living controller with another one must be replaced.
+    """Names version and configuration: a living controller with another one must be replaced,
+    because a detached actor keeps the code that it was started with.
 
-    The code counts by its text, not by a version number: a detached actor keeps the code that it
-    was started with, and a redeployment does not always raise the version.
+    A source tree that is not installed counts as one version, however it is edited.
     """
-    digest = hashlib.blake2b(_code_digest(), digest_size=16)
-    digest.update(config.model_dump_json().encode())
-    return digest.hexdigest()
+    try:
+        version = metadata.version("sluice")
+    except metadata.PackageNotFoundError:
+        version = "source"
+    digest = hashlib.blake2b(config.model_dump_json().encode(), digest_size=8)
+    return f"{version}-{digest.hexdigest()}"

@@ -61,7 +61,7 @@ class Link:
             # In a thread, because Ray objects to blocking calls on an actor's event loop.
             with ThreadPoolExecutor(1) as executor:
                 self._handle = executor.submit(ensure_controller, app_name, config).result()
-        except (RayError, TimeoutError) as error:
+        except (RayError, TimeoutError, RuntimeError) as error:
             _log.warning("the controller of %s cannot be reached yet: %s", app_name, error)
         self.up = self._handle is not None
         """Whether the last thing heard of the controller was an answer."""

@@ -18,6 +18,7 @@ NAMESPACE = "sluice"
 _MAX_CONCURRENCY = 10_000
 _ASK_TIMEOUT_S = 10.0
 _RETRY_S = 0.1
+_MAX_REPLACED = 3
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def find_or_start(app_name: str, config: ControllerConfig) -> Any:
 
 
 def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 60.0) -> Any:
-    """The handle of a controller that runs this code with this configuration.
+    """The handle of a controller of this version with this configuration.
 
     A living one with another fingerprint is stopped and replaced; its state comes back from the
     replicas. To be called by who deploys the application and by processes that start with it; a
@@ -56,9 +57,12 @@ def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 6
 
     Raises:
         TimeoutError: none was ready within ``wait_s`` seconds.
+        RuntimeError: every new one differs, so the nodes do not all run the same version, or
+            somebody else is deploying another configuration under the same name.
     """
     wanted = fingerprint_of(config)
     deadline_s = time.monotonic() + wait_s
+    replaced = 0
     while time.monotonic() < deadline_s:
         handle = find_or_start(app_name, config)
         try:
@@ -68,8 +72,14 @@ def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 6
         else:
             if found == wanted:
                 return handle
-            _log.info("replacing the controller of %s: its code or configuration differ", app_name)
+            if replaced == _MAX_REPLACED:
+                raise RuntimeError(
+                    f"the controller of {app_name!r} is {found} and not {wanted}, "
+                    f"although it was replaced {replaced} times"
+                )
+            _log.info("replacing the controller of %s: it is %s, not %s", app_name, found, wanted)
             ray.kill(handle, no_restart=True)
+            replaced += 1
         time.sleep(_RETRY_S)
     raise TimeoutError(f"no controller for {app_name!r} was ready within {wait_s} s")
 
