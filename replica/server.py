@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from replica.config import ReplicaConfig
@@ -157,7 +158,7 @@ class Replica:
         self._pumps.add(pump)
         self._open_responses += 1
         self._idle.clear()
-        pump.add_done_callback(self._finish)
+        pump.add_done_callback(partial(self._finish, request, response))
         if self._reporter is not None:
             self._reporter.wake()
         try:
@@ -179,31 +180,25 @@ class Replica:
 
     async def _pump(self, request: EngineRequest, response: _Response) -> None:
         """Carry the engine's items to the response, until the end or a cancellation."""
-        error: BaseException | None = None
-        try:
-            async with aclosing(self._engine.generate(request)) as items:  # type: ignore[type-var]
-                async for item in items:
-                    if isinstance(item, ResponseHead):
-                        item = item._replace(replica_id=self.replica_id)
-                    await response.put(item)
-        except asyncio.CancelledError as cancelled:
-            error = cancelled
-            raise
-        except Exception as failure:
-            # It is the consumer's to see; nobody awaits this task.
-            error = failure
-        finally:
-            response.end(error)
-            self._report_finished(request)
+        async with aclosing(self._engine.generate(request)) as items:  # type: ignore[type-var]
+            async for item in items:
+                if isinstance(item, ResponseHead):
+                    item = item._replace(replica_id=self.replica_id)
+                await response.put(item)
+
+    def _finish(
+        self, request: EngineRequest, response: _Response, pump: asyncio.Task[None]
+    ) -> None:
+        """A pump ended; also one that was cancelled before it ran at all."""
+        self._pumps.discard(pump)
+        response.end(asyncio.CancelledError() if pump.cancelled() else pump.exception())
+        self._report_finished(request)
+        self._check_idle()
 
     def _report_finished(self, request: EngineRequest) -> None:
         """End the controller's reservation, also where the request never was in the engine."""
         if self._reporter is not None:
             self._reporter.finished(request_key(request.request_id))
-
-    def _finish(self, pump: asyncio.Task[None]) -> None:
-        self._pumps.discard(pump)
-        self._check_idle()
 
     def _check_idle(self) -> None:
         if not self._pumps and not self._open_responses:

@@ -140,6 +140,18 @@ async def test_the_engine_is_free_when_the_consumer_goes(stream: bool, way: str)
         await until(lambda: request_key("gone") in mirror.finished)
 
 
+async def test_a_consumer_that_goes_at_once_leaves_nothing_behind() -> None:
+    mirror = MirrorOfOne()
+    async with running(mirror, step_s=3600.0) as replica:
+        first = asyncio.create_task(batches_of(replica, completion("gone")))
+        await asyncio.sleep(0)  # it waits now; the engine has not been asked yet
+        assert replica.live_requests == 1
+        first.cancel()
+        await until(lambda: request_key("gone") in mirror.finished)
+        assert replica.live_requests == 0
+        assert await replica.drain()
+
+
 async def test_requests_over_the_limit_get_503() -> None:
     mirror = MirrorOfOne()
     async with running(mirror, step_s=3600.0, max_live_requests=2) as replica:
