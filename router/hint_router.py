@@ -1,8 +1,11 @@
 """Serve's request router for the replicas: it sends a request where the controller said.
 
 The decision is made elsewhere; this only maps a hint to a replica of Serve. Delivery, rejection by
-a full replica, draining and the death of replicas stay Serve's. Serve builds one of these in every
-process that holds a handle to the replicas, so it keeps no state outside the object.
+a full replica, draining and the death of replicas stay Serve's.
+
+Serve builds one of these in every process that holds a handle to the replicas, from a pickle that
+holds this module by value: globals here would be copies, and a class defined here another class
+than the one that is imported elsewhere. So all that is shared is imported.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ray.serve._private.common import ReplicaID
 from ray.serve._private.request_router.common import PendingRequest
@@ -20,46 +23,12 @@ from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from controller.client import ControllerClient
 from controller.config import ControllerConfig
 from router import wire
+from router.hint import Hint, NoReplicaError
 
 NO_REPLICA_WAIT_S = 5.0
 """How long a request waits for a first replica to appear before it fails, seconds."""
 
-_AVOID = "!"
-_SEPARATOR = ","
-
 _log = logging.getLogger(__name__)
-
-
-class NoReplicaError(RuntimeError):
-    """The deployment has no running replica."""
-
-
-class Hint(NamedTuple):
-    """Where a request should go. Replicas are named by Serve's unique id.
-
-    Attributes:
-        target: the replica that the controller chose, or ``None``.
-        avoid: replicas that have just failed this request; used where there is no target.
-    """
-
-    target: str | None = None
-    avoid: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, text: object) -> Hint:
-        """From the keyword that travels with the call. Anything odd is no hint."""
-        if not isinstance(text, str) or not text:
-            return cls()
-        if text.startswith(_AVOID):
-            return cls(avoid=tuple(text[len(_AVOID) :].split(_SEPARATOR)))
-        return cls(target=text)
-
-    def encode(self) -> str | None:
-        """One string, because the replica's method takes one: the target's id, or ``!`` and the
-        ids to avoid, or ``None``."""
-        if self.target is not None:
-            return self.target
-        return _AVOID + _SEPARATOR.join(self.avoid) if self.avoid else None
 
 
 class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
@@ -71,14 +40,15 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     - Without a hint, or with one that names no running replica, it is Serve's own choice.
     - Replicas that leave or die are told to the controller.
 
-    ``request_router_kwargs`` are ``app_name`` and ``controller``, the controller's configuration as
-    plain data.
+    ``request_router_kwargs`` are ``app_name``; ``controller``, the controller's configuration as
+    plain data; and, if wanted, ``no_replica_wait_s``.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Called by Serve once, with ``request_router_kwargs``, on the router's event loop."""
         self._by_unique_id: dict[str, RunningReplica] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._no_replica_wait_s = float(kwargs.get("no_replica_wait_s", NO_REPLICA_WAIT_S))
         # Now and not when it is first needed: an old process must not look after the controller
         # when a newer version has replaced it. In a thread, because it blocks.
         self._client = asyncio.ensure_future(
@@ -158,13 +128,13 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             NoReplicaError: none appeared in time.
         """
         try:
-            async with asyncio.timeout(NO_REPLICA_WAIT_S):
+            async with asyncio.timeout(self._no_replica_wait_s):
                 while not self.curr_replicas:
                     self._replicas_updated_event.clear()
                     await self._replicas_updated_event.wait()
         except TimeoutError:
             raise NoReplicaError(
-                f"No replica appeared within {NO_REPLICA_WAIT_S:g} seconds."
+                f"No replica appeared within {self._no_replica_wait_s:g} seconds."
             ) from None
 
     async def _probe(self, replica: RunningReplica) -> None:

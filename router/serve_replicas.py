@@ -22,7 +22,7 @@ from replica.engine import EngineDeadError, EngineRequest, ResponseItem
 from router import wire
 from router.dispatch import ReplicaFailedError
 from router.errors import Reason
-from router.hint_router import Hint, NoReplicaError
+from router.hint import Hint, NoReplicaError
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class ServeStream:
 
     def __init__(self, response: Any) -> None:
         self._response = response
+        self._cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
         """What the replica yields, batch by batch.
@@ -44,12 +45,16 @@ class ServeStream:
                 yield items
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if self._cancelled or (task is not None and task.cancelling()):
                 raise
             # Nobody cancelled us: this is how Serve passes on that the replica was.
             raise ReplicaFailedError(
                 Reason.REPLICA_FAILED, "The replica cancelled the request."
             ) from None
+        except TaskCancelledError as error:
+            if self._cancelled:
+                raise asyncio.CancelledError from None
+            raise failure_of(error) from error
         except Exception as error:
             raise failure_of(error) from error
 
@@ -60,6 +65,7 @@ class ServeStream:
         notice of, which happens when the cancellation comes in the same turn of the event loop. So
         the assigned call is cancelled here, too; Serve has no public way to it.
         """
+        self._cancelled = True
         assignment = self._response._replica_result_future
         self._response.cancel()
         if assignment.done() and not assignment.cancelled() and assignment.exception() is None:

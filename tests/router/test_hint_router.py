@@ -1,0 +1,238 @@
+"""The hint router, the handle and real Serve: three replicas, tuned settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import ray
+from ray import serve
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+from ray.serve._private.request_router.common import PendingRequest
+from ray.serve.config import RequestRouterConfig
+
+from controller.client import ControllerClient, stop_controller
+from controller.config import ControllerConfig
+from replica.engine import EngineRequest
+from router.dispatch import Call, Dispatcher, ReplicaFailedError
+from router.errors import Reason
+from router.hint import Hint, NoReplicaError
+from router.hint_router import HintRouter
+from router.metrics import RouterMetrics
+from router.prompt_size import PromptSize
+from router.serve_replicas import ServeReplicas, ServeStream
+from scheduling.objective import SLO
+from tests.controller.fleet import hello
+from tests.router.far_side import FarController
+from tests.router.tiny_replicas import Front, TinyReplica
+
+pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
+
+APP = "hints"
+ROOT = str(Path(__file__).parents[2])
+CONTROLLER = ControllerConfig(stale_after_s=60, forget_after_s=120)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replicas() -> AsyncIterator[ServeReplicas]:
+    """Three replicas, over a handle of this process. Serve must end before the event loop does."""
+    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+        ray.init(
+            num_cpus=4,
+            object_store_memory=80 << 20,
+            include_dashboard=False,
+            _temp_dir=folder,
+            runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+            log_to_driver=False,
+        )
+        try:
+            await asyncio.to_thread(deploy)
+            yield ServeReplicas(serve.get_deployment_handle("TinyReplica", APP))
+        finally:
+            await serve.shutdown_async()
+            stop_controller(APP)
+            ray.shutdown()
+
+
+def deploy() -> None:
+    serve.start(proxy_location="Disabled")
+    tiny = serve.deployment(TinyReplica).options(
+        num_replicas=3,
+        ray_actor_options={"num_cpus": 0.01},
+        max_ongoing_requests=100,
+        health_check_period_s=0.5,
+        graceful_shutdown_timeout_s=1,
+        graceful_shutdown_wait_loop_s=0.1,
+        request_router_config=RequestRouterConfig(
+            request_router_class="router.hint_router:HintRouter",
+            request_router_kwargs={
+                "app_name": APP,
+                "controller": CONTROLLER.model_dump(mode="json"),
+            },
+        ),
+    )
+    front = serve.deployment(Front).options(ray_actor_options={"num_cpus": 0.01})
+    serve.run(front.bind(tiny.bind()), name=APP, route_prefix=None)
+
+
+def start(
+    replicas: ServeReplicas, do: str, target: str | None = None, avoid: tuple[str, ...] = ()
+) -> ServeStream:
+    body = {"do": do}
+    request = EngineRequest(uuid.uuid4().hex, "chat", body, SLO())
+    return replicas.generate(request, target, avoid)
+
+
+async def ask(replicas: ServeReplicas, *where: Any) -> dict[str, Any]:
+    items = [item async for batch in start(replicas, "serve", *where) for item in batch]
+    answer: dict[str, Any] = json.loads(items[1].data)  # type: ignore[union-attr]
+    assert items[0].replica_id == answer["replica"]  # type: ignore[union-attr]
+    return answer
+
+
+async def failure(stream: ServeStream) -> ReplicaFailedError:
+    with pytest.raises(ReplicaFailedError) as caught:
+        async for _ in stream:
+            pass
+    return caught.value
+
+
+async def names_of(replicas: ServeReplicas) -> list[str]:
+    """The three replicas' names."""
+    found: set[str] = set()
+    async with asyncio.timeout(30):
+        while len(found) < 3:
+            answer = await ask(replicas, None, tuple(found))
+            found.add(answer["replica"])
+    return sorted(found)
+
+
+async def live_at(replicas: ServeReplicas, name: str) -> list[str]:
+    """Requests that run at a replica."""
+    return list((await ask(replicas, name))["live"])
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(30):
+        while not await condition():  # noqa: ASYNC110  no event tells of another process
+            await asyncio.sleep(0.01)
+
+
+async def test_a_hint_is_followed_exactly(replicas: ServeReplicas) -> None:
+    names = await names_of(replicas)
+    assert len(names) == 3
+    wanted = names * 10
+    answers = await asyncio.gather(*(ask(replicas, name) for name in wanted))
+    assert [answer["replica"] for answer in answers] == wanted
+    assert [answer["target"] for answer in answers] == wanted
+
+
+async def test_without_a_usable_hint_serve_balances(replicas: ServeReplicas) -> None:
+    names = await names_of(replicas)
+    for where in ((None,), ("unknown",), ("",)):
+        answers = await asyncio.gather(*(ask(replicas, *where) for _ in range(30)))
+        used = {answer["replica"] for answer in answers}
+        assert len(used) > 1
+        assert used <= set(names)
+
+
+async def test_replicas_are_avoided(replicas: ServeReplicas) -> None:
+    names = await names_of(replicas)
+    answers = await asyncio.gather(*(ask(replicas, None, (names[0], names[2])) for _ in range(10)))
+    assert {answer["replica"] for answer in answers} == {names[1]}
+    everything = await ask(replicas, None, tuple(names))
+    assert everything["replica"] in names
+
+
+async def test_a_cancelled_call_ends_at_the_replica_whenever_it_is_cancelled(
+    replicas: ServeReplicas,
+) -> None:
+    """Every number of event-loop turns between sending and cancelling, so that the cancellation
+    meets each state of the call: being assigned, assigned but not seen so, running."""
+    target = (await names_of(replicas))[0]
+
+    async def consume(stream: ServeStream) -> None:
+        async for _ in stream:
+            pass
+
+    for turns in range(40):
+        stream = start(replicas, "hang", target)
+        reader = asyncio.create_task(consume(stream))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reader.cancel()
+        stream.cancel()
+        await asyncio.wait([reader])
+
+    async def nothing_runs() -> bool:
+        return await live_at(replicas, target) == []
+
+    await until(nothing_runs)
+
+
+async def test_what_a_replica_raises_is_told_apart(replicas: ServeReplicas) -> None:
+    lost = await failure(start(replicas, "lose engine"))
+    assert (lost.reason, lost.dead, lost.retry) == (Reason.REPLICA_FAILED, True, True)
+    bug = await failure(start(replicas, "fail"))
+    assert (bug.reason, bug.dead, bug.retry) == (Reason.INTERNAL, False, False)
+
+
+async def test_a_killed_replica_costs_a_retry_and_is_reported(replicas: ServeReplicas) -> None:
+    client = await asyncio.to_thread(ControllerClient, APP, CONTROLLER, 5.0)
+    try:
+        target, *others = await names_of(replicas)
+        for name in (target, *others):
+            await client.hello(hello(name))
+        bystander = start(replicas, "hang", target)
+        waiting = asyncio.create_task(failure(bystander))
+        dispatcher = Dispatcher(FarController(target), replicas, RouterMetrics(), max_attempts=3)
+        lost = await failure(start(replicas, "die", target))
+        assert (lost.reason, lost.retry) == (Reason.REPLICA_FAILED, True)
+        call = Call("r", "chat", {"do": "serve"}, SLO(), PromptSize(1), 0.0)
+        answer = await dispatcher.open(call)
+        assert answer.head.replica_id in others
+        assert (await waiting).reason is Reason.REPLICA_FAILED
+
+        async def reported() -> bool:
+            view = await client.snapshot()
+            assert view is not None
+            conditions = {entry["replica_id"]: entry["condition"] for entry in view["replicas"]}
+            return conditions == {target: "gone", **dict.fromkeys(others, "fresh")}
+
+        await until(reported)
+    finally:
+        await client.close()
+
+
+async def test_without_a_replica_the_wait_is_bounded(
+    replicas: ServeReplicas,
+) -> None:
+    router = HintRouter(
+        deployment_id=DeploymentID("none", APP), handle_source=DeploymentHandleSource.REPLICA
+    )
+    router.initialize_state(
+        app_name=APP, controller=CONTROLLER.model_dump(mode="json"), no_replica_wait_s=0.01
+    )
+    request = PendingRequest([], {}, RequestMetadata("request", "internal"))
+    with pytest.raises(NoReplicaError):
+        await router._choose_replica_for_request(request)
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [Hint(), Hint("a"), Hint(avoid=("a",)), Hint(avoid=("a", "b"))],
+)
+async def test_a_hint_survives_the_way(hint: Hint) -> None:
+    assert Hint.parse(hint.encode()) == hint
+
+
+@pytest.mark.parametrize("odd", [None, "", 5, ["a"], b"a"])
+async def test_an_odd_hint_is_none(odd: object) -> None:
+    assert Hint.parse(odd) == Hint()
