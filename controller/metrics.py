@@ -287,17 +287,21 @@ class MetricsHub(Collector):
         return values
 
     def _restarted(self, source: _Source, values: dict[SeriesKey, tuple[str, float]]) -> bool:
-        """Whether a counter of the source fell or went missing."""
+        """Whether a counter of the source fell."""
         for key, (family, before) in source.values.items():
-            if self._families[family].kind != "gauge":
-                now = values.get(key)
-                if now is None or now[1] < before:
-                    return True
+            now = values.get(key)
+            if now is not None and now[1] < before and self._families[family].kind != "gauge":
+                return True
         return False
 
     def _replace(self, source: _Source, values: dict[SeriesKey, tuple[str, float]]) -> None:
         for key in source.values.keys() - values.keys():
-            self._remove_gauge(key, *source.values[key])
+            entry = source.values[key]
+            if self._families[entry[0]].kind == "gauge":
+                self._remove_gauge(key, *entry)
+            else:
+                # Not shown this time, for example by a collector that failed: it still counts.
+                values[key] = entry
         for key, (name, value) in values.items():
             family = self._families[name]
             before = source.values.get(key)

@@ -114,6 +114,14 @@ def test_a_controller_of_another_configuration_is_replaced(app: str) -> None:
     assert reply["policy"] == "round_robin"
 
 
+def test_a_controller_that_never_matches_is_not_replaced_for_ever(
+    app: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.lookup.fingerprint_of", lambda _: "another version")
+    with pytest.raises(RuntimeError, match="not another version, although it was replaced 3 times"):
+        ensure_controller(app, CONFIG, 120)
+
+
 async def test_the_whole_conversation(app: str) -> None:
     async with connected(app) as client:
         assert await client.route(query(1)) == RouteDecision(None, "no_replica")

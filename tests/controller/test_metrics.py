@@ -92,6 +92,18 @@ def test_a_restarted_process_does_not_lower_the_counts() -> None:
     assert page_of(hub, 2)["sluice_requests_total", INTERACTIVE] == 12
 
 
+def test_a_counter_that_is_not_shown_for_once_is_not_counted_twice() -> None:
+    hub = MetricsHub()
+    process = Process("r1")
+    process.requests.labels("interactive").inc(10)
+    hub.push(process.push(), 0)
+    hub.push(MetricsPush("r1", ()), 1)
+    assert page_of(hub, 1)["sluice_requests_total", INTERACTIVE] == 10
+    process.requests.labels("interactive").inc(1)
+    hub.push(process.push(), 2)
+    assert page_of(hub, 2)["sluice_requests_total", INTERACTIVE] == 11
+
+
 def test_a_dead_process_leaves_its_counts_and_takes_its_gauges() -> None:
     hub = MetricsHub(gauge_ttl_s=10, source_ttl_s=100)
     process = Process("r1")
