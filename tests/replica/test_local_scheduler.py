@@ -1,0 +1,130 @@
+"""The engine-independent half of the local scheduler, with a clock in the test's hand."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from replica.local_scheduler import BatchLog, LocalScheduler
+from replica.state_table import RowUpdate, StateTable
+from scheduling.batching import BatchBudget, make_policy
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from scheduling.request import RequestView
+
+MODEL = LinearLatency(a=0.010, b=0.001)
+BUDGET = BatchBudget(tokens=100, sequences=8, kv_blocks=1000, block_tokens=16)
+
+
+@pytest.fixture
+def table():
+    return StateTable.create(4)
+
+
+def make_scheduler(table, log=None):
+    return LocalScheduler(make_policy("fcfs"), table, MODEL, log)
+
+
+def view(request_id, pending=10):
+    return RequestView(request_id, SLO(), 0.0, pending, 0, pending)
+
+
+def finish(scheduler, step, now_s):
+    scheduler.end_step(step, now_s, [], 0, 0, 1000, 1000)
+
+
+def test_a_step_is_planned_run_and_published(table, tmp_path):
+    scheduler = make_scheduler(table, BatchLog(tmp_path / "log" / "r.jsonl"))
+    scheduler.track("e1", "fleet-1", 1, SLO(), 0.0, 10)
+    plan = scheduler.plan([view("e1")], 1.0, BUDGET)
+    assert plan.entries == (("e1", 10),)
+    step = scheduler.begin_step(plan, [("e1", 10, 0)], 1.0)
+    slot = scheduler.requests["e1"].slot
+    update = RowUpdate(slot, 10, 1, 1, 1, True, 1.02)
+    scheduler.end_step(step, 1.02, [update], 0, 1, 999, 1000)
+
+    state = table.read()
+    assert state.rows[0]["computed_tokens"] == 10
+    assert state.summary["steps"] == 1
+    assert state.summary["plan_mismatches"] == 0
+    assert state.summary["last_step_s"] == pytest.approx(0.02)
+    assert state.summary["predicted_step_s"] == pytest.approx(0.02)
+    assert sum(state.summary["plan_histogram"]) == 1
+    assert sum(state.summary["step_ratio_histogram"]) == 1
+    (record,) = map(json.loads, (tmp_path / "log" / "r.jsonl").read_text().splitlines())
+    assert record["plan"] == [["fleet-1", 10]]
+    assert record["ran"] == [["fleet-1", 10, 0]]
+
+
+@pytest.mark.parametrize(
+    ("ran", "mismatches"),
+    [([("e1", 10, 0)], 0), ([("e1", 9, 0)], 1), ([], 1), ([("e1", 10, 0), ("e2", 1, 5)], 1)],
+)
+def test_what_the_engine_ran_otherwise_is_counted(table, ran, mismatches):
+    scheduler = make_scheduler(table)
+    step = scheduler.begin_step(scheduler.plan([view("e1")], 0.0, BUDGET), ran, 0.0)
+    finish(scheduler, step, 0.02)
+    assert table.read().summary["plan_mismatches"] == mismatches
+
+
+def test_with_two_steps_in_flight_each_is_charged_its_own_time(table):
+    scheduler = make_scheduler(table)
+    plan = scheduler.plan([view("e1")], 0.0, BUDGET)
+    first = scheduler.begin_step(plan, [("e1", 10, 0)], 0.0)
+    second = scheduler.begin_step(plan, [("e1", 10, 10)], 0.001)
+    finish(scheduler, first, 0.020)
+    finish(scheduler, second, 0.045)
+    assert [sample.seconds for sample in table.samples()] == pytest.approx([0.020, 0.025])
+
+
+def test_steps_slower_than_predicted_correct_the_model(table):
+    scheduler = make_scheduler(table)
+    now_s = 0.0
+    for _ in range(200):
+        plan = scheduler.plan([view("e1")], now_s, BUDGET)
+        step = scheduler.begin_step(plan, [("e1", 10, 0)], now_s)
+        now_s += 0.030
+        finish(scheduler, step, now_s)
+    assert table.read().summary["correction"] == pytest.approx(1.5, rel=0.01)
+    assert scheduler.plan([view("e1")], now_s, BUDGET).predicted_s == pytest.approx(0.030, rel=0.01)
+
+    table.set_model(LinearLatency(a=0.030, b=0.0))
+    assert scheduler.plan([view("e1")], now_s, BUDGET).predicted_s == pytest.approx(0.030)
+
+
+def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
+    scheduler = make_scheduler(table, BatchLog(tmp_path / "r.jsonl"))
+    step = scheduler.begin_step(scheduler.plan([], 0.0, BUDGET), [], 0.0)
+    scheduler.end_step(step, 5.0, [], 3, 0, 7, 8)
+    summary = table.read().summary
+    assert (summary["steps"], summary["updated_s"], summary["waiting"]) == (0, 5.0, 3)
+    assert (tmp_path / "r.jsonl").read_text() == ""
+    assert table.samples() == []
+
+
+def test_requests_beyond_the_table_run_without_a_row(table, caplog):
+    scheduler = make_scheduler(table)
+    with caplog.at_level(logging.WARNING):
+        for index in range(6):
+            scheduler.track(f"e{index}", f"r{index}", index, SLO(), 0.0, 10)
+    assert len(caplog.records) == 1
+    assert len(table.read().rows) == 4
+    views = [view(f"e{index}") for index in range(6)]
+    plan = scheduler.plan(views, 0.0, BUDGET)
+    assert len(plan.entries) == 6
+    step = scheduler.begin_step(plan, [(f"e{index}", 10, 0) for index in range(6)], 0.0)
+    updates = [
+        RowUpdate(scheduler.requests[f"e{index}"].slot, 10, 1, 1, 1, True, 0.1)
+        for index in range(6)
+    ]
+    scheduler.end_step(step, 0.1, updates, 0, 6, 0, 10)
+    assert np.all(table.read().rows["computed_tokens"] == 10)
+    for index in range(6):
+        scheduler.forget(f"e{index}")
+        scheduler.forget(f"e{index}")
+    assert len(table.read().rows) == 0
+    scheduler.track("e9", "r9", 9, SLO(), 0.0, 10)
+    assert len(table.read().rows) == 1

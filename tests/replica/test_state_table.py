@@ -1,0 +1,111 @@
+"""The shared state table: consistent under a concurrent writer, and clear when it is misused."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import numpy as np
+import pytest
+
+from replica.state_table import RowUpdate, StateTable, TableFullError
+from scheduling.latency import LinearLatency, StepSample
+from scheduling.objective import SLO
+from scheduling.state import RUNNING, WAITING
+
+
+def _write_steps(path, stop):
+    """Keep four requests at equal counts, and the summary at the same count: one change a step."""
+    table = StateTable.open(path)
+    slots = [table.allocate(key, SLO(), 0.0, 10) for key in range(4)]
+    step = 0
+    while not stop.is_set():
+        step += 1
+        updates = [RowUpdate(slot, step, step, step, step, True, None) for slot in slots]
+        table.write(updates, steps=step, updated_s=float(step))
+        # A step of a real engine takes far longer than a write.
+        time.sleep(0.0002)
+
+
+def test_readers_see_only_whole_steps_of_a_writer_in_another_process(tmp_path):
+    path = tmp_path / "state"
+    reader = StateTable.create(16, path)
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    writer = context.Process(target=_write_steps, args=(path, stop))
+    writer.start()
+    try:
+        seen = set()
+        deadline = time.monotonic() + 60
+        while len(seen) < 300 and time.monotonic() < deadline:
+            state = reader.read()
+            steps = int(state.summary["steps"])
+            if len(state.rows) == 4 and steps:
+                counts = {
+                    int(value)
+                    for name in ("computed_tokens", "emitted_tokens", "kv_blocks")
+                    for value in state.rows[name]
+                }
+                assert counts == {steps} == {int(state.summary["updated_s"])}
+                seen.add(steps)
+        assert len(seen) == 300
+    finally:
+        stop.set()
+        writer.join(30)
+        writer.kill()
+
+
+def test_rows_follow_a_request_through_its_life():
+    table = StateTable.create(4)
+    slot = table.allocate(77, SLO(ttft_s=0.5, priority=3), 12.0, 100)
+    row = table.read().rows[0]
+    assert (row["key"], row["phase"], row["pending_tokens"]) == (77, WAITING, 100)
+    assert (row["ttft_s"], row["tpot_s"], row["priority"]) == (0.5, np.inf, 3)
+    assert np.isnan(row["first_token_s"])
+    table.write([RowUpdate(slot, 100, 1, 1, 7, True, 12.25)])
+    row = table.read().rows[0]
+    assert (row["phase"], row["first_token_s"], row["kv_blocks"]) == (RUNNING, 12.25, 7)
+    table.free(slot)
+    assert len(table.read().rows) == 0
+
+
+def test_a_full_table_says_so_and_takes_requests_again():
+    table = StateTable.create(2)
+    slots = [table.allocate(key, SLO(), 0.0, 1) for key in range(2)]
+    with pytest.raises(TableFullError, match="all 2 request slots"):
+        table.allocate(2, SLO(), 0.0, 1)
+    table.free(slots[0])
+    assert table.allocate(3, SLO(), 0.0, 1) == slots[0]
+
+
+def test_a_writer_that_died_in_a_write_is_noticed():
+    table = StateTable.create(2)
+    table._begin()
+    with pytest.raises(RuntimeError, match="its engine is gone"):
+        table.read()
+
+
+def test_the_model_goes_from_the_reader_to_the_scheduler(tmp_path):
+    frontend = StateTable.create(2, tmp_path / "state")
+    scheduler = StateTable.open(tmp_path / "state")
+    assert scheduler.model_change() is None
+    frontend.set_model(LinearLatency(0.1, 0.2, 0.3, 0.4))
+    assert scheduler.model_change() == LinearLatency(0.1, 0.2, 0.3, 0.4)
+    assert scheduler.model_change() is None
+
+
+def test_samples_keep_the_latest_and_can_be_cleared():
+    table = StateTable.create(2)
+    for count in range(3000):
+        table.add_sample(StepSample(count, 0, 0, 1))
+    assert min(sample.new_tokens for sample in table.samples()) == 3000 - 2048
+    table.clear_samples()
+    assert table.samples() == []
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\0" * 200_000])
+def test_a_file_that_is_no_table_is_refused(tmp_path, content):
+    path = tmp_path / "state"
+    path.write_bytes(content)
+    with pytest.raises(ValueError):
+        StateTable.open(path)

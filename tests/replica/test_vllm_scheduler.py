@@ -1,0 +1,208 @@
+"""Batch plans inside real vLLM, in this process: the same tokens as stock vLLM under every policy,
+whatever it defers or cuts, and batches in the order of the deadlines."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from replica.local_model import local_model
+from scheduling.batching import POLICIES, BatchPolicy
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+
+from .in_process import InProcess, mixed_requests
+
+pytestmark = pytest.mark.vllm
+
+LOW_KV = {
+    "num_gpu_blocks_override": 22,
+    "max_model_len": 600,
+    "enable_prefix_caching": False,
+}
+SMALL_CHUNKS = {"max_num_batched_tokens": 48, "max_num_seqs": 12}
+
+
+class RandomDeferral(BatchPolicy):
+    """Leaves out half of the queue, cuts prefills anywhere, in random order."""
+
+    name = "random-deferral"
+    source = "this test"
+
+    def fill(self, batch, queue, now_s, latency):
+        chance = random.Random(f"{len(queue.requests)}:{queue.requests[0].computed_tokens}")
+        requests = list(queue.requests)
+        chance.shuffle(requests)
+        for request in requests[: (len(requests) + 1) // 2]:
+            batch.add(request, chance.randrange(1, 41))
+
+
+class PlansNothing(BatchPolicy):
+    """Breaks the contract: the engine must go on all the same."""
+
+    name = "plans-nothing"
+    source = "this test"
+
+    def fill(self, batch, queue, now_s, latency):
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
+
+
+@pytest.fixture(scope="module")
+def stock(model, tmp_path_factory):
+    """Output of stock vLLM, with room for everything."""
+    engine = InProcess(model, tmp_path_factory.mktemp("stock"))
+    outputs = engine.generate(mixed_requests(24))
+    engine.close()
+    assert len(set(outputs)) > 20
+    return outputs
+
+
+@pytest.fixture
+def run(model, tmp_path):
+    """Start an engine with a policy; freed after the test."""
+    engines = []
+
+    def start(policy, options=None, **args):
+        engines.append(InProcess(model, tmp_path, policy, options, **args))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("args", [{}, LOW_KV, SMALL_CHUNKS], ids=["roomy", "low-kv", "chunks"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_greedy_output_equals_stock(run, stock, policy, args):
+    engine = run(policy, **args)
+    assert engine.generate(mixed_requests(24)) == stock
+    state = engine.table.read()
+    assert len(state.rows) == 0
+    assert state.summary["steps"] == len(engine.batches()) > 0
+    if args is LOW_KV:
+        assert state.summary["preemptions"] > 0
+        # Without prefix hits, vLLM runs exactly what was planned.
+        assert state.summary["plan_mismatches"] == 0
+
+
+@pytest.mark.parametrize("args", [{}, LOW_KV], ids=["roomy", "low-kv"])
+def test_greedy_output_equals_stock_under_random_deferral(run, stock, monkeypatch, args):
+    monkeypatch.setitem(POLICIES, RandomDeferral.name, RandomDeferral)
+    engine = run(RandomDeferral.name, **args)
+    assert engine.generate(mixed_requests(24)) == stock
+    batches = engine.batches()
+    deferred = [batch for batch in batches if len(batch["ran"]) < batch["live"]]
+    assert len(deferred) > len(batches) // 2
+
+
+def test_every_planned_token_is_run_and_no_other(run):
+    engine = run("sarathi", enable_prefix_caching=False, max_num_batched_tokens=64)
+    engine.generate(mixed_requests(24))
+    batches = engine.batches()
+    for batch in batches:
+        ran = {name: tokens for name, tokens, _ in batch["ran"]}
+        assert dict(map(tuple, batch["plan"])) == ran
+        assert sum(ran.values()) <= 64
+    assert engine.table.read().summary["plan_mismatches"] == 0
+
+
+def test_an_empty_plan_falls_back_to_stock_and_is_counted(run, stock, monkeypatch):
+    monkeypatch.setitem(POLICIES, PlansNothing.name, PlansNothing)
+    engine = run(PlansNothing.name)
+    assert engine.generate(mixed_requests(24)) == stock
+    summary = engine.table.read().summary
+    assert summary["plan_mismatches"] == summary["steps"] > 0
+
+
+def test_a_prefix_in_the_cache_is_not_computed_again(run):
+    engine = run("slidebatching")
+    requests = [(list(range(300, 700)), 4, SLO())]
+    first = engine.generate(requests)
+    assert engine.generate(requests) == first
+    computed = [sum(tokens for _, tokens, _ in batch["ran"]) for batch in engine.batches()]
+    assert computed[0] == 400
+    assert sum(computed[1:]) < 100
+
+
+def last_prefill_batches(engine, lengths):
+    """For each request, the number of the batch that ends its prefill."""
+    done = {}
+    for number, batch in enumerate(engine.batches()):
+        for name, tokens, computed in batch["ran"]:
+            if computed + tokens >= lengths[name]:
+                done.setdefault(name, number)
+    return done
+
+
+def test_a_tight_deadline_passes_long_prefills(run):
+    """Six long prompts without an objective arrive before a short one with 2 s to its first token,
+    on an engine that is believed to take 10 s for the long ones. All are there before the first
+    batch, so the order of the batches decides alone."""
+    chance = random.Random(1)
+    lengths = {str(i): 900 for i in range(6)} | {"6": 40}
+    objectives = [SLO()] * 6 + [SLO(ttft_s=2.0, tpot_s=0.5, priority=4)]
+    requests = [
+        ([chance.randrange(300, 1000) for _ in range(length)], 8, slo)
+        for length, slo in zip(lengths.values(), objectives, strict=True)
+    ]
+    not_after = {}
+    for policy in ("fcfs", "fairbatching", "slidebatching"):
+        engine = run(policy, enable_prefix_caching=False, max_num_batched_tokens=256)
+        engine.table.set_model(LinearLatency(a=0.05, b=0.002))
+        engine.generate(requests)
+        done = last_prefill_batches(engine, lengths)
+        not_after[policy] = sum(done[name] <= done["6"] for name in lengths if name != "6")
+        for batch in engine.batches():
+            assert sum(tokens for _, tokens, _ in batch["ran"]) <= 256
+    assert not_after == {"fcfs": 6, "fairbatching": 0, "slidebatching": 0}
+
+
+def test_versions_outside_the_tested_range_are_refused():
+    from replica.vllm_scheduler import UnsupportedVllmError, check_vllm
+
+    check_vllm()
+    for version in ("0.25.1", "0.33.0", "1.0", "unknown"):
+        with pytest.raises(UnsupportedVllmError, match=r"supported are 0\.26 to 0\.32"):
+            check_vllm(version)
+
+
+def test_a_missing_internal_name_is_reported(monkeypatch):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from replica.vllm_scheduler import UnsupportedVllmError, check_vllm
+
+    monkeypatch.delattr(Scheduler, "_is_blocked_waiting_status")
+    with pytest.raises(UnsupportedVllmError, match=r"lacks Scheduler\._is_blocked_waiting_status"):
+        check_vllm()
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "rule"),
+    [
+        ("scheduler_config", "policy", "priority", "must be fcfs"),
+        ("scheduler_config", "enable_chunked_prefill", False, "chunked prefill must be on"),
+        ("scheduler_config", "long_prefill_token_threshold", 100, "must be 0"),
+        ("parallel_config", "pipeline_parallel_size", 2, "must be 1"),
+    ],
+)
+def test_configurations_that_cannot_carry_plans_are_refused(part, field, value, rule):
+    from replica.vllm_scheduler import UnsupportedVllmError, check_config
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            policy="fcfs", enable_chunked_prefill=True, long_prefill_token_threshold=0
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        speculative_config=None,
+    )
+    check_config(config)
+    setattr(getattr(config, part), field, value)
+    with pytest.raises(UnsupportedVllmError, match=rule):
+        check_config(config)
