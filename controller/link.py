@@ -14,8 +14,11 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from controller.config import ControllerConfig
 from controller.lookup import ensure_controller, find_or_start
 
-_PROBE_TIMEOUT_S = 1.0
-_PROBE_PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+_PROBE_TIMEOUTS_S = (0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0)
+"""Of one probe after the other; short at first, because one that is under way when the actor's
+process dies gets its error only about a second later."""
+
+_PROBE_PAUSE_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -126,19 +129,19 @@ class Link:
 
     async def _until_up(self) -> None:
         attempts = 0
-        while not await self._probe():
-            await asyncio.sleep(_PROBE_PAUSES_S[min(attempts, len(_PROBE_PAUSES_S) - 1)])
+        while not await self._probe(_PROBE_TIMEOUTS_S[min(attempts, len(_PROBE_TIMEOUTS_S) - 1)]):
+            await asyncio.sleep(_PROBE_PAUSE_S)
             attempts += 1
         self.up = True
         self._repair_task = None
         _log.info("the controller of %s answers again", self._app_name)
 
-    async def _probe(self) -> bool:
+    async def _probe(self, timeout_s: float) -> bool:
         """Whether the controller answers a question about nothing."""
         try:
             if self._handle is None:
                 self._handle = await asyncio.to_thread(find_or_start, self._app_name, self._config)
-            await self._ask("route", [], timeout_s=_PROBE_TIMEOUT_S)
+            await self._ask("route", [], timeout_s=timeout_s)
         except ActorDiedError:
             self._handle = None
             return False
