@@ -1,12 +1,13 @@
 """The central actor: it knows every replica's queue and says where each request goes.
 
-:class:`Controller` is a plain class; :mod:`controller.client` makes it a Ray actor. None of its
-methods awaits anything, so each runs whole: two decisions never mix. It keeps no prompt, no tokens
-and no state on disk; after a restart the replicas bring all of it back with their hellos.
+:class:`Controller` is a plain class; :mod:`controller.lookup` makes it a Ray actor. Its methods do
+not wait in the middle of anything, so each runs whole: two decisions never mix. It keeps no prompt,
+no tokens and no state on disk; after a restart the replicas bring all of it back with their hellos.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import time
@@ -29,7 +30,7 @@ from controller.messages import (
     RouteQuery,
     RouteReply,
 )
-from controller.metrics import MetricsHub, samples_of
+from controller.metrics import MetricsHub, samples_of, text_of
 from controller.mirror import Mirror
 from scheduling.routing import make_policy
 from scheduling.state import WAITING
@@ -151,11 +152,14 @@ class Controller:
             self._hub.push(push, self._clock())
 
     async def render_metrics(self) -> bytes:
-        """Every process's metrics, the controller's too, in Prometheus' text format."""
+        """Every process's metrics, the controller's too, in Prometheus' text format.
+
+        Written out in a thread: for hundreds of replicas that takes longer than a decision may.
+        """
         now_s = self._clock()
         self._forget_silent(now_s)
         self._hub.push(MetricsPush(_SOURCE, samples_of(self._instruments.registry)), now_s)
-        return self._hub.render(now_s)
+        return await asyncio.to_thread(text_of, self._hub.families(now_s))
 
     async def snapshot(self) -> dict[str, Any]:
         """What an operator wants to see: plain data that JSON can hold."""

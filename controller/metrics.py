@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
 from math import inf, isfinite
 from typing import Any, NamedTuple, Protocol
 
@@ -148,6 +147,24 @@ class MetricsPusher:
             await asyncio.sleep(self._period_s)
 
 
+class _Page(Collector):
+    """Families that are collected already, for ``prometheus_client`` to write."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        """The families."""
+        return self._families
+
+
+def text_of(families: list[Metric]) -> bytes:
+    """Families in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Page(families))
+    return generate_latest(registry)
+
+
 class _Family(NamedTuple):
     kind: str
     documentation: str
@@ -164,7 +181,7 @@ class _Source:
         self.values: dict[SeriesKey, tuple[str, float]] = {}
 
 
-class MetricsHub(Collector):
+class MetricsHub:
     """The sum over all processes, kept up to date push by push.
 
     - Counters and histograms are summed over the sources, by name and labels. They never fall: a
@@ -236,22 +253,17 @@ class MetricsHub(Collector):
         """Processes known."""
         return len(self._sources)
 
-    def collect(self) -> Iterator[Metric]:
-        """The merged families, for a ``prometheus_client`` registry."""
-        for name, family in self._families.items():
-            if not family.series:
-                continue
-            metric = Metric(name, family.documentation, family.kind)
-            for (sample, labels), value in family.series.items():
-                metric.add_sample(sample, dict(labels), value)
-            yield metric
-
-    def render(self, now_s: float) -> bytes:
-        """The merged metrics in Prometheus' text format."""
+    def families(self, now_s: float) -> list[Metric]:
+        """A copy of the merged families, as of now. ``O(series)``."""
         self.expire(now_s)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
+        metrics = []
+        for name, family in self._families.items():
+            if family.series:
+                metric = Metric(name, family.documentation, family.kind)
+                for (sample, labels), value in family.series.items():
+                    metric.add_sample(sample, dict(labels), value)
+                metrics.append(metric)
+        return metrics
 
     def _checked(self, push: MetricsPush) -> dict[SeriesKey, tuple[str, float]]:
         if not isinstance(push, MetricsPush):

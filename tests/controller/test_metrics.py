@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.messages import MetricSample, MetricsPush
-from controller.metrics import MAX_PUSH_SAMPLES, MetricsHub, MetricsPusher, samples_of
+from controller.metrics import MAX_PUSH_SAMPLES, MetricsHub, MetricsPusher, samples_of, text_of
 
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -30,7 +30,7 @@ class Process:
 
 
 def page_of(hub: MetricsHub, now_s: float) -> Page:
-    text = hub.render(now_s).decode()
+    text = text_of(hub.families(now_s)).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -58,7 +58,9 @@ def test_counters_histograms_and_gauges_add_up_over_processes() -> None:
     assert page["sluice_ttft_seconds_bucket", (("le", "+Inf"),)] == 2
     assert page["sluice_ttft_seconds_sum", ()] == pytest.approx(0.55)
     assert page["sluice_live", ()] == 7
-    families = {f.name: f.type for f in text_string_to_metric_families(hub.render(0).decode())}
+    families = {
+        f.name: f.type for f in text_string_to_metric_families(text_of(hub.families(0)).decode())
+    }
     assert families == {
         "sluice_requests": "counter",
         "sluice_live": "gauge",
