@@ -1,0 +1,51 @@
+"""Latency profiles on disk: kept, found again, and refused when they are not what they claim."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from replica.profiling import profile_path, read_profile, write_profile
+from scheduling.latency import FitReport, LatencyProfile, LinearLatency
+
+PROFILE = LatencyProfile.of(
+    "key", LinearLatency(0.004, 0.0002, 1e-6), FitReport(50, 5, 0.03, 0.07, 0.99)
+)
+
+
+def test_a_profile_is_kept_and_found(tmp_path):
+    path = profile_path(tmp_path, "key")
+    assert read_profile(path, "key") is None
+    write_profile(path, PROFILE)
+    assert read_profile(path, "key") == PROFILE
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_keys_have_their_own_files(tmp_path):
+    assert profile_path(tmp_path, "key") != profile_path(tmp_path, "other")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "key", "a": -1, "b": 0, "c": 0, "d": 0}'])
+def test_a_corrupt_profile_is_refused_with_a_reason_and_replaced(tmp_path, caplog, text):
+    path = profile_path(tmp_path, "key")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert read_profile(path, "key") is None
+    assert "refused and replaced" in caplog.text
+    write_profile(path, PROFILE)
+    assert read_profile(path, "key") == PROFILE
+
+
+def test_a_profile_of_something_else_is_not_used(tmp_path, caplog):
+    path = profile_path(tmp_path, "other")
+    write_profile(path, PROFILE)
+    assert read_profile(path, "other") is None
+    assert "for something else" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written_is_no_failure(tmp_path, caplog):
+    (tmp_path / "profiles").write_text("a file")
+    write_profile(profile_path(tmp_path, "key"), PROFILE)
+    assert "not kept" in caplog.text

@@ -1,0 +1,313 @@
+"""The vLLM engine behind the engine contract: one real engine process for the whole file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import pytest_asyncio
+
+from replica.config import EngineConfig
+from replica.engine import (
+    EVENT_STREAM,
+    EngineDeadError,
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseTail,
+    request_key,
+)
+from replica.local_model import local_model
+from replica.vllm_engine import VllmEngine
+from replica.vllm_setup import parse_arguments, prepare_environment
+from scheduling.objective import SLO
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+MESSAGES = [{"role": "user", "content": "Please write a short story"}]
+PROMPT = "In the morning the river was quiet"
+ARGS = {
+    "max-model-len": 2048,
+    "max-num-batched-tokens": 256,
+    "kv-cache-memory-bytes": 64 << 20,
+    "block-size": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("engine")
+    return EngineConfig(
+        model=str(local_model(directory, layers=2, hidden=128)),
+        served_model_name="small",
+        cache_dir=directory,
+        batch_log=directory / "batches",
+        vllm_args=ARGS,
+        profile_budget_s=3.0,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(config):
+    engine = VllmEngine(config, "replica-1", 32)
+    info = await engine.start()
+    yield engine, info
+    await engine.stop()
+    await engine.stop()
+
+
+@pytest.fixture
+def engine(started):
+    return started[0]
+
+
+def request(request_id, endpoint, slo=None, **body):
+    prompt = {"messages": MESSAGES} if endpoint == "chat" else {"prompt": PROMPT}
+    body = (
+        {"model": "small", "temperature": 0, "max_tokens": 12, "ignore_eos": True} | prompt | body
+    )
+    return EngineRequest(request_id, endpoint, body, slo or SLO())
+
+
+async def items(engine, request):
+    return [item async for item in engine.generate(request)]
+
+
+def split(items):
+    head, *chunks, tail = items
+    assert isinstance(head, ResponseHead)
+    assert isinstance(tail, ResponseTail)
+    return head, chunks, tail
+
+
+def events(chunks):
+    """The JSON bodies of a stream's server-sent events."""
+    lines = b"".join(chunk.data for chunk in chunks).decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - shared memory wakes nobody
+            await asyncio.sleep(0.01)
+
+
+async def test_what_is_fixed_about_the_engine(started):
+    _, info = started
+    assert (info.model, info.policy) == ("small", "slidebatching")
+    assert (info.max_model_tokens, info.max_batch_tokens) == (2048, 256)
+    assert info.block_tokens == 32
+    assert info.kv_blocks * 32 >= 2048
+    assert info.profile.report is not None
+    assert info.profile.report.samples >= 8
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_streamed_and_plain_say_the_same_and_count_alike(engine, endpoint):
+    head, (body,), tail = split(await items(engine, request("plain", endpoint)))
+    assert (head.status, head.media_type) == (200, "application/json")
+    plain = json.loads(body.data)
+    assert body.tokens == tail.output_tokens == plain["usage"]["completion_tokens"] == 12
+    assert tail.prompt_tokens == plain["usage"]["prompt_tokens"]
+    assert len(tail.token_offsets_s) == 12
+    assert list(tail.token_offsets_s) == sorted(tail.token_offsets_s)
+    assert tail.token_offsets_s[0] > 0
+
+    streamed = request("stream", endpoint, stream=True)
+    head, chunks, tail = split(await items(engine, streamed))
+    assert (head.status, head.media_type) == (200, EVENT_STREAM)
+    assert sum(chunk.tokens for chunk in chunks) == tail.output_tokens == 12
+    assert tail.token_offsets_s == ()
+    choices = [choice for event in events(chunks) for choice in event["choices"]]
+    if endpoint == "chat":
+        assert plain["choices"][0]["message"]["content"] == "".join(
+            choice["delta"].get("content") or "" for choice in choices
+        )
+    else:
+        assert plain["choices"][0]["text"] == "".join(choice["text"] for choice in choices)
+    assert plain["id"].endswith("plain")
+
+
+async def test_of_several_prompts_and_choices_the_first_is_followed(engine):
+    two = {"prompt": [PROMPT, PROMPT + " and the boats"], "n": 2, "temperature": 1.0, "seed": 7}
+    _, (body,), tail = split(await items(engine, request("many", "completions", **two)))
+    plain = json.loads(body.data)
+    assert [choice["index"] for choice in plain["choices"]] == [0, 1, 2, 3]
+    assert body.tokens == len(tail.token_offsets_s) == 12
+    assert tail.output_tokens == plain["usage"]["completion_tokens"] == 48
+    assert tail.prompt_tokens == plain["usage"]["prompt_tokens"]
+
+    _, chunks, tail = split(await items(engine, request("s", "completions", stream=True, **two)))
+    assert sum(chunk.tokens for chunk in chunks) == 12
+    assert tail.output_tokens == 48
+
+
+async def test_log_probabilities_and_structured_output_are_vllms(engine):
+    probable = request("lp", "chat", logprobs=True, top_logprobs=2)
+    _, (body,), _ = split(await items(engine, probable))
+    assert len(json.loads(body.data)["choices"][0]["logprobs"]["content"]) == 12
+
+    grammar = {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False}
+    choice = request("so", "chat", **grammar)
+    _, (body,), _ = split(await items(engine, choice))
+    assert json.loads(body.data)["choices"][0]["message"]["content"] in ("yes", "no")
+
+
+async def test_the_objective_reaches_the_scheduler(engine):
+    slo = SLO(ttft_s=0.5, tpot_s=0.25, e2e_s=60.0, priority=7)
+    asked = request(
+        "objective", "completions", slo, max_tokens=1500, vllm_xargs={"session_id": "s"}
+    )
+    response = engine.generate(EngineRequest(*_fields(asked), waited_s=10.0))
+    running = asyncio.create_task(anext(response))
+    await until(lambda: len(engine.state().rows))
+    state = engine.state()
+    (row,) = state.rows
+    assert row["key"] == request_key("objective")
+    assert (row["ttft_s"], row["tpot_s"], row["e2e_s"]) == (0.5, 0.25, 60.0)
+    assert row["priority"] == 7
+    assert 10 <= state.now_s - row["arrival_s"] < 40
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await response.aclose()
+    await until(lambda: not len(engine.state().rows))
+
+
+def _fields(asked):
+    return asked.request_id, asked.endpoint, asked.body, asked.slo
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cancelling_frees_the_engine(engine, stream):
+    async def consume():
+        await items(engine, request(f"gone-{stream}", "chat", max_tokens=1800, stream=stream))
+
+    task = asyncio.create_task(consume())
+    await until(lambda: any(engine.state().rows["emitted_tokens"] > 3))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not len(engine.state().rows))
+    await asyncio.wait_for(engine.drain(), 10)
+    await until(lambda: engine.state().summary["running"] == 0)
+
+
+async def test_closing_a_stream_frees_the_engine(engine):
+    response = engine.generate(request("closed", "completions", stream=True, max_tokens=1800))
+    assert isinstance(await anext(response), ResponseHead)
+    assert isinstance(await anext(response), ResponseChunk)
+    await response.aclose()
+    await until(lambda: not len(engine.state().rows))
+
+
+async def test_abort_ends_a_response_without_a_tail(engine):
+    task = asyncio.create_task(items(engine, request("ab", "chat", max_tokens=1800, stream=True)))
+    await until(lambda: any(engine.state().rows["emitted_tokens"] > 3))
+    await engine.abort("unknown")
+    await engine.abort("ab")
+    received = await asyncio.wait_for(task, 30)
+    assert not isinstance(received[-1], ResponseTail)
+    assert 3 < sum(item.tokens for item in received[1:]) < 1800
+    await until(lambda: not len(engine.state().rows))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "status", "named"),
+    [
+        ("chat", {"messages": "hello"}, 400, "messages"),
+        ("chat", {"messages": 3}, 400, "malformed"),
+        ("chat", {"max_tokens": -1}, 400, "max_tokens"),
+        ("completions", {"temperature": -1}, 400, "temperature"),
+        ("completions", {"n": "many"}, 400, "n"),
+        ("completions", {"prompt": "a " * 4000}, 400, "2048"),
+        ("completions", {"model": "other"}, 404, "other"),
+        ("completions", {"vllm_xargs": {"sluice_id": "x"}}, 400, "sluice_id"),
+        ("completions", {"vllm_xargs": 3}, 400, "vllm_xargs"),
+        ("completions", {"use_beam_search": True}, 400, "Beam search"),
+    ],
+)
+async def test_mistakes_get_openai_errors(engine, endpoint, body, status, named):
+    head, (chunk,), tail = split(await items(engine, request("wrong", endpoint, **body)))
+    error = json.loads(chunk.data)["error"]
+    assert head.status == error["code"] == status
+    assert named in error["message"]
+    assert tail == ResponseTail(0, 0)
+    assert not len(engine.state().rows)
+
+
+async def test_models(engine):
+    listing = await engine.models()
+    assert [model["id"] for model in listing["data"]] == ["small"]
+
+
+async def test_many_at_once_all_finish(engine, config):
+    requests = [
+        request(f"load-{i}", "completions", prompt=PROMPT + f" {i} the" * 20 * i, stream=i % 2 == 0)
+        for i in range(24)
+    ]
+    responses = await asyncio.gather(*(items(engine, asked) for asked in requests))
+    for response in responses:
+        _, chunks, tail = split(response)
+        assert sum(chunk.tokens for chunk in chunks) == tail.output_tokens == 12
+    log = (config.batch_log / "replica-1.jsonl").read_text().splitlines()
+    most = max(len(json.loads(line)["ran"]) for line in log)
+    assert most >= 8
+
+
+async def test_arguments_that_are_not_the_users_to_set_are_refused(config):
+    prepare_environment(config.model, one_thread=True)
+    with pytest.raises(ValueError, match="scheduler-cls"):
+        parse_arguments({"scheduler_cls": "x"}, config.model, "small", None)
+
+
+async def test_an_unknown_argument_is_named(config, tmp_path):
+    other = config.model_copy(update={"vllm_args": {"no-such-argument": 1}})
+    with pytest.raises(ValueError, match="no-such-argument"):
+        await VllmEngine(other, "replica-2", 4).start()
+
+
+async def test_a_corrupt_explicit_profile_is_an_error(config, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text('{"a": 1}')
+    other = config.model_copy(update={"latency_profile": path})
+    with pytest.raises(ValueError, match="not a latency profile"):
+        await VllmEngine(other, "replica-2", 4).start()
+    with pytest.raises(EngineDeadError):
+        await VllmEngine(other, "replica-3", 4).check_health()
+
+
+async def test_a_hung_engine_is_unhealthy(engine, monkeypatch):
+    await engine.check_health()
+    monkeypatch.setattr(engine, "_hung_after_s", -1.0)
+    response = engine.generate(request("hang", "completions", max_tokens=1500))
+    task = asyncio.create_task(anext(response))
+    await until(lambda: engine._llm.waits)
+    with pytest.raises(EngineDeadError, match="1 requests wait"):
+        await engine.check_health()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await response.aclose()
+    await engine.check_health()
+
+
+async def test_a_dead_engine_ends_its_requests_with_an_error(engine):
+    """Last in this file: the engine is gone afterwards."""
+    tasks = [
+        asyncio.create_task(
+            items(engine, request(f"lost-{stream}", "completions", stream=stream, max_tokens=1800))
+        )
+        for stream in (False, True)
+    ]
+    await until(lambda: sum(engine.state().rows["emitted_tokens"] > 3) == 2)
+    manager = engine._llm.engine_core.resources.engine_manager
+    for process in manager.processes:
+        process.kill()
+    for task in tasks:
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(task, 60)
+    with pytest.raises(EngineDeadError):
+        await engine.check_health()
+    with pytest.raises(EngineDeadError):
+        await items(engine, request("late", "chat"))
