@@ -47,6 +47,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     def initialize_state(self, **kwargs: Any) -> None:
         """Called by Serve once, with ``request_router_kwargs``, on the router's event loop."""
         self._by_unique_id: dict[str, RunningReplica] = {}
+        self._probed: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_replica_wait_s = float(kwargs.get("no_replica_wait_s", NO_REPLICA_WAIT_S))
         # Now and not when it is first needed: an old process must not look after the controller
@@ -102,7 +103,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         which can tell; the probe calls :meth:`on_replica_actor_died`."""
         super().on_replica_actor_unavailable(replica_id)
         replica = self._by_unique_id.get(replica_id.unique_id)
-        if replica is not None:
+        if replica is not None and replica_id.unique_id not in self._probed:
+            self._probed.add(replica_id.unique_id)
             self._start(self._probe(replica))
 
     def _hinted(self, pending_request: PendingRequest | None) -> RunningReplica | None:
@@ -138,7 +140,10 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             ) from None
 
     async def _probe(self, replica: RunningReplica) -> None:
-        await self._probe_queue_lens([replica], 0)
+        try:
+            await self._probe_queue_lens([replica], 0)
+        finally:
+            self._probed.discard(replica.replica_id.unique_id)
 
     async def _tell_gone(self, unique_ids: Sequence[str]) -> None:
         (await asyncio.shield(self._client)).replica_gone(unique_ids)
