@@ -35,7 +35,7 @@ from replica.openai_format import RequestError
 from replica.profiling import latency_profile
 from replica.state_table import StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, reserved_keys, to_xargs
-from replica.vllm_setup import launch, parse_arguments, prepare_environment
+from replica.vllm_setup import client_error_types, launch, parse_arguments, prepare_environment
 from scheduling.latency import LatencyProfile
 from scheduling.state import EngineState
 
@@ -207,8 +207,6 @@ class VllmEngine:
         args = RequestArgs(request.request_id, received_s - request.waited_s, request.slo)
         body["vllm_xargs"] = {**(extra or {}), **to_xargs(args)}
         body["request_id"] = request.request_id
-        from vllm.exceptions import VLLMClientError
-
         try:
             return self._request_types[request.endpoint].model_validate(body)
         except ValidationError as error:
@@ -216,7 +214,7 @@ class VllmEngine:
             field = ".".join(str(part) for part in first["loc"]) or None
             message = first["msg"].removeprefix("Value error, ")
             raise RequestError(f"{field}: {message}" if field else message, field) from error
-        except (ValueError, VLLMClientError) as error:
+        except client_error_types() as error:
             raise RequestError(str(error), getattr(error, "parameter", None)) from error
         except (AttributeError, KeyError, TypeError) as error:
             # vLLM's own checks run on the raw body and trip over values of a wrong type.

@@ -145,6 +145,14 @@ async def launch(arguments: Any) -> Launched:
     )
 
 
+def client_error_types() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a client's mistakes."""
+    import vllm.exceptions
+
+    # Up to 0.27 or so they are all ValueErrors.
+    return (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
+
+
 def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
