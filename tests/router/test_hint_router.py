@@ -151,17 +151,22 @@ async def test_replicas_are_avoided(replicas: ServeReplicas) -> None:
     assert everything["replica"] in names
 
 
+async def consume(stream: ServeStream) -> None:
+    async for _ in stream:
+        pass
+
+
+async def until_idle(replicas: ServeReplicas, name: str) -> None:
+    async def idle() -> bool:
+        return await live_at(replicas, name) == []
+
+    await until(idle)
+
+
 async def test_a_cancelled_call_ends_at_the_replica_whenever_it_is_cancelled(
     replicas: ServeReplicas,
 ) -> None:
-    """Every number of event-loop turns between sending and cancelling, so that the cancellation
-    meets each state of the call: being assigned, assigned but not seen so, running."""
     target = (await names_of(replicas))[0]
-
-    async def consume(stream: ServeStream) -> None:
-        async for _ in stream:
-            pass
-
     for turns in range(40):
         stream = start(replicas, "hang", target)
         reader = asyncio.create_task(consume(stream))
@@ -170,11 +175,27 @@ async def test_a_cancelled_call_ends_at_the_replica_whenever_it_is_cancelled(
         reader.cancel()
         stream.cancel()
         await asyncio.wait([reader])
+    await until_idle(replicas, target)
 
-    async def nothing_runs() -> bool:
-        return await live_at(replicas, target) == []
 
-    await until(nothing_runs)
+async def test_a_call_that_is_cancelled_just_as_it_is_assigned_ends(
+    replicas: ServeReplicas,
+) -> None:
+    """Serve has the call then, but the response object has not seen it."""
+    target = (await names_of(replicas))[0]
+    stream = start(replicas, "hang", target)
+    reader: asyncio.Task[None]
+
+    def leave(_: object) -> None:
+        reader.cancel()
+        stream.cancel()
+
+    # Before the reader waits for it, so that this is called first.
+    stream._response._replica_result_future.add_done_callback(leave)
+    reader = asyncio.create_task(consume(stream))
+    await asyncio.wait([reader])
+    assert reader.cancelled()
+    await until_idle(replicas, target)
 
 
 async def test_what_a_replica_raises_is_told_apart(replicas: ServeReplicas) -> None:
