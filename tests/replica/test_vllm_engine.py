@@ -203,13 +203,26 @@ async def test_closing_a_stream_frees_the_engine(engine):
 
 
 async def test_abort_ends_a_response_without_a_tail(engine):
-    task = asyncio.create_task(items(engine, request("ab", "chat", max_tokens=1800, stream=True)))
-    await until(lambda: any(engine.state().rows["emitted_tokens"] > 3))
+    response = engine.generate(request("ab", "chat", max_tokens=1800, stream=True))
+    received = [await anext(response) for _ in range(4)]
     await engine.abort("unknown")
     await engine.abort("ab")
-    received = await asyncio.wait_for(task, 30)
+    async with asyncio.timeout(30):
+        received += [item async for item in response]
     assert not isinstance(received[-1], ResponseTail)
-    assert 3 < sum(item.tokens for item in received[1:]) < 1800
+    assert 0 < sum(item.tokens for item in received[1:]) < 1800
+    await until(lambda: not len(engine.state().rows))
+
+
+async def test_each_choice_has_its_own_row_and_the_first_the_requests_key(engine):
+    asked = request("pair", "completions", n=2, temperature=1.0, max_tokens=1800)
+    task = asyncio.create_task(items(engine, asked))
+    await until(lambda: len(engine.state().rows) == 2)
+    keys = set(engine.state().rows["key"].tolist())
+    assert len(keys) == 2
+    assert request_key("pair") in keys
+    await engine.abort("pair")
+    assert await asyncio.wait_for(task, 30) == []
     await until(lambda: not len(engine.state().rows))
 
 

@@ -3,7 +3,9 @@ whatever it defers or cuts, and batches in the order of the deadlines."""
 
 from __future__ import annotations
 
+import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -162,6 +164,24 @@ def test_a_tight_deadline_passes_long_prefills(run):
         for batch in engine.batches():
             assert sum(tokens for _, tokens, _ in batch["ran"]) <= 256
     assert not_after == {"fcfs": 6, "fairbatching": 0, "slidebatching": 0}
+
+
+def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
+    from replica.vllm_scheduler import _pin
+
+    allowed = os.sched_getaffinity(0)
+    core = max(allowed)
+
+    def pin(wanted):
+        _pin(wanted)
+        return os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(pin, core).result() == {core}
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(pin, 10_000).result() == allowed
+    assert "not pinned to core 10000" in caplog.text
+    assert os.sched_getaffinity(0) == allowed
 
 
 def test_versions_outside_the_tested_range_are_refused():
