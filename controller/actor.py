@@ -16,7 +16,10 @@ from importlib import metadata
 from math import isfinite
 from typing import Any
 
+import ray.util
+
 from controller.candidates import Candidates
+from controller.channel import Endpoint, RouteServer
 from controller.checks import MAX_KEYS, check_keys, check_query, check_text
 from controller.config import ControllerConfig
 from controller.instruments import Instruments
@@ -66,6 +69,7 @@ class Controller:
         self._ledger = Ledger(config.reservation_ttl_s)
         self._candidates = Candidates(self._mirror, self._ledger)
         self._hub = MetricsHub()
+        self._server = RouteServer(self._route)
         self._instruments = Instruments(config.policy, self._mirror, self._ledger, clock)
 
     async def route(self, queries: list[RouteQuery]) -> RouteReply:
@@ -77,9 +81,11 @@ class Controller:
         Raises:
             ValueError: not a list, or more than ``MAX_QUERIES``.
         """
-        if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
-            raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
-        return RouteReply(self._epoch, tuple([self._decide(query) for query in queries]))
+        return self._route(queries)
+
+    async def endpoint(self) -> Endpoint:
+        """Where :meth:`route` can be had over a plain connection; see :mod:`controller.channel`."""
+        return await self._server.endpoint(ray.util.get_node_ip_address())
 
     async def hello(self, hello: ReplicaHello) -> ReportReply:
         """Register a replica, or replace what is known of it.
@@ -179,6 +185,11 @@ class Controller:
     async def fingerprint(self) -> str:
         """See :func:`fingerprint_of`."""
         return fingerprint_of(self._config)
+
+    def _route(self, queries: list[RouteQuery]) -> RouteReply:
+        if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
+            raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
+        return RouteReply(self._epoch, tuple([self._decide(query) for query in queries]))
 
     def _decide(self, query: RouteQuery) -> RouteDecision:
         started_s = self._clock()

@@ -9,10 +9,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from controller.channel import Endpoint, RouteChannel
 from controller.checks import MAX_KEYS
 from controller.coalesce import Coalescer
 from controller.config import ControllerConfig
-from controller.link import Link, NoAnswerError
+from controller.failure import NoAnswerError
+from controller.link import Link
 from controller.lookup import (
     controller_actor_name,
     ensure_controller,
@@ -88,6 +90,8 @@ class ControllerClient:
         self._gone: dict[str, None] = {}
         self._notice_task: asyncio.Task[None] | None = None
         self._link = Link(app_name, config, self._queries.fail_queued)
+        # Its end is the first sign of a dead controller.
+        self._channel = RouteChannel(self._find_endpoint, self._link.lost)
 
     @property
     def up(self) -> bool:
@@ -165,12 +169,29 @@ class ControllerClient:
         if self._notice_task is not None:
             await self._notice_task
         self._queries.fail_queued()
+        await self._channel.close()
         await self._link.close()
 
     async def _send_queries(self, queries: list[RouteQuery], left_s: float) -> list[RouteDecision]:
         self._batches.observe(len(queries))
-        reply: RouteReply = await self._link.call("route", queries, timeout_s=left_s)
+        reply: RouteReply
+        if self._channel.open:
+            reply = await self._ask_channel(queries, left_s)
+        else:
+            self._channel.connect_soon()
+            reply = await self._link.call("route", queries, timeout_s=left_s)
         return list(reply.decisions)
+
+    async def _ask_channel(self, queries: list[RouteQuery], left_s: float) -> RouteReply:
+        try:
+            return await self._channel.route(queries, left_s)
+        except NoAnswerError:
+            self._link.lost()
+            raise
+
+    async def _find_endpoint(self) -> Endpoint:
+        endpoint: Endpoint = await self._link.call("endpoint", timeout_s=NOTICE_TIMEOUT_S)
+        return endpoint
 
     def _release_unwanted(self, query: RouteQuery, decision: RouteDecision) -> None:
         if decision.replica_id is not None:

@@ -7,11 +7,12 @@ import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from controller.config import ControllerConfig
+from controller.failure import NoAnswerError
 from controller.lookup import ensure_controller, find_or_start
 
 _PROBE_TIMEOUTS_S = (0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0)
@@ -21,20 +22,6 @@ process dies gets its error only about a second later."""
 _PROBE_PAUSE_S = 0.05
 
 _log = logging.getLogger(__name__)
-
-Failure = Literal["timeout", "unavailable", "error", "full"]
-
-
-class NoAnswerError(Exception):
-    """The controller gave no answer; ``reason`` says why.
-
-    ``timeout``: not in time. ``unavailable``: it is known not to answer, nothing was sent, or its
-    process died. ``error``: it failed while it handled the call. ``full``: too much waits already.
-    """
-
-    def __init__(self, reason: Failure) -> None:
-        super().__init__(reason)
-        self.reason: Failure = reason
 
 
 class Link:
@@ -95,12 +82,12 @@ class Link:
             _log.error("the controller failed in %s: %s", method, error)
             raise NoAnswerError("error") from None
         except TimeoutError:
-            self._lost()
+            self.lost()
             raise NoAnswerError("timeout") from None
         except RayError as error:
             if isinstance(error, ActorDiedError):
                 self._handle = None
-            self._lost()
+            self.lost()
             raise NoAnswerError("unavailable") from None
 
     async def close(self) -> None:
@@ -116,7 +103,8 @@ class Link:
         async with asyncio.timeout(timeout_s):
             return await getattr(self._handle, method).remote(*args)
 
-    def _lost(self) -> None:
+    def lost(self) -> None:
+        """Something showed that the controller does not answer: fail calls until it does again."""
         if self.up:
             self.up = False
             _log.warning("the controller of %s does not answer", self._app_name)

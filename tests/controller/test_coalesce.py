@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from controller.coalesce import Coalescer
-from controller.link import NoAnswerError
+from controller.failure import NoAnswerError
 
 
 class FarSide:
