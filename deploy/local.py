@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 import urllib.error
@@ -85,7 +85,7 @@ def running(
         StoppedError: ``stop`` was set before the application was ready.
     """
     _check_port(config.router.host, config.router.port)
-    local_dir = Path(tempfile.mkdtemp(prefix="sluice-"))
+    local_dir = ray_settings.make_local_dir()
     ray_settings.apply(local_dir)
     # Ray reads its environment on import.
     import ray
@@ -94,6 +94,7 @@ def running(
     try:
         report("starting Ray")
         _start_ray(config, local_dir)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(http_options={"host": config.router.host, "port": config.router.port})
         _deploy(config)
         _wait_ready(config, stop, report)
@@ -117,6 +118,7 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
         num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
         include_dashboard=False,
         log_to_driver=False,
+        logging_level=logging.WARNING,
         _temp_dir=str(local_dir / "ray"),
     )
     wanted = gpus_per_replica(config) * config.replica.count

@@ -8,8 +8,12 @@ CPU per request that Serve's default Python proxy does.
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from deploy.haproxy import BINARY_VARIABLE, COMMAND
 
 TUNED: Mapping[str, str] = {
     # HAProxy takes the HTTP connections and talks to the router replicas directly.
@@ -18,6 +22,8 @@ TUNED: Mapping[str, str] = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     # A dead proxy is noticed after 1 s, not 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # Lets HAProxy see clients that leave; see deploy/haproxy.py.
+    BINARY_VARIABLE: str(Path(sys.executable).with_name(COMMAND)),
 }
 """For every cluster: set them in the cluster's environment too (`ray start`, KubeRay)."""
 
@@ -31,6 +37,12 @@ LOCAL: Mapping[str, str] = {
 """For a Ray instance that Sluice starts itself on this machine."""
 
 
+def make_local_dir() -> Path:
+    """A new private directory for a local instance, with a path short enough for its sockets."""
+    short = Path("/tmp")
+    return Path(tempfile.mkdtemp(prefix="sluice-", dir=short if short.is_dir() else None))
+
+
 def apply(local_dir: Path | None = None) -> None:
     """Set what is not set yet; what the operator set stays.
 
@@ -41,7 +53,7 @@ def apply(local_dir: Path | None = None) -> None:
     settings = dict(TUNED)
     if local_dir is not None:
         settings.update(LOCAL)
-        proxy = local_dir / "proxy"
+        proxy = local_dir / "p"  # HAProxy takes socket paths of 97 characters, 70 of them Serve's
         settings["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = str(proxy / "haproxy.cfg")
         settings["RAY_SERVE_HAPROXY_SOCKET_PATH"] = str(proxy / "admin.sock")
         settings["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = str(proxy / "metrics.sock")

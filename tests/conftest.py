@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-import tempfile
-from pathlib import Path
+import shutil
 
 from deploy import ray_settings
 
@@ -21,5 +21,6 @@ _TEST_SETTINGS = {
 }
 
 os.environ.update(_TEST_SETTINGS)
-_private_dir = tempfile.TemporaryDirectory(prefix="sluice-test-")
-ray_settings.apply(Path(_private_dir.name))
+_private_dir = ray_settings.make_local_dir()
+atexit.register(shutil.rmtree, _private_dir, ignore_errors=True)
+ray_settings.apply(_private_dir)
