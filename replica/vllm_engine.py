@@ -353,7 +353,9 @@ class VllmEngine:
         """Stop the engine process. Idempotent."""
         llm, self._llm = self._llm, None
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
+            # In this thread, though it takes seconds: beside a running event loop vLLM would take
+            # its own shutdown for the engine's death, and log it as such.
+            llm.shutdown()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
