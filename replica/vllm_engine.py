@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -35,7 +34,13 @@ from replica.openai_format import RequestError
 from replica.profiling import latency_profile
 from replica.state_table import StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, reserved_keys, to_xargs
-from replica.vllm_setup import client_error_types, launch, parse_arguments, prepare_environment
+from replica.vllm_setup import (
+    Launched,
+    client_error_types,
+    launch,
+    parse_arguments,
+    prepare_environment,
+)
 from scheduling.latency import LatencyProfile
 from scheduling.state import EngineState
 
@@ -76,13 +81,8 @@ class VllmEngine:
         self._config = config
         self._replica_id = replica_id
         self._cpu_core = cpu_core if config.pin_cpu else None
-        # In shared memory where there is some: nothing of it must ever reach a disk.
-        shm = Path("/dev/shm")
-        self._directory = Path(
-            tempfile.mkdtemp(prefix="sluice-", dir=shm if shm.is_dir() else None)
-        )
-        self._table_path = self._directory / "state"
-        self._table = StateTable.create(table_capacity(max_live_requests), self._table_path)
+        self._table_capacity = table_capacity(max_live_requests)
+        self._table = StateTable.create(self._table_capacity)
         self._llm: Any = None
         self._serving: dict[str, Any] = {}
         self._request_types: dict[str, Any] = {}
@@ -109,28 +109,31 @@ class VllmEngine:
         else:
             model = config.model
         name = config.served_model_name or config.model
-        log = config.batch_log
-        settings = SchedulerSettings(
-            state_table=self._table_path,
-            policy=config.policy,
-            policy_options=config.policy_options,
-            batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
-            cpu_core=self._cpu_core,
-        )
         started_s = time.monotonic()
-        try:
-            prepare_environment(model, one_thread=config.pin_cpu)
-            arguments = parse_arguments(config.vllm_args, model, name, settings)
-            launched = await launch(arguments)
-        finally:
-            # Both processes have it mapped, if any: without a name it cannot be left behind.
-            shutil.rmtree(self._directory, ignore_errors=True)
+        launched = await self._launch(model, name)
         self._llm = launched.llm
         self._serving = {"chat": launched.chat, "completions": launched.completions}
         self._request_types = launched.request_types
         self._models = launched.models
         logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
         return await self._describe(name, explicit)
+
+    async def _launch(self, model: str, name: str) -> Launched:
+        config = self._config
+        log = config.batch_log
+        prepare_environment(model, one_thread=config.pin_cpu)
+        # Once both processes have the table mapped it needs no name, so it cannot be left behind.
+        with tempfile.TemporaryDirectory(prefix="sluice-", dir=_shared_memory()) as directory:
+            path = Path(directory) / "state"
+            self._table = StateTable.create(self._table_capacity, path)
+            settings = SchedulerSettings(
+                state_table=path,
+                policy=config.policy,
+                policy_options=config.policy_options,
+                batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
+                cpu_core=self._cpu_core,
+            )
+            return await launch(parse_arguments(config.vllm_args, model, name, settings))
 
     async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:
         vllm_config = self._llm.vllm_config
@@ -356,7 +359,12 @@ class VllmEngine:
             # In this thread, though it takes seconds: beside a running event loop vLLM would take
             # its own shutdown for the engine's death, and log it as such.
             llm.shutdown()
-        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _shared_memory() -> Path | None:
+    """Where files live in memory, if there is such a place; else the default is used."""
+    path = Path("/dev/shm")
+    return path if path.is_dir() else None
 
 
 def _refusal(status: int, body: bytes) -> tuple[ResponseItem, ...]:
