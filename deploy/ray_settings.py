@@ -8,6 +8,7 @@ CPU per request that Serve's default Python proxy does.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ LOCAL: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Other programs of this machine must not be able to submit work to our Ray.
     "RAY_AUTH_MODE": "token",
+    # HAProxy's own metrics would take a fixed port on every interface.
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     # One machine has no other proxies that would have to learn of a stopped replica first.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
 }
@@ -41,6 +44,13 @@ def make_local_dir() -> Path:
     """A new private directory for a local instance, with a path short enough for its sockets."""
     short = Path("/tmp")
     return Path(tempfile.mkdtemp(prefix="sluice-", dir=short if short.is_dir() else None))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def apply(local_dir: Path | None = None) -> None:
@@ -59,5 +69,6 @@ def apply(local_dir: Path | None = None) -> None:
         settings["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = str(proxy / "metrics.sock")
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = str(proxy)
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = str(proxy / "server-state")
+        settings["RAY_SERVE_HAPROXY_STATS_PORT"] = str(_free_port())
     for name, value in settings.items():
         os.environ.setdefault(name, value)

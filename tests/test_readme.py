@@ -31,12 +31,17 @@ def _blocks(marker: str) -> list[str]:
     return found
 
 
+def _newcomer() -> dict[str, str]:
+    """The environment without what the tests set for their own Ray, and with our commands."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**plain, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+
+
 def _shell(command: str, timeout_s: float = 300) -> str:
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=ROOT,
-        env=environment,
+        env=_newcomer(),
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -53,6 +58,7 @@ def served() -> Iterator[str]:
     process = subprocess.Popen(
         [BIN / "sluice", "serve", "--port", str(port)],
         cwd=ROOT,
+        env=_newcomer(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
