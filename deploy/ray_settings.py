@@ -32,8 +32,6 @@ LOCAL: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Other programs of this machine must not be able to submit work to our Ray.
     "RAY_AUTH_MODE": "token",
-    # HAProxy's own metrics would take a fixed port on every interface.
-    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     # One machine has no other proxies that would have to learn of a stopped replica first.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
 }
@@ -70,5 +68,6 @@ def apply(local_dir: Path | None = None) -> None:
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = str(proxy)
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = str(proxy / "server-state")
         settings["RAY_SERVE_HAPROXY_STATS_PORT"] = str(_free_port())
+        settings["RAY_SERVE_HAPROXY_METRICS_PORT"] = str(_free_port())
     for name, value in settings.items():
         os.environ.setdefault(name, value)
