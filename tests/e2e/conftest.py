@@ -33,6 +33,10 @@ class System:
         snapshot: dict[str, Any] = ray.get(self.controller().snapshot.remote(), timeout=10)
         return snapshot
 
+    def live(self) -> int:
+        """Requests in the engines, as the controller knows."""
+        return sum(each["waiting"] + each["running"] for each in self.snapshot()["replicas"])
+
     def scale(self, replicas: int) -> None:
         """Have Serve start or gracefully stop replicas of the engine."""
         target = DeploymentID(name="Replica", app_name=self.config.name)

@@ -44,12 +44,6 @@ def client(serving: System) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0)
 
 
-def _live(serving: System) -> int:
-    return sum(
-        replica["waiting"] + replica["running"] for replica in serving.snapshot()["replicas"]
-    )
-
-
 @pytest.mark.parametrize("slo", [None, {"ttft_ms": 5_000, "tpot_ms": 500, "priority": 3}])
 def test_chat_and_completions_streamed_and_plain(
     client: openai.OpenAI, slo: dict[str, Any] | None
@@ -170,8 +164,8 @@ def test_disconnect_cancels_the_work_in_the_engine(serving: System) -> None:
     }
     with httpx.stream("POST", f"{serving.url}/v1/completions", json=body, timeout=60) as answer:
         next(answer.iter_lines())
-        wait_until(lambda: _live(serving) == 1, "the engine works on it")
-    wait_until(lambda: _live(serving) == 0, "the engine dropped it", timeout_s=10)
+        wait_until(lambda: serving.live() == 1, "the engine works on it")
+    wait_until(lambda: serving.live() == 0, "the engine dropped it", timeout_s=10)
 
 
 def test_disconnect_during_prefill_cancels(serving: System) -> None:
@@ -179,7 +173,7 @@ def test_disconnect_during_prefill_cancels(serving: System) -> None:
     body = {"model": "local", "prompt": ["the of and to in a " * 300] * 8, "max_tokens": 500}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{serving.url}/v1/completions", json=body, timeout=0.5)
-    wait_until(lambda: _live(serving) == 0, "the engine dropped it", timeout_s=20)
+    wait_until(lambda: serving.live() == 0, "the engine dropped it", timeout_s=20)
 
 
 def test_requests_go_on_while_the_controller_is_dead(serving: System) -> None:
@@ -269,7 +263,7 @@ def test_a_stopped_replica_loses_nothing(serving: System) -> None:
     async def load() -> list[tuple[int, bool]]:
         async with httpx.AsyncClient(base_url=serving.url, timeout=180) as http:
             first = [asyncio.create_task(stream(http, number)) for number in range(12)]
-            await asyncio.to_thread(wait_until, lambda: _live(serving) == 12, "all stream")
+            await asyncio.to_thread(wait_until, lambda: serving.live() == 12, "all stream")
             await asyncio.to_thread(serving.scale, 1)
             second = [asyncio.create_task(stream(http, number)) for number in range(12, 24)]
             return await asyncio.gather(*first, *second)

@@ -1,0 +1,57 @@
+"""The application as an operator deploys it on a running cluster: from Serve's configuration."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from deploy.config import SluiceConfig
+from tests.e2e.conftest import free_port, wait_until
+
+pytestmark = pytest.mark.ray
+
+_SIMULATED = {"kind": "simulated", "model": "sim"}
+
+
+def test_a_serve_configuration_deploys_and_scales() -> None:
+    """Serve builds the application in a process of its own from ``import_path`` and ``args``."""
+    from deploy.local import running
+
+    first = SluiceConfig.model_validate(
+        {
+            "name": "first",
+            "engine": _SIMULATED,
+            "replica": {"count": 1, "num_cpus": 0.1},
+            "router": {"port": free_port()},
+        }
+    )
+    with running(first, threading.Event(), report=print):
+        url = f"http://127.0.0.1:{first.router.port}/second/v1/completions"
+        deployed = {"engine": _SIMULATED, "replica": {"count": 2, "num_cpus": 0.1}}
+        _deploy({**deployed, "name": "second"})
+        body = {"model": "sim", "prompt": "one", "max_tokens": 3}
+        wait_until(lambda: httpx.post(url, json=body, timeout=30).status_code == 200, "it answers")
+        refused = httpx.post(url, json={**body, "slo": {"tpot_ms": 0}}, timeout=30)
+        assert refused.status_code == 400
+        assert "slo.tpot_ms" in refused.json()["error"]["message"]
+
+
+def _schema(args: dict[str, Any]) -> ServeDeploySchema:
+    application = {
+        "name": "second",
+        "route_prefix": "/second",
+        "import_path": "deploy.app:build",
+        "args": args,
+    }
+    text = json.dumps({"applications": [application]})
+    return ServeDeploySchema.model_validate(json.loads(text))
+
+
+def _deploy(args: dict[str, Any]) -> None:
+    _get_global_client().deploy_apps(_schema(args), _blocking=True)
