@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from typing import NamedTuple
 
+from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replica.engine import Endpoint
@@ -40,6 +41,8 @@ class Gate:
       scrape can send one.
     - At most ``max_in_flight`` inference requests are inside; more are refused before their body
       is read.
+
+    Paths are those after Serve's route prefix, as for routing.
     """
 
     def __init__(
@@ -70,9 +73,11 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), header]
             await send(message)
 
-        endpoint = INFERENCE_PATHS.get(scope["path"]) if scope["method"] == "POST" else None
+        # The function that routing itself calls, so that the two never differ over a path.
+        path = get_route_path(scope)
+        endpoint = INFERENCE_PATHS.get(path) if scope["method"] == "POST" else None
         try:
-            if scope["path"] != OPEN_PATH:
+            if path != OPEN_PATH:
                 self._keys.check(scope["headers"])
             if endpoint is not None and self._in_flight >= self._max_in_flight:
                 raise ApiError(

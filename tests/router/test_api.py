@@ -228,6 +228,7 @@ async def test_wrong_addresses(method: str, path: str, status: int, code: Reason
         check_error(await client.request(method, path), status, code)
 
 
+PREFIXES = ["", "/models/small"]
 KEYS = RouterConfig(api_keys=(SecretStr("first-key"), SecretStr("second-key")))
 
 
@@ -244,9 +245,12 @@ KEYS = RouterConfig(api_keys=(SecretStr("first-key"), SecretStr("second-key")))
         {"authorization": "Bearer first-key second-key"},
     ],
 )
-async def test_without_a_key_nothing_but_health_is_open(headers: dict[str, str]) -> None:
+@pytest.mark.parametrize("prefix", PREFIXES)
+async def test_without_a_key_nothing_but_health_is_open(
+    headers: dict[str, str], prefix: str
+) -> None:
     edge = Edge(FarSide(a=serve), config=KEYS)
-    async with edge.client() as client:
+    async with edge.client(prefix) as client:
         client.headers = httpx.Headers(headers)
         for method, path in [
             ("POST", "/v1/chat/completions"),
@@ -254,6 +258,7 @@ async def test_without_a_key_nothing_but_health_is_open(headers: dict[str, str])
             ("GET", "/metrics"),
             ("GET", "/nowhere"),
             ("GET", "/health/../metrics"),
+            ("GET", "/health/health"),
         ]:
             response = await client.request(method, path, json=CHAT_BODY)
             check_error(response, 401, Reason.INVALID_API_KEY)
@@ -270,8 +275,9 @@ async def test_two_keys_at_once_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["Bearer first-key", "bearer second-key"])
-async def test_every_configured_key_opens(value: str) -> None:
-    async with Edge(FarSide(a=serve), config=KEYS).client() as client:
+@pytest.mark.parametrize("prefix", PREFIXES)
+async def test_every_configured_key_opens(value: str, prefix: str) -> None:
+    async with Edge(FarSide(a=serve), config=KEYS).client(prefix) as client:
         client.headers["authorization"] = value
         assert (await client.get("/v1/models")).status_code == 200
         assert (await client.post("/v1/completions", json=COMPLETION_BODY)).status_code == 200
@@ -298,10 +304,11 @@ async def test_without_a_replica_health_is_503(monkeypatch: pytest.MonkeyPatch) 
             assert response.headers["retry-after"] == "2"
 
 
-async def test_more_requests_than_allowed_are_refused_at_once() -> None:
+@pytest.mark.parametrize("prefix", PREFIXES)
+async def test_more_requests_than_allowed_are_refused_at_once(prefix: str) -> None:
     side = FarSide(a=hang)
     edge = Edge(side, config=RouterConfig(max_in_flight=1))
-    async with edge.client() as client:
+    async with edge.client(prefix) as client:
         first = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT_BODY))
         await side.until(lambda: bool(side.live))
         assert edge.sample("sluice_in_flight_requests") == 1
@@ -313,6 +320,7 @@ async def test_more_requests_than_allowed_are_refused_at_once() -> None:
         await side.until(lambda: not side.live)
         side.behaviours["a"] = serve
         assert (await client.post("/v1/completions", json=COMPLETION_BODY)).status_code == 200
+        assert 'outcome="refused"' in (await client.get("/metrics")).text
     labels = {"class": "none", "outcome": "refused", "endpoint": "chat"}
     assert edge.sample("sluice_requests_total", **labels) == 1
 
