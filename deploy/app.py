@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from deploy.config import SluiceConfig
+from deploy.config import SluiceConfig, parse_config
 from replica.deployment import ReplicaServer
 from router.app import Router
 
@@ -28,9 +28,9 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
     """The application for ``args``: a :class:`SluiceConfig`, or a mapping with its fields.
 
     Raises:
-        pydantic.ValidationError: a field is unknown or out of range.
+        ValueError: a field is unknown or out of range.
     """
-    config = args if isinstance(args, SluiceConfig) else SluiceConfig.model_validate(dict(args))
+    config = args if isinstance(args, SluiceConfig) else parse_config(args)
     replicas = serve.deployment(ReplicaServer).options(
         name=REPLICA_DEPLOYMENT,
         num_replicas=config.replica.count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,19 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> S
             raise ValueError(f"{path} is not YAML: {error}") from error
         if not isinstance(data, dict):
             raise ValueError(f"{path} must hold a mapping at its top level")
+    return parse_config(_merge(data, overrides or {}))
+
+
+def parse_config(data: Mapping[str, Any]) -> SluiceConfig:
+    """The configuration in ``data``.
+
+    Raises:
+        ValueError: every field that is not allowed, and what is; without the values, because one
+            of them may be a key.
+    """
     try:
-        return SluiceConfig.model_validate(_merge(data, overrides or {}))
+        return SluiceConfig.model_validate(dict(data))
     except ValidationError as error:
-        # Without the values: one of them may be a key.
         lines = [
             f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}"
             for entry in error.errors(include_input=False, include_url=False)

@@ -91,9 +91,16 @@ def running(
     import ray
     from ray import serve
 
+    report("starting Ray")
     try:
-        report("starting Ray")
         _start_ray(config, local_dir)
+    except BaseException:
+        # Not Serve's shutdown: without a Ray of our own it would look for somebody else's.
+        ray.shutdown()
+        shutil.rmtree(local_dir, ignore_errors=True)
+        raise
+    try:
+        _check_gpus(config)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(http_options={"host": config.router.host, "port": config.router.port})
         _deploy(config)
@@ -109,18 +116,24 @@ def running(
 def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
     import ray
 
-    from deploy.app import gpus_per_replica
-
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
     # themselves.
     needed = config.replica.count * config.replica.num_cpus + config.router.replicas
     ray.init(
+        address="local",  # never the cluster that the environment may name
         num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.WARNING,
         _temp_dir=str(local_dir / "ray"),
     )
+
+
+def _check_gpus(config: SluiceConfig) -> None:
+    import ray
+
+    from deploy.app import gpus_per_replica
+
     wanted = gpus_per_replica(config) * config.replica.count
     seen = ray.cluster_resources().get("GPU", 0)
     if wanted > seen:

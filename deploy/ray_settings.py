@@ -1,8 +1,8 @@
 """Ray settings that Sluice runs with. They are environment variables that Ray reads on import, so
 :func:`apply` comes before the first ``import ray`` of the process that starts the cluster.
 
-With HAProxy in front and replicas on Serve's gRPC data plane the edge spends about a quarter of the
-CPU per request that Serve's default Python proxy does.
+HAProxy in front and Serve's gRPC data plane behind it cost the edge a fraction of the CPU time that
+Serve's default Python proxy and actor calls do.
 """
 
 from __future__ import annotations

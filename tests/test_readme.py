@@ -32,14 +32,14 @@ def _blocks(marker: str) -> list[str]:
 
 
 def _newcomer() -> dict[str, str]:
-    """The environment without what the tests set for their own Ray, and with our commands."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {**plain, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    """The environment without what the tests set for their own Ray."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
 def _shell(command: str, timeout_s: float = 300) -> str:
+    (activate,) = _blocks("run: activate")
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
+        ["bash", "-euo", "pipefail", "-c", f"{activate}\n{command}"],
         cwd=ROOT,
         env=_newcomer(),
         capture_output=True,

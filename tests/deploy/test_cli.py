@@ -12,6 +12,7 @@ from deploy.cli import main
 from deploy.config import SluiceConfig
 from deploy.local import StartError, curl_line, running, stop_signals
 from scheduling import batching, routing
+from tests.e2e.conftest import free_port
 
 
 def test_policies_lists_every_policy_with_source_and_options() -> None:
@@ -70,3 +71,27 @@ def test_curl_line_asks_for_a_key_where_one_is_needed() -> None:
     keyed = SluiceConfig.model_validate({"router": {"api_keys": ["secret"]}})
     assert "Bearer" in curl_line(keyed)
     assert "secret" not in curl_line(keyed)
+
+
+def test_a_start_that_fails_touches_no_other_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever cluster the environment names, neither Ray nor Serve is asked to join it."""
+    import ray
+    from ray import serve
+
+    asked: list[str | None] = []
+
+    def refuse(address: str | None = None, **_: object) -> None:
+        asked.append(address)
+        raise RuntimeError("no Ray today")
+
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(serve, "shutdown", lambda: asked.append("serve.shutdown"))
+    config = SluiceConfig.model_validate({"router": {"port": free_port()}})
+    with (
+        pytest.raises(RuntimeError, match="no Ray today"),
+        stop_signals() as stop,
+        running(config, stop, report=print),
+    ):
+        pytest.fail("it started")
+    assert asked == ["local"]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.app import build
 from deploy.config import SluiceConfig, load_config
 
 
@@ -60,6 +61,9 @@ def test_keys_are_not_shown_in_errors_or_dumps(tmp_path: Path) -> None:
     path.write_text("router: {api_keys: [very-secret], port: -5}")
     with pytest.raises(ValueError, match=r"router\.port") as caught:
         load_config(path)
+    assert "very-secret" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"router\.api_key:") as caught:
+        build({"router": {"api_key": ["very-secret"]}})
     assert "very-secret" not in str(caught.value)
     path.write_text("router: {api_keys: [very-secret]}")
     assert "very-secret" not in str(load_config(path).model_dump(mode="json"))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import ray
 from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
@@ -51,11 +52,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Return once ``condition`` holds; fail the test after ``timeout_s``."""
+def wait_until(
+    condition: Callable[[], bool],
+    what: str,
+    timeout_s: float = 60.0,
+    show: Callable[[], object] = lambda: "",
+) -> None:
+    """Return once ``condition`` holds; after ``timeout_s`` fail with what ``show`` says."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain: {what}"
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {timeout_s:g} s in vain: {what} {show()}")
         time.sleep(0.02)
 
 
