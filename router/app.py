@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from math import inf
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -20,33 +24,65 @@ from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.serve_replicas import ServeReplicas
 
+PAGE_TTL_S = 1.0
+"""How long a page of metrics is shown again, seconds."""
+
+_log = logging.getLogger(__name__)
+
 
 class ControllerMetricsPage:
     """The whole application's metrics from the controller, this router's own up to date in them.
 
     Where the controller does not answer, this router's alone. ``sluice_controller_up`` tells which.
+
+    However many scrapers there are, the controller is asked by one at a time and at most once in
+    :data:`PAGE_TTL_S`: the others get the same page. A scraper that leaves does not end the work,
+    or coming and leaving would ask ever again.
     """
 
     def __init__(
-        self, client: ControllerClient, pusher: MetricsPusher, registry: CollectorRegistry
+        self,
+        client: ControllerClient,
+        pusher: MetricsPusher,
+        registry: CollectorRegistry,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._pusher = pusher
         self._registry = registry
+        self._clock = clock
+        self._page: asyncio.Task[bytes] | None = None
+        self._made_s = -inf
         self._status = CollectorRegistry()
         self._up = Gauge(
             "sluice_controller_up",
-            "Whether the controller answered this scrape: 1 or 0.",
+            "Whether the controller answered when this page was made: 1 or 0.",
             registry=self._status,
         )
 
     async def render(self) -> bytes:
-        """Prometheus text; see the class."""
-        text = await self._client.render_metrics() if await self._pusher.push_now() else None
+        """Prometheus text, at most :data:`PAGE_TTL_S` old; see the class."""
+        page = self._page
+        if page is None or (page.done() and self._clock() - self._made_s >= PAGE_TTL_S):
+            page = self._page = asyncio.create_task(self._make())
+        return await asyncio.shield(page)
+
+    async def _make(self) -> bytes:
+        text = await self._of_fleet()
         self._up.set(text is not None)
         if text is None:
             text = generate_latest(self._registry)
+        self._made_s = self._clock()
         return text + generate_latest(self._status)
+
+    async def _of_fleet(self) -> bytes | None:
+        try:
+            if await self._pusher.push_now():
+                return await self._client.render_metrics()
+        except Exception:
+            # Whatever is wrong over there, this router's own metrics can be shown.
+            _log.exception("the controller's metrics could not be had")
+        return None
 
 
 @serve.ingress()

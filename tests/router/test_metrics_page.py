@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.messages import MetricsPush
 from controller.metrics import MetricsHub, MetricsPusher, text_of
-from router.app import ControllerMetricsPage
+from router.app import PAGE_TTL_S, ControllerMetricsPage
 from router.metrics import Fallback, RouterMetrics
+from tests.router.far_side import Clock
 
 
 class HubClient:
@@ -16,6 +20,11 @@ class HubClient:
     def __init__(self) -> None:
         self.hub = MetricsHub()
         self.up = True
+        self.error: Exception | None = None
+        self.asked = 0
+        self.asking = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     async def push_metrics(self, push: MetricsPush) -> bool:
         if self.up:
@@ -23,7 +32,17 @@ class HubClient:
         return self.up
 
     async def render_metrics(self) -> bytes | None:
+        self.asked += 1
+        self.asking.set()
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
         return text_of(self.hub.families(now_s=1.0)) if self.up else None
+
+
+def page_of(client: HubClient, clock: Clock, metrics: RouterMetrics) -> ControllerMetricsPage:
+    pusher = MetricsPusher(client, metrics.registry, "mine")
+    return ControllerMetricsPage(client, pusher, metrics.registry, clock)  # type: ignore[arg-type]
 
 
 async def read(page: ControllerMetricsPage) -> dict[str, float]:
@@ -37,10 +56,10 @@ async def read(page: ControllerMetricsPage) -> dict[str, float]:
 
 async def test_the_page_is_the_fleets_or_else_this_routers() -> None:
     client = HubClient()
+    clock = Clock()
     mine, others = RouterMetrics(), RouterMetrics()
-    pusher = MetricsPusher(client, mine.registry, "mine")
     await MetricsPusher(client, others.registry, "others").push_now()
-    page = ControllerMetricsPage(client, pusher, mine.registry)  # type: ignore[arg-type]
+    page = page_of(client, clock, mine)
     mine.retries.inc(2)
     mine.fallback(Fallback.NO_ANSWER)
     others.retries.inc(3)
@@ -49,7 +68,58 @@ async def test_the_page_is_the_fleets_or_else_this_routers() -> None:
     assert fleet["sluice_retries_total"] == 5
     assert fleet["sluice_controller_up"] == 1
     client.up = False
+    clock.now_s += PAGE_TTL_S
     alone = await read(page)
     assert alone["sluice_retries_total"] == 2
     assert alone["sluice_fallback_total"] == 1
     assert alone["sluice_controller_up"] == 0
+
+
+async def test_scrapes_at_once_and_soon_after_ask_the_controller_once() -> None:
+    client, clock, metrics = HubClient(), Clock(), RouterMetrics()
+    page = page_of(client, clock, metrics)
+    client.gate.clear()
+    scrapes = [asyncio.create_task(page.render()) for _ in range(50)]
+    await client.asking.wait()
+    clock.now_s += 10 * PAGE_TTL_S  # also when the controller is slower than the page is kept
+    late = asyncio.create_task(page.render())
+    client.gate.set()
+    pages = {*await asyncio.gather(*scrapes), await late, await page.render()}
+    assert len(pages) == 1
+    assert client.asked == 1
+    metrics.retries.inc()
+    clock.now_s += PAGE_TTL_S
+    assert (await read(page))["sluice_retries_total"] == 1
+    assert client.asked == 2
+
+
+async def test_a_scraper_that_leaves_takes_the_page_from_nobody() -> None:
+    client = HubClient()
+    page = page_of(client, Clock(), RouterMetrics())
+    client.gate.clear()
+    first, second = (asyncio.create_task(page.render()) for _ in range(2))
+    await client.asking.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    assert first.cancelled()
+    client.gate.set()
+    assert b"sluice_controller_up 1.0" in await second
+    assert client.asked == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("over a limit"), RuntimeError("a bug")])
+async def test_a_controller_that_refuses_or_fails_leaves_this_routers_page(
+    error: Exception,
+) -> None:
+    client, clock, metrics = HubClient(), Clock(), RouterMetrics()
+    page = page_of(client, clock, metrics)
+    metrics.retries.inc(2)
+    client.error = error
+    alone = await read(page)
+    assert alone["sluice_retries_total"] == 2
+    assert alone["sluice_controller_up"] == 0
+    assert (await read(page)) == alone
+    assert client.asked == 1
+    client.error = None
+    clock.now_s += PAGE_TTL_S
+    assert (await read(page))["sluice_controller_up"] == 1
