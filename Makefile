@@ -31,10 +31,10 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sluice needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 
-# The three torch companions that come along on some indexes are CUDA builds: beside a CPU torch they
-# break the import of transformers, and text models do not use them.
 comma := ,
 
+# The three torch companions that come along on some indexes are CUDA builds: beside a CPU torch they
+# break the import of transformers, and text models do not use them.
 define install
 	$(BIN)/pip install --quiet --editable '.[$(1)]' \
 	  || $(BIN)/pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) --editable '.[$(1)]'
