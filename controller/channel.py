@@ -1,11 +1,11 @@
-"""A plain TCP connection for decisions: what an actor call costs a millisecond for, it does in a
-tenth.
+"""A plain TCP connection for decisions, which costs a fraction of an actor call.
 
 A decision is on the path of every request, so it is the one thing that does not travel as an actor
-call while this connection stands. The actor listens on its node's address, on a port of the
-system's choice; who knows the token that the actor hands out may ask. Messages are lines of JSON:
-first the token, then ``[number, [query, ...]]``, answered by ``[number, epoch, [decision, ...]]``
-or ``[number, null, "what was wrong"]``.
+call while this connection stands; ``python -m benchmarks.controller_decision`` measures both. The
+actor listens on its node's address, on a port of the system's choice; who knows the token that the
+actor hands out may ask. Messages are lines: first the token, answered by ``ok``, then JSON:
+``[number, [query, ...]]``, answered, in the order of the questions, by
+``[number, epoch, [decision, ...]]`` or ``[number, null, "what was wrong"]``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import asyncio
 import hmac
 import itertools
 import json
+import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
 from typing import Any, NamedTuple, cast
 
 from controller.failure import NoAnswerError
@@ -26,11 +28,26 @@ MAX_LINE = 1 << 20
 """Longest message, bytes."""
 
 MAX_CONNECTIONS = 4096
+"""Most connections that have shown the token."""
+
+MAX_STRANGERS = 64
+"""Most connections that have not shown it yet; one more drops the oldest of them, so that nobody
+keeps routers out by holding these places."""
+
+MAX_TIMEOUTS = 3
+"""Questions, each asked after the one before ran out of time, that may stay without an answer
+before the connection counts as dead. One is not enough: while a client's event loop is busy, its
+deadline passes although the answer has arrived."""
+
 GREETING_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
 _CONNECT_PAUSE_S = 1.0
+_WELCOME = b"ok"
+
+_log = logging.getLogger(__name__)
 
 Route = Callable[[list[RouteQuery]], RouteReply]
+OnLate = Callable[[RouteQuery, RouteDecision], None]
 
 
 class Endpoint(NamedTuple):
@@ -42,9 +59,11 @@ class Endpoint(NamedTuple):
 
 
 class _Lines(asyncio.Protocol):
-    """Splits what arrives into lines, and closes on one that is too long."""
+    """Splits what arrives into lines, and closes on one longer than ``limit`` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.closed = False
         self._transport: asyncio.Transport | None = None
         self._rest = b""
 
@@ -55,9 +74,14 @@ class _Lines(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
+            if self.closed:
+                return
             self.line_received(line)
-        if len(self._rest) > MAX_LINE:
+        if len(self._rest) > self.limit:
             self.close()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self.closed = True
 
     def line_received(self, line: bytes) -> None:
         """Handle one message."""
@@ -69,11 +93,13 @@ class _Lines(asyncio.Protocol):
 
     def write(self, line: bytes) -> None:
         """Write one line; nothing on a closed connection."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not self.closed and not self._transport.is_closing():
             self._transport.write(line + b"\n")
 
     def close(self) -> None:
-        """Drop the connection at once. Idempotent."""
+        """Drop the connection at once, and what was not sent or handled yet. Idempotent."""
+        self.closed = True
+        self._rest = b""
         if self._transport is not None:
             self._transport.abort()
 
@@ -82,29 +108,26 @@ class _Served(_Lines):
     """One client's connection, at the controller."""
 
     def __init__(self, server: RouteServer) -> None:
-        super().__init__()
+        super().__init__(limit=len(server.token))
         self._server = server
         self._trusted = False
         self._greeting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if not self._server.enter(self):
-            self.close()
-            return
+        self._server.enter(self)
         loop = asyncio.get_running_loop()
         self._greeting = loop.call_later(GREETING_TIMEOUT_S, self._check_greeted)
 
-    def connection_lost(self, _error: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
         self._server.leave(self)
         if self._greeting is not None:
             self._greeting.cancel()
 
     def line_received(self, line: bytes) -> None:
         if not self._trusted:
-            self._trusted = hmac.compare_digest(line, self._server.token.encode())
-            if not self._trusted:
-                self.close()
+            self._greeted(line)
             return
         try:
             number, rows = json.loads(line)
@@ -119,6 +142,15 @@ class _Served(_Lines):
         else:
             self.send((number, reply.epoch, reply.decisions))
 
+    def _greeted(self, line: bytes) -> None:
+        known = hmac.compare_digest(line, self._server.token.encode())
+        if not known or not self._server.trust(self):
+            self.close()
+            return
+        self._trusted = True
+        self.limit = MAX_LINE
+        self.write(_WELCOME)
+
     def _check_greeted(self) -> None:
         if not self._trusted:
             self.close()
@@ -130,7 +162,8 @@ class RouteServer:
     def __init__(self, route: Route) -> None:
         self.route = route
         self.token = secrets.token_hex(32)
-        self._connections: set[_Served] = set()
+        self._strangers: dict[_Served, None] = {}
+        self._trusted: set[_Served] = set()
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
@@ -143,78 +176,134 @@ class RouteServer:
         port: int = self._server.sockets[0].getsockname()[1]
         return Endpoint(host, port, self.token)
 
-    def enter(self, connection: _Served) -> bool:
-        """Whether there is room for another connection."""
-        if len(self._connections) >= MAX_CONNECTIONS:
+    def enter(self, connection: _Served) -> None:
+        """A connection was made; the oldest that has not shown the token yet may go for it."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.close()
+        self._strangers[connection] = None
+
+    def trust(self, connection: _Served) -> bool:
+        """A connection has shown the token; whether there is room for it."""
+        self._strangers.pop(connection, None)
+        if len(self._trusted) >= MAX_CONNECTIONS:
             return False
-        self._connections.add(connection)
+        self._trusted.add(connection)
         return True
 
     def leave(self, connection: _Served) -> None:
         """A connection ended."""
-        self._connections.discard(connection)
+        self._strangers.pop(connection, None)
+        self._trusted.discard(connection)
 
 
 class _Asking(_Lines):
     """The connection, at a client."""
 
-    def __init__(self, token: str, on_lost: Callable[[], None]) -> None:
-        super().__init__()
+    def __init__(self, token: str, on_lost: Callable[[], None], on_late: OnLate) -> None:
+        super().__init__(MAX_LINE)
         self._token = token
         self._on_lost = on_lost
+        self._on_late = on_late
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[RouteReply]] = {}
+        # Bounded: an answer clears all that were asked before it, and without one the connection
+        # soon ends.
+        self._late: dict[int, Sequence[RouteQuery]] = {}
+        self._timeouts = 0
+        self._last_timeout_s = -inf
+        self.greeted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether the server has taken the token, once that is known."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.write(self._token.encode())
 
-    def connection_lost(self, _error: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(NoAnswerError("unavailable"))
+        if not self.greeted.done():
+            self.greeted.set_result(False)
         self._on_lost()
 
     def line_received(self, line: bytes) -> None:
-        number, epoch, answer = json.loads(line)
-        future = self._waiting.get(number)
-        if future is None or future.done():
+        if not self.greeted.done():
+            self.greeted.set_result(line == _WELCOME)
             return
+        number, epoch, answer = json.loads(line)
+        self._timeouts = 0
+        future = self._waiting.get(number)
+        late = self._late.get(number)
+        if self._late:
+            self._late = {asked: of for asked, of in self._late.items() if asked > number}
         if epoch is None:
-            future.set_exception(ValueError(answer))
-        else:
-            decisions = tuple([RouteDecision(*decision) for decision in answer])
+            if future is not None and not future.done():
+                future.set_exception(ValueError(answer))
+            return
+        decisions = tuple([RouteDecision(*decision) for decision in answer])
+        if late is not None:
+            for query, decision in zip(late, decisions, strict=True):
+                self._on_late(query, decision)
+        elif future is not None and not future.done():
             future.set_result(RouteReply(epoch, decisions))
 
     async def ask(self, queries: Sequence[RouteQuery], timeout_s: float) -> RouteReply:
+        """As :meth:`RouteChannel.route`, with ``TimeoutError``."""
+        loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        future: asyncio.Future[RouteReply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RouteReply] = loop.create_future()
         self._waiting[number] = future
+        asked_s = loop.time()
         self.send((number, [_row(query) for query in queries]))
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                return future.result()  # it came in the turn in which the time was up
+            self._late[number] = queries
+            self._timed_out(asked_s)
+            raise
         finally:
             del self._waiting[number]
+
+    def _timed_out(self, asked_s: float) -> None:
+        """Count a timeout; those of questions under way at the same time are one."""
+        if asked_s < self._last_timeout_s:
+            return
+        self._last_timeout_s = asyncio.get_running_loop().time()
+        self._timeouts += 1
+        if self._timeouts >= MAX_TIMEOUTS:
+            self.close()
 
 
 class RouteChannel:
     """A client's side: a connection that is made, and made again, in the background.
 
+    A dead controller shows at once, by the connection's end; one that hangs shows after
+    ``MAX_TIMEOUTS`` timeouts in a row, and until then each question costs its deadline.
+
     Args:
         find: asks the controller for its endpoint; raises :class:`NoAnswerError`.
         on_lost: called when an open connection ends by itself.
+        on_late: told of each decision that came after its question's deadline.
     """
 
-    def __init__(self, find: Callable[[], Any], on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, find: Callable[[], Awaitable[Endpoint]], on_lost: Callable[[], None], on_late: OnLate
+    ) -> None:
         self._find = find
         self._on_lost = on_lost
+        self._on_late = on_late
         self._connection: _Asking | None = None
         self._connecting: asyncio.Task[None] | None = None
 
     @property
     def open(self) -> bool:
-        """Whether :meth:`route` can be called."""
+        """Whether :meth:`route` can be called: the controller has taken the token."""
         return self._connection is not None
 
     def connect_soon(self) -> None:
@@ -235,7 +324,6 @@ class RouteChannel:
         try:
             return await connection.ask(queries, timeout_s)
         except TimeoutError:
-            connection.close()
             raise NoAnswerError("timeout") from None
 
     async def close(self) -> None:
@@ -249,21 +337,36 @@ class RouteChannel:
             connection.close()
 
     async def _connect(self) -> None:
-        """One attempt, and a pause after a failed one, so that attempts are bounded in rate."""
+        """One attempt and a pause, which follows a success too: a connection that ends right after
+        it was made must not be made again without end."""
         try:
-            endpoint = Endpoint(*await self._find())
-            connection = _Asking(endpoint.token, self._lost)
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                loop = asyncio.get_running_loop()
-                await loop.create_connection(lambda: connection, endpoint.host, endpoint.port)
-            self._connection = connection
-        except (NoAnswerError, OSError, TimeoutError):
+            await self._attempt()
             await asyncio.sleep(_CONNECT_PAUSE_S)
         finally:
             self._connecting = None
 
-    def _lost(self) -> None:
-        if self._connection is not None:
+    async def _attempt(self) -> None:
+        loop = asyncio.get_running_loop()
+        connection: _Asking | None = None
+        try:
+            endpoint = Endpoint(*await self._find())
+            made = connection = _Asking(endpoint.token, lambda: self._lost(made), self._on_late)
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await loop.create_connection(lambda: made, endpoint.host, endpoint.port)
+                # It may have ended in the turn in which the answer came.
+                if not await made.greeted or made.closed:
+                    raise ConnectionResetError("the controller did not take the token")
+            self._connection = made
+        except (NoAnswerError, OSError, TimeoutError) as error:
+            _log.debug("no connection for decisions: %s", error)
+        except Exception:
+            _log.exception("the connection for decisions could not be made")
+        finally:
+            if connection is not None and connection is not self._connection:
+                connection.close()
+
+    def _lost(self, connection: _Asking) -> None:
+        if self._connection is connection:
             self._connection = None
             self._on_lost()
 

@@ -91,7 +91,7 @@ class ControllerClient:
         self._notice_task: asyncio.Task[None] | None = None
         self._link = Link(app_name, config, self._queries.fail_queued)
         # Its end is the first sign of a dead controller.
-        self._channel = RouteChannel(self._find_endpoint, self._link.lost)
+        self._channel = RouteChannel(self._find_endpoint, self._link.lost, self._release_unwanted)
 
     @property
     def up(self) -> bool:
@@ -99,12 +99,20 @@ class ControllerClient:
         return self._link.up
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
-        """Where ``query``'s request goes, or ``None`` where the controller did not say in time."""
+        """Where ``query``'s request goes, or ``None`` where the controller did not say in time.
+
+        A timeout costs only its own question; that the controller hangs is taken from
+        ``MAX_TIMEOUTS`` in a row (:mod:`controller.channel`), that it died is seen at once.
+        """
         try:
             self._link.check()
             decision = await self._queries.ask(query)
         except NoAnswerError as error:
             self._count("route", error.reason)
+            return None
+        except ValueError as error:
+            _log.warning("the controller refused a batch of queries: %s", error)
+            self._count("route", "refused")
             return None
         except asyncio.CancelledError:
             self._count("route", "cancelled")
@@ -176,18 +184,11 @@ class ControllerClient:
         self._batches.observe(len(queries))
         reply: RouteReply
         if self._channel.open:
-            reply = await self._ask_channel(queries, left_s)
+            reply = await self._channel.route(queries, left_s)
         else:
             self._channel.connect_soon()
             reply = await self._link.call("route", queries, timeout_s=left_s)
         return list(reply.decisions)
-
-    async def _ask_channel(self, queries: list[RouteQuery], left_s: float) -> RouteReply:
-        try:
-            return await self._channel.route(queries, left_s)
-        except NoAnswerError:
-            self._link.lost()
-            raise
 
     async def _find_endpoint(self) -> Endpoint:
         endpoint: Endpoint = await self._link.call("endpoint", timeout_s=NOTICE_TIMEOUT_S)

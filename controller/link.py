@@ -21,12 +21,17 @@ process dies gets its error only about a second later."""
 
 _PROBE_PAUSE_S = 0.05
 
+_TELLING = frozenset(("route", "hello", "report"))
+"""Methods that the controller answers at once, so that a timeout says that it does not work. The
+others may take long, and a slow page of metrics must not stop the decisions."""
+
 _log = logging.getLogger(__name__)
 
 
 class Link:
     """Calls the controller with a deadline; after a failure, repairs itself in the background.
 
+    A failure here is the actor's death, or a timeout of a call that it answers at once.
     While the controller does not answer (:attr:`up` is false) every call fails at once, so that no
     request pays for it twice; a task of the link's own looks the actor up again where its handle
     is dead, starts one where the name is gone, and asks until there is an answer.
@@ -82,7 +87,8 @@ class Link:
             _log.error("the controller failed in %s: %s", method, error)
             raise NoAnswerError("error") from None
         except TimeoutError:
-            self.lost()
+            if method in _TELLING:
+                self.lost()
             raise NoAnswerError("timeout") from None
         except RayError as error:
             if isinstance(error, ActorDiedError):
@@ -116,12 +122,15 @@ class Link:
             self._repair_task = asyncio.get_running_loop().create_task(self._until_up())
 
     async def _until_up(self) -> None:
+        last = len(_PROBE_TIMEOUTS_S) - 1
         attempts = 0
-        while not await self._probe(_PROBE_TIMEOUTS_S[min(attempts, len(_PROBE_TIMEOUTS_S) - 1)]):
-            await asyncio.sleep(_PROBE_PAUSE_S)
-            attempts += 1
-        self.up = True
-        self._repair_task = None
+        try:
+            while not await self._probe(_PROBE_TIMEOUTS_S[min(attempts, last)]):
+                await asyncio.sleep(_PROBE_PAUSE_S)
+                attempts += 1
+            self.up = True
+        finally:
+            self._repair_task = None
         _log.info("the controller of %s answers again", self._app_name)
 
     async def _probe(self, timeout_s: float) -> bool:
@@ -135,5 +144,9 @@ class Link:
             return False
         except (RayError, TimeoutError, ValueError, RuntimeError, OSError) as error:
             _log.debug("the controller of %s does not answer: %s", self._app_name, error)
+            return False
+        except Exception:
+            # Whatever it is, requests need the controller back, so the next probe must come.
+            _log.exception("the controller of %s could not be asked", self._app_name)
             return False
         return True

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from controller import channel as channel_module
-from controller.channel import MAX_LINE, Endpoint, RouteChannel, RouteServer
+from controller.channel import (
+    MAX_LINE,
+    MAX_STRANGERS,
+    MAX_TIMEOUTS,
+    Endpoint,
+    RouteChannel,
+    RouteServer,
+)
 from controller.failure import NoAnswerError
 from controller.messages import RouteDecision, RouteQuery, RouteReply
 from scheduling.objective import SLO
@@ -31,6 +39,10 @@ class Placed:
         return RouteReply(11, tuple(RouteDecision("a", "placed") for _ in queries))
 
 
+def _no_late_answers(query: RouteQuery, decision: RouteDecision) -> None:
+    raise AssertionError(f"{decision} on {query} came late")
+
+
 async def opened(channel: RouteChannel) -> None:
     async with asyncio.timeout(5):
         while not channel.open:  # noqa: ASYNC110 - it has no event, because nothing else waits
@@ -44,7 +56,7 @@ async def connected(server: RouteServer) -> AsyncIterator[tuple[RouteChannel, as
     async def find() -> Endpoint:
         return await server.endpoint("127.0.0.1")
 
-    channel = RouteChannel(find, lost.set)
+    channel = RouteChannel(find, lost.set, _no_late_answers)
     channel.connect_soon()
     await opened(channel)
     try:
@@ -54,14 +66,15 @@ async def connected(server: RouteServer) -> AsyncIterator[tuple[RouteChannel, as
 
 
 async def raw(server: RouteServer, *lines: bytes) -> bytes:
-    """What the server sends back to ``lines`` until it closes or answers once."""
+    """The server's first answer after its greeting, if any, to ``lines`` that come in one packet;
+    empty when it closes instead."""
     endpoint = await server.endpoint("127.0.0.1")
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     try:
-        for line in lines:
-            writer.write(line + b"\n")
+        writer.write(b"".join(line + b"\n" for line in lines))
         async with asyncio.timeout(5):
-            return await reader.readline()
+            answer = await reader.readline()
+            return await reader.readline() if answer == b"ok\n" else answer
     except (ConnectionResetError, BrokenPipeError):
         return b""
     finally:
@@ -129,7 +142,28 @@ async def test_a_malformed_message_closes_the_connection(line: bytes) -> None:
 
 async def test_a_line_without_end_is_bounded() -> None:
     server = RouteServer(Placed())
-    assert await raw(server, server.token.encode() + b"x" * (MAX_LINE + 1)) == b""
+    assert await raw(server, server.token.encode(), b"x" * (MAX_LINE + 1)) == b""
+
+
+async def test_a_stranger_gets_no_more_room_than_the_token_takes() -> None:
+    server = RouteServer(Placed())
+    endpoint = await server.endpoint("127.0.0.1")
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    writer.write(b"x" * (len(server.token) + 1))  # no end of line
+    async with asyncio.timeout(2):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+
+
+async def test_nothing_after_a_malformed_line_of_the_same_packet_is_handled() -> None:
+    placed = Placed()
+    server = RouteServer(placed)
+    row = json.dumps([7, 120, 0.25, 0.5, 0.05, None, 3, "fast"]).encode()
+    question = b"[1, [" + row + b"]]"
+    assert await raw(server, server.token.encode(), b"not json", question) == b""
+    assert await raw(server, b"guess", server.token.encode(), question) == b""
+    assert placed.asked == []
 
 
 async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +179,84 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await channel.route([QUERY], 5)).epoch == 11
 
 
+async def test_strangers_neither_shut_out_routers_nor_gather_without_end() -> None:
+    server = RouteServer(Placed())
+    endpoint = await server.endpoint("127.0.0.1")
+    strangers = [
+        await asyncio.open_connection(endpoint.host, endpoint.port)
+        for _ in range(MAX_STRANGERS + 1)
+    ]
+    try:
+        # The oldest had to go for the youngest, and the others stay.
+        async with asyncio.timeout(2):
+            with contextlib.suppress(ConnectionResetError):
+                assert await strangers[0][0].read() == b""
+        assert len(server._strangers) == MAX_STRANGERS
+        async with connected(server) as (channel, _):
+            assert (await channel.route([QUERY], 5)).epoch == 11
+    finally:
+        for _, writer in strangers:
+            writer.close()
+
+
+async def test_attempts_to_connect_are_bounded_in_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused = asyncio.Event()
+    sleep = asyncio.sleep
+
+    async def pause(seconds: float) -> None:
+        if seconds:
+            assert seconds == channel_module._CONNECT_PAUSE_S
+            paused.set()
+            await asyncio.Event().wait()
+        await sleep(0)
+
+    attempts: list[str] = []
+    server = RouteServer(Placed())
+    endpoint = await server.endpoint("127.0.0.1")
+
+    def finder(token: str) -> Callable[[], Awaitable[Endpoint]]:
+        async def find() -> Endpoint:
+            attempts.append(token)
+            return endpoint._replace(token=token)
+
+        return find
+
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    lost: list[None] = []
+    refused = RouteChannel(finder("guess"), lambda: lost.append(None), _no_late_answers)
+    refused.connect_soon()
+    async with asyncio.timeout(5):
+        await paused.wait()
+    refused.connect_soon()
+    await sleep(0)
+    assert attempts == ["guess"]
+    assert not refused.open
+    assert lost == [], "a connection that was never open cannot be lost"
+    await refused.close()
+
+    # One that ends right after it was made is not made again at once, either.
+    paused.clear()
+    broken = RouteChannel(finder(server.token), lambda: lost.append(None), _no_late_answers)
+    broken.connect_soon()
+    async with asyncio.timeout(5):
+        await paused.wait()
+        assert broken.open
+        for connection in tuple(server._trusted):
+            connection.close()
+        while broken.open:
+            await sleep(0)
+    broken.connect_soon()
+    await sleep(0)
+    assert attempts == ["guess", server.token]
+    assert len(lost) == 1
+    await broken.close()
+
+
 async def test_a_broken_connection_fails_what_waits_and_is_told() -> None:
     answered = Placed()
     server = RouteServer(answered)
     async with connected(server) as (channel, lost):
-        for connection in tuple(server._connections):
+        for connection in tuple(server._trusted):
             connection.close()
         with pytest.raises(NoAnswerError, match="unavailable"):
             await channel.route([QUERY], 5)
@@ -158,25 +265,81 @@ async def test_a_broken_connection_fails_what_waits_and_is_told() -> None:
         assert not channel.open
 
 
-async def test_no_answer_in_time_is_a_timeout() -> None:
-    endpoint_lines: list[bytes] = []
+class Slow:
+    """A server that takes every token and answers when it is told."""
 
-    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        endpoint_lines.append(await reader.readline())
-        await reader.read()
+    def __init__(self) -> None:
+        self.greeting = b""
+        self.numbers: asyncio.Queue[int] = asyncio.Queue()
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.greeting = await reader.readline()
+        writer.write(b"ok\n")
+        with contextlib.suppress(ConnectionResetError):
+            while line := await reader.readline():
+                self.numbers.put_nowait(json.loads(line)[0])
         writer.close()
 
-    listener = await asyncio.start_server(mute, "127.0.0.1", 0)
+    def answer(self, number: int) -> None:
+        assert self._writer is not None
+        self._writer.write(json.dumps([number, 11, [["a", "placed"]]]).encode() + b"\n")
+
+
+@asynccontextmanager
+async def slow() -> AsyncIterator[
+    tuple[Slow, RouteChannel, list[None], asyncio.Queue[tuple[int, RouteDecision]]]
+]:
+    far = Slow()
+    listener = await asyncio.start_server(far.serve, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
+    lost: list[None] = []
+    late: asyncio.Queue[tuple[int, RouteDecision]] = asyncio.Queue()
 
     async def find() -> Endpoint:
         return Endpoint("127.0.0.1", port, "secret")
 
-    channel = RouteChannel(find, lambda: None)
+    def take_back(query: RouteQuery, decision: RouteDecision) -> None:
+        late.put_nowait((query.key, decision))
+
+    channel = RouteChannel(find, lambda: lost.append(None), take_back)
     channel.connect_soon()
     await opened(channel)
-    with pytest.raises(NoAnswerError, match="timeout"):
-        await channel.route([QUERY], 0.01)
-    assert endpoint_lines == [b"secret\n"]
-    await channel.close()
-    listener.close()
+    try:
+        yield far, channel, lost, late
+    finally:
+        await channel.close()
+        listener.close()
+
+
+async def test_a_timeout_drops_its_question_alone_and_a_late_answer_is_given_back() -> None:
+    async with slow() as (far, channel, lost, late), asyncio.timeout(10):
+        assert far.greeting == b"secret\n"
+        # Never several in a row: each late answer shows that the controller lives.
+        for key in range(2 * MAX_TIMEOUTS):
+            with pytest.raises(NoAnswerError, match="timeout"):
+                await channel.route([QUERY._replace(key=key)], 0.01)
+            far.answer(await far.numbers.get())
+            assert await late.get() == (key, RouteDecision("a", "placed"))
+        asked = asyncio.create_task(channel.route([QUERY], 5))
+        far.answer(await far.numbers.get())
+        assert (await asked).epoch == 11
+        assert channel.open
+        assert lost == []
+
+
+async def test_a_controller_that_hangs_is_lost_after_several_timeouts_in_a_row() -> None:
+    async with slow() as (_, channel, lost, _), asyncio.timeout(10):
+        for _ in range(MAX_TIMEOUTS):
+            assert channel.open
+            # Those under way at the same time count once.
+            outcomes = await asyncio.gather(
+                *(channel.route([QUERY], 0.01) for _ in range(5)), return_exceptions=True
+            )
+            assert [str(outcome) for outcome in outcomes] == ["timeout"] * 5
+        while channel.open:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0)
+        assert lost == [None]
+        with pytest.raises(NoAnswerError, match="unavailable"):
+            await channel.route([QUERY], 5)

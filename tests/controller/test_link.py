@@ -1,0 +1,91 @@
+"""The link's repair, where what it meets is not what it expects. No Ray: the actor is a stand-in,
+the link is real; the conversation with a real actor is in ``test_client.py``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from controller import link as link_module
+from controller.config import ControllerConfig
+from controller.failure import NoAnswerError
+from controller.link import Link
+
+
+class Method:
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def remote(self, *_args: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if isinstance(self._answer, Exception):
+            future.set_exception(self._answer)
+        elif self._answer is not None:
+            future.set_result(self._answer)
+        return future
+
+
+class Actor:
+    """Never answers but to ``route``, which gives what the test says."""
+
+    def __init__(self) -> None:
+        self.routed: list[Any] = []
+
+    def __getattr__(self, method: str) -> Method:
+        if method == "route":
+            return Method(self.routed.pop(0) if self.routed else "reply")
+        return Method(None)
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
+    actor = Actor()
+    monkeypatch.setattr(link_module, "ensure_controller", lambda *_: actor)
+    monkeypatch.setattr(link_module, "find_or_start", lambda *_: actor)
+    return actor
+
+
+@pytest.mark.parametrize("method", ["render_metrics", "snapshot", "push_metrics", "release"])
+async def test_a_slow_answer_to_other_than_decisions_and_reports_is_no_loss(
+    actor: Actor, method: str
+) -> None:
+    link = Link("app", ControllerConfig(), lambda: None)
+    with pytest.raises(NoAnswerError, match="timeout"):
+        await link.call(method, timeout_s=0.001)
+    assert link.up
+    assert await link.call("route", [], timeout_s=5) == "reply"
+
+
+@pytest.mark.parametrize("method", ["hello", "report"])
+async def test_a_report_without_an_answer_is_a_loss_that_is_repaired(
+    actor: Actor, method: str
+) -> None:
+    downs: list[None] = []
+    link = Link("app", ControllerConfig(), lambda: downs.append(None))
+    with pytest.raises(NoAnswerError, match="timeout"):
+        await link.call(method, timeout_s=0.001)
+    assert not link.up
+    await _repaired(link)
+    assert downs == [None]
+
+
+async def test_an_unexpected_failure_of_a_probe_does_not_end_the_repair(
+    actor: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = Link("app", ControllerConfig(), lambda: None)
+    actor.routed = [KeyError("unheard of"), KeyError("unheard of")]
+    link.lost()
+    await _repaired(link)
+    assert caplog.text.count("unheard of") >= 2
+    # And the next loss is repaired as well.
+    link.lost()
+    assert not link.up
+    await _repaired(link)
+
+
+async def _repaired(link: Link) -> None:
+    async with asyncio.timeout(10):
+        while not link.up:  # noqa: ASYNC110 - nothing else waits for it
+            await asyncio.sleep(0.001)
