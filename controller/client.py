@@ -102,7 +102,8 @@ class ControllerClient:
         """Where ``query``'s request goes, or ``None`` where the controller did not say in time.
 
         A timeout costs only its own question; that the controller hangs is taken from
-        ``MAX_TIMEOUTS`` in a row (:mod:`controller.channel`), that it died is seen at once.
+        ``MAX_TIMEOUTS`` in a row (:mod:`controller.channel`), that it died is seen at once. While
+        there is no connection and decisions travel as actor calls, one timeout is enough.
         """
         try:
             self._link.check()

@@ -221,7 +221,7 @@ async def test_a_paused_controller_costs_few_deadlines(app: str) -> None:
     registry = CollectorRegistry()
     async with connected(app, timeout_s=0.25, registry=registry) as client:
         await client.hello(hello("a"))
-        await until(lambda: _placed(client), "a decision")
+        await until(lambda: _placed_by_connection(client), "a decision")
         pid = process_of(app)
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -275,3 +275,7 @@ async def _down(client: ControllerClient) -> bool:
 async def _placed(client: ControllerClient) -> bool:
     decision = await client.route(query(9_999))
     return decision is not None and decision.replica_id == "a"
+
+
+async def _placed_by_connection(client: ControllerClient) -> bool:
+    return await _placed(client) and client._channel.open
