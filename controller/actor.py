@@ -33,15 +33,13 @@ from controller.messages import (
     RouteQuery,
     RouteReply,
 )
-from controller.metrics import MetricsHub, samples_of, text_of
+from controller.metrics import MetricsHub, families_of, text_of
 from controller.mirror import Mirror
 from scheduling.routing import make_policy
 from scheduling.state import WAITING
 
 MAX_QUERIES = 1024
 """Most queries in one call."""
-
-_SOURCE = "controller"
 
 
 class Controller:
@@ -68,9 +66,10 @@ class Controller:
         )
         self._ledger = Ledger(config.reservation_ttl_s)
         self._candidates = Candidates(self._mirror, self._ledger)
-        self._hub = MetricsHub()
         self._server = RouteServer(self._route)
         self._instruments = Instruments(config.policy, self._mirror, self._ledger, clock)
+        own = families_of(self._instruments.registry)
+        self._hub = MetricsHub(reserved=[family.name for family in own])
 
     async def route(self, queries: list[RouteQuery]) -> RouteReply:
         """Place each query, in order; each decision reserves its tokens at once.
@@ -150,22 +149,23 @@ class Controller:
         """Take a process's metrics.
 
         Raises:
-            ValueError: malformed, over a limit, or named as the controller's own.
+            ValueError: malformed, over a limit, or with a family of the controller's own.
         """
         with self._instruments.refusals():
-            if isinstance(push, MetricsPush) and push.source == _SOURCE:
-                raise ValueError(f"the source {_SOURCE!r} is the controller's own")
             self._hub.push(push, self._clock())
 
     async def render_metrics(self) -> bytes:
         """Every process's metrics, the controller's too, in Prometheus' text format.
 
-        Written out in a thread: for hundreds of replicas that takes longer than a decision may.
+        The values are gathered on the event loop, so decisions wait for that, ``O(series)``: they
+        would change meanwhile. The text is written in a thread, which shares the interpreter with
+        them.
         """
         now_s = self._clock()
         self._forget_silent(now_s)
-        self._hub.push(MetricsPush(_SOURCE, samples_of(self._instruments.registry)), now_s)
-        return await asyncio.to_thread(text_of, self._hub.families(now_s))
+        # The controller's own do not go through the hub, whose limits are for others' pushes.
+        families = families_of(self._instruments.registry) + self._hub.families(now_s)
+        return await asyncio.to_thread(text_of, families)
 
     async def snapshot(self) -> dict[str, Any]:
         """What an operator wants to see: plain data that JSON can hold."""

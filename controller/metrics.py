@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import re
+from collections.abc import Collection
 from math import inf, isfinite
 from typing import Any, NamedTuple, Protocol
 
@@ -46,29 +47,41 @@ _LABEL = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 SeriesKey = tuple[str, tuple[tuple[str, str], ...]]
 
 
-def samples_of(registry: CollectorRegistry) -> tuple[MetricSample, ...]:
-    """Every sample of a registry that can be pushed.
+def families_of(registry: CollectorRegistry) -> list[Metric]:
+    """A registry's families, with the samples that belong on the application's page.
 
     Left out are creation times, kinds that cannot be summed (info, state sets), and values that
-    are not finite.
+    are not finite. ``O(samples)``.
     """
-    samples = []
-    for family in registry.collect():
-        allowed = SUFFIXES.get(family.type, ())
-        for sample in family.samples:
-            if sample.name.removeprefix(family.name) not in allowed or not isfinite(sample.value):
-                continue
-            samples.append(
-                MetricSample(
-                    family.name,
-                    family.type,
-                    family.documentation,
-                    sample.name,
-                    tuple(sample.labels.items()),
-                    float(sample.value),
-                )
+    families = []
+    for found in registry.collect():
+        allowed = SUFFIXES.get(found.type, ())
+        family = Metric(found.name, found.documentation, found.type)
+        family.samples = [
+            sample
+            for sample in found.samples
+            if sample.name.removeprefix(found.name) in allowed and isfinite(sample.value)
+        ]
+        families.append(family)
+    return families
+
+
+def samples_of(registry: CollectorRegistry) -> tuple[MetricSample, ...]:
+    """Every sample of a registry that can be pushed; see :func:`families_of`."""
+    return tuple(
+        [
+            MetricSample(
+                family.name,
+                family.type,
+                family.documentation,
+                sample.name,
+                tuple(sample.labels.items()),
+                float(sample.value),
             )
-    return tuple(samples)
+            for family in families_of(registry)
+            for sample in family.samples
+        ]
+    )
 
 
 class PushTarget(Protocol):
@@ -201,15 +214,22 @@ class MetricsHub:
         gauge_ttl_s: silence after which a source's gauges are dropped, seconds.
         source_ttl_s: silence after which a source is forgotten, seconds. One that speaks again
             later is counted as a new one, so this should be long.
+        reserved: names of families that nobody may push, because the page has them from elsewhere.
     """
 
-    def __init__(self, gauge_ttl_s: float = 10.0, source_ttl_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        gauge_ttl_s: float = 10.0,
+        source_ttl_s: float = 600.0,
+        reserved: Collection[str] = (),
+    ) -> None:
         if not 0 < gauge_ttl_s <= source_ttl_s:
             raise ValueError(
                 f"need 0 < gauge_ttl_s <= source_ttl_s, got {gauge_ttl_s} and {source_ttl_s}"
             )
         self._gauge_ttl_s = gauge_ttl_s
         self._source_ttl_s = source_ttl_s
+        self._reserved = frozenset(reserved)
         self._families: dict[str, _Family] = {}
         self._sources: dict[str, _Source] = {}
         # How many sources hold a gauge series, so that it goes with the last of them.
@@ -254,7 +274,8 @@ class MetricsHub:
         return len(self._sources)
 
     def families(self, now_s: float) -> list[Metric]:
-        """A copy of the merged families, as of now. ``O(series)``."""
+        """A copy of the merged families, as of now. ``O(series)``, and nothing else happens on
+        the event loop meanwhile."""
         self.expire(now_s)
         metrics = []
         for name, family in self._families.items():
@@ -282,6 +303,8 @@ class MetricsHub:
             known = _is_known(self._families, sample)
             if not known:
                 _check_sample(sample)
+                if sample.family in self._reserved:
+                    raise ValueError(f"{sample.family} is the controller's own, and not pushed")
                 new += 1
             family = self._families.get(sample.family)
             kind = family.kind if family else kinds.setdefault(sample.family, sample.kind)

@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from controller.actor import MAX_QUERIES, Controller, fingerprint_of
 from controller.config import ControllerConfig
 from controller.messages import MetricSample, MetricsPush, RouteDecision
+from controller.metrics import MAX_PUSH_SAMPLES
+from controller.mirror import MAX_REPLICAS
 from scheduling.objective import SLO
 from scheduling.routing import POLICIES
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
@@ -208,8 +210,21 @@ async def test_pushed_metrics_appear_beside_the_controllers_own() -> None:
     await controller.push_metrics(MetricsPush("router-1", (sample,)))
     await controller.push_metrics(MetricsPush("router-2", (sample,)))
     assert (await samples(controller))["sluice_x_total", ()] == 6
-    with pytest.raises(ValueError, match="controller's own"):
-        await controller.push_metrics(MetricsPush("controller", (sample,)))
+    own = MetricSample("sluice_reports", "counter", "X.", "sluice_reports_total", (), 3.0)
+    with pytest.raises(ValueError, match="sluice_reports is the controller's own"):
+        await controller.push_metrics(MetricsPush("router-3", (sample, own)))
+    assert (await samples(controller))["sluice_x_total", ()] == 6
+
+
+async def test_the_page_of_the_largest_fleet_is_whole() -> None:
+    controller, _ = make()
+    for index in range(MAX_REPLICAS):
+        await controller.hello(hello(f"replica-{index}", capacity=1))
+    page = await samples(controller)
+    assert page["sluice_replicas", (("state", "fresh"),)] == MAX_REPLICAS
+    ages = [name for name, _ in page if name == "sluice_replica_report_age_seconds"]
+    assert len(ages) == MAX_REPLICAS
+    assert len(page) > MAX_PUSH_SAMPLES
 
 
 async def test_the_operators_view_is_json() -> None:
