@@ -1,4 +1,5 @@
-"""Cost of the controller's decisions: inside the actor's code, and through a real actor.
+"""Cost of the controller's decisions: inside the actor's code, over the client's connection to a
+real actor, and by calls of that actor.
 
 Run with ``python -m benchmarks.controller_decision [--json] [--no-actor]``. Every replica has a
 full queue in the mirror. Half of the decisions come right after a report, as in a running fleet;
@@ -14,7 +15,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from math import inf, nan
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from controller.actor import Controller
-from controller.client import ControllerClient, stop_controller
+from controller.client import ControllerClient, ensure_controller, stop_controller
+from controller.coalesce import Coalescer
 from controller.config import ControllerConfig
-from controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
+from controller.messages import ReplicaDelta, ReplicaHello, RouteDecision, RouteQuery, RouteReply
 from scheduling.latency import LatencyProfile
 from scheduling.objective import SLO
 from scheduling.routing import POLICIES
@@ -43,7 +45,10 @@ PROFILE = LatencyProfile("benchmark", a=0.004, b=0.000_02, c=0.000_000_02, d=0.0
 LIVE_CONFIG: dict[str, Any] = {"stale_after_s": 3_600.0, "forget_after_s": 7_200.0}
 """The fleet of a benchmark says hello once and must not go stale meanwhile."""
 
+WARM_UP_S = 1.0
+
 Result = TypeVar("Result")
+Ask = Callable[[RouteQuery], Awaitable[RouteDecision | None]]
 Figures = dict[str, float]
 
 
@@ -190,41 +195,70 @@ def inside(policy: str, replicas: int, decisions: int) -> tuple[Figures, Figures
     return figures(decision_ns), figures(report_ns)
 
 
-async def through_actor(policy: str, replicas: int, askers: int, seconds: float) -> Figures:
-    """Decisions a second through a real actor, asked for by ``askers`` concurrent callers of one
-    client, and the time that one of them waits."""
+async def ask_often(ask: Ask, askers: int, seconds: float) -> Figures:
+    """Decisions a second that ``askers`` concurrent callers get, and the time that one waits.
+
+    The time before, in which the client connects, is not counted.
+    """
+    rng = random.Random(askers)
+    times_ns: list[int] = []
+    begin_s = time.monotonic() + WARM_UP_S
+    end_s = begin_s + seconds
+
+    async def caller(asker: int) -> None:
+        key = asker << 32
+        while time.monotonic() < end_s:
+            key += 1
+            counted = time.monotonic() >= begin_s
+            started = time.perf_counter_ns()
+            if await ask(make_query(key, rng)) is None:
+                raise RuntimeError("a decision did not come in time")
+            if counted:
+                times_ns.append(time.perf_counter_ns() - started)
+
+    await asyncio.gather(*(caller(asker) for asker in range(askers)))
+    result = figures(times_ns)
+    result["per_second"] = round(len(times_ns) / (time.monotonic() - begin_s))
+    return result
+
+
+async def with_actor(
+    policy: str, replicas: int, askers: int, seconds: float, by_calls: bool = False
+) -> Figures:
+    """What callers in one process get from a real actor: through the client, which has a plain
+    connection to it, or, ``by_calls``, with the same batches as actor calls."""
     app_name = f"benchmark-{policy.replace('_', '-')}"
     config = ControllerConfig(policy=policy, reservation_ttl_s=1.0, **LIVE_CONFIG)
     client = await asyncio.to_thread(ControllerClient, app_name, config, 10.0)
     rng = random.Random(replicas)
+
+    async def call(queries: list[RouteQuery], _left_s: float) -> Sequence[RouteDecision]:
+        reply: RouteReply = await actor.route.remote(queries)
+        return reply.decisions
+
     try:
+        actor = await asyncio.to_thread(ensure_controller, app_name, config)
         for index in range(replicas):
             if await client.hello(make_hello(index, rng)) is None:
                 raise RuntimeError("the controller did not answer a hello")
-        times_ns: list[int] = []
-        end_s = time.monotonic() + seconds
-
-        async def ask(asker: int) -> None:
-            key = asker << 32
-            while time.monotonic() < end_s:
-                key += 1
-                started = time.perf_counter_ns()
-                if await client.route(make_query(key, rng)) is None:
-                    raise RuntimeError("a decision did not come in time")
-                times_ns.append(time.perf_counter_ns() - started)
-
-        started_s = time.monotonic()
-        await asyncio.gather(*(ask(asker) for asker in range(askers)))
-        result = figures(times_ns)
-        result["per_second"] = round(len(times_ns) / (time.monotonic() - started_s))
-        return result
+        calls: Coalescer[RouteQuery, RouteDecision] = Coalescer(call, lambda *_: None, 10.0)
+        return await ask_often(calls.ask if by_calls else client.route, askers, seconds)
     finally:
         await client.close()
         await asyncio.to_thread(stop_controller, app_name)
 
 
-def with_ray(seconds: float) -> dict[str, dict[str, Figures]]:
-    """Policy -> concurrent callers -> figures, on a Ray instance of its own, 64 replicas."""
+def with_ray(seconds: float) -> tuple[dict[str, dict[str, Figures]], dict[str, dict[str, Figures]]]:
+    """Policy -> concurrent callers -> figures, on a Ray instance of its own, 64 replicas: over the
+    connection for every policy, by actor calls for the usual one."""
+
+    def measure(policy: str, by_calls: bool) -> dict[str, Figures]:
+        return {
+            str(askers): asyncio.run(with_actor(policy, 64, askers, seconds, by_calls))
+            for askers in (1, 64, 512)
+        }
+
+    usual = ControllerConfig().policy
     root = str(Path(__file__).parent.parent)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
@@ -237,13 +271,8 @@ def with_ray(seconds: float) -> dict[str, dict[str, Figures]]:
             _temp_dir=folder,
         )
         try:
-            return {
-                policy: {
-                    str(askers): asyncio.run(through_actor(policy, 64, askers, seconds))
-                    for askers in (1, 64, 512)
-                }
-                for policy in POLICIES
-            }
+            connection = {policy: measure(policy, by_calls=False) for policy in POLICIES}
+            return connection, {usual: measure(usual, by_calls=True)}
         finally:
             ray.shutdown()
 
@@ -278,7 +307,7 @@ def main(as_json: bool, actor: bool, decisions: int, seconds: float) -> None:
             decision[policy][size], report[policy][size] = inside(policy, replicas, decisions)
     results: dict[str, Any] = {"decision": decision, "report": report}
     if actor:
-        results["actor"] = with_ray(seconds)
+        results["connection"], results["actor_calls"] = with_ray(seconds)
     if as_json:
         click.echo(json.dumps(results, indent=2))
         return
@@ -286,7 +315,11 @@ def main(as_json: bool, actor: bool, decisions: int, seconds: float) -> None:
     console.print(_table(f"A decision, {QUEUED} requests a replica", "replicas", decision))
     console.print(_table(f"A report of {CHANGED} changed requests", "replicas", report))
     if actor:
-        console.print(_table("Through an actor, 64 replicas", "callers", results["actor"]))
+        for title, part in (
+            ("Over the client's connection, 64 replicas", "connection"),
+            ("By actor calls, 64 replicas", "actor_calls"),
+        ):
+            console.print(_table(title, "callers", results[part]))
 
 
 if __name__ == "__main__":
