@@ -1,4 +1,4 @@
-"""Reading a request body: bounded in bytes, time and depth, and strictly JSON."""
+"""Reading a request body: bounded in bytes, time, depth and parts, and strictly JSON."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from router.errors import ApiError, Reason, invalid
 MAX_DEPTH = 64
 """Deepest nesting of a body."""
 
+MAX_PARTS = 100_000
+"""Most lists, objects and keys of objects in a body. They cost far more time and memory than their
+bytes; plain values, such as token ids, are not counted."""
+
 BODY_TIMEOUT_S = 30.0
 """Longest time that a client may take to send its body, seconds."""
 
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the request's body.
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The request's body.
 
     Refused: more than ``max_bytes`` (counted while reading, so also without ``Content-Length``),
-    more than :data:`MAX_DEPTH` levels, another media type or an encoding, text that is not UTF-8,
-    ``NaN`` and infinities, and half surrogate pairs, which no tokenizer takes.
+    another media type than JSON, an encoding, and a client that is slow.
 
     Raises:
         ApiError: 400, 413 or 415.
@@ -32,21 +35,26 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     _check_headers(request, max_bytes)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            raw = await _read(request, max_bytes)
+            return await _read(request, max_bytes)
     except TimeoutError:
         raise ApiError(
             Reason.BODY_TOO_SLOW,
             f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} seconds.",
         ) from None
-    return parse_object(raw)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in ``raw``. ``O(len(raw))``.
 
+    Refused: more than :data:`MAX_DEPTH` levels or :data:`MAX_PARTS` parts, text that is not UTF-8,
+    ``NaN`` and infinities, and half surrogate pairs, which no tokenizer takes.
+
     Raises:
         ApiError: 400.
     """
+    brackets = raw.count(b"[") + raw.count(b"{")
+    if brackets + raw.count(b":") > MAX_PARTS:
+        _check_parts(raw)
     try:
         value = json.loads(
             raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite
@@ -58,7 +66,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise _bad_json(str(error)) from None
     # Few brackets cannot nest deeply, so most bodies need no walk.
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+    if brackets > MAX_DEPTH:
         _check_depth(value)
     if b"\\u" in raw:
         _check_surrogates(value)
@@ -95,6 +103,17 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             raise _too_large(max_bytes)
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+def _check_parts(raw: bytes) -> None:
+    """Count the marks again, outside of strings: a long text may hold any number of them."""
+    strings_and_rest = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    rest = b"".join(strings_and_rest[::2])
+    if rest.count(b"[") + rest.count(b"{") + rest.count(b":") > MAX_PARTS:
+        raise invalid(
+            "The request body has too many lists, objects and keys; allowed: "
+            f"{MAX_PARTS} of them together."
+        )
 
 
 def _check_depth(value: Any) -> None:

@@ -116,10 +116,13 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 
 def shown(value: object, limit: int = 64) -> str:
-    """``value`` as it may be repeated in an error message: short, and printable ASCII."""
+    """``value`` as it may be repeated in an error message: short, and printable ASCII.
+
+    ``O(limit)``, however long a text is.
+    """
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and value.bit_length() > 256:
         return "a huge integer"
-    text = ascii(value)
+    text = ascii(value[: limit + 1] if isinstance(value, str) else value)
     return text if len(text) <= limit else text[:limit] + "..."

@@ -95,6 +95,14 @@ class SloReader:
                 f"got {shown(value)}",
                 wire.SLO_FIELD,
             )
+        # At most one key more than are known is looked at, however many there are.
+        for key in value:
+            if key not in wire.SLO_HEADERS:
+                raise invalid(
+                    f"{wire.SLO_FIELD} has the unknown key {shown(key)}; allowed: "
+                    f"{_names(wire.SLO_HEADERS)}",
+                    wire.SLO_FIELD,
+                )
         names = {key: f"{wire.SLO_FIELD}.{key}" for key in wire.SLO_HEADERS}
         return self._checked(value, names)
 
@@ -139,11 +147,6 @@ class SloReader:
     ) -> ApiError:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = str(first["loc"][0])
-        if field not in names:
-            return invalid(
-                f"{wire.SLO_FIELD} has the unknown key {shown(field)}; allowed: {_names(names)}",
-                wire.SLO_FIELD,
-            )
         if field == wire.CLASS:
             return invalid(self._class_message(names[field], values[field]), names[field])
         return invalid(

@@ -20,6 +20,12 @@ MAX_CHOICES = 16
 MAX_PROMPTS = 128
 """Most prompts of one completion request."""
 
+MAX_MESSAGES = 4096
+"""Most messages of one chat request."""
+
+MAX_CONTENT_PARTS = 16_384
+"""Most content parts of one chat request, over all its messages."""
+
 MAX_TOKENS = 2**31 - 1
 """Largest token count or token id."""
 
@@ -111,12 +117,24 @@ def _check_messages(messages: Any) -> None:
         raise invalid(
             f"messages must be a list of at least one message, got {shown(messages)}", "messages"
         )
+    if len(messages) > MAX_MESSAGES:
+        raise invalid(
+            f"messages must be at most {MAX_MESSAGES} messages, got {len(messages)}", "messages"
+        )
+    parts = 0
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if not isinstance(role, str) or not role:
             raise invalid(
                 f"messages[{index}] must be an object with a role, which is a string", "messages"
             )
+        content = message.get("content")
+        parts += len(content) if isinstance(content, list) else 0
+    if parts > MAX_CONTENT_PARTS:
+        raise invalid(
+            f"messages must have at most {MAX_CONTENT_PARTS} content parts together, got {parts}",
+            "messages",
+        )
 
 
 def _check_prompt(prompt: Any) -> None:
@@ -144,5 +162,6 @@ def _check_prompt(prompt: Any) -> None:
 
 
 def _are_token_ids(values: list[Any]) -> bool:
-    # type() rather than isinstance(): JSON's true is an int to Python.
-    return bool(values) and all(type(value) is int and 0 <= value <= MAX_TOKENS for value in values)
+    # type() rather than isinstance(): JSON's true is an int to Python. Built-in functions, as there
+    # may be millions.
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKENS

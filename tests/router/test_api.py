@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr, ValidationError
 
+from router.api import MAX_INLINE_BYTES
 from router.config import RouterConfig
 from router.dispatch import ReplicaFailedError
 from router.errors import RULES, Reason
+from router.validation import check_body
 from scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,
@@ -180,6 +183,47 @@ async def test_bad_bodies(
     async with edge.client() as client:
         response = await client.post("/v1/chat/completions", content=content, headers=headers)
     check_error(response, status, code)
+
+
+async def test_large_bodies_are_read_off_the_event_loop_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    edge = Edge(FarSide(a=serve))
+    inside = threading.Lock()
+    entered = asyncio.Event()
+    go_on = threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def held_up(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert inside.acquire(blocking=False)
+            loop.call_soon_threadsafe(entered.set)
+            assert go_on.wait(5)
+            inside.release()
+        check_body(*args)
+
+    monkeypatch.setattr("router.api.check_body", held_up)
+    large = {**COMPLETION_BODY, "prompt": "x" * MAX_INLINE_BYTES}
+    async with edge.client() as client:
+        calls = [asyncio.create_task(client.post("/v1/completions", json=large)) for _ in range(8)]
+        await asyncio.wait_for(entered.wait(), 5)
+        # Small ones are served meanwhile, on the loop.
+        assert (await client.post("/v1/completions", json=COMPLETION_BODY)).status_code == 200
+        assert len(edge.side.calls) == 1
+        go_on.set()
+        assert {response.status_code for response in await asyncio.gather(*calls)} == {200}
+    assert len(edge.side.calls) == 9
+    assert edge.side.calls[-1][1].body == large
+
+
+async def test_what_is_wrong_with_a_large_body_is_told() -> None:
+    messages = [{"role": "user"}] * 4_097
+    async with Edge(FarSide(a=serve)).client() as client:
+        response = await client.post(
+            "/v1/chat/completions", json={"model": "m", "messages": messages}
+        )
+    error = check_error(response, 400, Reason.INVALID_VALUE)
+    assert error["message"] == "messages must be at most 4096 messages, got 4097"
 
 
 async def test_a_body_without_a_length_is_limited_while_it_is_read() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.body import MAX_DEPTH, parse_object
+from router.body import MAX_DEPTH, MAX_PARTS, parse_object
 from router.errors import ApiError
 from router.prompt_size import (
     MAX_RATIO,
@@ -19,7 +19,7 @@ from router.prompt_size import (
     TokenEstimator,
     measure,
 )
-from router.validation import check_body, engine_body
+from router.validation import MAX_CONTENT_PARTS, MAX_MESSAGES, check_body, engine_body
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY
 
 
@@ -71,6 +71,55 @@ def test_any_bytes_are_an_object_or_a_400(raw: bytes) -> None:
         assert error.rule.status == 400
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [[]] * MAX_PARTS},
+        {"a": [{}] * MAX_PARTS},
+        {str(index): 1 for index in range(MAX_PARTS)},
+        {"slo": {str(index): 1 for index in range(MAX_PARTS)}},
+    ],
+    ids=["lists", "objects", "keys", "keys of slo"],
+)
+def test_a_body_of_too_many_parts_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=f"too many lists, objects and keys; allowed: {MAX_PARTS}"):
+        parse_object(json.dumps(value).encode())
+
+
+@pytest.mark.parametrize("text", ["[{:" * MAX_PARTS, '"[' * MAX_PARTS, "\\[" * MAX_PARTS, "\\"])
+def test_what_stands_in_a_text_or_is_a_number_is_no_part(text: str) -> None:
+    body = {"prompt": [text, "[\\", "]"], "ids": [1] * MAX_PARTS}
+    assert parse_object(json.dumps(body).encode()) == body
+
+
+def parts_of(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(parts_of(entry) for entry in value.values())
+    return 1 + sum(parts_of(entry) for entry in value) if isinstance(value, list) else 0
+
+
+_TEXT = st.text(st.sampled_from('"\\[]{}:,a'), max_size=6)
+
+
+@given(
+    st.dictionaries(
+        _TEXT,
+        st.recursive(
+            _TEXT | st.integers(),
+            lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXT, inner, max_size=4),
+        ),
+    )
+)
+def test_parts_are_counted_exactly(body: dict[str, Any]) -> None:
+    raw = json.dumps(body).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.body.MAX_PARTS", parts_of(body))
+        assert parse_object(raw) == body
+        patch.setattr("router.body.MAX_PARTS", parts_of(body) - 1)
+        with pytest.raises(ApiError, match="too many"):
+            parse_object(raw)
+
+
 BAD = [
     ({"model": ""}, "model"),
     ({"model": None}, "model"),
@@ -115,6 +164,17 @@ def test_a_missing_model_is_named() -> None:
 def test_bad_messages_are_refused(messages: Any) -> None:
     with pytest.raises(ApiError, match="messages"):
         check_body("chat", {"model": "m", "messages": messages})
+
+
+def test_the_number_of_messages_and_of_their_parts_is_limited() -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    check_body("chat", {"model": "m", "messages": [message] * MAX_MESSAGES})
+    with pytest.raises(ApiError, match="at most 4096 messages, got 4097"):
+        check_body("chat", {"model": "m", "messages": [message] * (MAX_MESSAGES + 1)})
+    half = {"role": "user", "content": ["hi"] * (MAX_CONTENT_PARTS // 2)}
+    check_body("chat", {"model": "m", "messages": [half, half]})
+    with pytest.raises(ApiError, match="at most 16384 content parts together, got 16385"):
+        check_body("chat", {"model": "m", "messages": [half, half, message]})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -197,7 +198,24 @@ def test_a_value_that_another_overrides_is_checked_too() -> None:
     refused({"slo": {"class": "fast"}}, ("x-slo-class", "gold"))
 
 
+def test_of_many_unknown_keys_the_first_is_named() -> None:
+    class Keys(dict[str, Any]):
+        seen = 0
+
+        def __iter__(self) -> Iterator[str]:
+            for key in super().__iter__():
+                self.seen += 1
+                yield key
+
+    keys = Keys({"ttft_ms": 1, "tpot_ms": 1, "e2e_ms": 1, "priority": 1, "class": "fast"})
+    keys |= {f"k{index}": 1 for index in range(10_000)}
+    error = refused({"slo": keys})
+    assert error.message.startswith("slo has the unknown key 'k0'; allowed: ttft_ms, ")
+    assert keys.seen == 6
+
+
 def test_a_hostile_value_is_not_repeated_in_full() -> None:
+    assert len(refused({"slo": {"x" * 100_000: 1}}).message) < 300
     assert len(refused({"slo": {"class": "x" * 100_000}}).message) < 300
     assert refused({"slo": {"class": "\ud800é"}}).message.isascii()
 
