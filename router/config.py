@@ -114,6 +114,11 @@ class RouterConfig(BaseModel):
             text = key.get_secret_value()
             if not text or not text.isascii() or not text.isprintable() or " " in text:
                 raise ValueError("api_keys must be printable ASCII without spaces, and not empty")
+            if not text.strip("*"):
+                raise ValueError(
+                    "an entry of api_keys consists of asterisks only: that is the mask which "
+                    "`sluice config` prints in place of a key; give the key itself"
+                )
         return self
 
     @model_validator(mode="after")

@@ -333,6 +333,13 @@ def test_keys_that_cannot_be_sent_are_refused(key: str) -> None:
         RouterConfig(api_keys=(SecretStr(key),))
 
 
+@pytest.mark.parametrize("key", ["*", str(SecretStr("first-key"))])
+def test_the_mask_of_a_key_is_not_a_key(key: str) -> None:
+    with pytest.raises(ValidationError, match="asterisks only: that is the mask which `sluice con"):
+        RouterConfig(api_keys=(SecretStr("first-key"), SecretStr(key)))
+    RouterConfig(api_keys=(SecretStr(key + "x"),))
+
+
 async def test_models_and_health_come_from_a_replica() -> None:
     async with Edge(FarSide(a=serve)).client() as client:
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == "m"
