@@ -6,8 +6,7 @@ of the waiting queues, and caps each request's tokens through one small hook. So
 of stock vLLM, only their order and chunks are ours.
 
 All of it rests on names that vLLM does not promise to keep. They are listed and checked at start,
-in :func:`check_vllm`; differences between the supported versions are all in :func:`_hook_name` and
-:func:`_second_queue_name`. The engine runs this module in its core process, named by
+in :mod:`replica.vllm_support`. The engine runs this module in its core process, named by
 ``scheduler_cls="replica.vllm_scheduler.make_scheduler"``.
 """
 
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -29,110 +27,24 @@ from vllm.v1.request import Request, RequestStatus
 
 from replica.engine import request_key
 from replica.local_scheduler import BatchLog, LocalScheduler, StepInFlight
+from replica.prefix_hits import PrefixHits
 from replica.state_table import RowUpdate, StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, from_xargs
+from replica.vllm_support import (
+    UnsupportedVllmError,
+    check_config,
+    check_vllm,
+    hook_name,
+    second_queue_name,
+)
 from scheduling.batching import BatchBudget, BatchPlan, make_policy
 from scheduling.objective import SLO
 from scheduling.request import RequestView
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = ((0, 26), (0, 32))
-"""First and last supported minor version of vLLM."""
-
 _EMPTY = BatchPlan((), 0.0)
 _UNPLANNED = 1 << 30
-
-_SCHEDULER_NAMES = (
-    "add_request",
-    "get_request_counts",
-    "schedule",
-    "update_from_output",
-    "_free_request",
-    "_is_blocked_waiting_status",
-)
-_INSTANCE_NAMES = (
-    "block_size",
-    "kv_cache_config",
-    "kv_cache_manager",
-    "max_model_len",
-    "max_num_running_reqs",
-    "max_num_scheduled_tokens",
-    "requests",
-    "running",
-    "waiting",
-)
-_REQUEST_NAMES = (
-    "arrival_time",
-    "max_tokens",
-    "num_computed_tokens",
-    "num_output_placeholders",
-    "num_output_tokens",
-    "num_prompt_tokens",
-    "num_tokens",
-    "sampling_params",
-    "status",
-)
-
-
-class UnsupportedVllmError(RuntimeError):
-    """This vLLM, or the way in which it is configured, cannot carry out batch plans."""
-
-
-def _hook_name() -> str:
-    """The method through which ``schedule()`` passes every request's number of new tokens."""
-    if hasattr(Scheduler, "_reserve_prefill_lookahead"):  # from 0.28
-        return "_reserve_prefill_lookahead"
-    return "_mamba_block_aligned_split"
-
-
-def _second_queue_name() -> str:
-    """The waiting queue that ``schedule()`` drains before ``waiting``."""
-    names = Scheduler.__init__.__code__.co_names
-    return "kv_holding_waiting" if "kv_holding_waiting" in names else "skipped_waiting"
-
-
-def check_vllm(version: str = vllm.__version__) -> None:
-    """Check the version, and that every internal name in use exists.
-
-    Raises:
-        UnsupportedVllmError: what is missing, and which versions are supported.
-    """
-    low, high = SUPPORTED
-    allowed = f"supported are {low[0]}.{low[1]} to {high[0]}.{high[1]}"
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or not low <= (int(match[1]), int(match[2])) <= high:
-        raise UnsupportedVllmError(f"vLLM {version} is not supported; {allowed}")
-    made = set(Scheduler.__init__.__code__.co_names)
-    request = set(Request.__init__.__code__.co_names)
-    missing = [
-        *(f"Scheduler.{n}" for n in (*_SCHEDULER_NAMES, _hook_name()) if not hasattr(Scheduler, n)),
-        *(f"Scheduler.{n}" for n in (*_INSTANCE_NAMES, _second_queue_name()) if n not in made),
-        *(f"Request.{n}" for n in _REQUEST_NAMES if n not in request and not hasattr(Request, n)),
-    ]
-    if missing:
-        raise UnsupportedVllmError(f"vLLM {version} lacks {', '.join(missing)}; {allowed}")
-
-
-def check_config(vllm_config: Any) -> None:
-    """Check that the engine is configured in a way in which plans can be carried out.
-
-    Raises:
-        UnsupportedVllmError: the setting, and what is allowed.
-    """
-    scheduler = vllm_config.scheduler_config
-    parallel = vllm_config.parallel_config
-    rules = (
-        (scheduler.policy == "fcfs", "scheduling-policy must be fcfs"),
-        (scheduler.enable_chunked_prefill, "chunked prefill must be on"),
-        (scheduler.long_prefill_token_threshold == 0, "long-prefill-token-threshold must be 0"),
-        (parallel.pipeline_parallel_size == 1, "pipeline-parallel-size must be 1"),
-        (vllm_config.speculative_config is None, "speculative decoding must be off"),
-    )
-    for kept, rule in rules:
-        if not kept:
-            raise UnsupportedVllmError(f"Sluice's scheduler cannot run here: {rule}")
-
 
 # The mixin is typed as what it is mixed into; vLLM's types are not followed by the type checker.
 if TYPE_CHECKING:
@@ -161,14 +73,15 @@ class PlanMixin(_Base):
         self._in_flight: dict[int, StepInFlight] = {}
         self._busy_until_s = 0.0
         self._stalled = False
-        self._queues = (self.waiting, getattr(self, _second_queue_name()))
+        self._queues = (self.waiting, getattr(self, second_queue_name()))
         self._pool = self.kv_cache_manager.block_pool
         # With several groups of layers, each takes a block of its own for the same tokens.
         self._groups = max(1, len(self.kv_cache_config.kv_cache_groups))
+        self._hits = PrefixHits(self.kv_cache_manager, self._groups, self.block_size)
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
         most: int | None = getattr(self, "max_num_active_reqs", None)  # from 0.32
         self._most_running: int = self.max_num_running_reqs if most is None else most
-        if _hook_name() == "_mamba_block_aligned_split":
+        if hook_name() == "_mamba_block_aligned_split":
             self._enable_old_hook()
 
     # What vLLM calls.
@@ -199,6 +112,7 @@ class PlanMixin(_Base):
         if tracked is not None:
             self._names.discard(tracked.name)
             self._local.forget(request.request_id)
+            self._hits.forget(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,7 +174,7 @@ class PlanMixin(_Base):
         self, request: Request, tokens: int, *args: Any, **kwargs: Any
     ) -> int:
         """Called by ``schedule()`` for every request (up to vLLM 0.27, once switched on)."""
-        if _hook_name() == "_mamba_block_aligned_split":
+        if hook_name() == "_mamba_block_aligned_split":
             return self._capped(request, tokens)
         granted: int = super()._mamba_block_aligned_split(request, tokens, *args, **kwargs)
         return granted
@@ -282,8 +196,15 @@ class PlanMixin(_Base):
         return min(tokens, self._caps.get(request.request_id, 0))
 
     def _views(self) -> list[RequestView]:
-        """Every request that could run now, in order of arrival at the engine."""
+        """Every request that could run now, in order of arrival at the engine.
+
+        What the prefix cache holds of a waiting request counts as computed. Of a running one all
+        blocks count as its own: those that it shares come free only with their last user, so where
+        a plan draws on them vLLM may have to preempt more than was planned.
+        """
         views = []
+        hits = self._hits
+        hits.begin_pass()
         tracked_requests = self._local.requests
         longest = self.max_model_len - 1
         block = self.block_size
@@ -295,6 +216,9 @@ class PlanMixin(_Base):
             if not running and status != waiting_status and status != preempted_status:
                 continue
             computed = request.num_computed_tokens
+            held = -(-computed // block) if running else 0
+            if not running and computed == 0:
+                computed, held = hits.of(request)
             promised = request.num_output_placeholders
             prompt = request.num_prompt_tokens
             pending = request.num_tokens + promised - computed
@@ -318,7 +242,7 @@ class PlanMixin(_Base):
                     pending,
                     request.num_output_tokens + promised,
                     tracked.first_token_s,
-                    -(-computed // block) if running else 0,
+                    held,
                     running,
                 )
             )

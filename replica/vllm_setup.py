@@ -106,7 +106,7 @@ async def launch(arguments: Any) -> Launched:
     """Start the engine process and the serving layer on it.
 
     Raises:
-        replica.vllm_scheduler.UnsupportedVllmError: this vLLM, or its configuration, cannot carry
+        replica.vllm_support.UnsupportedVllmError: this vLLM, or its configuration, cannot carry
             out batch plans.
         ValueError: an impossible configuration.
         RuntimeError: the engine process did not start.
@@ -118,7 +118,7 @@ async def launch(arguments: Any) -> Launched:
     from vllm.usage.usage_lib import UsageContext
 
     from replica.vllm_client import WatchedLLM
-    from replica.vllm_scheduler import check_config, check_vllm
+    from replica.vllm_support import check_config, check_vllm
 
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state

@@ -133,6 +133,41 @@ def test_a_prefix_in_the_cache_is_not_computed_again(run):
     assert sum(computed[1:]) < 100
 
 
+SHARED_PREFIX = {"num_gpu_blocks_override": 40, "max_model_len": 1000}
+
+
+@pytest.fixture(scope="module")
+def siblings(model, tmp_path_factory):
+    """Eight prompts of 640 shared and 8 own tokens, and the output of stock vLLM. The
+    KV holds one of them whole, not two, but all eight where they share."""
+    chance = random.Random(5)
+    shared = [chance.randrange(300, 1000) for _ in range(640)]
+    requests = [
+        (shared + [chance.randrange(300, 1000) for _ in range(8)], 30, SLO()) for _ in range(8)
+    ]
+    engine = InProcess(model, tmp_path_factory.mktemp("stock"), **SHARED_PREFIX)
+    outputs = engine.generate(requests)
+    engine.close()
+    return requests, outputs
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_requests_that_share_a_prefix_run_together_with_little_kv(run, siblings, policy):
+    requests, outputs = siblings
+    # A first chunk that ends in the prefix would let siblings hit more in the very step that
+    # completes it than was known when it was planned.
+    options = {"token_budget": 1024} if policy == "sarathi" else None
+    engine = run(policy, options, max_num_batched_tokens=1024, **SHARED_PREFIX)
+    assert engine.generate(requests) == outputs
+    batches = engine.batches()
+    assert max(len(batch["ran"]) for batch in batches) == 8
+    # One after another they would take 240.
+    assert len(batches) < 60
+    # The first step computes the prefix, the others find it: they are planned without it.
+    assert sum(tokens for batch in batches for _, tokens, _ in batch["ran"]) < 640 + 8 * 60
+    assert engine.table.read().summary["plan_mismatches"] == 0
+
+
 def last_prefill_batches(engine, lengths):
     """For each request, the number of the batch that ends its prefill."""
     done = {}
@@ -185,7 +220,7 @@ def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
 
 
 def test_versions_outside_the_tested_range_are_refused():
-    from replica.vllm_scheduler import UnsupportedVllmError, check_vllm
+    from replica.vllm_support import UnsupportedVllmError, check_vllm
 
     check_vllm()
     for version in ("0.25.1", "0.33.0", "1.0", "unknown"):
@@ -196,7 +231,7 @@ def test_versions_outside_the_tested_range_are_refused():
 def test_a_missing_internal_name_is_reported(monkeypatch):
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from replica.vllm_scheduler import UnsupportedVllmError, check_vllm
+    from replica.vllm_support import UnsupportedVllmError, check_vllm
 
     monkeypatch.delattr(Scheduler, "_is_blocked_waiting_status")
     with pytest.raises(UnsupportedVllmError, match=r"lacks Scheduler\._is_blocked_waiting_status"):
@@ -213,7 +248,7 @@ def test_a_missing_internal_name_is_reported(monkeypatch):
     ],
 )
 def test_configurations_that_cannot_carry_plans_are_refused(part, field, value, rule):
-    from replica.vllm_scheduler import UnsupportedVllmError, check_config
+    from replica.vllm_support import UnsupportedVllmError, check_config
 
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(

@@ -1,0 +1,95 @@
+"""How much of a waiting request vLLM's prefix cache holds, for the planner.
+
+vLLM looks this up itself when it admits a request. A plan made without it asks for room for every
+prompt whole, so that with little KV requests that share a prefix would run one after another.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+_REFRESHED = 32
+"""Requests at the head of the queue whose hits are kept fresh."""
+
+_BLOCKS_A_PASS = 2048
+"""Cached blocks that one pass may look at, about a millisecond; the hit that exceeds it is the
+last."""
+
+
+class PrefixHit(NamedTuple):
+    """``tokens`` need not be computed; ``blocks`` of theirs are in use, so that sharing them takes
+    none of the free ones. A cached block that nobody uses is counted among the free ones, and is
+    taken from them when it is used again."""
+
+    tokens: int
+    blocks: int
+
+
+_NONE = PrefixHit(0, 0)
+
+
+class PrefixHits:
+    """The hits of the waiting requests, as of their last lookup.
+
+    A pass is one walk over the waiting requests in queue order. A request that is new is looked up,
+    and so are the first ones whenever the free blocks have changed, which is what filling, freeing
+    and evicting blocks does. A hit that is out of date costs a worse plan, never a wrong output:
+    vLLM looks it up again, and then also finds what the step itself fills. A lookup changes nothing
+    in vLLM, not even its statistics, for which ``get_computed_blocks`` of vLLM 0.26 counts.
+
+    ``O(hit blocks)`` per lookup.
+
+    Args:
+        manager: vLLM's ``KVCacheManager``.
+        groups: KV cache groups; hits count blocks of one group.
+        block_tokens: tokens per block.
+    """
+
+    def __init__(self, manager: Any, groups: int, block_tokens: int) -> None:
+        self._coordinator = manager.coordinator
+        self._pool = manager.block_pool
+        self._enabled = bool(manager.enable_caching)
+        self._groups = groups
+        self._block_tokens = block_tokens
+        self._hits: dict[str, PrefixHit] = {}
+        self._free_blocks = -1
+        self._refresh_left = 0
+        self._blocks_left = 0
+
+    def begin_pass(self) -> None:
+        """Start a walk over the waiting requests."""
+        free_blocks = self._pool.get_num_free_blocks()
+        self._refresh_left = _REFRESHED if free_blocks != self._free_blocks else 0
+        self._free_blocks = free_blocks
+        self._blocks_left = _BLOCKS_A_PASS
+
+    def of(self, request: Any) -> PrefixHit:
+        """The hit of a waiting request of which nothing is computed yet."""
+        if not self._enabled or request.skip_reading_prefix_cache:
+            return _NONE
+        hit = self._hits.get(request.request_id)
+        refresh = self._refresh_left > 0
+        self._refresh_left -= 1
+        if (hit is None or refresh) and self._blocks_left > 0:
+            hit = self._look_up(request)
+            self._hits[request.request_id] = hit
+        return _NONE if hit is None else hit
+
+    def forget(self, request_id: str) -> None:
+        """The request has left the engine; unknown ids are ignored."""
+        self._hits.pop(request_id, None)
+
+    def _look_up(self, request: Any) -> PrefixHit:
+        # The last token is always computed, for its logits.
+        found = self._coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        groups, tokens = found[0], int(found[1])  # later versions add a third value
+        in_use = 0
+        for group in groups:
+            self._blocks_left -= 1 + len(group)
+            # Null blocks stand for what no layer reads any more.
+            in_use += sum(block.ref_cnt > 0 or block.is_null for block in group)
+        # A block that is shared in part must be copied.
+        blocks = min(in_use // self._groups, tokens // self._block_tokens)
+        return PrefixHit(tokens, blocks)

@@ -1,0 +1,114 @@
+"""What Sluice's scheduler needs of vLLM: a version with the names that it uses, and a configuration
+in which plans can be carried out. The differences between the supported versions are here, too.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import vllm
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+SUPPORTED = ((0, 26), (0, 32))
+"""First and last supported minor version of vLLM."""
+
+_SCHEDULER_NAMES = (
+    "add_request",
+    "get_request_counts",
+    "schedule",
+    "update_from_output",
+    "_free_request",
+    "_is_blocked_waiting_status",
+)
+_INSTANCE_NAMES = (
+    "block_size",
+    "kv_cache_config",
+    "kv_cache_manager",
+    "max_model_len",
+    "max_num_running_reqs",
+    "max_num_scheduled_tokens",
+    "requests",
+    "running",
+    "waiting",
+)
+_LOOKUP_NAMES = ("find_longest_cache_hit",)
+_MANAGER_NAMES = ("block_pool", "coordinator", "enable_caching")
+_REQUEST_NAMES = (
+    "arrival_time",
+    "block_hashes",
+    "max_tokens",
+    "num_computed_tokens",
+    "num_output_placeholders",
+    "num_output_tokens",
+    "num_prompt_tokens",
+    "num_tokens",
+    "sampling_params",
+    "skip_reading_prefix_cache",
+    "status",
+)
+
+
+class UnsupportedVllmError(RuntimeError):
+    """This vLLM, or the way in which it is configured, cannot carry out batch plans."""
+
+
+def hook_name() -> str:
+    """The method through which ``schedule()`` passes every request's number of new tokens."""
+    if hasattr(Scheduler, "_reserve_prefill_lookahead"):  # from 0.28
+        return "_reserve_prefill_lookahead"
+    return "_mamba_block_aligned_split"
+
+
+def second_queue_name() -> str:
+    """The waiting queue that ``schedule()`` drains before ``waiting``."""
+    names = Scheduler.__init__.__code__.co_names
+    return "kv_holding_waiting" if "kv_holding_waiting" in names else "skipped_waiting"
+
+
+def check_vllm(version: str = vllm.__version__) -> None:
+    """Check the version, and that every internal name in use exists.
+
+    Raises:
+        UnsupportedVllmError: what is missing, and which versions are supported.
+    """
+    low, high = SUPPORTED
+    allowed = f"supported are {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or not low <= (int(match[1]), int(match[2])) <= high:
+        raise UnsupportedVllmError(f"vLLM {version} is not supported; {allowed}")
+    made = set(Scheduler.__init__.__code__.co_names)
+    request = set(Request.__init__.__code__.co_names)
+    manager = set(KVCacheManager.__init__.__code__.co_names)
+    missing = [
+        *(f"KVCacheManager.{n}" for n in _MANAGER_NAMES if n not in manager),
+        *(f"KVCacheCoordinator.{n}" for n in _LOOKUP_NAMES if not hasattr(KVCacheCoordinator, n)),
+        *(f"Scheduler.{n}" for n in (*_SCHEDULER_NAMES, hook_name()) if not hasattr(Scheduler, n)),
+        *(f"Scheduler.{n}" for n in (*_INSTANCE_NAMES, second_queue_name()) if n not in made),
+        *(f"Request.{n}" for n in _REQUEST_NAMES if n not in request and not hasattr(Request, n)),
+    ]
+    if missing:
+        raise UnsupportedVllmError(f"vLLM {version} lacks {', '.join(missing)}; {allowed}")
+
+
+def check_config(vllm_config: Any) -> None:
+    """Check that the engine is configured in a way in which plans can be carried out.
+
+    Raises:
+        UnsupportedVllmError: the setting, and what is allowed.
+    """
+    scheduler = vllm_config.scheduler_config
+    parallel = vllm_config.parallel_config
+    rules = (
+        (scheduler.policy == "fcfs", "scheduling-policy must be fcfs"),
+        (scheduler.enable_chunked_prefill, "chunked prefill must be on"),
+        (scheduler.long_prefill_token_threshold == 0, "long-prefill-token-threshold must be 0"),
+        (parallel.pipeline_parallel_size == 1, "pipeline-parallel-size must be 1"),
+        (vllm_config.speculative_config is None, "speculative decoding must be off"),
+    )
+    for kept, rule in rules:
+        if not kept:
+            raise UnsupportedVllmError(f"Sluice's scheduler cannot run here: {rule}")
