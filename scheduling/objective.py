@@ -58,7 +58,7 @@ class SLO:
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
-        if not (isinstance(self.priority, int) and MIN_PRIORITY <= self.priority <= MAX_PRIORITY):
+        if not (type(self.priority) is int and MIN_PRIORITY <= self.priority <= MAX_PRIORITY):
             raise ValueError(
                 f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}, "
                 f"got {self.priority!r}"

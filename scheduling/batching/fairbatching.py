@@ -9,6 +9,7 @@ from operator import itemgetter
 from pydantic import Field
 
 from scheduling.batching.base import BatchBuilder, BatchPolicy
+from scheduling.batching.prefill_share import least_useful_s
 from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
 from scheduling.policy import PolicyOptions
@@ -42,8 +43,9 @@ class FairBatching(BatchPolicy):
 
     - The first group is not cut by the time budget: §3.3 says that urgent decodes are always
       included and that the policy falls back to Sarathi's behaviour under extreme load.
-    - Only decodes that state a TPOT set the budget. One that states a TPOT below the fixed
-      time of a step, which no batch can hold, does not: it would stop all prefill for nothing.
+    - Only decodes that state a TPOT set the budget. One whose TPOT no batch with a useful share of
+      prefill could hold (:mod:`scheduling.batching.prefill_share`) does not; and with urgent
+      decodes in the batch, prefills that have a deadline keep that share beside them.
     - Requests without a deadline have infinite slack and come after all others, decodes before
       prefills, so that an answer that has begun is not held up by those that have not.
     - A prefill that recomputes after a preemption is a prefill, with the deadline of its next
@@ -64,7 +66,7 @@ class FairBatching(BatchPolicy):
     ) -> None:
         """Fill the time budget group by group."""
         anchor = self._anchor
-        fixed_s = latency.fixed_s
+        useful_s = least_useful_s(latency.fixed_s, latency)
         # Ordering by deadline is ordering by slack; the index keeps ties in order of arrival.
         decodes: list[tuple[float, int, RequestView]] = []
         prefills: list[tuple[float, int, RequestView]] = []
@@ -76,7 +78,7 @@ class FairBatching(BatchPolicy):
                 continue
             decodes.append((due_s, index, request))
             tpot_s = request.slo.tpot_s
-            if tpot_s is not None and tpot_s > fixed_s:
+            if tpot_s is not None and tpot_s >= useful_s:
                 first_due_s = min(first_due_s, due_s)
                 min_tpot_s = min(min_tpot_s, tpot_s)
         decodes.sort()
@@ -91,6 +93,9 @@ class FairBatching(BatchPolicy):
             urgent += 1
             batch.add(request)
         due = bisect_left(prefills, inf, key=itemgetter(0))
+        if urgent and due:
+            deepest = max([entry[2].computed_tokens for entry in prefills[:due]])
+            budget_s = max(budget_s, least_useful_s(batch.cost_s, latency, deepest))
         entries = prefills[:due] + decodes[urgent:] + prefills[due:]
         rest = [request for _, _, request in entries]
         batch.fill(rest, budget_s)

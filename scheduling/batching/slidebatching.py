@@ -10,13 +10,14 @@ from typing import Literal
 from pydantic import Field
 
 from scheduling.batching.base import BatchBuilder, BatchPolicy
+from scheduling.batching.prefill_share import least_useful_s
 from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
 from scheduling.policy import PolicyOptions
 from scheduling.request import QueueView, RequestView
 
-_Ranked = tuple[float, int, float, RequestView]
-"""Time left, place in the queue, predicted work, and the request: sorts by time left."""
+_Ranked = tuple[float, int, float, float, RequestView]
+"""Time left, place in the queue, predicted work, density, and the request: sorts by time left."""
 
 
 class SlideBatchingOptions(PolicyOptions):
@@ -82,7 +83,11 @@ class SlideBatching(BatchPolicy):
       that would be late even alone in the next batch do not count there; if none is left that
       counts, the budget is eta. They stay in the queue, mostly urgent, and compete by density.
     - An eta above a TPOT objective would make every minimal batch late, so the least stated TPOT
-      above ``t_c`` caps it; and where eta itself is not above ``t_c``, twice ``t_c`` is taken.
+      caps it, of those that a batch with a useful share of prefill could hold
+      (:mod:`scheduling.batching.prefill_share`); and where eta itself is not above ``t_c``, twice
+      ``t_c`` is taken. Urgent decodes are mostly denser than prefills, so the budget leaves urgent
+      prefills that share beside the decodes due within two budgets, which is when one left out
+      now could come at the earliest. Those due later run ahead of their pace and cannot for long.
     - Requests without a deadline come after all others, decodes before prefills, and delay none of
       those, so their ``exec`` is in no sum.
     """
@@ -107,7 +112,7 @@ class SlideBatching(BatchPolicy):
         """Rank the queue, then fill the time budget."""
         ranked, budget_s = self._rank(queue, now_s, latency)
         due = bisect_left(ranked, inf, key=itemgetter(0))
-        unbound = [entry[3] for entry in ranked[due:]]
+        unbound = [entry[4] for entry in ranked[due:]]
         unbound.sort(key=attrgetter("is_prefill"))
         del ranked[due:]
 
@@ -117,9 +122,11 @@ class SlideBatching(BatchPolicy):
         if self._phi_c:
             urgent, normal = _split_by_position(ranked, factor)
         else:
-            urgent, normal = _split_at(ranked, factor * sum(entry[2] for entry in ranked))
-        urgent.sort(key=self._density, reverse=True)
-        order = [entry[3] for entry in urgent + normal] + unbound
+            urgent, normal = _split_at(ranked, factor * sum([entry[2] for entry in ranked]))
+        urgent.sort(key=itemgetter(3), reverse=True)
+        order = [entry[4] for entry in urgent + normal] + unbound
+        if budget_s < inf:
+            budget_s = max(budget_s, _least_budget_s(urgent, 2 * budget_s, latency))
         batch.fill(order, budget_s)
         batch.ensure_progress(order)
 
@@ -128,31 +135,49 @@ class SlideBatching(BatchPolicy):
     ) -> tuple[list[_Ranked], float]:
         """The queue by time left, and the time budget: infinite where no deadline is stated."""
         fixed_s = latency.fixed_s
+        useful_s = least_useful_s(fixed_s, latency)
         work_of = latency.work_s
         anchor = self._anchor
         count_late = self._count_late
+        first_weight = self._first_weight
         eta_s = self._eta_s if self._eta_s > fixed_s else 2 * fixed_s
         least_remain_s = inf
         ranked: list[_Ranked] = []
         for index, request in enumerate(queue.requests):
-            remain_s = request.next_deadline_s(anchor) - now_s
+            slo = request.slo
+            emitted = request.emitted_tokens
+            # RequestView.next_deadline_s(), without a call more per request.
+            due_s = slo.deadline_s(emitted + 1, request.arrival_s, request.first_token_s, anchor)
+            remain_s = due_s - now_s
             work_s = work_of(request.pending_tokens, request.computed_tokens)
             if remain_s < least_remain_s and (count_late or remain_s >= fixed_s + work_s):
                 least_remain_s = remain_s
-            tpot_s = request.slo.tpot_s
-            if tpot_s is not None and fixed_s < tpot_s < eta_s:
+            tpot_s = slo.tpot_s
+            if tpot_s is not None and useful_s <= tpot_s < eta_s:
                 eta_s = tpot_s
-            ranked.append((remain_s, index, work_s, request))
+            # Worth of the request's next token per second of work.
+            weight = slo.priority * first_weight if emitted == 0 else slo.priority
+            density = weight / work_s if work_s > 0 else inf
+            ranked.append((remain_s, index, work_s, density, request))
         ranked.sort()
         if least_remain_s == inf and ranked and ranked[0][0] < inf:
             return ranked, eta_s  # every deadline is lost already
         return ranked, max(least_remain_s, eta_s)
 
-    def _density(self, entry: _Ranked) -> float:
-        """Worth of the request's next token per second of work."""
-        _, _, work_s, request = entry
-        weight = request.slo.priority * (self._first_weight if request.emitted_tokens == 0 else 1.0)
-        return weight / work_s if work_s > 0 else inf
+
+def _least_budget_s(urgent: list[_Ranked], within_s: float, latency: LatencyModel) -> float:
+    """Least time budget that leaves urgent prefills their share beside the decodes due
+    ``within_s``; 0 where one of the two is missing."""
+    decodes_s = 0.0
+    computed = []
+    for remain_s, _, work_s, _, request in urgent:
+        if request.is_prefill:
+            computed.append(request.computed_tokens)
+        elif remain_s < within_s:
+            decodes_s += work_s
+    if not computed or decodes_s <= 0:
+        return 0.0
+    return least_useful_s(latency.fixed_s + decodes_s, latency, max(computed))
 
 
 def _split_at(ranked: list[_Ranked], boundary_s: float) -> tuple[list[_Ranked], list[_Ranked]]:

@@ -57,10 +57,15 @@ def test_a_late_decode_leaves_the_least_tpot_as_budget() -> None:
     assert result.entries == (("late", 1), ("next", 1), ("large", 8))
 
 
-def test_urgent_decodes_are_taken_beyond_the_budget() -> None:
+def test_urgent_decodes_are_taken_beyond_the_budget_and_leave_prefill_its_share() -> None:
+    # Budget 15 ms; the decodes alone take 30. With a prompt's first token as three quarters of the
+    # batch it may last 31 / 0.75 = 41.3 ms, so 11 tokens.
     decodes = [decode_due_in(f"d{index}", 5, 15) for index in range(20)]
-    result = plan(*decodes, prefill_due_in("p", 1, 5))
-    assert len(result.entries) == 20, "as in Sarathi: every decode, and no prefill beside them"
+    result = plan(*decodes, prefill_due_in("p", 1, 100))
+    assert len(result.entries) == 21
+    assert result.entries[-1] == ("p", 11)
+    # A prompt without a deadline gets what is left, which is nothing.
+    assert len(plan(*decodes, prefill("free", 100)).entries) == 20
 
 
 def test_other_decodes_run_in_what_prefills_leave() -> None:
@@ -89,9 +94,10 @@ def test_requests_without_objectives_come_last_and_set_no_budget() -> None:
 
 
 def test_a_tpot_that_no_step_can_hold_does_not_stop_prefill() -> None:
-    # 1 ms a token at 10 ms a step: hopeless. It is served always, but the budget is the other's.
+    # At 10 ms a step and 1 ms a token, a batch of which prefill has a quarter takes 14.7 ms.
+    # 14 ms is hopeless: it is served always, but the budget is the other's.
     result = plan(
-        decode_due_in("hopeless", -500, 1),
+        decode_due_in("hopeless", -500, 14),
         decode_due_in("tight", 30, 20),
         prefill_due_in("p", 500, 100),
     )

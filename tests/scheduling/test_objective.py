@@ -75,7 +75,7 @@ def test_impossible_objectives_are_refused(field: str, value: float) -> None:
         SLO(**{field: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("priority", [0, 11, 1.5])
+@pytest.mark.parametrize("priority", [0, 11, 1.5, True])
 def test_priorities_out_of_range_are_refused(priority: int) -> None:
     with pytest.raises(ValueError, match="an integer from 1 to 10"):
         SLO(priority=priority)

@@ -215,6 +215,14 @@ def test_without_whole_prompt_reservation_a_waiting_prompt_is_cut_to_the_free_bl
     assert batch.add(prefill("long", 100)) == 48
 
 
+def test_a_prompt_of_which_no_token_fits_the_time_does_not_block_those_behind_it() -> None:
+    deep = LinearLatency(a=0.010, b=0.001, c=0.000_01)
+    begun, behind = prefill("begun", 5_000, computed=4_000), decode("behind")
+    batch = BatchBuilder(queue_of(begun, behind), ROOMY, deep)
+    batch.fill([begun, behind], 0.030)
+    assert batch.plan().entries == (("behind", 1),)
+
+
 def test_unknown_policies_and_options_are_refused_with_what_is_allowed() -> None:
     with pytest.raises(
         ValueError, match=r"unknown batch policy 'fifo'; known: fairbatching, fcfs.*"

@@ -55,12 +55,13 @@ def run(
     tokens: int = 2_048,
     blocks: int = 10_000,
     sequences: int = 64,
+    until: Job | None = None,
 ) -> tuple[dict[str, Job], int]:
-    """Run ``jobs`` to their end; return them by name, and the number of steps."""
+    """Run ``jobs``, or only ``until`` one, to the end; return them by name, and the steps."""
     live = sorted(jobs, key=lambda job: job.arrival_s)
     now_s = 0.0
     steps = 0
-    while live:
+    while live and (until is None or until in live):
         arrived = [job for job in live if job.arrival_s <= now_s]
         if not arrived:
             now_s = live[0].arrival_s
@@ -132,6 +133,52 @@ def test_a_running_answer_keeps_its_pace_while_long_prompts_come_in(name: str) -
 
     assert slowest("fcfs") > 0.03 * 1.2
     assert slowest(name) <= 0.03 * 1.001
+
+
+def prompts_beside_tight_decodes(
+    name: str, tpot_s: float, decodes: int = 1, output: int = 4_000
+) -> tuple[float, float]:
+    """Slowest TTFT of eight prompts, and slowest TPOT of the decodes that run when they come."""
+    model = LinearLatency(a=0.004, b=0.000_2, c=0.000_001)
+    tight = [Job(f"d{n}", 16, output, SLO(ttft_s=1.0, tpot_s=tpot_s)) for n in range(decodes)]
+    slo = SLO(ttft_s=2.0, priority=2)
+    prompts = [Job(f"p{n}", 1_000, 1, slo, arrival_s=0.5) for n in range(8)]
+    run(make_policy(name), [*tight, *prompts], model)
+    paces = [(job.emitted_s[-1] - job.emitted_s[0]) / (output - 1) for job in tight]
+    return max(job.emitted_s[0] for job in prompts) - 0.5, max(paces)
+
+
+@pytest.mark.parametrize("name", ["fairbatching", "slidebatching"])
+@pytest.mark.parametrize("tpot_s", [0.0045, 0.005, 0.006, 0.008])
+def test_one_tight_decode_does_not_stop_prefill(name: str, tpot_s: float) -> None:
+    ttft_s, _ = prompts_beside_tight_decodes(name, tpot_s)
+    relaxed_s, _ = prompts_beside_tight_decodes(name, 0.05)
+    assert ttft_s < 4 * relaxed_s
+
+
+@pytest.mark.parametrize("name", ["fairbatching", "slidebatching"])
+@pytest.mark.parametrize(("tpot_s", "decodes"), [(0.02, 1), (0.02, 10), (0.03, 30)])
+def test_tight_decodes_that_can_be_held_keep_their_pace(
+    name: str, tpot_s: float, decodes: int
+) -> None:
+    _, pace_s = prompts_beside_tight_decodes(name, tpot_s, decodes, output=100)
+    assert pace_s <= tpot_s * 1.001
+
+
+@pytest.mark.parametrize("name", ["fairbatching", "slidebatching"])
+@pytest.mark.parametrize("tpot_s", [0.005, 0.006, 0.008, 0.012, 0.02])
+@pytest.mark.parametrize("prompt", [1_000, 7_000])
+def test_an_endless_stream_of_tight_decodes_does_not_stop_a_prefill(
+    name: str, tpot_s: float, prompt: int
+) -> None:
+    # About 20 at a time, and new ones for far longer than the prompt may take.
+    model = LinearLatency(a=0.004, b=0.000_2, c=0.000_001)
+    slo = SLO(ttft_s=0.5, tpot_s=tpot_s, priority=10)
+    stream = [Job(f"d{n}", 16, 50, slo, arrival_s=n * 0.025) for n in range(2_000)]
+    target = Job("prompt", prompt, 1, SLO(ttft_s=2.0), arrival_s=1.0)
+    run(make_policy(name), [*stream, target], model, until=target)
+    others = [job for job in stream if len(job.emitted_s) < job.output]
+    assert others, "the stream must outlast the prompt"
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

@@ -90,8 +90,9 @@ def test_the_budget_is_never_below_eta_and_eta_never_above_the_least_tpot() -> N
     late = prefill_due_in("late", -100, 100)
     assert plan(late, eta_s=0.05).entries == (("late", 40),)
     assert plan(late, decode_due_in("d", -5, 30), eta_s=0.05).entries == (("d", 1), ("late", 19))
-    # A TPOT that no step can hold is no bound, and an eta below the step's fixed time is doubled.
-    assert plan(late, decode_due_in("d", -5, 3), eta_s=0.05).entries == (("d", 1), ("late", 39))
+    # A TPOT that no useful batch can hold is no bound, and an eta below a step's fixed time is
+    # doubled.
+    assert plan(late, decode_due_in("d", -5, 14), eta_s=0.05).entries == (("d", 1), ("late", 39))
     assert plan(late, eta_s=0.005).entries == (("late", 10),)
 
 
@@ -120,15 +121,21 @@ def test_requests_without_a_deadline_come_last_and_delay_nobody() -> None:
     )
 
 
-def test_a_prompt_too_deep_in_context_to_fit_does_not_block_decodes() -> None:
+def test_a_prompt_too_deep_in_context_for_the_decodes_slack_moves_all_the_same() -> None:
     deep = LinearLatency(a=0.010, b=0.001, c=0.000_01)
-    begun = prefill("begun", 5_000, SLO(ttft_s=5.0, priority=10), computed=4_000, arrival_s=5.0)
-    # Not one token of `begun` fits the 30 ms: its context alone takes 40.
+    begun = prefill("begun", 5_000, SLO(ttft_s=5.0), computed=4_000, arrival_s=5.0)
+    # Not one token of `begun` fits the 30 ms: its context alone takes 40. The decode and the first
+    # token are three quarters of a batch of (10 + 1.17 + 41.01) / 0.75 = 69.6 ms.
     queue = queue_of(begun, decode_due_in("d", 30, 50))
-    result = make_policy("slidebatching", {"gamma": 100.0, "first_weight": 10_000.0}).plan(
-        queue, NOW_S, deep, ROOMY
-    )
-    assert result.entries == (("d", 1),)
+    result = make_policy("slidebatching").plan(queue, NOW_S, deep, ROOMY)
+    assert result.entries == (("d", 1), ("begun", 18))
+
+
+def test_decodes_that_run_ahead_of_their_pace_do_not_stretch_a_tight_ones_batch() -> None:
+    # The ten take 10 ms, but none is due soon: the budget is the 20 ms of `tight`.
+    ahead = [decode_due_in(f"d{index}", 200, 100) for index in range(10)]
+    result = plan(decode_due_in("tight", 20, 20), *ahead, prefill_due_in("p", 500, 400))
+    assert result.predicted_s <= 0.0200001
 
 
 def test_a_step_longer_than_every_budget_still_moves() -> None:
