@@ -165,7 +165,8 @@ def test_disconnect_cancels_the_work_in_the_engine(serving: System) -> None:
     }
     with httpx.stream("POST", f"{serving.url}/v1/completions", json=body, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
-        assert next(answer.iter_lines()).startswith("data: ")
+        lines = answer.iter_lines()  # kept: the connection closes with it
+        assert next(lines).startswith("data: ")
         wait_until(lambda: serving.live() == 1, "the engine works on it", show=serving.snapshot)
     wait_until(lambda: serving.live() == 0, "the engine dropped it", timeout_s=10)
 
