@@ -1,6 +1,6 @@
 """The central actor: it knows every replica's queue and says where each request goes.
 
-:class:`Controller` is a plain class; :mod:`controller.lookup` makes it a Ray actor. Its methods do
+:class:`Controller` is a plain class; :mod:`controller.detached` is the Ray actor. Its methods do
 not wait in the middle of anything, so each runs whole: two decisions never mix. It keeps no prompt,
 no tokens and no state on disk; after a restart the replicas bring all of it back with their hellos.
 """
@@ -55,6 +55,7 @@ class Controller:
     ) -> None:
         self._config = config
         self._clock = clock
+        self._heard_s = clock()
         self._epoch = secrets.randbits(63)
         self._policy = make_policy(config.policy, config.policy_options)
         self._mirror = Mirror(
@@ -71,6 +72,11 @@ class Controller:
         own = families_of(self._instruments.registry)
         self._hub = MetricsHub(reserved=[family.name for family in own])
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since any replica or client last spoke to it."""
+        return self._clock() - self._heard_s
+
     async def route(self, queries: list[RouteQuery]) -> RouteReply:
         """Place each query, in order; each decision reserves its tokens at once.
 
@@ -84,6 +90,7 @@ class Controller:
 
     async def endpoint(self) -> Endpoint:
         """Where :meth:`route` can be had over a plain connection; see :mod:`controller.channel`."""
+        self._hear()
         return await self._server.endpoint(ray.util.get_node_ip_address())
 
     async def hello(self, hello: ReplicaHello) -> ReportReply:
@@ -92,7 +99,7 @@ class Controller:
         Raises:
             ValueError: the message is malformed, or too many replicas are known.
         """
-        now_s = self._clock()
+        now_s = self._hear()
         self._forget_silent(now_s)
         with self._instruments.refusals():
             self._mirror.hello(hello, now_s)
@@ -106,7 +113,7 @@ class Controller:
         Raises:
             ValueError: the message is malformed.
         """
-        now_s = self._clock()
+        now_s = self._hear()
         with self._instruments.refusals():
             applied = self._mirror.delta(delta, now_s)
         self._instruments.count_report("applied" if applied else "resync")
@@ -119,7 +126,7 @@ class Controller:
         check_text("replica_id", replica_id)
         if self._mirror.forget(replica_id):
             self._ledger.drop_replica(replica_id)
-            self._candidates.touch((replica_id,), self._clock())
+            self._candidates.touch((replica_id,), self._hear())
 
     async def replica_gone(self, replica_ids: Sequence[str]) -> None:
         """A router saw replicas leave: choose them no more. Unknown ones are ignored.
@@ -131,7 +138,7 @@ class Controller:
             raise ValueError(f"replica_ids must be a list of at most {MAX_KEYS}")
         for replica_id in replica_ids:
             check_text("replica_id", replica_id)
-        now_s = self._clock()
+        now_s = self._hear()
         for replica_id in self._mirror.mark_gone(replica_ids, now_s):
             self._ledger.drop_replica(replica_id)
             self._candidates.touch((replica_id,), now_s)
@@ -143,7 +150,7 @@ class Controller:
             ValueError: not a list of keys.
         """
         check_keys("keys", keys)
-        self._candidates.touch(self._ledger.release(keys), self._clock())
+        self._candidates.touch(self._ledger.release(keys), self._hear())
 
     async def push_metrics(self, push: MetricsPush) -> None:
         """Take a process's metrics.
@@ -152,7 +159,7 @@ class Controller:
             ValueError: malformed, over a limit, or with a family of the controller's own.
         """
         with self._instruments.refusals():
-            self._hub.push(push, self._clock())
+            self._hub.push(push, self._hear())
 
     async def render_metrics(self) -> bytes:
         """Every process's metrics, the controller's too, in Prometheus' text format.
@@ -161,7 +168,7 @@ class Controller:
         would change meanwhile. The text is written in a thread, which shares the interpreter with
         them.
         """
-        now_s = self._clock()
+        now_s = self._hear()
         self._forget_silent(now_s)
         # The controller's own do not go through the hub, whose limits are for others' pushes.
         families = families_of(self._instruments.registry) + self._hub.families(now_s)
@@ -169,7 +176,7 @@ class Controller:
 
     async def snapshot(self) -> dict[str, Any]:
         """What an operator wants to see: plain data that JSON can hold."""
-        now_s = self._clock()
+        now_s = self._hear()
         self._forget_silent(now_s)
         self._candidates.touch(self._ledger.expire(now_s), now_s)
         return {
@@ -184,11 +191,18 @@ class Controller:
 
     async def fingerprint(self) -> str:
         """See :func:`fingerprint_of`."""
+        self._hear()
         return fingerprint_of(self._config)
+
+    def _hear(self) -> float:
+        """Somebody spoke: the time, monotonic seconds."""
+        self._heard_s = self._clock()
+        return self._heard_s
 
     def _route(self, queries: list[RouteQuery]) -> RouteReply:
         if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
             raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
+        self._hear()
         return RouteReply(self._epoch, tuple([self._decide(query) for query in queries]))
 
     def _decide(self, query: RouteQuery) -> RouteDecision:

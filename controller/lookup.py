@@ -9,8 +9,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from controller.actor import Controller, fingerprint_of
+from controller.actor import fingerprint_of
 from controller.config import ControllerConfig
+from controller.detached import DetachedController
 
 NAMESPACE = "sluice"
 """Ray namespace of the controller actors."""
@@ -34,7 +35,7 @@ def find_or_start(app_name: str, config: ControllerConfig) -> Any:
     The actor belongs to no job, comes back by itself when its process dies, and never has a call
     repeated by Ray: the caller's request would be placed twice.
     """
-    actor = ray.remote(Controller).options(
+    actor = ray.remote(DetachedController).options(
         name=controller_actor_name(app_name),
         namespace=NAMESPACE,
         lifetime="detached",

@@ -236,6 +236,28 @@ async def test_the_operators_view_is_json() -> None:
     assert view["replicas"][0]["kv_blocks_free"] == 900
 
 
+async def test_silence_is_the_time_since_anybody_spoke() -> None:
+    controller, clock = make()
+    epoch = await epoch_of(controller)
+    push = MetricsPush("router-1", ())
+    for speak in (
+        lambda: controller.hello(hello("a")),
+        lambda: controller.report(delta("a", epoch, 1)),
+        lambda: controller.route([query(1)]),
+        lambda: controller.release([1]),
+        lambda: controller.replica_gone(["a"]),
+        lambda: controller.goodbye("a"),
+        lambda: controller.push_metrics(push),
+        controller.render_metrics,
+        controller.snapshot,
+        controller.fingerprint,
+    ):
+        clock.advance(100)
+        assert controller.silent_s == 100
+        await speak()
+        assert controller.silent_s == 0
+
+
 def test_the_fingerprint_names_the_configuration() -> None:
     assert fingerprint_of(ControllerConfig()) == fingerprint_of(ControllerConfig())
     assert fingerprint_of(ControllerConfig()) != fingerprint_of(

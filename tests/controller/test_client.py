@@ -25,6 +25,7 @@ from controller.client import (
     stop_controller,
 )
 from controller.config import ControllerConfig
+from controller.detached import DetachedController
 from controller.lookup import NAMESPACE
 from controller.messages import RouteDecision
 from tests.controller.fleet import delta, hello, query, waiting_row
@@ -239,6 +240,35 @@ async def test_a_paused_controller_costs_few_deadlines(app: str) -> None:
         finally:
             os.kill(pid, signal.SIGCONT)
         await until(lambda: _placed(client), "it answers again")
+
+
+async def test_a_controller_ends_when_nobody_speaks_to_it(app: str) -> None:
+    silent = ray.remote(DetachedController).options(
+        name=controller_actor_name(app),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=100,
+    )
+    actor = silent.remote(CONFIG, end_after_s=1.0)
+    # For as long as somebody speaks it lives, well beyond that second.
+    until_s = time.monotonic() + 3
+    epochs = set()
+    while time.monotonic() < until_s:
+        epochs.add((await actor.route.remote([])).epoch)
+        await asyncio.sleep(0.05)
+    assert len(epochs) == 1
+
+    async def ended() -> bool:
+        return not any(
+            entry["name"] == controller_actor_name(app)
+            for entry in ray.util.list_named_actors(all_namespaces=True)
+        )
+
+    await until(ended, "it ends by itself, and Ray does not restart it")
+    async with connected(app) as client:
+        assert await client.route(query(1)) == RouteDecision(None, "no_replica")
 
 
 async def test_a_refused_batch_is_no_answer_to_its_requests(app: str) -> None:

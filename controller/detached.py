@@ -1,0 +1,43 @@
+"""The controller as an actor that belongs to no job, and ends by itself when nobody needs it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import ray
+
+from controller.actor import Controller
+from controller.config import ControllerConfig
+
+END_AFTER_S = 600.0
+"""Silence of all replicas and clients after which the controller ends, seconds. Replicas report and
+routers push metrics every few seconds, so such a silence means that the application is gone."""
+
+_CHECKS = 10
+
+
+class DetachedController(Controller):
+    """A :class:`Controller` that watches how long nobody has spoken to it.
+
+    Ray does not restart an actor that is killed for good. One that is missed after all is started
+    again by the client that misses it, as any that is gone.
+
+    Args:
+        config: see :class:`ControllerConfig`.
+        end_after_s: silence after which it ends, seconds; checked ten times in that time.
+    """
+
+    def __init__(self, config: ControllerConfig, end_after_s: float = END_AFTER_S) -> None:
+        super().__init__(config)
+        self._end_after_s = end_after_s
+        this = ray.get_runtime_context().current_actor
+        # Not a task: the constructor of an actor has no event loop yet.
+        threading.Thread(target=self._watch, args=(this,), name="silence", daemon=True).start()
+
+    def _watch(self, this: Any) -> None:
+        """End the actor when it is time, for good."""
+        while self.silent_s < self._end_after_s:
+            time.sleep(self._end_after_s / _CHECKS)
+        ray.kill(this, no_restart=True)
