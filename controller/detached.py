@@ -33,7 +33,7 @@ class DetachedController(Controller):
         super().__init__(config)
         self._end_after_s = end_after_s
         this = ray.get_runtime_context().current_actor
-        # Not a task: the constructor of an actor has no event loop yet.
+        # Not a task, so that it depends on no event loop and on no first call.
         threading.Thread(target=self._watch, args=(this,), name="silence", daemon=True).start()
 
     def _watch(self, this: Any) -> None:
