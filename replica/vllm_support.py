@@ -107,6 +107,8 @@ def check_config(vllm_config: Any) -> None:
         (scheduler.enable_chunked_prefill, "chunked prefill must be on"),
         (scheduler.long_prefill_token_threshold == 0, "long-prefill-token-threshold must be 0"),
         (parallel.pipeline_parallel_size == 1, "pipeline-parallel-size must be 1"),
+        # Every engine process of one client would write the same state table.
+        (parallel.data_parallel_size == 1, "data-parallel-size must be 1"),
         (vllm_config.speculative_config is None, "speculative decoding must be off"),
     )
     for kept, rule in rules:

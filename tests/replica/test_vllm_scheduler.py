@@ -245,6 +245,7 @@ def test_a_missing_internal_name_is_reported(monkeypatch):
         ("scheduler_config", "enable_chunked_prefill", False, "chunked prefill must be on"),
         ("scheduler_config", "long_prefill_token_threshold", 100, "must be 0"),
         ("parallel_config", "pipeline_parallel_size", 2, "must be 1"),
+        ("parallel_config", "data_parallel_size", 2, "data-parallel-size must be 1"),
     ],
 )
 def test_configurations_that_cannot_carry_plans_are_refused(part, field, value, rule):
@@ -254,7 +255,7 @@ def test_configurations_that_cannot_carry_plans_are_refused(part, field, value, 
         scheduler_config=SimpleNamespace(
             policy="fcfs", enable_chunked_prefill=True, long_prefill_token_threshold=0
         ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
         speculative_config=None,
     )
     check_config(config)
