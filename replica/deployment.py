@@ -123,5 +123,14 @@ def make_engine(config: EngineConfig, replica_id: str, max_live_requests: int, r
     # Imported only where it runs: it takes seconds, and a fleet of simulated engines needs no vLLM.
     from replica.vllm_engine import VllmEngine
 
-    core = rank % (os.cpu_count() or 1) if config.pin_cpu else None
+    core = _core(rank) if config.pin_cpu else None
     return VllmEngine(config, replica_id, max_live_requests, core)
+
+
+def _core(rank: int) -> int:
+    """The core for replica ``rank`` of this host, of those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    else:  # not on every system
+        cores = list(range(os.cpu_count() or 1))
+    return cores[rank % len(cores)]

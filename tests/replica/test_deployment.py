@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from controller.config import ControllerConfig
 from controller.lookup import NAMESPACE
 from controller.messages import RouteQuery
 from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
-from replica.deployment import ReplicaServer
+from replica.deployment import ReplicaServer, _core
 from replica.engine import (
     EngineRequest,
     ResponseChunk,
@@ -211,3 +212,13 @@ async def live(handle: Any) -> int:
     """Live requests of all replicas."""
     snapshots = await handle.broadcast("engine_snapshot").results_async()
     return sum(snapshot["live_requests"] for snapshot in snapshots)
+
+
+def test_replicas_are_pinned_to_the_cores_that_the_process_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {9, 4, 6})
+    assert [_core(rank) for rank in range(5)] == [4, 6, 9, 4, 6]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert [_core(rank) for rank in range(3)] == [0, 1, 0]
