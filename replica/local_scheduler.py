@@ -4,6 +4,7 @@ and publish the state. The vLLM adapter and the simulated engine differ only in 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -64,14 +65,28 @@ class BatchLog:
         self._lines = 0
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append one batch; nothing more is written after the bound."""
+        """Append one batch; nothing more is written after the bound, or an error.
+
+        It is called by the scheduler, so a full disk must not be the end of the engine.
+        """
         if self._file is None:
             return
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        self._lines += 1
-        if self._lines >= _BATCH_LOG_LINES:
-            self._file.close()
-            self._file = None
+        line = json.dumps(record, separators=(",", ":")) + "\n"
+        try:
+            self._file.write(line)
+            self._lines += 1
+            if self._lines >= _BATCH_LOG_LINES:
+                self._close()
+        except OSError as error:
+            logger.warning("the batch log ends after %d batches: %s", self._lines, error)
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            # Closing writes what is left, and fails where writing did.
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 class LocalScheduler:

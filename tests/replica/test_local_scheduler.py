@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,6 +104,18 @@ def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
     assert (summary["steps"], summary["updated_s"], summary["waiting"]) == (0, 5.0, 3)
     assert (tmp_path / "r.jsonl").read_text() == ""
     assert table.samples() == []
+
+
+def test_a_full_disk_ends_the_batch_log_and_nothing_else(table, caplog):
+    log = BatchLog(Path("/dev/full"))
+    scheduler = make_scheduler(table, log)
+    with caplog.at_level(logging.WARNING):
+        for now_s in (0.0, 1.0, 2.0):
+            plan = scheduler.plan([view("e1")], now_s, BUDGET)
+            finish(scheduler, scheduler.begin_step(plan, [("e1", 10, 0)], now_s), now_s + 0.5)
+    assert table.read().summary["steps"] == 3
+    (record,) = caplog.records
+    assert "the batch log ends after 0 batches" in record.getMessage()
 
 
 def test_requests_beyond_the_table_run_without_a_row(table, caplog):
