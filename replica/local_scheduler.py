@@ -220,12 +220,16 @@ class LocalScheduler:
             self._correction.observe(step.uncorrected_s, seconds)
         if self._rowless:
             updates = [update for update in updates if update.slot != _NO_SLOT]
+        # An empty batch says nothing of how long a step takes.
+        times = {
+            "step_started_s": step.started_s,
+            "last_step_s": seconds,
+            "predicted_step_s": predicted_s,
+        }
         self._table.write(
             updates,
             updated_s=now_s,
-            step_started_s=step.started_s,
-            last_step_s=seconds,
-            predicted_step_s=predicted_s,
+            **(times if step.work.new_tokens > 0 else {}),
             correction=self._correction.factor,
             steps=self._steps,
             waiting=waiting,

@@ -106,6 +106,18 @@ def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
     assert table.samples() == []
 
 
+def test_an_empty_batch_leaves_the_times_of_the_last_step(table):
+    scheduler = make_scheduler(table)
+    plan = scheduler.plan([view("e1")], 1.0, BUDGET)
+    finish(scheduler, scheduler.begin_step(plan, [("e1", 10, 0)], 1.0), 1.03)
+    finish(scheduler, scheduler.begin_step(scheduler.plan([], 2.0, BUDGET), [], 2.0), 2.001)
+    summary = table.read().summary
+    assert summary["updated_s"] == 2.001
+    assert summary["step_started_s"] == 1.0
+    assert summary["last_step_s"] == pytest.approx(0.03)
+    assert summary["predicted_step_s"] == pytest.approx(0.02)
+
+
 def test_a_full_disk_ends_the_batch_log_and_nothing_else(table, caplog):
     log = BatchLog(Path("/dev/full"))
     scheduler = make_scheduler(table, log)
