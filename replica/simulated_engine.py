@@ -102,7 +102,7 @@ class SimulatedEngine:
     ) -> None:
         profile = _profile(config)
         self._clock = clock
-        self._table = StateTable.create(table_capacity(max_live_requests))
+        self._table = StateTable.create(table_capacity(max_live_requests), clock=clock)
         log = None
         if config.batch_log is not None:
             log = BatchLog(config.batch_log / f"{replica_id}.jsonl")

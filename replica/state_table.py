@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, nan
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,8 @@ from scheduling.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 
 SAMPLE_RING = 2048
 _MAGIC = 0x534C5549_43450001
-_READ_TRIES = 1000
+_READ_TRIES = 30
+_READ_TRIES_AT_ONCE = 10
 _READ_PAUSE_S = 0.001
 
 _HEADER = np.dtype(
@@ -62,9 +63,15 @@ class StateTable:
     Args:
         buffer: writable memory of :meth:`nbytes` bytes, zeroed for a new table.
         capacity: slots, the most live requests.
+        clock: seconds, monotonic; the one that the writer's times are of.
     """
 
-    def __init__(self, buffer: memoryview | mmap.mmap, capacity: int) -> None:
+    def __init__(
+        self,
+        buffer: memoryview | mmap.mmap,
+        capacity: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         header = np.frombuffer(buffer, dtype=_HEADER, count=1)
         offset = _HEADER.itemsize
         self._samples = np.frombuffer(buffer, dtype="<f8", count=SAMPLE_RING * 4, offset=offset)
@@ -77,6 +84,7 @@ class StateTable:
         self._sequence = self._header["sequence"]
         self._free = list(range(capacity - 1, -1, -1))
         self._model_version = 0
+        self._clock = clock
         self.capacity = capacity
 
     @staticmethod
@@ -85,13 +93,18 @@ class StateTable:
         return int(_HEADER.itemsize + SAMPLE_RING * 4 * 8 + capacity * ROW.itemsize)
 
     @classmethod
-    def create(cls, capacity: int, path: Path | None = None) -> StateTable:
+    def create(
+        cls,
+        capacity: int,
+        path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> StateTable:
         """A new, empty table: in the file ``path`` (replaced) or, without one, in this process."""
         if path is None:
-            table = cls(memoryview(bytearray(cls.nbytes(capacity))), capacity)
+            table = cls(memoryview(bytearray(cls.nbytes(capacity))), capacity, clock)
         else:
             path.write_bytes(bytes(cls.nbytes(capacity)))
-            table = cls(_map(path), capacity)
+            table = cls(_map(path), capacity, clock)
         table._header["magic"] = _MAGIC
         table._header["capacity"] = capacity
         table._summary["correction"] = 1.0
@@ -191,8 +204,11 @@ class StateTable:
     def read(self) -> EngineState:
         """A consistent copy of all live rows and the summary. ``O(capacity)``, microseconds.
 
+        It may block its thread, an event loop's perhaps, for about 20 ms and no longer.
+
         Raises:
-            RuntimeError: the writer stopped in the middle of a write, so it is dead.
+            RuntimeError: the writer stopped in the middle of a write for that long. It is dead,
+                or the machine so busy that it lost its core for as long: ask again to be sure.
         """
         for attempt in range(_READ_TRIES):
             before = int(self._sequence[0])
@@ -201,11 +217,11 @@ class StateTable:
                 rows = self._rows[slots]
                 summary = self._summary[0].copy()
                 if int(self._sequence[0]) == before:
-                    return EngineState(time.monotonic(), slots, rows, summary)
-            if attempt >= 10:
+                    return EngineState(self._clock(), slots, rows, summary)
+            if attempt >= _READ_TRIES_AT_ONCE:
                 # A write takes microseconds, unless the machine has taken the writer off its core.
                 time.sleep(_READ_PAUSE_S)
-        raise RuntimeError("the state table is stuck in a write: its engine is gone")
+        raise RuntimeError("the state table is stuck in a write: its engine is gone, or stalled")
 
     def set_model(self, model: LinearLatency) -> None:
         """Have the scheduler plan with ``model`` from its next step on."""

@@ -55,6 +55,9 @@ _HUNG_AFTER_S = 30.0
 _HUNG_STEPS = 20.0
 """The same in longest predicted steps, for slow machines."""
 
+_SECOND_LOOK_S = 1.0
+"""How long after the first look at a state that could not be read the second one follows."""
+
 _NOT_STARTED = "the vLLM engine is not running"
 
 
@@ -336,10 +339,7 @@ class VllmEngine:
             raise EngineDeadError(_NOT_STARTED)
         if llm.errored:
             raise EngineDeadError("the vLLM engine died; its log says why")
-        try:
-            updated_s = float(self._table.read().summary["updated_s"])
-        except RuntimeError as error:
-            raise EngineDeadError(str(error)) from error
+        updated_s = await self._updated_s()
         since_s = max(min(llm.waits.values(), default=time.monotonic()), updated_s)
         silent_s = time.monotonic() - since_s
         if llm.waits and silent_s > self._hung_after_s:
@@ -347,6 +347,22 @@ class VllmEngine:
                 f"the vLLM engine hangs: {len(llm.waits)} requests wait, "
                 f"and it has made no step for {silent_s:.0f} s"
             )
+
+    async def _updated_s(self) -> float:
+        """When the state was last written.
+
+        Raises:
+            EngineDeadError: the writer is stuck in a write, also after a second.
+        """
+        try:
+            state = self._table.read()
+        except RuntimeError:
+            await asyncio.sleep(_SECOND_LOOK_S)
+            try:
+                state = self._table.read()
+            except RuntimeError as error:
+                raise EngineDeadError(str(error)) from error
+        return float(state.summary["updated_s"])
 
     async def drain(self) -> None:
         """Wait until no request is live."""

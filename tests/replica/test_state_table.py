@@ -38,7 +38,10 @@ def test_readers_see_only_whole_steps_of_a_writer_in_another_process(tmp_path):
         seen = set()
         deadline = time.monotonic() + 60
         while len(seen) < 300 and time.monotonic() < deadline:
-            state = reader.read()
+            try:
+                state = reader.read()
+            except RuntimeError:  # a busy machine took the writer off its core
+                continue
             steps = int(state.summary["steps"])
             if len(state.rows) == 4 and steps:
                 counts = {
@@ -83,6 +86,10 @@ def test_a_writer_that_died_in_a_write_is_noticed():
     table._begin()
     with pytest.raises(RuntimeError, match="its engine is gone"):
         table.read()
+
+
+def test_the_time_of_a_copy_is_of_the_tables_clock():
+    assert StateTable.create(2, clock=lambda: 42.5).read().now_s == 42.5
 
 
 def test_the_model_goes_from_the_reader_to_the_scheduler(tmp_path):
