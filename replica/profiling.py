@@ -67,7 +67,7 @@ async def latency_profile(llm: Any, table: StateTable, config: EngineConfig) -> 
 
 
 def profile_key(vllm_config: Any, config: EngineConfig) -> str:
-    """What a profile depends on: model, engine, hardware, and the limits of a batch."""
+    """What a profile depends on: model, engine, hardware, the limits of a batch, and the policy."""
     import vllm
 
     model = vllm_config.model_config
@@ -86,8 +86,11 @@ def profile_key(vllm_config: Any, config: EngineConfig) -> str:
         "tensor_parallel": parallel.tensor_parallel_size,
         "batch_tokens": scheduler.max_num_batched_tokens,
         "sequences": scheduler.max_num_seqs,
+        "kv_dtype": str(vllm_config.cache_config.cache_dtype),
         "block_tokens": vllm_config.cache_config.block_size,
         "async": bool(scheduler.async_scheduling),
+        # It is measured under the policy, and is good for the batches that this one makes.
+        "policy": config.policy,
     }
     return json.dumps(parts, sort_keys=True)
 
@@ -117,11 +120,12 @@ def write_profile(path: Path, profile: LatencyProfile) -> None:
     """Keep ``profile``. A directory that cannot be written costs a log line, not the start."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".", delete=False
-        ) as file:
-            file.write(profile.to_json())
-        Path(file.name).replace(path)
+        # In a directory of its own, which goes whatever happens.
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
+            file = Path(directory) / path.name
+            file.write_text(profile.to_json(), encoding="utf-8")
+            file.chmod(0o644)
+            file.replace(path)
     except OSError as error:
         logger.warning("the latency profile is not kept: %s", error)
 

@@ -22,6 +22,20 @@ def test_a_profile_is_kept_and_found(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_kept_profile_can_be_read_by_others(tmp_path):
+    path = profile_path(tmp_path, "key")
+    write_profile(path, PROFILE)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_profile_that_cannot_be_kept_leaves_nothing_behind(tmp_path, caplog):
+    path = profile_path(tmp_path, "key")
+    path.mkdir(parents=True)  # in the way of the file
+    write_profile(path, PROFILE)
+    assert "not kept" in caplog.text
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_keys_have_their_own_files(tmp_path):
     assert profile_path(tmp_path, "key") != profile_path(tmp_path, "other")
 
