@@ -292,6 +292,8 @@ class VllmEngine:
     def _raise_if_dead(self, error: BaseException) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
+        if self._llm is None:
+            raise EngineDeadError("the vLLM engine was stopped") from error
         if isinstance(error, VllmEngineDeadError) or self._llm.errored:
             raise EngineDeadError(f"the vLLM engine died: {error}") from error
 
@@ -369,9 +371,13 @@ class VllmEngine:
         await self._idle.wait()
 
     async def stop(self) -> None:
-        """Stop the engine process. Idempotent."""
+        """Stop the engine process; live requests end with an error. Idempotent."""
         llm, self._llm = self._llm, None
         if llm is not None:
+            from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+            # vLLM's own shutdown leaves those who wait for an output waiting.
+            llm.output_processor.propagate_error(VllmEngineDeadError())
             # In this thread, though it takes seconds: beside a running event loop vLLM would take
             # its own shutdown for the engine's death, and log it as such.
             llm.shutdown()

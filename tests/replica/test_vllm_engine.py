@@ -19,6 +19,7 @@ from replica.engine import (
     request_key,
 )
 from replica.local_model import local_model
+from replica.state_table import StateTable
 from replica.vllm_engine import VllmEngine
 from replica.vllm_setup import parse_arguments, prepare_environment
 from scheduling.objective import SLO
@@ -303,6 +304,47 @@ async def test_a_hung_engine_is_unhealthy(engine, monkeypatch):
     await asyncio.gather(task, return_exceptions=True)
     await response.aclose()
     await engine.check_health()
+
+
+async def test_a_state_that_stays_stuck_is_an_engines_death(engine, monkeypatch):
+    table = StateTable.create(2)
+    monkeypatch.setattr(engine, "_table", table)
+    monkeypatch.setattr("replica.vllm_engine._SECOND_LOOK_S", 0.01)
+    table._begin()
+    with pytest.raises(EngineDeadError, match="stuck in a write"):
+        await engine.check_health()
+    read = table.read
+
+    def ends_after_one_look():
+        try:
+            return read()
+        finally:
+            table._end()
+
+    monkeypatch.setattr(table, "read", ends_after_one_look)
+    await engine.check_health()
+
+
+async def test_stopping_an_engine_ends_its_requests_with_an_error(started, config, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(started[1].profile.to_json())
+    update = {"latency_profile": path, "batch_log": None}
+    other = VllmEngine(config.model_copy(update=update), "replica-4", 4)
+    await other.start()
+    tasks = [
+        asyncio.create_task(
+            items(other, request(f"cut-{stream}", "completions", stream=stream, max_tokens=1800))
+        )
+        for stream in (False, True)
+    ]
+    try:
+        await until(lambda: sum(other.state().rows["emitted_tokens"] > 3) == 2)
+    finally:
+        await other.stop()
+    for task in tasks:
+        with pytest.raises(EngineDeadError, match="was stopped"):
+            await asyncio.wait_for(task, 60)
+    await asyncio.wait_for(other.drain(), 10)
 
 
 async def test_a_dead_engine_ends_its_requests_with_an_error(engine):
