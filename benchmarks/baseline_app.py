@@ -64,4 +64,4 @@ def build_baseline(config: SluiceConfig) -> Application:
     router = serve.deployment(BaselineRouter).options(
         name="BaselineRouter", ray_actor_options={"num_cpus": 0.1}, **unlimited
     )
-    return router.bind(replicas.bind(config.name, config.engine, config.replica, config.controller))
+    return router.bind(replicas.bind(config.engine, config.replica, config.controller))

@@ -93,9 +93,8 @@ def _deploy_baseline(config: SluiceConfig) -> None:
 
     from benchmarks.baseline_app import build_baseline
 
-    # Under its own name its replicas register with a controller of their own.
-    alone = config.model_copy(update={"name": "baseline"})
-    serve.run(build_baseline(alone), name="baseline", route_prefix=_PATHS["serve"])
+    # As another application it has a controller of its own.
+    serve.run(build_baseline(config), name="baseline", route_prefix=_PATHS["serve"])
 
 
 async def _compare(

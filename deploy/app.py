@@ -46,7 +46,6 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         request_router_config=RequestRouterConfig(
             request_router_class="router.hint_router:HintRouter",
             request_router_kwargs={
-                "app_name": config.name,
                 "controller": config.controller.model_dump(mode="json"),
             },
         ),
@@ -61,8 +60,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         graceful_shutdown_wait_loop_s=0.1,
     )
     return router.bind(
-        replicas.bind(config.name, config.engine, config.replica, config.controller),
-        config.name,
+        replicas.bind(config.engine, config.replica, config.controller),
         config.router,
         config.controller,
     )

@@ -22,7 +22,8 @@ class SluiceConfig(BaseModel):
     name: str = Field(
         default="sluice",
         pattern=r"^[a-z0-9][a-z0-9-]{0,62}$",
-        description="Name of the Serve application and of the controller actor.",
+        description="Name of the Serve application that `sluice serve` starts. With `serve deploy` "
+        "the file's own name of the application counts.",
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="The replicas.")

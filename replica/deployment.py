@@ -28,7 +28,6 @@ class ReplicaServer:
     router alike.
 
     Args:
-        app_name: name of the application, and of its controller.
         engine: which engine, with which policy.
         replica: limits and periods.
         controller: to create the controller where there is none.
@@ -40,7 +39,6 @@ class ReplicaServer:
 
     async def __init__(  # type: ignore[misc]
         self,
-        app_name: str,
         engine: EngineConfig,
         replica: ReplicaConfig,
         controller: ControllerConfig,
@@ -48,7 +46,7 @@ class ReplicaServer:
         context = serve.get_replica_context()
         replica_id = context.replica_id.unique_id
         registry = CollectorRegistry(auto_describe=False)
-        self._client = ControllerClient(app_name, controller, registry=registry)
+        self._client = ControllerClient(context.app_name, controller, registry=registry)
         self._replica = Replica(
             replica_id,
             ray.get_runtime_context().get_node_id(),

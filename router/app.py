@@ -91,7 +91,6 @@ class Router:
 
     Args:
         replicas: the replicas' deployment, with the hint router.
-        app_name: name of the application, and of its controller.
         config: of this router.
         controller: to create the controller where there is none.
     """
@@ -99,15 +98,15 @@ class Router:
     def __init__(
         self,
         replicas: DeploymentHandle,
-        app_name: str,
         config: RouterConfig,
         controller: ControllerConfig,
     ) -> None:
+        context = serve.get_replica_context()
         metrics = RouterMetrics()
         client = ControllerClient(
-            app_name, controller, config.decision_timeout_s, registry=metrics.registry
+            context.app_name, controller, config.decision_timeout_s, registry=metrics.registry
         )
-        source = f"router-{serve.get_replica_context().replica_id.unique_id}"
+        source = f"router-{context.replica_id.unique_id}"
         pusher = MetricsPusher(client, metrics.registry, source)
         serve_replicas = ServeReplicas(replicas)
 

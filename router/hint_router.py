@@ -40,8 +40,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     - Without a hint, or with one that names no running replica, it is Serve's own choice.
     - Replicas that leave or die are told to the controller.
 
-    ``request_router_kwargs`` are ``app_name``; ``controller``, the controller's configuration as
-    plain data; and, if wanted, ``no_replica_wait_s``.
+    ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and,
+    if wanted, ``no_replica_wait_s``.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._client = asyncio.ensure_future(
             asyncio.to_thread(
                 ControllerClient,
-                kwargs["app_name"],
+                self.app_name,
                 ControllerConfig.model_validate(kwargs["controller"]),
             )
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.ray
 _SIMULATED = {"kind": "simulated", "model": "sim"}
 
 
-def test_a_serve_configuration_deploys_and_scales() -> None:
+def test_a_serve_configuration_deploys() -> None:
     """Serve builds the application in a process of its own from ``import_path`` and ``args``."""
     from deploy.local import running
 
@@ -33,10 +34,14 @@ def test_a_serve_configuration_deploys_and_scales() -> None:
     )
     with running(first, threading.Event(), report=print):
         url = f"http://127.0.0.1:{first.router.port}/second/v1/completions"
-        deployed = {"engine": _SIMULATED, "replica": {"count": 2, "num_cpus": 0.1}}
-        _deploy({**deployed, "name": "second"})
+        _deploy({"engine": _SIMULATED, "replica": {"count": 2, "num_cpus": 0.1}})
         body = {"model": "sim", "prompt": "one", "max_tokens": 3}
         wait_until(lambda: httpx.post(url, json=body, timeout=30).status_code == 200, "it answers")
+        own = ray.get_actor("second-controller", namespace="sluice")
+        wait_until(
+            lambda: len(ray.get(own.snapshot.remote())["replicas"]) == 2,
+            "its replicas are with its own controller",
+        )
         refused = httpx.post(url, json={**body, "slo": {"tpot_ms": 0}}, timeout=30)
         assert refused.status_code == 400
         assert "slo.tpot_ms" in refused.json()["error"]["message"]

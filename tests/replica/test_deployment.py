@@ -70,7 +70,6 @@ async def replicas(cluster: None) -> AsyncIterator[Any]:
             max_ongoing_requests=1000,
         )
         .bind(
-            APP,
             EngineConfig(
                 kind="simulated",
                 model="model",

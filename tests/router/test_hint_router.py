@@ -73,7 +73,6 @@ def deploy() -> None:
         request_router_config=RequestRouterConfig(
             request_router_class="router.hint_router:HintRouter",
             request_router_kwargs={
-                "app_name": APP,
                 "controller": CONTROLLER.model_dump(mode="json"),
             },
         ),
@@ -238,9 +237,7 @@ async def test_without_a_replica_the_wait_is_bounded(
     router = HintRouter(
         deployment_id=DeploymentID("none", APP), handle_source=DeploymentHandleSource.REPLICA
     )
-    router.initialize_state(
-        app_name=APP, controller=CONTROLLER.model_dump(mode="json"), no_replica_wait_s=0.01
-    )
+    router.initialize_state(controller=CONTROLLER.model_dump(mode="json"), no_replica_wait_s=0.01)
     request = PendingRequest([], {}, RequestMetadata("request", "internal"))
     with pytest.raises(NoReplicaError):
         await router._choose_replica_for_request(request)
