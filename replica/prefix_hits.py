@@ -12,7 +12,7 @@ _REFRESHED = 32
 """Requests at the head of the queue whose hits are kept fresh."""
 
 _BLOCKS_A_PASS = 2048
-"""Cached blocks that one pass may look at, about a millisecond; the hit that exceeds it is the
+"""Cached blocks that one pass may look at, one to two milliseconds; the hit that exceeds it is the
 last."""
 
 
