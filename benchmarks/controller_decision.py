@@ -263,6 +263,7 @@ def with_ray(seconds: float) -> tuple[dict[str, dict[str, Figures]], dict[str, d
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         ray.init(
+            address="local",
             num_cpus=4,
             object_store_memory=80 << 20,
             include_dashboard=False,

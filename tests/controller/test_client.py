@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,28 +27,17 @@ from controller.detached import DetachedController
 from controller.lookup import NAMESPACE
 from controller.messages import RouteDecision
 from tests.controller.fleet import delta, hello, query, waiting_row
+from tests.own_ray import own_ray
 
 pytestmark = pytest.mark.ray
 
 CONFIG = ControllerConfig(stale_after_s=60, forget_after_s=120)
-ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-        ray.init(
-            num_cpus=4,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            _temp_dir=folder,
-            runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
-            log_to_driver=False,
-        )
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    with own_ray(num_cpus=4):
+        yield
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,33 +27,24 @@ from replica.engine import (
     request_key,
 )
 from scheduling.objective import SLO
+from tests.own_ray import own_ray
 
 pytestmark = pytest.mark.ray
 
 APP = "replicas"
 CONTROLLER = ControllerConfig(policy="round_robin")
-ROOT = str(Path(__file__).parents[2])
 LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-        ray.init(
-            num_cpus=8,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            _temp_dir=folder,
-            runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
-            log_to_driver=False,
-        )
+    with own_ray(num_cpus=8):
         try:
             serve.start(proxy_location="Disabled")
             yield
         finally:
             serve.shutdown()
             stop_controller(APP)
-            ray.shutdown()
 
 
 @pytest.fixture

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-import ray
 from ray import serve
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
@@ -30,35 +27,26 @@ from router.prompt_size import PromptSize
 from router.serve_replicas import ServeReplicas, ServeStream
 from scheduling.objective import SLO
 from tests.controller.fleet import hello
+from tests.own_ray import own_ray
 from tests.router.far_side import FarController
 from tests.router.tiny_replicas import Front, TinyReplica
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
 
 APP = "hints"
-ROOT = str(Path(__file__).parents[2])
 CONTROLLER = ControllerConfig(stale_after_s=60, forget_after_s=120)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def replicas() -> AsyncIterator[ServeReplicas]:
     """Three replicas, over a handle of this process. Serve must end before the event loop does."""
-    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-        ray.init(
-            num_cpus=4,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            _temp_dir=folder,
-            runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
-            log_to_driver=False,
-        )
+    with own_ray(num_cpus=4):
         try:
             await asyncio.to_thread(deploy)
             yield ServeReplicas(serve.get_deployment_handle("TinyReplica", APP))
         finally:
             await serve.shutdown_async()
             stop_controller(APP)
-            ray.shutdown()
 
 
 def deploy() -> None:
