@@ -9,7 +9,7 @@ ProServe's footnote 2; the token-level deadline gain (TDG) is ProServe Eq. 3.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 MIN_PRIORITY = 1
@@ -25,10 +25,22 @@ class Anchor(enum.StrEnum):
     ``FIRST_TOKEN``: ``min(first token time, arrival + TTFT) + (i - 1) * TPOT``. An early first
     token starts the TPOT clock early. Right where TPOT is measured as the running mean or maximum
     since the first token.
+
+    ``LAST_TOKEN``: one TPOT after the token before. Time won earlier is not slack. Right where the
+    time between tokens, or TPOT over a short window of tokens, is the objective.
     """
 
     ENVELOPE = "envelope"
     FIRST_TOKEN = "first_token"
+    LAST_TOKEN = "last_token"
+
+    @property
+    def code(self) -> int:
+        """Its number in compiled loops, see :mod:`scheduling.kernels`."""
+        return _ANCHOR_CODES[self]
+
+
+_ANCHOR_CODES = {Anchor.ENVELOPE: 0, Anchor.FIRST_TOKEN: 1, Anchor.LAST_TOKEN: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,9 @@ class SLO:
             priority 2 is worth two of priority 1 (ProServe's ``w_prio``).
         service_class: the name of the service class it is served as.
 
+    Attributes:
+        columns: TTFT, TPOT, end-to-end and priority as numbers, infinite where not stated.
+
     Raises:
         ValueError: an objective that is not positive and finite, or a priority out of range.
     """
@@ -52,6 +67,7 @@ class SLO:
     e2e_s: float | None = None
     priority: int = 1
     service_class: str = "standard"
+    columns: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s", "e2e_s"):
@@ -63,6 +79,9 @@ class SLO:
                 f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}, "
                 f"got {self.priority!r}"
             )
+        objectives = (self.ttft_s, self.tpot_s, self.e2e_s)
+        ttft_s, tpot_s, e2e_s = (inf if value is None else value for value in objectives)
+        object.__setattr__(self, "columns", (ttft_s, tpot_s, e2e_s, float(self.priority)))
 
     def deadline_s(
         self,
@@ -70,6 +89,7 @@ class SLO:
         arrival_s: float,
         first_token_s: float | None = None,
         anchor: Anchor = Anchor.ENVELOPE,
+        last_token_s: float | None = None,
     ) -> float:
         """Deadline of output token ``token`` (1-based), on the clock of ``arrival_s``.
 
@@ -84,13 +104,16 @@ class SLO:
             tpot_s = self.tpot_s
             if tpot_s is None:
                 return inf if e2e_s is None else arrival_s + e2e_s
-            if (
-                first_token_s is not None
-                and first_token_s < due_s
-                and (ttft_s is None or anchor is Anchor.FIRST_TOKEN)
-            ):
-                due_s = first_token_s
-            due_s += (token - 1) * tpot_s
+            if anchor is Anchor.LAST_TOKEN and last_token_s is not None:
+                due_s = last_token_s + tpot_s
+            else:
+                if (
+                    first_token_s is not None
+                    and first_token_s < due_s
+                    and (ttft_s is None or anchor is not Anchor.ENVELOPE)
+                ):
+                    due_s = first_token_s
+                due_s += (token - 1) * tpot_s
         if e2e_s is not None and arrival_s + e2e_s < due_s:
             return arrival_s + e2e_s
         return due_s
@@ -153,7 +176,7 @@ class TokenClock:
             weight *= self.slo.priority
             self.ideal_gain += weight
             due_s = self.slo.deadline_s(
-                self.tokens, self.arrival_s, self.first_token_s, self._anchor
+                self.tokens, self.arrival_s, self.first_token_s, self._anchor, self.last_token_s
             )
             if now_s < due_s:
                 self.gain += weight

@@ -1,14 +1,22 @@
 """What a scheduling policy may know: one request, and the queue of one replica.
 
-Both are immutable. They hold no prompt text, no tokens and no output length: a policy that needs a
-length must predict it.
+They hold no prompt text, no tokens and no output length: a policy that needs a length gets a
+prediction.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from itertools import chain
+from math import nan
+from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
+
+from scheduling import kernels
+from scheduling.kernels import FIELDS, FIRST_TOKEN, LAST_TOKEN, Floats, Ints
 from scheduling.objective import SLO, Anchor
 
 
@@ -28,6 +36,8 @@ class RequestView(NamedTuple):
         first_token_s: when the first token left, or ``None``.
         kv_blocks: KV blocks it holds.
         running: it holds KV blocks and a place among the engine's running sequences.
+        last_token_s: when the latest token left, or ``None``.
+        expected_tokens: predicted length of its whole output, tokens; nan where nothing is known.
     """
 
     request_id: str
@@ -40,6 +50,8 @@ class RequestView(NamedTuple):
     first_token_s: float | None = None
     kv_blocks: int = 0
     running: bool = False
+    last_token_s: float | None = None
+    expected_tokens: float = nan
 
     @property
     def is_prefill(self) -> bool:
@@ -50,11 +62,146 @@ class RequestView(NamedTuple):
     def next_deadline_s(self, anchor: Anchor) -> float:
         """Deadline of the next token to be emitted."""
         return self.slo.deadline_s(
-            self.emitted_tokens + 1, self.arrival_s, self.first_token_s, anchor
+            self.emitted_tokens + 1,
+            self.arrival_s,
+            self.first_token_s,
+            anchor,
+            self.last_token_s,
         )
 
 
-class QueueView(NamedTuple):
-    """Every live request of one replica, waiting and running, in order of arrival at the engine."""
+_objectives = attrgetter("columns")
 
-    requests: Sequence[RequestView]
+
+class QueueView:
+    """Every live request of one replica, waiting and running, in order of arrival at the engine.
+
+    It is made either of views (an engine's adapter has objects) or of an array (the simulator has
+    rows), and gives both; each is made from the other once, when first asked for.
+
+    Args:
+        requests: the views; the queue does not change them.
+    """
+
+    __slots__ = ("_keys", "_requests", "_slos", "_table")
+
+    def __init__(self, requests: Sequence[RequestView] = ()) -> None:
+        self._requests: Sequence[RequestView] | None = requests
+        self._table: Floats | None = None
+        self._keys: Ints | None = None
+        self._slos: Sequence[SLO] = ()
+
+    @classmethod
+    def of_table(cls, keys: Ints, table: Floats, slos: Sequence[SLO]) -> QueueView:
+        """The queue of ``table``, ``float64[n, FIELDS]`` of :mod:`scheduling.kernels`, C-ordered.
+
+        Args:
+            keys: ``int64[n]``, a number per request that it keeps while it lives; its text is the
+                request's id.
+            table: the rows, in order of arrival at the engine.
+            slos: objective of the request with key ``k`` at index ``k``.
+        """
+        queue = cls.__new__(cls)
+        queue._requests = None
+        queue._table = table
+        queue._keys = keys
+        queue._slos = slos
+        return queue
+
+    def __len__(self) -> int:
+        if self._requests is not None:
+            return len(self._requests)
+        return len(self.table)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, QueueView) and tuple(self.requests) == tuple(other.requests)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def requests(self) -> Sequence[RequestView]:
+        """The requests as views."""
+        if self._requests is None:
+            assert self._table is not None and self._keys is not None
+            self._requests = [
+                _view(key, row, self._slos[key])
+                for key, row in zip(self._keys.tolist(), self._table.tolist(), strict=True)
+            ]
+        return self._requests
+
+    @property
+    def table(self) -> Floats:
+        """The requests as rows, ``float64[n, FIELDS]``. Read only. ``O(n)`` when made of views."""
+        if self._table is None:
+            assert self._requests is not None
+            self._table = _table(self._requests)
+        return self._table
+
+    @property
+    def keys(self) -> Ints:
+        """``int64[n]``: a number per request that does not change while it lives."""
+        if self._keys is None:
+            assert self._requests is not None
+            self._keys = np.array([hash(r.request_id) for r in self._requests], dtype=np.int64)
+        return self._keys
+
+    def request_id(self, row: int) -> str:
+        """The id of the request in ``row``."""
+        if self._requests is not None:
+            return self._requests[row].request_id
+        return str(self.keys[row])
+
+    def slo(self, row: int) -> SLO:
+        """The objective of the request in ``row``."""
+        if self._requests is not None:
+            return self._requests[row].slo
+        return self._slos[int(self.keys[row])]
+
+
+def _table(requests: Sequence[RequestView]) -> Floats:
+    count = len(requests)
+    table = np.empty((count, FIELDS))
+    if not count:
+        return table
+    # Transposed tuples and one packed string are the fastest way from objects to an array.
+    (_, slos, arrival, prompt, computed, pending, emitted, first, blocks, running, last, expected
+     ) = zip(*requests, strict=True)  # fmt: skip
+    objectives = zip(*map(_objectives, slos), strict=True)
+    numbers = chain(arrival, *objectives, prompt, computed, pending, emitted, blocks, running)
+    packed = struct.pack(f"{FIRST_TOKEN * count}d", *numbers, *expected)
+    table[:, :FIRST_TOKEN] = np.frombuffer(packed).reshape(FIRST_TOKEN, count).T
+    # None becomes nan.
+    table[:, FIRST_TOKEN] = np.array(first, np.float64)
+    table[:, LAST_TOKEN] = np.array(last, np.float64)
+    return table
+
+
+def _view(key: int, row: list[float], slo: SLO) -> RequestView:
+    first_s, last_s = row[kernels.FIRST_TOKEN], row[kernels.LAST_TOKEN]
+    return RequestView(
+        str(key),
+        slo,
+        row[kernels.ARRIVAL],
+        int(row[kernels.PROMPT]),
+        int(row[kernels.COMPUTED]),
+        int(row[kernels.PENDING]),
+        int(row[kernels.EMITTED]),
+        None if first_s != first_s else first_s,
+        int(row[kernels.KV_BLOCKS]),
+        row[kernels.RUNNING] > 0,
+        None if last_s != last_s else last_s,
+        row[kernels.EXPECTED],
+    )
+
+
+def row_of(
+    slo: SLO, arrival_s: float, prompt_tokens: int, expected_tokens: float = nan
+) -> list[float]:
+    """The row of a request that has just arrived, :data:`~scheduling.kernels.FIELDS` numbers."""
+    row = [0.0] * FIELDS
+    row[kernels.ARRIVAL] = arrival_s
+    row[kernels.TTFT : kernels.PRIORITY + 1] = slo.columns
+    row[kernels.PROMPT] = row[kernels.PENDING] = prompt_tokens
+    row[kernels.FIRST_TOKEN] = row[kernels.LAST_TOKEN] = nan
+    row[kernels.EXPECTED] = expected_tokens
+    return row

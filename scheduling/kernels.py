@@ -1,0 +1,134 @@
+"""Compiled loops over the rows of a queue, shared by the policies.
+
+A queue is one ``float64[requests, FIELDS]`` array, see :class:`scheduling.request.QueueView`. Token
+and block counts are whole numbers far below 2**53, so they are exact in it. The loops are compiled
+once per machine and kept on disk; :func:`compiled` says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from scheduling.objective import Anchor
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# The fields of a row. Times are seconds on the caller's clock.
+ARRIVAL = 0
+TTFT = 1  # objectives: infinite where none is stated
+TPOT = 2
+E2E = 3
+PRIORITY = 4
+PROMPT = 5  # tokens
+COMPUTED = 6
+PENDING = 7
+EMITTED = 8
+KV_BLOCKS = 9
+RUNNING = 10  # 1 or 0
+EXPECTED = 11  # predicted output tokens in all; nan where nothing is known
+FIRST_TOKEN = 12  # when it left; nan before
+LAST_TOKEN = 13
+FIELDS = 14
+
+# How a row's deadline is anchored: the anchors' numbers, as compiled loops know no enumerations.
+ENVELOPE = Anchor.ENVELOPE.code
+FIRST = Anchor.FIRST_TOKEN.code
+LAST = Anchor.LAST_TOKEN.code
+
+# A latency model's coefficients, see :class:`scheduling.latency.LatencyModel`.
+FIXED = 0
+PREFILL_TOKENS = 1
+PREFILL_SQUARE = 2
+PREFILL_CROSS = 3
+PREFILL_CONTEXT = 4
+PREFILL_SEQUENCE = 5
+DECODE_SEQUENCE = 6
+DECODE_CONTEXT = 7
+COEFFICIENTS = 8
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """Compile ``function`` with numba when it is first called, and keep the machine code on disk.
+
+    It is kept beside the source, or in the user's cache directory where that cannot be written.
+    numba looks only at the source file of the function itself: after a change to a compiled
+    function that others call, delete their ``__pycache__``.
+    """
+    return cast(F, njit(cache=True, nogil=True)(function))
+
+
+@compiled
+def work_s(coefficients: Floats, new_tokens: float, computed_tokens: float) -> float:
+    """Marginal time of ``new_tokens`` of one sequence on ``computed_tokens``, by one piece of a
+    model: ``coefficients`` is ``float64[COEFFICIENTS]``."""
+    if new_tokens == 1.0:
+        return coefficients[DECODE_SEQUENCE] + coefficients[DECODE_CONTEXT] * computed_tokens
+    return (
+        coefficients[PREFILL_SEQUENCE]
+        + coefficients[PREFILL_CONTEXT] * computed_tokens
+        + new_tokens
+        * (
+            coefficients[PREFILL_TOKENS]
+            + coefficients[PREFILL_SQUARE] * new_tokens
+            + coefficients[PREFILL_CROSS] * computed_tokens
+        )
+    )
+
+
+@compiled
+def most_work_s(pieces: Floats, new_tokens: float, computed_tokens: float) -> float:
+    """The same by the costliest piece of a model, ``pieces`` being ``float64[n, COEFFICIENTS]``."""
+    most = work_s(pieces[0], new_tokens, computed_tokens)
+    for piece in range(1, pieces.shape[0]):
+        most = max(most, work_s(pieces[piece], new_tokens, computed_tokens))
+    return most
+
+
+@compiled
+def pending_work_s(table: Floats, pieces: Floats) -> Floats:
+    """Per row, the marginal time of its pending tokens. ``O(requests)``."""
+    work = np.empty(table.shape[0])
+    for row in range(table.shape[0]):
+        work[row] = most_work_s(pieces, table[row, PENDING], table[row, COMPUTED])
+    return work
+
+
+@compiled
+def is_prefill(table: Floats) -> NDArray[np.bool_]:
+    """Per row, whether its next token needs more than one decode step's work."""
+    return (table[:, EMITTED] == 0.0) | (table[:, PENDING] > 1.0)
+
+
+@compiled
+def deadline_s(row: Floats, anchor: int) -> float:
+    """Deadline of the next token of one row; the rule of :meth:`SLO.deadline_s
+    <scheduling.objective.SLO.deadline_s>`."""
+    emitted = row[EMITTED]
+    due_s = row[ARRIVAL] + row[TTFT]
+    if emitted > 0.0:
+        first_s = row[FIRST_TOKEN]
+        if anchor == LAST and not np.isnan(row[LAST_TOKEN]):
+            due_s = row[LAST_TOKEN] + row[TPOT]
+        else:
+            # A missing first token is nan, which compares as false.
+            if first_s < due_s and (anchor != ENVELOPE or np.isinf(row[TTFT])):
+                due_s = first_s
+            due_s += emitted * row[TPOT]
+    return min(due_s, row[ARRIVAL] + row[E2E])
+
+
+@compiled
+def deadlines_s(table: Floats, anchor: int) -> Floats:
+    """Per row, the deadline of its next token; infinite where none is stated. ``O(requests)``."""
+    due = np.empty(table.shape[0])
+    for row in range(table.shape[0]):
+        due[row] = deadline_s(table[row], anchor)
+    return due
