@@ -15,10 +15,9 @@ from math import inf, sqrt
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-Floats = NDArray[np.float64]
+from scheduling.kernels import Floats
 
 
 class StepSample(NamedTuple):
@@ -34,7 +33,17 @@ class StepSample(NamedTuple):
 
 
 class LatencyModel(Protocol):
-    """Predicts step times as a fixed part plus a sum over the batch's sequences."""
+    """Predicts the time of a step as the largest of one or more sums: each has a fixed part and a
+    part per sequence of the batch.
+    """
+
+    @property
+    def pieces(self) -> Floats:
+        """The sums, ``float64[pieces, COEFFICIENTS]`` of :mod:`scheduling.kernels`, corrected. With
+        ``n`` new tokens of a sequence on ``k`` computed ones, its part is ``PREFILL_TOKENS n +
+        PREFILL_SQUARE n**2 + PREFILL_CROSS n k + PREFILL_CONTEXT k + PREFILL_SEQUENCE`` for
+        ``n > 1`` and ``DECODE_SEQUENCE + DECODE_CONTEXT k`` for ``n = 1``.
+        """
 
     @property
     def fixed_s(self) -> float:
@@ -66,7 +75,7 @@ class LinearLatency:
             is not positive and finite.
     """
 
-    __slots__ = ("_a", "_b", "_c", "_d", "a", "b", "c", "correction", "d")
+    __slots__ = ("_a", "_b", "_c", "_d", "_pieces", "a", "b", "c", "correction", "d")
 
     def __init__(
         self, a: float, b: float, c: float = 0.0, d: float = 0.0, correction: float = 1.0
@@ -82,6 +91,7 @@ class LinearLatency:
         self.correction = correction
         # Scaled once here: work_s() runs for every request of every plan.
         self._a, self._b, self._c, self._d = (value * correction for value in coefficients)
+        self._pieces: Floats | None = None
 
     def __repr__(self) -> str:
         return (
@@ -102,6 +112,16 @@ class LinearLatency:
     def fixed_s(self) -> float:
         """Time of a step before any token is counted."""
         return self._a
+
+    @property
+    def pieces(self) -> Floats:
+        """One piece, see :class:`LatencyModel`."""
+        if self._pieces is None:
+            a, b, c, d = self.coefficients
+            row = (a, b + c, d / 2, d, c, 0.0, b + c + d / 2, c + d)
+            self._pieces = np.array([row])
+            self._pieces.flags.writeable = False
+        return self._pieces
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
