@@ -120,7 +120,6 @@ class LinearLatency:
             a, b, c, d = self.coefficients
             row = (a, b + c, d / 2, d, c, 0.0, b + c + d / 2, c + d)
             self._pieces = np.array([row])
-            self._pieces.flags.writeable = False
         return self._pieces
 
     @property
