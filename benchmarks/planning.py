@@ -2,7 +2,8 @@
 
 Run with ``python -m benchmarks.planning [--json]``. The queues are seeded mixes: half of the
 requests wait or prefill, half decode, at three priorities, with objectives. The builder of the
-views is not part of a measurement; the policy and the enforcement of its plan are.
+views is not part of a measurement; their conversion to rows, the policy, the enforcement of its
+plan and the plan by request are.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,6 +107,11 @@ def measure(calls: list[Callable[[], object]], repeats: int) -> dict[str, float]
     return {"median_ms": round(float(median), 4), "p99_ms": round(float(p99), 4)}
 
 
+def _plan(policy: batching.BatchPolicy, requests: Sequence[RequestView]) -> object:
+    """A whole plan, as an engine makes it: from views to planned tokens by request."""
+    return policy.plan(QueueView(requests), NOW_S, LATENCY, BUDGET).entries
+
+
 def planning(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Cost of ``plan()``: policy -> number of requests -> figures."""
     results: dict[str, dict[str, dict[str, float]]] = {}
@@ -113,10 +119,8 @@ def planning(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]
         policy = batching.make_policy(name)
         results[name] = {}
         for size in QUEUE_SIZES:
-            queues = [make_queue(size, seed) for seed in range(seeds)]
-            calls: list[Callable[[], object]] = [
-                partial(policy.plan, queue, NOW_S, LATENCY, BUDGET) for queue in queues
-            ]
+            queues = [make_queue(size, seed).requests for seed in range(seeds)]
+            calls: list[Callable[[], object]] = [partial(_plan, policy, q) for q in queues]
             results[name][str(size)] = measure(calls, repeats)
     return results
 

@@ -43,7 +43,7 @@ from scheduling.request import RequestView
 
 logger = logging.getLogger(__name__)
 
-_EMPTY = BatchPlan((), 0.0)
+_EMPTY = BatchPlan.empty()
 _UNPLANNED = 1 << 30
 
 # The mixin is typed as what it is mixed into; vLLM's types are not followed by the type checker.

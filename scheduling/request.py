@@ -145,17 +145,12 @@ class QueueView:
             self._keys = np.array([hash(r.request_id) for r in self._requests], dtype=np.int64)
         return self._keys
 
-    def request_id(self, row: int) -> str:
-        """The id of the request in ``row``."""
-        if self._requests is not None:
-            return self._requests[row].request_id
-        return str(self.keys[row])
-
-    def slo(self, row: int) -> SLO:
-        """The objective of the request in ``row``."""
-        if self._requests is not None:
-            return self._requests[row].slo
-        return self._slos[int(self.keys[row])]
+    def request_ids(self, rows: Ints) -> list[str]:
+        """The ids of the requests in ``rows``."""
+        if self._requests is None:
+            return [str(key) for key in self.keys[rows].tolist()]
+        requests = self._requests
+        return [requests[row].request_id for row in rows.tolist()]
 
 
 def _table(requests: Sequence[RequestView]) -> Floats:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from math import inf
 from typing import ClassVar, NamedTuple
 
-from scheduling.latency import LatencyModel
+import numpy as np
+
+from scheduling.batching import builder
+from scheduling.kernels import Ints
+from scheduling.latency import UNBOUNDED_TOKENS, LatencyModel
 from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView, RequestView
+from scheduling.request import QueueView
 
 __all__ = [
     "BatchBudget",
@@ -49,14 +54,48 @@ class PlannedTokens(NamedTuple):
     tokens: int
 
 
-class BatchPlan(NamedTuple):
+class BatchPlan:
     """The next batch, in the order in which the engine should take it.
 
-    ``predicted_s`` is the step time that the latency model gives for it.
+    Attributes:
+        rows: ``int64[m]``, places in the planned queue.
+        tokens: ``int64[m]``, new tokens of each.
+        predicted_s: the step time that the latency model gives for it.
     """
 
-    entries: tuple[PlannedTokens, ...]
-    predicted_s: float
+    __slots__ = ("_entries", "_queue", "predicted_s", "rows", "tokens")
+
+    def __init__(self, queue: QueueView, rows: Ints, tokens: Ints, predicted_s: float) -> None:
+        self.rows = rows
+        self.tokens = tokens
+        self.predicted_s = predicted_s
+        self._queue = queue
+        self._entries: tuple[PlannedTokens, ...] | None = None
+
+    @classmethod
+    def empty(cls) -> BatchPlan:
+        """A plan of nothing."""
+        return cls(QueueView(), np.empty(0, np.int64), np.empty(0, np.int64), 0.0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, BatchPlan)
+            and self.entries == other.entries
+            and self.predicted_s == other.predicted_s
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def entries(self) -> tuple[PlannedTokens, ...]:
+        """The batch by request id."""
+        if self._entries is None:
+            ids = self._queue.request_ids(self.rows)
+            self._entries = tuple(map(PlannedTokens, ids, self.tokens.tolist()))
+        return self._entries
 
 
 class BatchBuilder:
@@ -76,156 +115,104 @@ class BatchBuilder:
     - The first waiting request that does not fit ends admission while anything runs. Otherwise
       small prompts could keep taking the blocks that a long one waits for.
 
-    ``O(requests)`` to make, ``O(1)`` per call.
-
-    Attributes:
-        tokens_left: what is left of the token budget.
-        cost_s: predicted time of the batch so far; of an empty one, the fixed time of a step.
+    ``O(requests)`` to make, ``O(rows)`` per call, both compiled.
     """
 
     __slots__ = (
-        "_admitted",
         "_block_tokens",
-        "_closed",
-        "_entries",
-        "_free_blocks",
-        "_latency",
-        "_open",
-        "_reclaimable",
-        "_reserve_prompt",
-        "_running",
-        "_sequences",
-        "_work_s",
-        "cost_s",
-        "tokens_left",
+        "_costs",
+        "_granted",
+        "_order",
+        "_pieces",
+        "_queue",
+        "_state",
+        "_table",
     )
 
     def __init__(self, queue: QueueView, budget: BatchBudget, latency: LatencyModel) -> None:
-        held = [request.kv_blocks for request in queue.requests if request.running]
-        self.tokens_left = budget.tokens
-        self.cost_s = latency.fixed_s
-        self._running = len(held)
-        self._sequences = budget.sequences - len(held)
-        self._free_blocks = budget.kv_blocks  # below zero: drawn from running requests
-        self._reclaimable = sum(held)
+        self._queue = queue
+        self._table = queue.table
+        self._pieces = latency.pieces
         self._block_tokens = budget.block_tokens
-        self._reserve_prompt = budget.reserve_prompt
-        self._admitted = False
-        self._closed = False
-        self._latency = latency
-        self._work_s = latency.work_s
-        self._entries: list[PlannedTokens] = []
-        self._open = {request.request_id for request in queue.requests}
+        self._state, self._costs, self._granted, self._order = builder.begin(
+            self._table,
+            self._pieces,
+            budget.tokens,
+            budget.sequences,
+            budget.kv_blocks,
+            budget.block_tokens,
+            budget.reserve_prompt,
+        )
 
     @property
     def empty(self) -> bool:
         """Whether nothing has been planned yet."""
-        return not self._entries
+        return not self._state[builder.COUNT]
 
-    def add(self, request: RequestView, tokens: int | None = None) -> int:
-        """Take up to ``tokens`` (default: all pending) of ``request``; return how many were taken.
+    @property
+    def tokens_left(self) -> int:
+        """What is left of the token budget."""
+        return int(self._state[builder.TOKENS_LEFT])
+
+    @property
+    def cost_s(self) -> float:
+        """Predicted time of the batch so far; of an empty one, the fixed time of a step."""
+        return float(self._costs.max())
+
+    def add(self, row: int, tokens: int = UNBOUNDED_TOKENS) -> int:
+        """Take up to ``tokens`` (default: all pending) of the request in ``row``; return how many.
 
         Returns 0, and plans nothing, where a limit leaves no room, or the request is planned
         already or not of this queue. :attr:`cost_s` grows by the predicted time of what was taken.
         """
-        pending = request.pending_tokens
-        granted = self._take(request, pending if tokens is None else min(tokens, pending))
-        if granted:
-            self.cost_s += self._work_s(granted, request.computed_tokens)
-        return granted
+        return self.take(np.array([row]), tokens=tokens)
 
-    def fill(self, requests: Iterable[RequestView], until_s: float) -> None:
-        """Take ``requests`` in order while the batch's predicted time stays within ``until_s``.
+    def take(
+        self,
+        rows: Ints,
+        until_s: float = inf,
+        tokens: int = UNBOUNDED_TOKENS,
+        in_order: bool = False,
+    ) -> int:
+        """Take the requests in ``rows`` (``int64[n]``) in order; return the tokens taken.
 
-        The prefill that does not fit is cut to what does, and ends it. A decode that does not fit
-        cannot be cut and is left out, as is a prefill of which not one token fits.
+        Args:
+            until_s: the batch's predicted time must stay within it. The prefill that does not fit
+                is cut to what does, and ends it. A decode that does not fit cannot be cut and is
+                left out, as is a prefill of which not one token fits.
+            tokens: most tokens to take in all.
+            in_order: whether the first request that gets nothing ends it, unless the batch is still
+                empty.
         """
-        for request in requests:
-            left_s = until_s - self.cost_s
-            if left_s <= 0 or self.tokens_left <= 0:
-                return
-            pending = request.pending_tokens
-            work_s = self._work_s(pending, request.computed_tokens)
-            if work_s <= left_s:
-                granted = self._take(request, pending)
-                if granted == pending:
-                    self.cost_s += work_s
-                elif granted:
-                    self.cost_s += self._work_s(granted, request.computed_tokens)
-            elif pending > 1:
-                within = self._latency.tokens_within(left_s, request.computed_tokens)
-                if within > 0 and self.add(request, within):
-                    return
+        return builder.take(
+            self._table,
+            self._pieces,
+            rows,
+            until_s,
+            tokens,
+            in_order,
+            self._state,
+            self._costs,
+            self._granted,
+            self._order,
+        )
 
-    def ensure_progress(self, requests: Iterable[RequestView]) -> None:
+    def ensure_progress(self, rows: Iterable[int]) -> None:
         """Where the plan is empty, take at most one block's tokens of the first that fits.
 
         For policies with a time budget: one that is too small for any work must not stop the
         engine, and must be exceeded by little.
         """
-        for request in requests:
-            if self._entries:
+        if not self.empty:
+            return
+        for row in rows:
+            if self.add(row, self._block_tokens):
                 return
-            self.add(request, self._block_tokens)
-
-    def _take(self, request: RequestView, tokens: int) -> int:
-        """Plan up to ``tokens`` of ``request`` within every limit; the caller counts the cost."""
-        if tokens > self.tokens_left:
-            tokens = self.tokens_left
-        request_id = request.request_id
-        if tokens <= 0 or request_id not in self._open:
-            return 0
-        tokens = self._extend(request, tokens) if request.running else self._admit(request, tokens)
-        if tokens > 0:
-            self._open.remove(request_id)
-            self.tokens_left -= tokens
-            self._entries.append(PlannedTokens(request_id, tokens))
-        return tokens
-
-    def _extend(self, request: RequestView, tokens: int) -> int:
-        """Take the blocks for ``tokens`` of a running request; return how many tokens fit."""
-        block = self._block_tokens
-        held = request.kv_blocks
-        others = self._reclaimable - held
-        room = self._free_blocks
-        if not self._admitted:
-            room += others
-        blocks = max(0, -(-(request.computed_tokens + tokens) // block) - held)
-        if blocks > room:
-            if room < 0:
-                return 0
-            blocks = room
-            tokens = (held + blocks) * block - request.computed_tokens
-            if tokens <= 0:
-                return 0
-        self._reclaimable = others
-        self._free_blocks -= blocks
-        return tokens
-
-    def _admit(self, request: RequestView, tokens: int) -> int:
-        """Take the place and the blocks for a waiting request; return how many tokens fit."""
-        if self._closed or self._sequences <= 0 or self._free_blocks < 0:
-            return 0
-        block = self._block_tokens
-        held = request.kv_blocks
-        computed = request.computed_tokens
-        upto = computed + (request.pending_tokens if self._reserve_prompt else tokens)
-        blocks = max(0, -(-upto // block) - held)
-        if blocks > self._free_blocks:
-            fit = (held + self._free_blocks) * block - computed
-            if self._reserve_prompt or fit <= 0:
-                self._closed = self._running > 0
-                return 0
-            blocks = self._free_blocks
-            tokens = min(tokens, fit)
-        self._sequences -= 1
-        self._free_blocks -= blocks
-        self._admitted = True
-        return tokens
 
     def plan(self) -> BatchPlan:
         """The plan collected so far."""
-        return BatchPlan(tuple(self._entries), self.cost_s)
+        rows = self._order[: self._state[builder.COUNT]]
+        return BatchPlan(self._queue, rows, self._granted[rows], self.cost_s)
 
 
 class BatchPolicy(ABC):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from math import inf
-from operator import itemgetter
 
+import numpy as np
 from pydantic import Field
 
 from scheduling.batching.base import BatchBuilder, BatchPolicy
 from scheduling.batching.prefill_share import least_useful_s
+from scheduling.kernels import COMPUTED, TPOT, by_deadline, deadlines_s, is_prefill
 from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
 from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView, RequestView
+from scheduling.request import QueueView
 
 
 class FairBatchingOptions(PolicyOptions):
@@ -65,38 +65,26 @@ class FairBatching(BatchPolicy):
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
         """Fill the time budget group by group."""
-        anchor = self._anchor
-        useful_s = least_useful_s(latency.fixed_s, latency)
-        # Ordering by deadline is ordering by slack; the index keeps ties in order of arrival.
-        decodes: list[tuple[float, int, RequestView]] = []
-        prefills: list[tuple[float, int, RequestView]] = []
-        first_due_s = min_tpot_s = inf
-        for index, request in enumerate(queue.requests):
-            due_s = request.next_deadline_s(anchor)
-            if request.is_prefill:
-                prefills.append((due_s, index, request))
-                continue
-            decodes.append((due_s, index, request))
-            tpot_s = request.slo.tpot_s
-            if tpot_s is not None and tpot_s >= useful_s:
-                first_due_s = min(first_due_s, due_s)
-                min_tpot_s = min(min_tpot_s, tpot_s)
-        decodes.sort()
-        prefills.sort()
-        budget_s = max(first_due_s - now_s, min_tpot_s)
-        urgent_before_s = now_s + budget_s + min_tpot_s
+        table = queue.table
+        due_s = deadlines_s(table, self._anchor.code)
+        prefill = is_prefill(table)
+        decodes = by_deadline(np.flatnonzero(~prefill), due_s)
+        prefills = by_deadline(np.flatnonzero(prefill), due_s)
 
-        urgent = 0
-        for due_s, _, request in decodes:
-            if due_s >= urgent_before_s:
-                break
-            urgent += 1
-            batch.add(request)
-        due = bisect_left(prefills, inf, key=itemgetter(0))
+        tpot_s = table[decodes, TPOT]
+        useful_s = least_useful_s(latency.fixed_s, latency)
+        paced = np.flatnonzero((tpot_s >= useful_s) & (tpot_s < inf))
+        budget_s = least_tpot_s = inf
+        if len(paced):
+            least_tpot_s = float(tpot_s[paced].min())
+            budget_s = max(float(due_s[decodes[paced[0]]]) - now_s, least_tpot_s)
+
+        urgent = int(np.searchsorted(due_s[decodes], now_s + budget_s + least_tpot_s))
+        batch.take(decodes[:urgent])
+        due = int(np.searchsorted(due_s[prefills], inf))
         if urgent and due:
-            deepest = max([entry[2].computed_tokens for entry in prefills[:due]])
+            deepest = int(table[prefills[:due], COMPUTED].max())
             budget_s = max(budget_s, least_useful_s(batch.cost_s, latency, deepest))
-        entries = prefills[:due] + decodes[urgent:] + prefills[due:]
-        rest = [request for _, _, request in entries]
-        batch.fill(rest, budget_s)
+        rest = np.concatenate((prefills[:due], decodes[urgent:], prefills[due:]))
+        batch.take(rest, budget_s)
         batch.ensure_progress(rest)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from scheduling.batching.base import BatchBuilder, BatchPolicy
+from scheduling.kernels import RUNNING
 from scheduling.latency import LatencyModel
 from scheduling.request import QueueView
 
@@ -21,12 +24,6 @@ class FCFS(BatchPolicy):
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
         """Fill up to the token limit in order of arrival."""
-        waiting = []
-        for request in queue.requests:
-            if request.running:
-                batch.add(request)
-            else:
-                waiting.append(request)
-        for request in waiting:
-            if batch.tokens_left <= 0 or not (batch.add(request) or batch.empty):
-                return
+        running = queue.table[:, RUNNING] > 0
+        batch.take(np.flatnonzero(running))
+        batch.take(np.flatnonzero(~running), in_order=True)

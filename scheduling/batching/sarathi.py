@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from pydantic import Field
 
 from scheduling.batching.base import BatchBuilder, BatchPolicy
+from scheduling.kernels import RUNNING, is_prefill
 from scheduling.latency import LatencyModel
 from scheduling.policy import PolicyOptions
 from scheduling.request import QueueView
@@ -42,17 +44,8 @@ class Sarathi(BatchPolicy):
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
         """Decodes, then prefills that have begun, then waiting ones, up to the token budget."""
-        left = self._token_budget
-        begun = []
-        waiting = []
-        for request in queue.requests:
-            if not request.running:
-                waiting.append(request)
-            elif request.is_prefill:
-                begun.append(request)
-            elif left > 0:
-                left -= batch.add(request)
-        for request in begun + waiting:
-            if left <= 0:
-                return
-            left -= batch.add(request, left)
+        running = queue.table[:, RUNNING] > 0
+        prefill = is_prefill(queue.table)
+        groups = (running & ~prefill, running & prefill, ~running)
+        order = np.concatenate([np.flatnonzero(group) for group in groups])
+        batch.take(order, tokens=self._token_budget)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from math import inf
-from operator import attrgetter, itemgetter
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from scheduling.batching.base import BatchBuilder, BatchPolicy
 from scheduling.batching.prefill_share import least_useful_s
+from scheduling.kernels import (
+    COMPUTED,
+    EMITTED,
+    PRIORITY,
+    TPOT,
+    Floats,
+    by_deadline,
+    deadlines_s,
+    is_prefill,
+    pending_work_s,
+)
 from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
 from scheduling.policy import PolicyOptions
-from scheduling.request import QueueView, RequestView
-
-_Ranked = tuple[float, int, float, float, RequestView]
-"""Time left, place in the queue, predicted work, density, and the request: sorts by time left."""
+from scheduling.request import QueueView
 
 
 class SlideBatchingOptions(PolicyOptions):
@@ -110,88 +118,60 @@ class SlideBatching(BatchPolicy):
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
         """Rank the queue, then fill the time budget."""
-        ranked, budget_s = self._rank(queue, now_s, latency)
-        due = bisect_left(ranked, inf, key=itemgetter(0))
-        unbound = [entry[4] for entry in ranked[due:]]
-        unbound.sort(key=attrgetter("is_prefill"))
-        del ranked[due:]
+        table = queue.table
+        due_s = deadlines_s(table, self._anchor.code)
+        work_s = pending_work_s(table, latency.pieces)
+        prefill = is_prefill(table)
+        order = by_deadline(np.arange(len(table)), due_s)
+        ranked = order[: np.searchsorted(due_s[order], inf)]
+        unbound = order[len(ranked) :]
+        unbound = unbound[np.argsort(prefill[unbound], kind="stable")]
 
+        remain_s = due_s[ranked] - now_s
+        budget_s = self._budget_s(table, remain_s, work_s[ranked], latency)
+        urgent = self._urgent(remain_s, work_s[ranked], budget_s, latency)
+        weight = np.where(table[:, EMITTED] == 0, self._first_weight, 1.0) * table[:, PRIORITY]
+        with np.errstate(divide="ignore"):
+            density = weight / work_s
+        dense = ranked[urgent]
+        dense = dense[np.argsort(-density[dense], kind="stable")]
+
+        if budget_s < inf:
+            soon = dense[due_s[dense] - now_s < 2 * budget_s]
+            taken_s = float(work_s[soon[~prefill[soon]]].sum())
+            depths = table[dense[prefill[dense]], COMPUTED]
+            if taken_s > 0 and len(depths):
+                least_s = least_useful_s(latency.fixed_s + taken_s, latency, int(depths.max()))
+                budget_s = max(budget_s, least_s)
+        rows = np.concatenate((dense, ranked[~urgent], unbound))
+        batch.take(rows, budget_s)
+        batch.ensure_progress(rows)
+
+    def _budget_s(
+        self, table: Floats, remain_s: Floats, work_s: Floats, latency: LatencyModel
+    ) -> float:
+        """The time budget: infinite where no deadline is stated. ``remain_s`` ascends."""
+        if not len(remain_s):
+            return inf
+        fixed_s = latency.fixed_s
+        eta_s = self._eta_s if self._eta_s > fixed_s else 2 * fixed_s
+        tpot_s = table[:, TPOT]
+        paced = tpot_s[tpot_s >= least_useful_s(fixed_s, latency)]
+        if len(paced):
+            eta_s = min(eta_s, float(paced.min()))
+        counts = remain_s if self._count_late else remain_s[remain_s >= fixed_s + work_s]
+        # Where every deadline is lost already, none of them sets the budget.
+        return max(float(counts[0]), eta_s) if len(counts) else eta_s
+
+    def _urgent(
+        self, remain_s: Floats, work_s: Floats, budget_s: float, latency: LatencyModel
+    ) -> NDArray[np.bool_]:
+        """Which requests may be late if those before them (``phi_c``) or all (``phi_a``) wait."""
         factor = self._gamma
         if budget_s < inf:
             factor *= budget_s / (budget_s - latency.fixed_s)
-        if self._phi_c:
-            urgent, normal = _split_by_position(ranked, factor)
-        else:
-            urgent, normal = _split_at(ranked, factor * sum([entry[2] for entry in ranked]))
-        urgent.sort(key=itemgetter(3), reverse=True)
-        order = [entry[4] for entry in urgent + normal] + unbound
-        if budget_s < inf:
-            budget_s = max(budget_s, _least_budget_s(urgent, 2 * budget_s, latency))
-        batch.fill(order, budget_s)
-        batch.ensure_progress(order)
-
-    def _rank(
-        self, queue: QueueView, now_s: float, latency: LatencyModel
-    ) -> tuple[list[_Ranked], float]:
-        """The queue by time left, and the time budget: infinite where no deadline is stated."""
-        fixed_s = latency.fixed_s
-        useful_s = least_useful_s(fixed_s, latency)
-        work_of = latency.work_s
-        anchor = self._anchor
-        count_late = self._count_late
-        first_weight = self._first_weight
-        eta_s = self._eta_s if self._eta_s > fixed_s else 2 * fixed_s
-        least_remain_s = inf
-        ranked: list[_Ranked] = []
-        for index, request in enumerate(queue.requests):
-            slo = request.slo
-            emitted = request.emitted_tokens
-            # RequestView.next_deadline_s(), without a call more per request.
-            due_s = slo.deadline_s(emitted + 1, request.arrival_s, request.first_token_s, anchor)
-            remain_s = due_s - now_s
-            work_s = work_of(request.pending_tokens, request.computed_tokens)
-            if remain_s < least_remain_s and (count_late or remain_s >= fixed_s + work_s):
-                least_remain_s = remain_s
-            tpot_s = slo.tpot_s
-            if tpot_s is not None and useful_s <= tpot_s < eta_s:
-                eta_s = tpot_s
-            # Worth of the request's next token per second of work.
-            weight = slo.priority * first_weight if emitted == 0 else slo.priority
-            density = weight / work_s if work_s > 0 else inf
-            ranked.append((remain_s, index, work_s, density, request))
-        ranked.sort()
-        if least_remain_s == inf and ranked and ranked[0][0] < inf:
-            return ranked, eta_s  # every deadline is lost already
-        return ranked, max(least_remain_s, eta_s)
-
-
-def _least_budget_s(urgent: list[_Ranked], within_s: float, latency: LatencyModel) -> float:
-    """Least time budget that leaves urgent prefills their share beside the decodes due
-    ``within_s``; 0 where one of the two is missing."""
-    decodes_s = 0.0
-    computed = []
-    for remain_s, _, work_s, _, request in urgent:
-        if request.is_prefill:
-            computed.append(request.computed_tokens)
-        elif remain_s < within_s:
-            decodes_s += work_s
-    if not computed or decodes_s <= 0:
-        return 0.0
-    return least_useful_s(latency.fixed_s + decodes_s, latency, max(computed))
-
-
-def _split_at(ranked: list[_Ranked], boundary_s: float) -> tuple[list[_Ranked], list[_Ranked]]:
-    """Those with less time left than ``boundary_s`` (``phi_a``), and the rest."""
-    cut = bisect_left(ranked, boundary_s, key=itemgetter(0))
-    return ranked[:cut], ranked[cut:]
-
-
-def _split_by_position(ranked: list[_Ranked], factor: float) -> tuple[list[_Ranked], list[_Ranked]]:
-    """Those with less time left than ``factor`` times the work up to them (``phi_c``), the rest."""
-    urgent: list[_Ranked] = []
-    normal: list[_Ranked] = []
-    queued_s = 0.0
-    for entry in ranked:
-        queued_s += entry[2]
-        (urgent if entry[0] < factor * queued_s else normal).append(entry)
-    return urgent, normal
+        queued_s = np.cumsum(work_s)
+        if not self._phi_c and len(queued_s):
+            queued_s = queued_s[-1]
+        urgent: NDArray[np.bool_] = remain_s < factor * queued_s
+        return urgent

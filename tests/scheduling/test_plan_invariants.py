@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,11 +47,12 @@ class ContraryPolicy(BatchPolicy):
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
-        batch.add(prefill("stranger", 10))
-        for request in reversed(queue.requests):
-            batch.add(request, 7)
-            batch.add(request, request.pending_tokens + 100)
-            batch.add(request, -1)
+        batch.add(len(queue))
+        batch.add(-1)
+        for row in reversed(range(len(queue))):
+            batch.add(row, 7)
+            batch.add(row, queue.requests[row].pending_tokens + 100)
+            batch.add(row, -1)
 
 
 def all_policies() -> list[BatchPolicy]:
@@ -181,9 +183,9 @@ def test_a_running_request_draws_on_those_left_out_and_then_nothing_is_admitted(
     waiting = prefill("waiting", 16)
     budget = BatchBudget(tokens=64, sequences=8, kv_blocks=0, block_tokens=16)
     batch = BatchBuilder(queue_of(first, second, waiting), budget, MODEL)
-    assert batch.add(first) == 1, "it needs a third block, and takes one of the second's ten"
-    assert batch.add(second) == 0, "the second is preempted"
-    assert batch.add(waiting) == 0, "its freed blocks are not for new requests in this step"
+    assert batch.add(0) == 1, "it needs a third block, and takes one of the second's ten"
+    assert batch.add(1) == 0, "the second is preempted"
+    assert batch.add(2) == 0, "its freed blocks are not for new requests in this step"
 
 
 def test_an_admission_ends_drawing_on_others() -> None:
@@ -191,8 +193,8 @@ def test_an_admission_ends_drawing_on_others() -> None:
     waiting = prefill("waiting", 16)
     budget = BatchBudget(tokens=64, sequences=8, kv_blocks=1, block_tokens=16)
     batch = BatchBuilder(queue_of(first, second, waiting), budget, MODEL)
-    assert batch.add(waiting) == 16
-    assert batch.add(first) == 0
+    assert batch.add(2) == 16
+    assert batch.add(0) == 0
     assert [entry.request_id for entry in batch.plan().entries] == ["waiting"]
 
 
@@ -201,25 +203,23 @@ def test_a_long_prompt_that_waits_for_blocks_is_not_passed_by_short_ones() -> No
     long, short = prefill("long", 1_000), prefill("short", 16)
     budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=10, block_tokens=16)
     batch = BatchBuilder(queue_of(running, long, short), budget, MODEL)
-    assert batch.add(long) == 0
-    assert batch.add(short) == 0
-    assert batch.add(running) == 1
+    assert [batch.add(row) for row in (1, 2, 0)] == [0, 0, 1]
     # With nothing running no block would ever come free: then the long one holds nobody up.
     idle = BatchBuilder(queue_of(long, short), budget, MODEL)
-    assert (idle.add(long), idle.add(short)) == (0, 16)
+    assert [idle.add(0), idle.add(1)] == [0, 16]
 
 
 def test_without_whole_prompt_reservation_a_waiting_prompt_is_cut_to_the_free_blocks() -> None:
     budget = BatchBudget(4_096, sequences=8, kv_blocks=3, block_tokens=16, reserve_prompt=False)
     batch = BatchBuilder(queue_of(prefill("long", 100)), budget, MODEL)
-    assert batch.add(prefill("long", 100)) == 48
+    assert batch.add(0) == 48
 
 
 def test_a_prompt_of_which_no_token_fits_the_time_does_not_block_those_behind_it() -> None:
     deep = LinearLatency(a=0.010, b=0.001, c=0.000_01)
     begun, behind = prefill("begun", 5_000, computed=4_000), decode("behind")
     batch = BatchBuilder(queue_of(begun, behind), ROOMY, deep)
-    batch.fill([begun, behind], 0.030)
+    batch.take(np.array([0, 1]), until_s=0.030)
     assert batch.plan().entries == (("behind", 1),)
 
 
@@ -232,7 +232,7 @@ def test_unknown_policies_and_options_are_refused_with_what_is_allowed() -> None
         make_policy("fcfs", {"token_budget": 5})
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         make_policy("sarathi", {"token_budget": 0})
-    with pytest.raises(ValueError, match="'envelope' or 'first_token'"):
+    with pytest.raises(ValueError, match="'envelope', 'first_token' or 'last_token'"):
         make_policy("fairbatching", {"anchor": "last"})
     with pytest.raises(ValueError, match="'phi_a' or 'phi_c'"):
         make_policy("slidebatching", {"boundary": "phi_x"})

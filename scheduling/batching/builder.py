@@ -1,0 +1,187 @@
+"""The compiled side of :class:`scheduling.batching.base.BatchBuilder`, whose rules it carries out.
+
+What it keeps between calls are four arrays: its counters, the predicted time by each piece of the
+latency model, the tokens granted per row, and the planned rows in order.
+"""
+
+from __future__ import annotations
+
+from math import inf, sqrt
+
+import numpy as np
+
+from scheduling.kernels import (
+    COMPUTED,
+    FIXED,
+    KV_BLOCKS,
+    PENDING,
+    PREFILL_CONTEXT,
+    PREFILL_CROSS,
+    PREFILL_SEQUENCE,
+    PREFILL_SQUARE,
+    PREFILL_TOKENS,
+    RUNNING,
+    Floats,
+    Ints,
+    compiled,
+    work_s,
+)
+from scheduling.latency import UNBOUNDED_TOKENS
+
+# The counters.
+COUNT = 0  # planned rows
+TOKENS_LEFT = 1
+SEQUENCES_LEFT = 2
+FREE_BLOCKS = 3  # below zero: drawn from running requests
+RECLAIMABLE = 4  # blocks of running requests that are not planned
+ADMITTED = 5  # whether a waiting request is planned
+CLOSED = 6  # whether admission has ended
+SEQUENCES_RUNNING = 7
+BLOCK_TOKENS = 8
+RESERVE_PROMPT = 9
+COUNTERS = 10
+
+
+@compiled
+def begin(
+    table: Floats,
+    pieces: Floats,
+    tokens: int,
+    sequences: int,
+    kv_blocks: int,
+    block_tokens: int,
+    reserve_prompt: bool,
+) -> tuple[Ints, Floats, Ints, Ints]:
+    """An empty plan: counters, costs, granted tokens and order."""
+    running = 0
+    held = 0.0
+    for row in range(table.shape[0]):
+        if table[row, RUNNING] > 0.0:
+            running += 1
+            held += table[row, KV_BLOCKS]
+    state = np.zeros(COUNTERS, np.int64)
+    state[TOKENS_LEFT] = tokens
+    state[SEQUENCES_LEFT] = sequences - running
+    state[FREE_BLOCKS] = kv_blocks
+    state[RECLAIMABLE] = int(held)
+    state[SEQUENCES_RUNNING] = running
+    state[BLOCK_TOKENS] = block_tokens
+    state[RESERVE_PROMPT] = reserve_prompt
+    granted = np.zeros(table.shape[0], np.int64)
+    return state, pieces[:, FIXED].copy(), granted, np.empty(table.shape[0], np.int64)
+
+
+@compiled
+def tokens_within_s(coefficients: Floats, left_s: float, computed: float) -> int:
+    """Most new tokens of a sequence whose work, by one piece, fits ``left_s``."""
+    left = left_s - coefficients[PREFILL_SEQUENCE] - coefficients[PREFILL_CONTEXT] * computed
+    fit = 0.0
+    if left >= 0.0:
+        linear = coefficients[PREFILL_TOKENS] + coefficients[PREFILL_CROSS] * computed
+        # The root of square n^2 + linear n = left, in the form that also holds without a square.
+        divisor = linear + sqrt(linear * linear + 4.0 * coefficients[PREFILL_SQUARE] * left)
+        if divisor <= 0.0 or 2.0 * left >= divisor * UNBOUNDED_TOKENS:
+            return UNBOUNDED_TOKENS
+        # A whole number of tokens must not be lost to rounding.
+        fit = 2.0 * left / divisor + 1e-9
+    if fit < 2.0:
+        return 1 if work_s(coefficients, 1.0, computed) <= left_s else 0
+    return int(fit)
+
+
+@compiled
+def most_tokens_within(pieces: Floats, costs: Floats, until_s: float, computed: float) -> int:
+    """Most new tokens of a sequence that keep every piece of the batch's time in ``until_s``."""
+    most = UNBOUNDED_TOKENS
+    for piece in range(pieces.shape[0]):
+        most = min(most, tokens_within_s(pieces[piece], until_s - costs[piece], computed))
+    return most
+
+
+@compiled
+def extend(state: Ints, held: int, computed: int, tokens: int) -> int:
+    """Take the blocks for ``tokens`` of a running request; return how many tokens fit."""
+    block = state[BLOCK_TOKENS]
+    others = state[RECLAIMABLE] - held
+    room = state[FREE_BLOCKS]
+    if not state[ADMITTED]:
+        room += others
+    blocks = max(0, -(-(computed + tokens) // block) - held)
+    if blocks > room:
+        if room < 0:
+            return 0
+        blocks = room
+        tokens = (held + blocks) * block - computed
+        if tokens <= 0:
+            return 0
+    state[RECLAIMABLE] = others
+    state[FREE_BLOCKS] -= blocks
+    return tokens
+
+
+@compiled
+def admit(state: Ints, held: int, computed: int, pending: int, tokens: int) -> int:
+    """Take the place and the blocks for a waiting request; return how many tokens fit."""
+    free = state[FREE_BLOCKS]
+    if state[CLOSED] or state[SEQUENCES_LEFT] <= 0 or free < 0:
+        return 0
+    block = state[BLOCK_TOKENS]
+    upto = computed + (pending if state[RESERVE_PROMPT] else tokens)
+    blocks = max(0, -(-upto // block) - held)
+    if blocks > free:
+        fit = (held + free) * block - computed
+        if state[RESERVE_PROMPT] or fit <= 0:
+            state[CLOSED] = state[SEQUENCES_RUNNING] > 0
+            return 0
+        blocks = free
+        tokens = min(tokens, fit)
+    state[SEQUENCES_LEFT] -= 1
+    state[FREE_BLOCKS] -= blocks
+    state[ADMITTED] = 1
+    return tokens
+
+
+@compiled
+def take(
+    table: Floats,
+    pieces: Floats,
+    rows: Ints,
+    until_s: float,
+    tokens: int,
+    in_order: bool,
+    state: Ints,
+    costs: Floats,
+    granted: Ints,
+    order: Ints,
+) -> int:
+    """Take ``rows`` in order; return the tokens taken. ``O(rows * pieces)``."""
+    taken = 0
+    for row in rows:
+        if state[TOKENS_LEFT] <= 0 or taken >= tokens or costs.max() >= until_s:
+            break
+        if row < 0 or row >= table.shape[0] or granted[row] > 0:
+            continue
+        pending, computed = int(table[row, PENDING]), int(table[row, COMPUTED])
+        wanted = pending
+        if until_s < inf:
+            wanted = min(pending, most_tokens_within(pieces, costs, until_s, computed))
+        asked = min(wanted, tokens - taken, state[TOKENS_LEFT])
+        if asked > 0:
+            held = int(table[row, KV_BLOCKS])
+            if table[row, RUNNING] > 0.0:
+                asked = extend(state, held, computed, asked)
+            else:
+                asked = admit(state, held, computed, pending, asked)
+        if asked > 0:
+            granted[row] = asked
+            order[state[COUNT]] = row
+            state[COUNT] += 1
+            state[TOKENS_LEFT] -= asked
+            for piece in range(pieces.shape[0]):
+                costs[piece] += work_s(pieces[piece], asked, computed)
+            taken += asked
+            if wanted < pending:
+                break
+        elif in_order and state[COUNT] > 0:
+            break
+    return taken
