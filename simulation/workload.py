@@ -1,0 +1,285 @@
+"""What arrives, when and with which objective: the input of a simulated run.
+
+A workload is a plain value, read from a trace or generated. Its transformations are pure and
+seeded, and each writes down what it did, so that a result can name the traffic it was measured
+under. Thinning and stretching reach the same mean rate by different traffic: thinning takes
+requests out and so breaks bursts up, stretching keeps every burst and makes it slower.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from statistics import fmean
+from typing import NamedTuple, Self
+
+from scheduling.objective import SLO
+
+AS_RECORDED = "as recorded"
+
+
+class Stage(NamedTuple):
+    """One prefill-and-decode pair of a request that has several: thinking and then answering, or
+    the rounds of a tool loop (SLOs-Serve §2.1 calls such requests multi-stage).
+
+    Attributes:
+        output_tokens: tokens that the stage emits, >= 1.
+        slo: objective of the stage; its TTFT and end-to-end time count from the stage's start.
+        prompt_tokens: tokens that enter before the stage beyond all that went before, such as a
+            tool's answer; 0 for a stage that goes on decoding. In the first stage it is 0, as
+            the arrival's prompt is what enters.
+    """
+
+    output_tokens: int
+    slo: SLO
+    prompt_tokens: int = 0
+
+
+class Arrival(NamedTuple):
+    """One request as it arrives.
+
+    Attributes:
+        arrival_s: seconds from the workload's start.
+        prompt_tokens: length of the prompt at arrival, tokens, >= 1.
+        output_tokens: length of the output over all stages, tokens, >= 1. A policy never sees it.
+        slo: the objective known at arrival.
+        task: task class, for the prediction of lengths; empty where nothing is known.
+        block_hashes: an identity for each block of the prompt's prefix, in order; two requests
+            that share the first ``k`` share that much of their prompts. Empty: nothing is shared.
+        stages: the stages in order; empty means one stage with ``slo``.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    slo: SLO
+    task: str = ""
+    block_hashes: tuple[int, ...] = ()
+    stages: tuple[Stage, ...] = ()
+
+    @classmethod
+    def of_stages(
+        cls, arrival_s: float, prompt_tokens: int, stages: Sequence[Stage], task: str = ""
+    ) -> Self:
+        """A request of several stages, >= 1 of them.
+
+        The objective known at its arrival has the first stage's TTFT and priority and the
+        tightest TPOT of all stages, as SLOs-Serve §3.2.1 admits a multi-stage request.
+        """
+        paces = [stage.slo.tpot_s for stage in stages if stage.slo.tpot_s is not None]
+        slo = replace(stages[0].slo, tpot_s=min(paces, default=None), e2e_s=None)
+        output_tokens = sum(stage.output_tokens for stage in stages)
+        return cls(arrival_s, prompt_tokens, output_tokens, slo, task, (), tuple(stages))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival.
+
+    Args:
+        name: short name, as it stands in results.
+        arrivals: ascending in ``arrival_s``, which is >= 0.
+        block_tokens: tokens per entry of ``block_hashes``.
+        scaling: how the arrival rate was changed; every result names it.
+        description: source, distributions, and how objectives and priorities were assigned.
+
+    Raises:
+        ValueError: a time that is negative, not finite or before the one above it; a length below
+            1; stages that do not add up. The message names the request's index.
+    """
+
+    name: str
+    arrivals: tuple[Arrival, ...]
+    block_tokens: int = 512
+    scaling: str = AS_RECORDED
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ValueError(f"block_tokens must be at least 1, got {self.block_tokens}")
+        before_s = 0.0
+        for index, arrival in enumerate(self.arrivals):
+            problem = _problem(arrival, before_s)
+            if problem:
+                raise ValueError(f"workload {self.name}: request {index}: {problem}")
+            before_s = arrival.arrival_s
+
+    def __len__(self) -> int:
+        return len(self.arrivals)
+
+    @property
+    def duration_s(self) -> float:
+        """From the workload's start to the last arrival, seconds."""
+        return self.arrivals[-1].arrival_s if self.arrivals else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Mean requests per second between the first and the last arrival; 0 for fewer than two
+        requests, infinite where all come at once."""
+        if len(self) < 2:
+            return 0.0
+        between_s = self.duration_s - self.arrivals[0].arrival_s
+        return (len(self) - 1) / between_s if between_s > 0 else inf
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        """Mean prompt length at arrival, tokens; 0 without requests."""
+        return fmean(arrival.prompt_tokens for arrival in self.arrivals) if self.arrivals else 0.0
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """Mean output length over all stages, tokens; 0 without requests."""
+        return fmean(arrival.output_tokens for arrival in self.arrivals) if self.arrivals else 0.0
+
+
+def thinned(workload: Workload, share: float, seed: int) -> Workload:
+    """Keep each request with probability ``share``, in (0, 1], independently of the others.
+
+    Bursts get smaller, and requests that shared a prefix share less of it.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, got {share}")
+    rng = random.Random(seed)
+    kept = tuple(arrival for arrival in workload.arrivals if rng.random() < share)
+    return _scaled(workload, kept, f"thinned to a share of {share:g} (seed {seed})")
+
+
+def stretched(workload: Workload, factor: float) -> Workload:
+    """Multiply every arrival time by ``factor``, > 0: above 1 the traffic is slower.
+
+    Bursts keep their requests and take longer. ``stretched(w, w.rate / wanted)`` has the rate
+    ``wanted``.
+    """
+    if not 0 < factor < inf:
+        raise ValueError(f"factor must be positive and finite, got {factor}")
+    moved = tuple(a._replace(arrival_s=a.arrival_s * factor) for a in workload.arrivals)
+    return _scaled(workload, moved, f"time stretched by {factor:.4g}")
+
+
+def window(workload: Workload, start_s: float, seconds: float) -> Workload:
+    """The requests that arrive in ``[start_s, start_s + seconds)``, with times from ``start_s``."""
+    if not (start_s >= 0 and seconds > 0):
+        raise ValueError(f"a window needs start_s >= 0 and seconds > 0, got {start_s}, {seconds}")
+    times = [arrival.arrival_s for arrival in workload.arrivals]
+    first, last = bisect_left(times, start_s), bisect_left(times, start_s + seconds)
+    cut = tuple(
+        arrival._replace(arrival_s=arrival.arrival_s - start_s)
+        for arrival in workload.arrivals[first:last]
+    )
+    note = f"Window of {seconds:g} s from {start_s:g} s."
+    return replace(workload, arrivals=cut, description=_joined(workload.description, note))
+
+
+def with_objectives(
+    workload: Workload, assign: Callable[[Arrival], SLO], description: str
+) -> Workload:
+    """Give each request the objective that ``assign`` makes for it.
+
+    Args:
+        workload: what to change.
+        assign: called once per request, in order.
+        description: the rule in words; it joins the workload's description.
+
+    Raises:
+        ValueError: a request has stages, which state objectives of their own.
+    """
+    if any(arrival.stages for arrival in workload.arrivals):
+        raise ValueError(f"workload {workload.name} has stages with objectives of their own")
+    changed = tuple(arrival._replace(slo=assign(arrival)) for arrival in workload.arrivals)
+    return replace(
+        workload, arrivals=changed, description=_joined(workload.description, description)
+    )
+
+
+def with_priorities(workload: Workload, shares: Mapping[int, float], seed: int) -> Workload:
+    """Draw each request's priority; its stages have the same one.
+
+    Args:
+        workload: what to change.
+        shares: priority -> relative share of the requests, each > 0, such as ``{2: 1, 1: 1}``.
+        seed: of the draw.
+    """
+    if not shares or not all(0 < share < inf for share in shares.values()):
+        raise ValueError(f"shares must be positive numbers, one per priority, got {dict(shares)}")
+    names, weights = list(shares), list(shares.values())
+    drawn = random.Random(seed).choices(names, weights, k=len(workload))
+    made: dict[tuple[SLO, int], SLO] = {}
+
+    def prioritised(slo: SLO, priority: int) -> SLO:
+        key = (slo, priority)
+        if key not in made:
+            made[key] = replace(slo, priority=priority)
+        return made[key]
+
+    changed = tuple(
+        arrival._replace(
+            slo=prioritised(arrival.slo, priority),
+            stages=tuple(s._replace(slo=prioritised(s.slo, priority)) for s in arrival.stages),
+        )
+        for arrival, priority in zip(workload.arrivals, drawn, strict=True)
+    )
+    parts = ", ".join(f"{name} with share {share:g}" for name, share in shares.items())
+    note = f"Priorities drawn independently: {parts} (seed {seed})."
+    return replace(workload, arrivals=changed, description=_joined(workload.description, note))
+
+
+def merged(name: str, workloads: Sequence[Workload]) -> Workload:
+    """All requests of ``workloads``, by arrival; equal times keep the order of the arguments.
+
+    Block hashes are renumbered so that only requests of the same part share a prefix.
+
+    Raises:
+        ValueError: no workloads, or different block sizes.
+    """
+    if len({workload.block_tokens for workload in workloads}) != 1:
+        raise ValueError(f"workload {name}: the parts must have one block size")
+    arrivals: list[Arrival] = []
+    offset = 0
+    for workload in workloads:
+        numbers: dict[int, int] = {}
+        for arrival in workload.arrivals:
+            hashes = tuple(
+                numbers.setdefault(block, offset + len(numbers)) for block in arrival.block_hashes
+            )
+            arrivals.append(arrival._replace(block_hashes=hashes))
+        offset += len(numbers)
+    arrivals.sort(key=lambda arrival: arrival.arrival_s)
+    return Workload(
+        name,
+        tuple(arrivals),
+        workloads[0].block_tokens,
+        "; ".join(f"{part.name}: {part.scaling}" for part in workloads),
+        _joined(*(f"{part.name}: {part.description}" for part in workloads)),
+    )
+
+
+def _problem(arrival: Arrival, before_s: float) -> str:
+    """What is wrong with ``arrival``, which follows one at ``before_s``; empty if nothing is."""
+    if not isfinite(arrival.arrival_s) or arrival.arrival_s < before_s:
+        return f"arrives at {arrival.arrival_s} s, after one at {before_s} s"
+    if arrival.prompt_tokens < 1 or arrival.output_tokens < 1:
+        lengths = f"{arrival.prompt_tokens} and {arrival.output_tokens}"
+        return f"prompt and output must have at least 1 token, got {lengths}"
+    if not arrival.stages:
+        return ""
+    if arrival.stages[0].prompt_tokens:
+        return "the first stage's prompt is the arrival's; its own must be 0"
+    if any(stage.output_tokens < 1 or stage.prompt_tokens < 0 for stage in arrival.stages):
+        return "a stage needs at least 1 output token and no less than 0 prompt tokens"
+    total = sum(stage.output_tokens for stage in arrival.stages)
+    if total != arrival.output_tokens:
+        return f"its stages have {total} output tokens, the request {arrival.output_tokens}"
+    return ""
+
+
+def _scaled(workload: Workload, arrivals: tuple[Arrival, ...], how: str) -> Workload:
+    """``arrivals`` with what was done to their rate added to what was done before."""
+    scaling = how if workload.scaling == AS_RECORDED else f"{workload.scaling}, then {how}"
+    return replace(workload, arrivals=arrivals, scaling=scaling)
+
+
+def _joined(*texts: str) -> str:
+    return " ".join(text for text in texts if text)
