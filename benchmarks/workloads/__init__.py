@@ -1,0 +1,1 @@
+"""The traffic of the experiments: public traces read by path, and seeded generators."""
