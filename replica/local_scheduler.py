@@ -16,9 +16,9 @@ from typing import TextIO
 
 from replica.state_table import RowUpdate, StateTable, TableFullError
 from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
-from scheduling.latency import LinearLatency, OnlineCorrection, StepSample
+from scheduling.latency import LatencyModel, LinearLatency, OnlineCorrection, StepSample
 from scheduling.objective import SLO
-from scheduling.request import QueueView, RequestView
+from scheduling.request import QueueView
 from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
@@ -35,7 +35,8 @@ class TrackedRequest:
     """What the local scheduler knows of a live request that its engine does not.
 
     ``name`` is the request's id in the fleet; engines have their own ids, and one API call can be
-    several engine requests. ``slot`` is its row of the state table, negative if it has none.
+    several engine requests. ``slot`` is its row of the state table, negative if it has none. The
+    engine sets when the first and the latest token left, monotonic seconds.
     """
 
     name: str
@@ -43,6 +44,13 @@ class TrackedRequest:
     arrival_s: float
     slot: int
     first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    def emitted(self, now_s: float) -> None:
+        """A token, or several at once, left the engine."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
 
 
 @dataclass(slots=True)
@@ -100,7 +108,7 @@ class LocalScheduler:
         self,
         policy: BatchPolicy,
         table: StateTable,
-        model: LinearLatency = DEFAULT_MODEL,
+        model: LatencyModel = DEFAULT_MODEL,
         log: BatchLog | None = None,
     ) -> None:
         self.requests: dict[str, TrackedRequest] = {}
@@ -119,8 +127,8 @@ class LocalScheduler:
         self._rowless = 0
 
     @property
-    def model(self) -> LinearLatency:
-        """The latency model in use, with its online correction."""
+    def model(self) -> LatencyModel:
+        """The latency model in use, with its online correction and its head-room."""
         return self._model
 
     def track(
@@ -150,7 +158,7 @@ class LocalScheduler:
         else:
             self._table.free(tracked.slot)
 
-    def plan(self, requests: Sequence[RequestView], now_s: float, budget: BatchBudget) -> BatchPlan:
+    def plan(self, queue: QueueView, now_s: float, budget: BatchBudget) -> BatchPlan:
         """Plan the next batch by the policy, with the corrected latency model."""
         started = time.perf_counter()
         changed = self._table.model_change()
@@ -158,7 +166,7 @@ class LocalScheduler:
             self._base_model = changed
             self._correction = OnlineCorrection()
         self._model = self._base_model.corrected(self._correction.factor)
-        plan = self._policy.plan(QueueView(requests), now_s, self._model, budget)
+        plan = self._policy.plan(queue, now_s, self._model, budget)
         elapsed = time.perf_counter() - started
         self._plan_seconds += elapsed
         self._table.count("plan_histogram", bisect_left(PLAN_BUCKETS_S, elapsed))
@@ -175,15 +183,10 @@ class LocalScheduler:
 
         A batch that was planned empty and is empty is no step: it is neither counted nor logged.
         """
-        new = context = 0
-        quadratic = 0.0
-        for _, tokens, computed in ran:
-            new += tokens
-            context += computed + tokens
-            quadratic += tokens * (computed + 0.5 * tokens)
         self._preemptions += len(preempted)
-        work = StepSample(new, context, quadratic, 0.0)
-        uncorrected = self._base_model.step_s(new, context, quadratic)
+        work = StepSample.of((tokens, computed) for _, tokens, computed in ran)
+        # Without head-room: what is learned and published is how right the model is.
+        uncorrected = self._base_model.step_s(work) / self._base_model.headroom
         if not ran and not plan.entries:
             return StepInFlight(now_s, plan, work, uncorrected, preempted)
         self._steps += 1

@@ -84,6 +84,7 @@ class SimulatedSequence:
             self.tracked.first_token_s,
             self.blocks,
             self.running,
+            self.tracked.last_token_s,
         )
 
     def row(self) -> RowUpdate:
@@ -193,16 +194,16 @@ class SimulatedCore:
         if not self.live:
             return None
         config = self._config
-        views = [sequence.view for sequence in self.live.values()]
+        queue = QueueView([sequence.view for sequence in self.live.values()])
         budget = BatchBudget(
             config.max_batch_tokens, config.max_sequences, self.free_blocks, config.block_tokens
         )
-        plan = self._scheduler.plan(views, now_s, budget)
+        plan = self._scheduler.plan(queue, now_s, budget)
         # A policy that plans nothing must not stop the engine: as stock vLLM would then, run in
         # order. It shows as a plan mismatch.
         runnable = plan
         if not plan.entries:
-            runnable = self._fallback.plan(QueueView(views), now_s, self._scheduler.model, budget)
+            runnable = self._fallback.plan(queue, now_s, self._scheduler.model, budget)
         ran, preempted = self._allocate(runnable)
         if not ran:
             raise RuntimeError(f"no batch could be made of {len(self.live)} live requests")
@@ -274,8 +275,7 @@ class SimulatedCore:
             sequence.computed += tokens
             if sequence.computed == sequence.prompt_tokens + sequence.emitted:
                 sequence.emitted += 1
-                if sequence.emitted == 1:
-                    sequence.tracked.first_token_s = now_s
+                sequence.tracked.emitted(now_s)
                 if sequence.emitted == sequence.output_tokens:
                     self._end(sequence)
                     emit(sequence)

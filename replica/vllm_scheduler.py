@@ -26,6 +26,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from replica.engine import request_key
+from replica.garbage import GarbageCollector
 from replica.local_scheduler import BatchLog, LocalScheduler, StepInFlight
 from replica.prefix_hits import PrefixHits
 from replica.state_table import RowUpdate, StateTable
@@ -38,8 +39,9 @@ from replica.vllm_support import (
     second_queue_name,
 )
 from scheduling.batching import BatchBudget, BatchPlan, make_policy
+from scheduling.batching.warm_up import warm_up
 from scheduling.objective import SLO
-from scheduling.request import RequestView
+from scheduling.request import QueueView, RequestView
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,9 @@ class PlanMixin(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
+        started_s = time.monotonic()
+        warm_up(settings.policy, settings.policy_options)
+        logger.info("policy loaded in %.1f s", time.monotonic() - started_s)
         log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
         self._local = LocalScheduler(
             make_policy(settings.policy, settings.policy_options),
@@ -81,6 +86,7 @@ class PlanMixin(_Base):
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
         most: int | None = getattr(self, "max_num_active_reqs", None)  # from 0.32
         self._most_running: int = self.max_num_running_reqs if most is None else most
+        self._garbage = GarbageCollector()
         if hook_name() == "_mamba_block_aligned_split":
             self._enable_old_hook()
 
@@ -125,7 +131,9 @@ class PlanMixin(_Base):
         # The batch begins when those before it are through.
         start_s = max(now_s, self._busy_until_s) if self._in_flight else now_s
         views = self._views()
-        plan = self._local.plan(views, start_s, self._budget(views)) if views else _EMPTY
+        queue = QueueView(views)
+        plan = self._local.plan(queue, start_s, self._budget(views)) if views else _EMPTY
+        self._garbage.before_batch(queue, plan.predicted_s)
         if plan.entries and not self._stalled:
             output = self._schedule_planned(plan, *args, **kwargs)
         else:
@@ -150,8 +158,8 @@ class PlanMixin(_Base):
         for client in outputs.values():
             for output in client.outputs:
                 tracked = self._local.requests.get(output.request_id)
-                if tracked is not None and tracked.first_token_s is None and output.new_token_ids:
-                    tracked.first_token_s = now_s
+                if tracked is not None and output.new_token_ids:
+                    tracked.emitted(now_s)
         changed = [*scheduler_output.num_scheduled_tokens, *step.preempted]
         running, waiting = self.get_request_counts()
         self._local.end_step(
@@ -164,6 +172,11 @@ class PlanMixin(_Base):
             self._pool.num_gpu_blocks,
         )
         return outputs
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        self._garbage.stop()
+        super().shutdown()
 
     def _reserve_prefill_lookahead(self, request: Request, computed: int, tokens: int) -> int:
         """Called by ``schedule()`` for every request: its new tokens (from vLLM 0.28)."""
@@ -232,6 +245,11 @@ class PlanMixin(_Base):
             elif _has_stale_output(request):
                 continue
             tracked = tracked_requests[request_id]
+            first_s, last_s = tracked.first_token_s, tracked.last_token_s
+            if promised:
+                # They leave when the batches in flight are through.
+                last_s = self._busy_until_s
+                first_s = last_s if first_s is None else first_s
             views.append(
                 RequestView(
                     request_id,
@@ -241,9 +259,10 @@ class PlanMixin(_Base):
                     computed,
                     pending,
                     request.num_output_tokens + promised,
-                    tracked.first_token_s,
+                    first_s,
                     held,
                     running,
+                    last_s,
                 )
             )
         return views

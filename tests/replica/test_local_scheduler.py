@@ -14,7 +14,7 @@ from replica.state_table import RowUpdate, StateTable
 from scheduling.batching import BatchBudget, make_policy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
-from scheduling.request import RequestView
+from scheduling.request import QueueView, RequestView
 
 MODEL = LinearLatency(a=0.010, b=0.001)
 BUDGET = BatchBudget(tokens=100, sequences=8, kv_blocks=1000, block_tokens=16)
@@ -33,6 +33,10 @@ def view(request_id, pending=10):
     return RequestView(request_id, SLO(), 0.0, pending, 0, pending)
 
 
+def queue(request_id):
+    return QueueView([view(request_id)])
+
+
 def finish(scheduler, step, now_s):
     scheduler.end_step(step, now_s, [], 0, 0, 1000, 1000)
 
@@ -40,7 +44,7 @@ def finish(scheduler, step, now_s):
 def test_a_step_is_planned_run_and_published(table, tmp_path):
     scheduler = make_scheduler(table, BatchLog(tmp_path / "log" / "r.jsonl"))
     scheduler.track("e1", "fleet-1", 1, SLO(), 0.0, 10)
-    plan = scheduler.plan([view("e1")], 1.0, BUDGET)
+    plan = scheduler.plan(queue("e1"), 1.0, BUDGET)
     assert plan.entries == (("e1", 10),)
     step = scheduler.begin_step(plan, [("e1", 10, 0)], 1.0)
     slot = scheduler.requests["e1"].slot
@@ -66,14 +70,14 @@ def test_a_step_is_planned_run_and_published(table, tmp_path):
 )
 def test_what_the_engine_ran_otherwise_is_counted(table, ran, mismatches):
     scheduler = make_scheduler(table)
-    step = scheduler.begin_step(scheduler.plan([view("e1")], 0.0, BUDGET), ran, 0.0)
+    step = scheduler.begin_step(scheduler.plan(queue("e1"), 0.0, BUDGET), ran, 0.0)
     finish(scheduler, step, 0.02)
     assert table.read().summary["plan_mismatches"] == mismatches
 
 
 def test_with_two_steps_in_flight_each_is_charged_its_own_time(table):
     scheduler = make_scheduler(table)
-    plan = scheduler.plan([view("e1")], 0.0, BUDGET)
+    plan = scheduler.plan(queue("e1"), 0.0, BUDGET)
     first = scheduler.begin_step(plan, [("e1", 10, 0)], 0.0)
     second = scheduler.begin_step(plan, [("e1", 10, 10)], 0.001)
     finish(scheduler, first, 0.020)
@@ -85,20 +89,20 @@ def test_steps_slower_than_predicted_correct_the_model(table):
     scheduler = make_scheduler(table)
     now_s = 0.0
     for _ in range(200):
-        plan = scheduler.plan([view("e1")], now_s, BUDGET)
+        plan = scheduler.plan(queue("e1"), now_s, BUDGET)
         step = scheduler.begin_step(plan, [("e1", 10, 0)], now_s)
         now_s += 0.030
         finish(scheduler, step, now_s)
     assert table.read().summary["correction"] == pytest.approx(1.5, rel=0.01)
-    assert scheduler.plan([view("e1")], now_s, BUDGET).predicted_s == pytest.approx(0.030, rel=0.01)
+    assert scheduler.plan(queue("e1"), now_s, BUDGET).predicted_s == pytest.approx(0.030, rel=0.01)
 
     table.set_model(LinearLatency(a=0.030, b=0.0))
-    assert scheduler.plan([view("e1")], now_s, BUDGET).predicted_s == pytest.approx(0.030)
+    assert scheduler.plan(queue("e1"), now_s, BUDGET).predicted_s == pytest.approx(0.030)
 
 
 def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
     scheduler = make_scheduler(table, BatchLog(tmp_path / "r.jsonl"))
-    step = scheduler.begin_step(scheduler.plan([], 0.0, BUDGET), [], 0.0)
+    step = scheduler.begin_step(scheduler.plan(QueueView(), 0.0, BUDGET), [], 0.0)
     scheduler.end_step(step, 5.0, [], 3, 0, 7, 8)
     summary = table.read().summary
     assert (summary["steps"], summary["updated_s"], summary["waiting"]) == (0, 5.0, 3)
@@ -108,9 +112,11 @@ def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
 
 def test_an_empty_batch_leaves_the_times_of_the_last_step(table):
     scheduler = make_scheduler(table)
-    plan = scheduler.plan([view("e1")], 1.0, BUDGET)
+    plan = scheduler.plan(queue("e1"), 1.0, BUDGET)
     finish(scheduler, scheduler.begin_step(plan, [("e1", 10, 0)], 1.0), 1.03)
-    finish(scheduler, scheduler.begin_step(scheduler.plan([], 2.0, BUDGET), [], 2.0), 2.001)
+    finish(
+        scheduler, scheduler.begin_step(scheduler.plan(QueueView(), 2.0, BUDGET), [], 2.0), 2.001
+    )
     summary = table.read().summary
     assert summary["updated_s"] == 2.001
     assert summary["step_started_s"] == 1.0
@@ -123,7 +129,7 @@ def test_a_full_disk_ends_the_batch_log_and_nothing_else(table, caplog):
     scheduler = make_scheduler(table, log)
     with caplog.at_level(logging.WARNING):
         for now_s in (0.0, 1.0, 2.0):
-            plan = scheduler.plan([view("e1")], now_s, BUDGET)
+            plan = scheduler.plan(queue("e1"), now_s, BUDGET)
             finish(scheduler, scheduler.begin_step(plan, [("e1", 10, 0)], now_s), now_s + 0.5)
     assert table.read().summary["steps"] == 3
     (record,) = caplog.records
@@ -138,7 +144,7 @@ def test_requests_beyond_the_table_run_without_a_row(table, caplog):
     assert len(caplog.records) == 1
     assert len(table.read().rows) == 4
     views = [view(f"e{index}") for index in range(6)]
-    plan = scheduler.plan(views, 0.0, BUDGET)
+    plan = scheduler.plan(QueueView(views), 0.0, BUDGET)
     assert len(plan.entries) == 6
     step = scheduler.begin_step(plan, [(f"e{index}", 10, 0) for index in range(6)], 0.0)
     updates = [

@@ -1,0 +1,96 @@
+"""Loads the compiled loops of a policy before the first request needs them.
+
+numba reads a loop's machine code from disk when it is first called, or compiles it, which takes
+seconds; an engine must not do that in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from math import nan
+from typing import Any
+
+from scheduling.batching import make_policy
+from scheduling.batching.base import BatchBudget
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from scheduling.request import QueueView, RequestView
+
+_LATENCY = LinearLatency(a=0.005, b=0.0002, c=0.000001, d=0.0000001)
+_NOW_S = 1000.0
+_BLOCK_TOKENS = 16
+_OBJECTIVES = (
+    SLO(),
+    SLO(ttft_s=1.0, tpot_s=0.05, priority=2),
+    SLO(ttft_s=0.2, tpot_s=0.02),
+    SLO(e2e_s=20.0),
+)
+_AGES_S = (0.0, 0.5, 100.0)
+_BUDGETS = (
+    BatchBudget(tokens=8192, sequences=256, kv_blocks=10_000, block_tokens=_BLOCK_TOKENS),
+    BatchBudget(tokens=256, sequences=40, kv_blocks=0, block_tokens=_BLOCK_TOKENS),
+)
+
+
+def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
+    """Plan toy queues by the batch policy called ``name``: empty ones, prefills, decodes, both,
+    with and without objectives, on time and late, with ample and with scarce KV blocks.
+
+    Raises:
+        ValueError: no such policy, or wrong options.
+    """
+    policy = make_policy(name, options)
+    waiting = [_prefill(i, slo, age_s, 0) for i, (slo, age_s) in _cases(0)]
+    begun = [_prefill(i, slo, age_s, 64) for i, (slo, age_s) in _cases(1)]
+    decoding = [_decode(i, slo, age_s, 0) for i, (slo, age_s) in _cases(2)]
+    preempted = [_decode(i, slo, age_s, 90) for i, (slo, age_s) in _cases(3)]
+    queues = (
+        [],
+        waiting,
+        decoding,
+        [*begun, *waiting],
+        [*decoding, *begun, *waiting, *preempted],
+        [*decoding, *waiting[1:]],
+    )
+    for budget in _BUDGETS:
+        for step, queue in enumerate(queues):
+            policy.plan(QueueView(queue), _NOW_S + 0.1 * step, _LATENCY, budget)
+
+
+def _cases(group: int) -> list[tuple[str, tuple[SLO, float]]]:
+    return [
+        (f"{group}-{number}", case) for number, case in enumerate(product(_OBJECTIVES, _AGES_S))
+    ]
+
+
+def _prefill(request_id: str, slo: SLO, age_s: float, computed: int) -> RequestView:
+    return RequestView(
+        request_id,
+        slo,
+        _NOW_S - age_s,
+        prompt_tokens=500,
+        computed_tokens=computed,
+        pending_tokens=500 - computed,
+        kv_blocks=-(-computed // _BLOCK_TOKENS),
+        running=computed > 0,
+        expected_tokens=nan if slo.priority == 1 else 100.0,
+    )
+
+
+def _decode(request_id: str, slo: SLO, age_s: float, lost: int) -> RequestView:
+    """A decode, or one that must compute ``lost`` tokens again."""
+    return RequestView(
+        request_id,
+        slo,
+        _NOW_S - age_s - 1.0,
+        prompt_tokens=81,
+        computed_tokens=90 - lost,
+        pending_tokens=1 + lost,
+        emitted_tokens=10,
+        first_token_s=_NOW_S - age_s,
+        kv_blocks=-(-(90 - lost) // _BLOCK_TOKENS),
+        running=not lost,
+        last_token_s=_NOW_S - min(age_s, 0.02),
+        expected_tokens=100.0,
+    )
