@@ -99,7 +99,8 @@ class LengthDistribution:
         """``count`` independent lengths, tokens."""
         places = rng.random(count) * _STEPS
         lengths = np.interp(places, np.arange(_STEPS + 1), self._quantiles())
-        return np.maximum(np.rint(lengths), 1).astype(np.int64)
+        tokens: Lengths = np.maximum(np.rint(lengths), 1).astype(np.int64)
+        return tokens
 
     def _quantiles(self) -> NDArray[np.float64]:
         """Lengths at ``0, 1/_STEPS, .. 1``. The first stands half a step in, as the body's

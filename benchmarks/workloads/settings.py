@@ -1,0 +1,320 @@
+"""The papers' evaluation settings as generated workloads.
+
+Each function takes the mean rate, the number of requests and a seed, and states in the workload's
+description what comes from the paper and what is ours. Lengths follow the printed tables, see
+:mod:`benchmarks.workloads.lengths`; prompt and output lengths are independent, which the tables
+neither say nor rule out. The papers replay recorded arrival times; where the default here is a
+Poisson process, ``arrivals`` takes another one, such as ``partial(Recorded, trace=...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from benchmarks.workloads.arrivals import AtOnce, MakeArrivals, OnOff, Poisson
+from benchmarks.workloads.generators import (
+    Reasoning,
+    Slowdown,
+    Task,
+    TaskClass,
+    ToolLoop,
+    always,
+    generate,
+)
+from benchmarks.workloads.lengths import LengthDistribution
+from scheduling.objective import SLO
+from simulation.workload import Workload, merged, with_priorities
+
+
+class Column(NamedTuple):
+    """Mean, 99th percentile and standard deviation of a length, tokens, as printed."""
+
+    mean: float
+    p99: float
+    std: float
+
+    @property
+    def lengths(self) -> LengthDistribution:
+        """The distribution with these statistics."""
+        return LengthDistribution.of_p99(self.mean, self.p99, self.std)
+
+
+SLOS_SERVE_PROMPTS = {
+    "chatbot": Column(763, 1591, 424),
+    "coder": Column(847, 2010, 617),
+    "reasoning": Column(127, 421, 83),
+    "summarizer": Column(1333, 1946, 444),
+    "tools": Column(690, 2131, 356),
+}
+"""Prompt lengths of SLOs-Serve Table 4, by scenario."""
+
+SLOS_SERVE_OUTPUTS = {
+    "chatbot": Column(266, 619, 160),
+    "coder": Column(26, 232, 47),
+    "thinking": Column(4693, 7297, 1442),
+    "answer": Column(803, 1650, 280),
+    "summarizer": Column(202, 1508, 234),
+    "tools": Column(116, 363, 66),
+}
+"""Output lengths of SLOs-Serve Table 4; the reasoning scenario has two stages."""
+
+SLOS_SERVE_SCENARIOS = ("chatbot", "coder", "summarizer", "mixed", "tools", "reasoning")
+
+TIGHT_TTFT, LOOSE_TTFT = 3.0, 5.0
+"""TTFT objectives of SLOs-Serve Table 3, as multiples of the time on an idle engine."""
+
+TIGHT_TPOT_S, LOOSE_TPOT_S = 0.05, 0.1
+"""TPOT objectives of SLOs-Serve Table 3."""
+
+
+class Dataset(NamedTuple):
+    """A row of FairBatching Table 2: lengths in tokens, and the objective."""
+
+    prompt_mean: float
+    prompt_p90: float
+    output_mean: float
+    output_p90: float
+    slo: SLO
+
+    @property
+    def prompt(self) -> LengthDistribution:
+        """The distribution of prompt lengths."""
+        return LengthDistribution.of_p90(self.prompt_mean, self.prompt_p90)
+
+    @property
+    def output(self) -> LengthDistribution:
+        """The distribution of output lengths."""
+        return LengthDistribution.of_p90(self.output_mean, self.output_p90)
+
+
+FAIRBATCHING = {
+    "burstgpt": Dataset(688, 1599, 237, 470, SLO(ttft_s=0.5, tpot_s=0.05)),
+    "qwen": Dataset(892, 1776, 377, 742, SLO(ttft_s=0.5, tpot_s=0.05)),
+    "azure": Dataset(1604, 3561, 114, 392, SLO(ttft_s=2.0, tpot_s=0.05)),
+}
+"""FairBatching Table 2."""
+
+FLOWPREFILL_PROMPTS = {
+    "text": Column(590, 3040, 652),
+    "image": Column(532, 2764, 510),
+    "search": Column(5976, 16635, 3456),
+    "file": Column(6833, 22390, 5186),
+}
+"""Prompt lengths of FlowPrefill Table 1, by task."""
+
+FLOWPREFILL_SHARES = {"text": 68, "image": 8, "search": 20, "file": 4}
+"""Percent of the requests, FlowPrefill Table 1."""
+
+FLOWPREFILL_TTFT_S = {
+    "llama3-8b": {"text": 0.25, "image": 0.5, "search": 4.0, "file": 6.0},
+    "qwen2.5-14b": {"text": 0.4, "image": 0.8, "search": 6.5, "file": 9.0},
+    "llama3-70b": {"text": 1.0, "image": 2.0, "search": 15.0, "file": 18.0},
+}
+"""TTFT objectives of FlowPrefill Table 2, seconds, by model and task."""
+
+PROSERVE_DATASETS = ("sharegpt", *FAIRBATCHING)
+PROSERVE_SLO = SLO(ttft_s=0.8, tpot_s=0.08)
+"""TTFT is that of ProServe Fig. 6 and 7; the paper prints no TPOT objective, this one is ours."""
+
+
+def slos_serve(
+    scenario: str,
+    rate: float,
+    requests: int,
+    seed: int,
+    zero_load_s: Callable[[int], float],
+    floor_s: float = 0.2,
+    arrivals: MakeArrivals | None = None,
+) -> Workload:
+    """A scenario of SLOs-Serve §6 (Tables 1 to 4).
+
+    Chatbot, summarizer and reasoning arrive by Poisson for "Azure-Chatting", which the paper calls
+    stable; coder and tools by :class:`~benchmarks.workloads.arrivals.OnOff` for the bursty
+    "Azure-Coding". Our reading of Table 4: its tool row describes one of the prefill-decode pairs.
+
+    Args:
+        scenario: one of :data:`SLOS_SERVE_SCENARIOS`; "mixed" is a third each of chatbot, coder
+            and summarizer, the paper states no shares.
+        rate: mean requests per second.
+        requests: how many.
+        seed: of everything drawn.
+        zero_load_s: seconds to the first token of a prompt of so many tokens on an idle engine,
+            of which the TTFT objectives are multiples.
+        floor_s: least TTFT objective, seconds; ours.
+        arrivals: makes another arrival process.
+
+    Raises:
+        ValueError: no such scenario.
+    """
+    _check_known(scenario, SLOS_SERVE_SCENARIOS, "scenario")
+    if scenario == "mixed":
+        parts = ("chatbot", "coder", "summarizer")
+        counts = [requests // 3 + (index < requests % 3) for index in range(3)]
+        return merged(
+            "slos-serve mixed",
+            [
+                slos_serve(part, rate / 3, count, seed * 3 + index, zero_load_s, floor_s, arrivals)
+                for index, (part, count) in enumerate(zip(parts, counts, strict=True))
+            ],
+        )
+    bursty = scenario in ("coder", "tools")
+    process = (arrivals or (OnOff if bursty else Poisson))(rate)
+    task = _slos_serve_task(scenario, zero_load_s, floor_s)
+    words = (
+        f"Lengths of SLOs-Serve Table 4, objectives of Tables 1 and 3: TTFT {TIGHT_TTFT:g} "
+        f"(tight) or {LOOSE_TTFT:g} (loose) times the idle engine's, at least "
+        f"{floor_s:g} s; TPOT {TIGHT_TPOT_S:g} s (tight) or {LOOSE_TPOT_S:g} s (loose)."
+    )
+    return generate(f"slos-serve {scenario}", [task], process, requests, seed, words)
+
+
+def _slos_serve_task(
+    scenario: str, zero_load_s: Callable[[int], float], floor_s: float
+) -> TaskClass:
+    def objective(ttft: float, tpot_s: float) -> Slowdown:
+        return Slowdown(ttft, zero_load_s, floor_s, tpot_s)
+
+    prompt = SLOS_SERVE_PROMPTS[scenario].lengths
+    if scenario == "reasoning":
+        return Reasoning(
+            scenario,
+            prompt,
+            SLOS_SERVE_OUTPUTS["thinking"].lengths,
+            SLOS_SERVE_OUTPUTS["answer"].lengths,
+            objective(TIGHT_TTFT, TIGHT_TPOT_S),
+            LOOSE_TPOT_S,
+        )
+    output = SLOS_SERVE_OUTPUTS[scenario].lengths
+    if scenario == "tools":
+        calling = objective(TIGHT_TTFT, TIGHT_TPOT_S)
+        answering = objective(TIGHT_TTFT, LOOSE_TPOT_S)
+        return ToolLoop(scenario, prompt, output, calling, answering, 2.7, 1.1)
+    ttft = TIGHT_TTFT if scenario == "summarizer" else LOOSE_TTFT
+    tpot_s = TIGHT_TPOT_S if scenario == "coder" else LOOSE_TPOT_S
+    return Task(scenario, prompt, output, objective(ttft, tpot_s))
+
+
+def fairbatching(
+    dataset: str, rate: float, requests: int, seed: int, arrivals: MakeArrivals = Poisson
+) -> Workload:
+    """A data set of FairBatching Table 2, one of :data:`FAIRBATCHING`, with its objectives."""
+    _check_known(dataset, FAIRBATCHING, "dataset")
+    row = FAIRBATCHING[dataset]
+    task = Task(dataset, row.prompt, row.output, always(row.slo))
+    words = (
+        f"Means and P90 of the lengths of FairBatching Table 2, TTFT {row.slo.ttft_s:g} s and "
+        f"TPOT {row.slo.tpot_s:g} s."
+    )
+    return generate(f"fairbatching {dataset}", [task], arrivals(rate), requests, seed, words)
+
+
+def flowprefill(
+    model: str,
+    rate: float,
+    requests: int,
+    seed: int,
+    slo_scale: float = 1.0,
+    output: LengthDistribution | None = None,
+    arrivals: MakeArrivals = Poisson,
+) -> Workload:
+    """FlowPrefill's mix of four tasks (Table 1) with a model's TTFT objectives (Table 2).
+
+    Args:
+        model: one of :data:`FLOWPREFILL_TTFT_S`.
+        rate: mean requests per second.
+        requests: how many.
+        seed: of everything drawn.
+        slo_scale: factor on every objective (second row of Fig. 9).
+        output: distribution of output lengths; one token by default, as only the first is judged
+            and the paper's prefill instances emit no other.
+        arrivals: makes the arrival process.
+    """
+    _check_known(model, FLOWPREFILL_TTFT_S, "model")
+    tasks = [
+        Task(
+            name,
+            FLOWPREFILL_PROMPTS[name].lengths,
+            output or LengthDistribution.fixed(1),
+            always(SLO(ttft_s=ttft_s * slo_scale)),
+            FLOWPREFILL_SHARES[name],
+        )
+        for name, ttft_s in FLOWPREFILL_TTFT_S[model].items()
+    ]
+    words = (
+        f"Tasks and prompt lengths of FlowPrefill Table 1, TTFT of Table 2 for {model} times "
+        f"{slo_scale:g}."
+    )
+    return generate(f"flowprefill {model}", tasks, arrivals(rate), requests, seed, words)
+
+
+def proserve(
+    dataset: str,
+    rate: float,
+    requests: int,
+    seed: int,
+    priorities: tuple[int, int] = (2, 1),
+    arrivals: MakeArrivals = Poisson,
+) -> Workload:
+    """ProServe §5.1: two priorities with equal chance, one objective for all.
+
+    The paper prints no lengths. Its ShareGPT is taken as SLOs-Serve's chatbot row, its BurstGPT,
+    QwenTrace and Azure as FairBatching's rows, which describe the same data sets.
+
+    Args:
+        dataset: one of :data:`PROSERVE_DATASETS`.
+        rate: mean requests per second.
+        requests: how many.
+        seed: of everything drawn.
+        priorities: weights of the high and of the low priority (Fig. 18 varies them).
+        arrivals: makes the arrival process.
+    """
+    _check_known(dataset, PROSERVE_DATASETS, "dataset")
+    if dataset == "sharegpt":
+        prompt = SLOS_SERVE_PROMPTS["chatbot"].lengths
+        output = SLOS_SERVE_OUTPUTS["chatbot"].lengths
+    else:
+        prompt, output = FAIRBATCHING[dataset].prompt, FAIRBATCHING[dataset].output
+    task = Task(dataset, prompt, output, always(PROSERVE_SLO))
+    words = f"TTFT {PROSERVE_SLO.ttft_s:g} s, TPOT {PROSERVE_SLO.tpot_s:g} s."
+    workload = generate(f"proserve {dataset}", [task], arrivals(rate), requests, seed, words)
+    return with_priorities(workload, dict.fromkeys(priorities, 1.0), seed)
+
+
+def chat_and_code(
+    requests: int, seed: int, rate: float | None = None, arrivals: MakeArrivals = Poisson
+) -> Workload:
+    """The mix of the simulated-annealing paper, §5.1: half chat (TTFT 10 s, TPOT 50 ms), half
+    code (end to end 30 s), all under 2,000 tokens.
+
+    The paper prints no lengths. Chat, from ShareGPT, has those of SLOs-Serve's chatbot row. Code
+    is ours: an output of 180 tokens on average, for which the coefficients of the paper's Table 2
+    give the 3 s that it measured for one request, and short prompts.
+
+    Args:
+        requests: how many.
+        seed: of everything drawn.
+        rate: mean requests per second; by default all come at once, as the paper maps a fixed set
+            of requests.
+        arrivals: makes the arrival process where there is a rate.
+    """
+    chat = Task(
+        "chat",
+        SLOS_SERVE_PROMPTS["chatbot"].lengths,
+        SLOS_SERVE_OUTPUTS["chatbot"].lengths,
+        always(SLO(ttft_s=10.0, tpot_s=0.05)),
+    )
+    code = Task(
+        "code",
+        Column(100, 400, 75).lengths,
+        Column(180, 600, 110).lengths,
+        always(SLO(e2e_s=30.0)),
+    )
+    process = AtOnce() if rate is None else arrivals(rate)
+    words = "Half chat with TTFT 10 s and TPOT 0.05 s, half code with 30 s end to end."
+    return generate("chat and code", [chat, code], process, requests, seed, words)
+
+
+def _check_known(name: str, allowed: Iterable[str], what: str) -> None:
+    if name not in allowed:
+        raise ValueError(f"no {what} {name!r}; there are {', '.join(allowed)}")
