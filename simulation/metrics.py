@@ -1,0 +1,239 @@
+"""What the requests of a run experienced: latencies, attained objectives, gain.
+
+Everything is computed afterwards from the times at which tokens left, in whole arrays. A request of
+several stages has a figure per stage; its own is the worst of them, and it attains if all do. A
+request that ended without all its output attains nothing.
+
+Which TPOT is meant decides results (the papers differ), so it has a name, :class:`TPOTMetric`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from math import nan
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduling.kernels import Floats, Ints
+from scheduling.objective import Anchor, GainWeights
+from simulation.requests import Requests
+
+Flags = NDArray[np.bool_]
+
+WINDOW_TOKENS = 10
+
+
+class TPOTMetric(enum.StrEnum):
+    """How the time per output token of a stage is measured. ``t_i`` is when token ``i`` left.
+
+    ``MEAN``: ``(t_n - t_1) / (n - 1)``; ProServe, 002.
+
+    ``RUNNING_MAX``: the largest ``(t_i - t_1) / (i - 1)``, FairBatching's strict reading: at no
+    token may the stream be behind its pace since the first one.
+
+    ``WINDOW``: the largest mean over 10 tokens, ``(t_(i+10) - t_i) / 10``; SLOs-Serve. A stage of
+    fewer than 11 tokens is one window.
+
+    ``ENVELOPE``: the largest ``(t_i - a - TTFT) / (i - 1)``, at least 0: the TPOT under which every
+    token would have been within ``a + TTFT + (i - 1) TPOT``, the deadlines of TDG. It counts from
+    the first token where no TTFT is stated.
+    """
+
+    MEAN = "mean"
+    RUNNING_MAX = "running_max"
+    WINDOW = "window"
+    ENVELOPE = "envelope"
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Figures per stage, arrays of one length; seconds, nan where there is no such figure.
+
+    Attributes:
+        request: key of its request.
+        start_s: the arrival, or when the stage before it ended.
+        ttft_s: start to first token.
+        e2e_s: start to last token; nan if it did not get that far.
+        tpot_s: by metric; nan with fewer than two tokens.
+        emitted: tokens that left.
+        complete: whether all its tokens left.
+    """
+
+    request: Ints
+    start_s: Floats
+    ttft_s: Floats
+    e2e_s: Floats
+    tpot_s: dict[TPOTMetric, Floats]
+    emitted: Ints
+    complete: Flags
+
+
+def stages(requests: Requests) -> Stages:
+    """Measure every stage. ``O(tokens)``."""
+    emitted_s, offsets = requests.emitted_s, requests.offsets
+    first = offsets[:-1]
+    left = ~np.isnan(emitted_s)
+    emitted = _per_stage(left.astype(np.int64), offsets)
+    complete = emitted == requests.stage_tokens
+    arrival_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
+    start_s = arrival_s[requests.stage_request]
+    later = np.ones(len(first), np.bool_)
+    later[requests.first_stage[:-1]] = False
+    start_s[later] = emitted_s[first[later] - 1]
+    ttft_s = emitted_s[first] - start_s
+    return Stages(
+        requests.stage_request,
+        start_s,
+        ttft_s,
+        emitted_s[offsets[1:] - 1] - start_s,
+        _paces(requests, start_s, emitted),
+        emitted,
+        complete,
+    )
+
+
+def _per_stage(values: Ints, offsets: Ints) -> Ints:
+    sums: Ints = np.add.reduceat(values, offsets[:-1]) if len(values) else values
+    return sums
+
+
+def _paces(requests: Requests, start_s: Floats, emitted: Ints) -> dict[TPOTMetric, Floats]:
+    times, offsets = requests.emitted_s, requests.offsets
+    if not len(times):
+        return {metric: np.empty(0) for metric in TPOTMetric}
+    first = offsets[:-1]
+    stage = np.repeat(np.arange(len(first)), requests.stage_tokens)
+    index = np.arange(len(times)) - first[stage]
+    some = emitted >= 2
+    last = first + np.maximum(emitted, 1) - 1
+    mean = np.where(some, (times[last] - times[first]) / np.maximum(emitted - 1, 1), nan)
+    steps = np.maximum(index, 1)
+
+    def most(values: Floats) -> Floats:
+        # A first token has no pace, and a token that did not leave has none either.
+        values = np.where((index > 0) & ~np.isnan(values), values, -np.inf)
+        return np.where(some, np.maximum.reduceat(values, first), nan)
+
+    running = most((times - times[first][stage]) / steps)
+    objective = column(requests, 0)
+    base_s = np.where(np.isinf(objective), times[first], start_s + objective)
+    envelope = np.maximum(most((times - base_s[stage]) / steps), 0.0)
+    whole = index >= WINDOW_TOKENS
+    before = times[np.maximum(np.arange(len(times)) - WINDOW_TOKENS, 0)]
+    windows = most(np.where(whole, (times - before) / WINDOW_TOKENS, nan))
+    window = np.where(emitted > WINDOW_TOKENS, windows, mean)
+    return {
+        TPOTMetric.MEAN: mean,
+        TPOTMetric.RUNNING_MAX: running,
+        TPOTMetric.WINDOW: window,
+        TPOTMetric.ENVELOPE: envelope,
+    }
+
+
+def column(requests: Requests, index: int) -> Floats:
+    """One of :attr:`SLO.columns <scheduling.objective.SLO.columns>` per stage."""
+    return np.array([slo.columns[index] for slo in requests.stage_slos])
+
+
+def attained(requests: Requests, measured: Stages, metric: TPOTMetric) -> Flags:
+    """By request: whether it has all its output and met every stated objective.
+
+    Meeting is ``<=``, as in :meth:`TokenClock.attained
+    <scheduling.objective.TokenClock.attained>`.
+    """
+    tpot_s = measured.tpot_s[metric]
+    met = measured.complete & (measured.ttft_s <= column(requests, 0))
+    met &= np.isnan(tpot_s) | (tpot_s <= column(requests, 1))
+    met &= measured.e2e_s <= column(requests, 2)
+    all_met: Flags = np.ones(len(requests), np.bool_)
+    np.logical_and.at(all_met, measured.request, met)
+    return all_met
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Token-level deadline gain by request, and what it would be with every token in time."""
+
+    gain: Floats
+    ideal: Floats
+
+    @property
+    def ratio(self) -> float:
+        """Sum over sum, the TDG ratio of ProServe's figures; nan without requests."""
+        ideal = float(self.ideal.sum())
+        return float(self.gain.sum()) / ideal if ideal > 0 else nan
+
+
+def workload_weights(requests: Requests) -> GainWeights:
+    """ProServe's weights: a first token is worth the mean input, a later one the mean output."""
+    workload = requests.workload
+    if not len(workload):
+        return GainWeights()
+    return GainWeights(workload.mean_prompt_tokens, workload.mean_output_tokens)
+
+
+def deadline_gain(
+    requests: Requests,
+    measured: Stages,
+    weights: GainWeights | None = None,
+    anchor: Anchor = Anchor.ENVELOPE,
+) -> Gain:
+    """ProServe Eq. 3: the weight of each token that left before its deadline, times the priority.
+
+    Args:
+        requests: the run's requests.
+        measured: their stages.
+        weights: of a stage's first and later tokens; default: :func:`workload_weights`.
+        anchor: ``ENVELOPE`` is Eq. 3, ``FIRST_TOKEN`` its footnote 2.
+
+    Raises:
+        ValueError: the last-token anchor, under which TDG is not defined.
+    """
+    if anchor is Anchor.LAST_TOKEN:
+        raise ValueError("TDG has an envelope or a first-token anchor, not the last token")
+    weights = weights or workload_weights(requests)
+    times, offsets = requests.emitted_s, requests.offsets
+    if not len(times):
+        empty = np.zeros(len(requests))
+        return Gain(empty, empty)
+    first = offsets[:-1]
+    stage = np.repeat(np.arange(len(first)), requests.stage_tokens)
+    index = np.arange(len(times)) - first[stage]
+    priority = column(requests, 3)
+    worth = np.where(index == 0, weights.first, weights.later) * priority[stage]
+    due_s = _due_s(requests, measured, anchor)
+    # A token that did not leave is nan, which compares as false.
+    won = np.where(times < due_s, worth, 0.0)
+    owner = requests.stage_request[stage]
+    count = len(requests)
+    gain: Floats = np.bincount(owner, won, count).astype(np.float64)
+    ideal: Floats = np.bincount(owner, worth, count).astype(np.float64)
+    return Gain(gain, ideal)
+
+
+def _due_s(requests: Requests, measured: Stages, anchor: Anchor) -> Floats:
+    """Deadline of every token, by the rule of :meth:`SLO.deadline_s
+    <scheduling.objective.SLO.deadline_s>`."""
+    times, offsets = requests.emitted_s, requests.offsets
+    first = offsets[:-1]
+    stage = np.repeat(np.arange(len(first)), requests.stage_tokens)
+    index = np.arange(len(times)) - first[stage]
+    ttft_s, tpot_s, e2e_s = (column(requests, place) for place in range(3))
+    begun_s = measured.start_s + ttft_s
+    base_s = np.where(np.isinf(ttft_s), times[first], begun_s)
+    if anchor is Anchor.FIRST_TOKEN:
+        base_s = np.fmin(times[first], begun_s)
+    with np.errstate(invalid="ignore"):
+        later_s = base_s[stage] + index * tpot_s[stage]
+    due_s = np.where(index == 0, begun_s[stage], later_s)
+    capped: Floats = np.fmin(due_s, (measured.start_s + e2e_s)[stage])
+    return capped
+
+
+def worst_by_request(requests: Requests, measured: Stages, values: Floats) -> Floats:
+    """The largest of a request's stages; nan where no stage has the figure."""
+    worst = np.full(len(requests), -np.inf)
+    np.fmax.at(worst, measured.request, values)
+    return np.where(np.isinf(worst), nan, worst)

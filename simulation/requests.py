@@ -1,0 +1,139 @@
+"""A workload as columns: what a run reads instead of objects, and where it writes its times."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Protocol
+
+import numpy as np
+
+from scheduling.kernels import (
+    ARRIVAL,
+    EMITTED,
+    EXPECTED,
+    FIELDS,
+    FIRST_TOKEN,
+    LAST_TOKEN,
+    PENDING,
+    PRIORITY,
+    PROMPT,
+    TPOT,
+    TTFT,
+    Floats,
+    Ints,
+)
+from scheduling.objective import SLO
+from scheduling.request import row_of
+from simulation.steps import OFFSET, PRIVATE, STAGES_LEFT, TARGET
+from simulation.workload import Stage, Workload
+
+
+class LengthPredictor(Protocol):
+    """Guesses output lengths from those of finished requests."""
+
+    def predict(self, task: str, prompt_tokens: int) -> float:
+        """Expected output tokens; nan where nothing is known."""
+
+    def observe(self, task: str, output_tokens: int) -> object:
+        """Learn from a finished request."""
+
+
+class Requests:
+    """The requests of one run, by key: the request's index in the workload.
+
+    A stage is one prefill-and-decode pair; most requests have one. While the first stage runs, a
+    policy sees the objective of the arrival, which for a request of several stages has the tightest
+    TPOT of all (SLOs-Serve §3.2.1). When a stage ends, the next one begins at that moment, and the
+    policy sees it as a fresh request that has its context computed: output counts from 0, times
+    from the stage's start, and the objective is the stage's. A stage that goes on decoding and
+    states no TTFT has one TPOT for its first token, so that the pace does not break.
+
+    Attributes:
+        slos: by key, the objective that a policy sees now.
+        rows: ``float64[requests, FIELDS]``, each as it arrives.
+        private: ``int64[requests, PRIVATE]``, the same.
+        first_stage: ``int64[requests + 1]``, where a request's stages begin.
+        stage_slos: objective of every stage.
+        stage_request, stage_tokens: by stage, its request and its output tokens.
+        offsets: ``int64[stages + 1]``, where a stage's emission times begin.
+        emitted_s: ``float64[all output tokens]``, when each token left; nan before.
+        failures: why a request ended without its output, by key.
+        redone_tokens: output tokens that were emitted and taken back, when a request was run anew.
+    """
+
+    def __init__(self, workload: Workload, predictor: LengthPredictor | None = None) -> None:
+        self.workload = workload
+        self.arrivals = workload.arrivals
+        self.slos: list[SLO] = [arrival.slo for arrival in self.arrivals]
+        self.failures: dict[int, str] = {}
+        self._predictor = predictor
+        self._columns()
+
+    def _columns(self) -> None:
+        stages = [a.stages or (Stage(a.output_tokens, a.slo),) for a in self.arrivals]
+        counts = [len(own) for own in stages]
+        flat = [stage for own in stages for stage in own]
+        self.stage_slos = [stage.slo for stage in flat]
+        self.stage_tokens: Ints = np.array([stage.output_tokens for stage in flat], np.int64)
+        self.stage_request: Ints = np.repeat(np.arange(len(stages)), counts)
+        self.first_stage: Ints = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+        self.offsets: Ints = np.concatenate(([0], np.cumsum(self.stage_tokens)))
+        self.emitted_s: Floats = np.full(int(self.offsets[-1]), nan)
+        rows = [row_of(a.slo, a.arrival_s, a.prompt_tokens) for a in self.arrivals]
+        self.rows: Floats = np.array(rows).reshape(len(rows), FIELDS)
+        self.private: Ints = np.zeros((len(rows), PRIVATE), np.int64)
+        first = self.first_stage[:-1]
+        self.private[:, TARGET] = self.stage_tokens[first]
+        self.private[:, OFFSET] = self.offsets[first]
+        self.private[:, STAGES_LEFT] = np.array(counts, np.int64) - 1
+
+    def __len__(self) -> int:
+        return len(self.arrivals)
+
+    def whole_tokens(self, key: int) -> int:
+        """Tokens of a request at its end, prompts of later stages included."""
+        arrival = self.arrivals[key]
+        later = sum(stage.prompt_tokens for stage in arrival.stages)
+        return arrival.prompt_tokens + arrival.output_tokens + later
+
+    def predict(self, key: int) -> None:
+        """Write the predicted length of an arriving request into its row."""
+        if self._predictor is not None:
+            arrival = self.arrivals[key]
+            expected = self._predictor.predict(arrival.task, arrival.prompt_tokens)
+            self.rows[key, EXPECTED] = expected
+
+    def finished(self, key: int) -> None:
+        """A request has all its output: the predictor learns from it."""
+        if self._predictor is not None:
+            arrival = self.arrivals[key]
+            self._predictor.observe(arrival.task, arrival.output_tokens)
+
+    def next_stage(self, key: int, row: Floats, private: Ints, now_s: float) -> None:
+        """Turn the engine's row of a request whose stage has ended into that of its next one."""
+        last = int(self.first_stage[key + 1])
+        index = last - int(private[STAGES_LEFT])
+        stage = self.arrivals[key].stages[index - int(self.first_stage[key])]
+        slo = stage.slo
+        self.slos[key] = slo
+        row[PROMPT] += row[EMITTED] + stage.prompt_tokens
+        row[PENDING] += stage.prompt_tokens
+        row[EXPECTED] = max(row[EXPECTED] - row[EMITTED], 1.0)
+        row[EMITTED] = 0.0
+        row[FIRST_TOKEN] = row[LAST_TOKEN] = nan
+        row[ARRIVAL] = now_s
+        row[TTFT : PRIORITY + 1] = slo.columns
+        if row[TTFT] == inf and not stage.prompt_tokens:
+            row[TTFT] = row[TPOT]
+        private[TARGET] = stage.output_tokens
+        private[OFFSET] = self.offsets[index]
+        private[STAGES_LEFT] -= 1
+
+    def take_back(self, key: int) -> int:
+        """Forget what a request has emitted, as it is run anew; return how many tokens that was."""
+        first, last = self.first_stage[key], self.first_stage[key + 1]
+        times = self.emitted_s[self.offsets[first] : self.offsets[last]]
+        emitted = int(np.count_nonzero(times == times))
+        times[:] = nan
+        self.slos[key] = self.arrivals[key].slo
+        return emitted

@@ -1,0 +1,238 @@
+"""The compiled side of :class:`simulation.engine.Engine`: one step over the rows of its table.
+
+Besides the policies' table (:mod:`scheduling.kernels`) a request has a row of numbers that no
+policy may see, ``int64[capacity, PRIVATE]``, and the engine has its counters.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduling.kernels import (
+    COMPUTED,
+    EMITTED,
+    FIELDS,
+    FIRST_TOKEN,
+    FIXED,
+    KV_BLOCKS,
+    LAST_TOKEN,
+    PENDING,
+    PROMPT,
+    RUNNING,
+    Floats,
+    Ints,
+    compiled,
+    work_s,
+)
+
+# The private fields of a request.
+TARGET = 0  # output tokens of the stage that it is in
+OFFSET = 1  # where the stage's emission times begin
+STAGES_LEFT = 2  # after this one
+ADMISSION = 3  # number of its last admission
+SHARED = 4  # of its blocks, how many belong to the prefix cache
+PRIVATE = 5
+
+# The engine's counters.
+LIVE = 0
+FREE_BLOCKS = 1  # blocks that the prefix cache could give up included
+SEQUENCES = 2  # running
+ADMISSIONS = 3
+PREEMPTIONS = 4
+LOST_TOKENS = 5  # computed tokens that preemptions threw away
+DONE_TOKENS = 6  # computed tokens in all
+DROPPED = 7  # planned entries of the last step that the engine could not run
+FINISHED = 8  # requests that finished in the last step
+STAGED = 9  # requests that go on with another stage after the last step
+VICTIMS = 10  # requests preempted in the last step
+COUNTERS = 11
+
+
+@compiled
+def preempt(table: Floats, private: Ints, counters: Ints, row: int) -> None:
+    """Send a running request back to waiting without KV; what it emitted is kept."""
+    counters[FREE_BLOCKS] += int(table[row, KV_BLOCKS]) - private[row, SHARED]
+    counters[SEQUENCES] -= 1
+    counters[PREEMPTIONS] += 1
+    counters[LOST_TOKENS] += int(table[row, COMPUTED])
+    table[row, COMPUTED] = 0.0
+    table[row, PENDING] = table[row, PROMPT] + table[row, EMITTED]
+    table[row, KV_BLOCKS] = 0.0
+    table[row, RUNNING] = 0.0
+
+
+@compiled
+def victim(table: Floats, private: Ints, live: int, planned: Ints) -> int:
+    """The running request outside the plan that was admitted last, or -1."""
+    best, latest = -1, -1
+    for row in range(live):
+        if table[row, RUNNING] > 0.0 and planned[row] == 0 and private[row, ADMISSION] > latest:
+            best, latest = row, private[row, ADMISSION]
+    return best
+
+
+@compiled
+def begin(
+    table: Floats,
+    private: Ints,
+    counters: Ints,
+    rows: Ints,
+    tokens: Ints,
+    block_tokens: int,
+    max_sequences: int,
+    lookahead: int,
+    truth: Floats,
+    belief: Floats,
+    ran: Ints,
+    victims: Ints,
+    seconds: Floats,
+) -> int:
+    """Start a step that runs ``rows`` with ``tokens`` each; return how many of them run.
+
+    Running requests come first, in order of the plan. One that lacks blocks takes them from those
+    outside the plan, the last admitted first, and then from those that the plan has behind it.
+    Waiting requests are admitted only in a step that preempts nothing. Decodes get blocks for
+    ``lookahead`` more tokens where there are some.
+
+    Written are ``ran`` (rows, then their tokens), ``victims`` (rows) and ``seconds`` (time by the
+    truth, by the belief). ``O(live + planned * pieces)``, and ``O(live)`` more per preemption.
+    """
+    live = counters[LIVE]
+    planned = np.zeros(live, np.int64)
+    for place in range(len(rows)):
+        planned[rows[place]] = tokens[place]
+    preempted, count = 0, 0
+    for admitting in range(2):
+        for place in range(len(rows)):
+            row, new = rows[place], planned[rows[place]]
+            running = table[row, RUNNING] > 0.0
+            if running == (admitting == 1) or new <= 0:
+                continue
+            if not running and (preempted > 0 or counters[SEQUENCES] >= max_sequences):
+                continue
+            held, computed = int(table[row, KV_BLOCKS]), int(table[row, COMPUTED])
+            need = -(-(computed + new) // block_tokens) - held
+            behind = len(rows) - 1
+            while running and need > counters[FREE_BLOCKS]:
+                loser = victim(table, private, live, planned)
+                while loser < 0 and behind > place:
+                    other = rows[behind]
+                    if table[other, RUNNING] > 0.0:
+                        loser = other
+                    behind -= 1
+                if loser < 0:
+                    break
+                preempt(table, private, counters, loser)
+                planned[loser] = 0
+                victims[preempted] = loser
+                preempted += 1
+            if need > counters[FREE_BLOCKS]:
+                continue
+            if lookahead > 0 and new == 1 and table[row, EMITTED] > 0.0:
+                ahead = -(-(computed + 1 + lookahead) // block_tokens) - held
+                need = max(need, min(ahead, counters[FREE_BLOCKS]))
+            if need > 0:
+                counters[FREE_BLOCKS] -= need
+                table[row, KV_BLOCKS] = held + need
+            if not running:
+                table[row, RUNNING] = 1.0
+                counters[SEQUENCES] += 1
+                private[row, ADMISSION] = counters[ADMISSIONS]
+                counters[ADMISSIONS] += 1
+            ran[count, 0] = row
+            ran[count, 1] = new
+            count += 1
+    counters[VICTIMS] = preempted
+    counters[DROPPED] = len(rows) - count
+    seconds[0] = step_s(table, ran, count, truth)
+    seconds[1] = step_s(table, ran, count, belief)
+    return count
+
+
+@compiled
+def step_s(table: Floats, ran: Ints, count: int, pieces: Floats) -> float:
+    """Time of a step by a model's pieces."""
+    most = 0.0
+    for piece in range(pieces.shape[0]):
+        total = pieces[piece, FIXED]
+        for place in range(count):
+            total += work_s(pieces[piece], float(ran[place, 1]), table[ran[place, 0], COMPUTED])
+        most = max(most, total)
+    return most
+
+
+@compiled
+def complete(
+    table: Floats,
+    private: Ints,
+    keys: Ints,
+    counters: Ints,
+    ran: Ints,
+    count: int,
+    accepted: Ints,
+    block_tokens: int,
+    now_s: float,
+    emitted_s: Floats,
+    finished: Ints,
+    staged: Ints,
+) -> None:
+    """End a step: count its tokens, write when they left, and take out what is finished.
+
+    ``accepted`` are drafted tokens that come on top, per place of ``ran``. Written are the keys of
+    the requests that ``finished``, and of those ``staged`` that have another stage before them.
+    ``O(ran)``, and ``O(live)`` where something finished.
+    """
+    counters[FINISHED] = 0
+    counters[STAGED] = 0
+    for place in range(count):
+        row, new = ran[place, 0], ran[place, 1]
+        counters[DONE_TOKENS] += new
+        table[row, COMPUTED] += new
+        table[row, PENDING] -= new
+        if table[row, PENDING] > 0.0:
+            continue
+        emitted = int(table[row, EMITTED])
+        target = private[row, TARGET]
+        leave = 1
+        if emitted > 0 and new == 1 and accepted[place] > 0:
+            room = int(table[row, KV_BLOCKS]) * block_tokens - int(table[row, COMPUTED])
+            leave += min(accepted[place], room, target - emitted - 1)
+            table[row, COMPUTED] += leave - 1
+            counters[DONE_TOKENS] += leave - 1
+        first = private[row, OFFSET] + emitted
+        for token in range(first, first + leave):
+            emitted_s[token] = now_s
+        if emitted == 0:
+            table[row, FIRST_TOKEN] = now_s
+        table[row, LAST_TOKEN] = now_s
+        table[row, EMITTED] = emitted + leave
+        table[row, PENDING] = 1.0
+        if emitted + leave == target:
+            if private[row, STAGES_LEFT] > 0:
+                staged[counters[STAGED]] = keys[row]
+                counters[STAGED] += 1
+            else:
+                finished[counters[FINISHED]] = keys[row]
+                counters[FINISHED] += 1
+                counters[FREE_BLOCKS] += int(table[row, KV_BLOCKS]) - private[row, SHARED]
+                counters[SEQUENCES] -= 1
+                private[row, TARGET] = 0
+    if counters[FINISHED] > 0:
+        remove_ended(table, private, keys, counters)
+
+
+@compiled
+def remove_ended(table: Floats, private: Ints, keys: Ints, counters: Ints) -> None:
+    """Close the gaps of the rows whose target is 0; the others keep their order. ``O(live)``."""
+    kept = 0
+    for row in range(counters[LIVE]):
+        if private[row, TARGET] == 0:
+            continue
+        if kept < row:
+            for field in range(FIELDS):
+                table[kept, field] = table[row, field]
+            for field in range(PRIVATE):
+                private[kept, field] = private[row, field]
+            keys[kept] = keys[row]
+        kept += 1
+    counters[LIVE] = kept

@@ -1,0 +1,127 @@
+"""How long a simulated step really takes, and what its planner believes.
+
+The two differ on purpose: the truth has noise and its own constants, while the belief is another
+model with a head-room, corrected online from the times that it sees, as in production.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from scheduling import kernels
+from scheduling.kernels import Floats
+from scheduling.latency import LatencyModel, OnlineCorrection
+
+_DRAWS = 4096
+
+
+class Truth:
+    """Real step times: a model's prediction times log-normal noise of mean 1.
+
+    Args:
+        model: its predictions are taken as the real times, its factors included.
+        noise: standard deviation of the logarithm; 0.03 is about 3 %.
+
+    Raises:
+        ValueError: a negative or non-finite noise.
+    """
+
+    def __init__(self, model: LatencyModel, noise: float = 0.03) -> None:
+        if not 0 <= noise < inf:
+            raise ValueError(f"noise must be finite and >= 0, got {noise}")
+        self.model = model
+        self.noise = noise
+
+
+class Noise:
+    """The factors of one engine's steps, in order: a pure function of the generator's seed."""
+
+    def __init__(self, sigma: float, rng: np.random.Generator) -> None:
+        self._sigma = sigma
+        self._rng = rng
+        self._factors: list[float] = []
+
+    def next(self) -> float:
+        """The factor of the next step."""
+        if not self._sigma:
+            return 1.0
+        if not self._factors:
+            # Many at once: a draw of one costs as much as a hundred.
+            normal = self._rng.standard_normal(_DRAWS)
+            factors = np.exp(self._sigma * normal - self._sigma**2 / 2)
+            self._factors = factors[::-1].tolist()
+        return self._factors.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """What planners are given.
+
+    Attributes:
+        model: with the head-room that is wanted.
+        online: whether real times correct it, by
+            :class:`~scheduling.latency.OnlineCorrection`.
+    """
+
+    model: LatencyModel
+    online: bool = True
+
+
+class Planner:
+    """One engine's belief as it learns, as a replica's local scheduler does it."""
+
+    def __init__(self, belief: Belief) -> None:
+        self.latency = belief.model
+        """The model to plan with now."""
+        self.pieces: Floats = belief.model.corrected(1.0).with_headroom(1.0).pieces
+        """The model's pieces without correction and head-room."""
+        self._correction = OnlineCorrection() if belief.online else None
+
+    def observe(self, believed_s: float, real_s: float) -> None:
+        """Learn from one step; ``believed_s`` is without correction and head-room."""
+        if self._correction is not None:
+            self._correction.observe(believed_s, real_s)
+            self.latency = self.latency.corrected(self._correction.factor)
+
+
+@dataclass(frozen=True)
+class SpeculativeLatency(LatencyModel):
+    """A model whose decodes check drafted tokens: each costs what a prefill of ``1 + length``
+    tokens on its context costs, and every step has the time of the draft model on top
+    (SLOs-Serve §3.1.1 counts draft steps per batch, too).
+
+    Args:
+        model: of steps without speculation; its factors are not taken over.
+        length: drafted tokens per decode, see :class:`simulation.config.Speculation`.
+        draft_s: time of one draft step, seconds.
+    """
+
+    family = "speculative"
+    source = "SLOs-Serve §3.1.1 and §3.2.3"
+    names = ("model", "length", "draft_s")
+
+    model: LatencyModel
+    length: int
+    draft_s: float = 0.0
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """The model's, the drafted tokens, and the time of a draft step."""
+        return (*self.model.coefficients, self.length, self.draft_s)
+
+    def _rows(self) -> Sequence[Sequence[float]]:
+        rows = self.model.corrected(1.0).with_headroom(1.0).pieces.copy()
+        tokens = 1 + self.length
+        rows[:, kernels.DECODE_SEQUENCE] = rows[:, kernels.PREFILL_SEQUENCE] + tokens * (
+            rows[:, kernels.PREFILL_TOKENS] + tokens * rows[:, kernels.PREFILL_SQUARE]
+        )
+        rows[:, kernels.DECODE_CONTEXT] = (
+            rows[:, kernels.PREFILL_CONTEXT] + tokens * rows[:, kernels.PREFILL_CROSS]
+        )
+        rows[:, kernels.FIXED] += self.length * self.draft_s
+        listed: list[list[float]] = rows.tolist()
+        return listed
