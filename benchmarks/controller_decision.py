@@ -31,7 +31,8 @@ from controller.client import ControllerClient, ensure_controller, stop_controll
 from controller.coalesce import Coalescer
 from controller.config import ControllerConfig
 from controller.messages import ReplicaDelta, ReplicaHello, RouteDecision, RouteQuery, RouteReply
-from scheduling.latency import LatencyProfile
+from scheduling.latency import LinearLatency
+from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
 from scheduling.routing import POLICIES
 from scheduling.state import ROW, RUNNING, SUMMARY, WAITING
@@ -41,7 +42,7 @@ QUEUED = 64
 CHANGED = 16
 """Requests in each replica's queue, and how many of them change from report to report."""
 
-PROFILE = LatencyProfile("benchmark", a=0.004, b=0.000_02, c=0.000_000_02, d=0.0)
+PROFILE = LatencyProfile.of("benchmark", LinearLatency(a=0.004, b=0.000_02, c=0.000_000_02))
 LIVE_CONFIG: dict[str, Any] = {"stale_after_s": 3_600.0, "forget_after_s": 7_200.0}
 """The fleet of a benchmark says hello once and must not go stale meanwhile."""
 

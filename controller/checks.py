@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
-from scheduling.latency import LatencyProfile
+from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
 from scheduling.state import ROW, RUNNING, SUMMARY
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.latency import LatencyProfile
+from scheduling.latency_profile import LatencyProfile
 from scheduling.routing.base import RouteQuery
 
 __all__ = [

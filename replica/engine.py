@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
-from scheduling.latency import LatencyProfile
+from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
 from scheduling.state import EngineState
 

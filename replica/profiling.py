@@ -21,7 +21,8 @@ from typing import Any
 from replica.config import EngineConfig
 from replica.local_scheduler import DEFAULT_MODEL
 from replica.state_table import StateTable
-from scheduling.latency import LatencyProfile, fit
+from scheduling.fit import fit
+from scheduling.latency_profile import LatencyProfile
 
 logger = logging.getLogger(__name__)
 

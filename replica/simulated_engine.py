@@ -32,7 +32,8 @@ from replica.openai_format import Call, RequestError, ResponseWriter, models_bod
 from replica.simulated_core import SimulatedCore, SimulatedSequence
 from replica.state_table import StateTable
 from scheduling.batching import make_policy
-from scheduling.latency import LatencyProfile, LinearLatency
+from scheduling.latency import LinearLatency
+from scheduling.latency_profile import LatencyProfile
 from scheduling.state import EngineState
 
 logger = logging.getLogger(__name__)

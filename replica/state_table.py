@@ -18,15 +18,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.latency import LinearLatency, StepSample
+from scheduling.latency import FAMILIES, LatencyModel, StepSample
 from scheduling.objective import SLO
 from scheduling.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 
 SAMPLE_RING = 2048
-_MAGIC = 0x534C5549_43450001
+_MAGIC = 0x534C5549_43450002
 _READ_TRIES = 30
 _READ_TRIES_AT_ONCE = 10
 _READ_PAUSE_S = 0.001
+
+_SAMPLE_FIELDS = len(StepSample._fields)
+_MODELS = list(FAMILIES.values())
+_MOST_COEFFICIENTS = max(len(model.names) for model in _MODELS)
 
 _HEADER = np.dtype(
     [
@@ -35,7 +39,9 @@ _HEADER = np.dtype(
         ("sequence", "<i8"),
         ("samples", "<i8"),
         ("model_version", "<i8"),
-        ("model", "<f8", (4,)),
+        ("family", "<i8"),
+        ("coefficients", "<f8", (_MOST_COEFFICIENTS,)),
+        ("headroom", "<f8"),
         ("summary", SUMMARY),
     ]
 )
@@ -74,8 +80,10 @@ class StateTable:
     ) -> None:
         header = np.frombuffer(buffer, dtype=_HEADER, count=1)
         offset = _HEADER.itemsize
-        self._samples = np.frombuffer(buffer, dtype="<f8", count=SAMPLE_RING * 4, offset=offset)
-        self._samples = self._samples.reshape(SAMPLE_RING, 4)
+        samples = np.frombuffer(
+            buffer, dtype="<f8", count=SAMPLE_RING * _SAMPLE_FIELDS, offset=offset
+        )
+        self._samples = samples.reshape(SAMPLE_RING, _SAMPLE_FIELDS)
         self._rows = np.frombuffer(
             buffer, dtype=ROW, count=capacity, offset=offset + self._samples.nbytes
         )
@@ -90,7 +98,7 @@ class StateTable:
     @staticmethod
     def nbytes(capacity: int) -> int:
         """Memory of a table, bytes."""
-        return int(_HEADER.itemsize + SAMPLE_RING * 4 * 8 + capacity * ROW.itemsize)
+        return int(_HEADER.itemsize + SAMPLE_RING * _SAMPLE_FIELDS * 8 + capacity * ROW.itemsize)
 
     @classmethod
     def create(
@@ -191,13 +199,16 @@ class StateTable:
         self._samples[count % SAMPLE_RING] = sample
         self._header["samples"] = count + 1
 
-    def model_change(self) -> LinearLatency | None:
-        """The latency model, if it was set since the last call."""
+    def model_change(self) -> LatencyModel | None:
+        """The latency model, uncorrected, if it was set since the last call."""
         version = int(self._header["model_version"][0])
         if version == self._model_version:
             return None
         self._model_version = version
-        return LinearLatency(*(float(value) for value in self._header["model"][0]))
+        header = self._header[0]
+        family = _MODELS[int(header["family"])]
+        model = family.of(header["coefficients"][: len(family.names)].tolist())
+        return model.with_headroom(float(header["headroom"]))
 
     # The readers' side.
 
@@ -223,9 +234,13 @@ class StateTable:
                 time.sleep(_READ_PAUSE_S)
         raise RuntimeError("the state table is stuck in a write: its engine is gone, or stalled")
 
-    def set_model(self, model: LinearLatency) -> None:
-        """Have the scheduler plan with ``model`` from its next step on."""
-        self._header["model"][0] = (model.a, model.b, model.c, model.d)
+    def set_model(self, model: LatencyModel) -> None:
+        """Have the scheduler plan with ``model`` from its next step on. Its head-room is kept, its
+        correction is not: the scheduler learns its own."""
+        coefficients = model.coefficients
+        self._header["family"] = _MODELS.index(type(model))
+        self._header["coefficients"][0, : len(coefficients)] = coefficients
+        self._header["headroom"] = model.headroom
         self._header["model_version"] += 1
 
     def samples(self) -> list[StepSample]:

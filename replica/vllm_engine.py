@@ -41,7 +41,8 @@ from replica.vllm_setup import (
     parse_arguments,
     prepare_environment,
 )
-from scheduling.latency import LatencyProfile
+from scheduling.latency import StepSample
+from scheduling.latency_profile import LatencyProfile
 from scheduling.state import EngineState
 
 if TYPE_CHECKING:
@@ -146,10 +147,17 @@ class VllmEngine:
         block_tokens = vllm_config.cache_config.block_size
         profile = explicit or await latency_profile(self._llm, self._table, self._config)
         self._table.set_model(profile.model)
+        tokens = scheduler.max_num_batched_tokens
         longest_s = profile.model.step_s(
-            scheduler.max_num_batched_tokens,
-            blocks * block_tokens,
-            scheduler.max_num_batched_tokens * max_model_tokens,
+            StepSample(
+                prefill_tokens=tokens,
+                prefill_square=tokens**2,
+                prefill_cross=tokens * max_model_tokens,
+                prefill_context=max_model_tokens,
+                prefills=1,
+                decodes=scheduler.max_num_seqs,
+                decode_context=blocks * block_tokens,
+            )
         )
         self._hung_after_s = max(_HUNG_AFTER_S, _HUNG_STEPS * longest_s)
         return EngineInfo(

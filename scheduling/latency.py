@@ -1,252 +1,364 @@
-"""Step-time model of an engine: prediction, fit, online correction, and its stored profile.
+"""Step-time models of an engine, and their online correction.
 
-``T = a + b * new + c * context + d * quadratic`` where, over the batch's sequences with ``n`` new
-tokens on ``k`` computed ones, ``new = sum n``, ``context = sum (k + n)`` and
-``quadratic = sum n * (k + n / 2)``. FairBatching §3.2 is the model without ``d``; the last term is
-the attention of long prefills (ProServe Eq. 4). All times are seconds.
+A step is a batch of sequences, each with ``n`` new tokens on ``k`` computed ones. Every family of
+models predicts its time as the largest of one or more sums ("pieces") over the sequences, so that
+policies and compiled loops need to know one form only. The families differ in which coefficients
+they have: :class:`LinearLatency`, :class:`PrefillDecodeLatency` and :class:`RooflineLatency`.
+:mod:`scheduling.fit` fits them to measured steps and
+:mod:`scheduling.latency_profile` stores them. All times are seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf, sqrt
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from scheduling.kernels import Floats
-
-
-class StepSample(NamedTuple):
-    """One observed engine step: its work and its real time.
-
-    ``new_tokens``, ``context_tokens`` and ``quadratic`` are the sums of this module's docstring.
-    """
-
-    new_tokens: float
-    context_tokens: float
-    quadratic: float
-    seconds: float
-
-
-class LatencyModel(Protocol):
-    """Predicts the time of a step as the largest of one or more sums: each has a fixed part and a
-    part per sequence of the batch.
-    """
-
-    @property
-    def pieces(self) -> Floats:
-        """The sums, ``float64[pieces, COEFFICIENTS]`` of :mod:`scheduling.kernels`, corrected. With
-        ``n`` new tokens of a sequence on ``k`` computed ones, its part is ``PREFILL_TOKENS n +
-        PREFILL_SQUARE n**2 + PREFILL_CROSS n k + PREFILL_CONTEXT k + PREFILL_SEQUENCE`` for
-        ``n > 1`` and ``DECODE_SEQUENCE + DECODE_CONTEXT k`` for ``n = 1``.
-        """
-
-    @property
-    def fixed_s(self) -> float:
-        """Time of a step before any token is counted."""
-
-    def work_s(self, new_tokens: int, computed_tokens: int) -> float:
-        """Marginal time of ``new_tokens`` of one sequence on ``computed_tokens`` computed ones."""
-
-    def tokens_within(self, seconds: float, computed_tokens: int) -> int:
-        """Most new tokens of one sequence on ``computed_tokens`` whose work fits ``seconds``."""
-
+from scheduling import kernels
+from scheduling.kernels import Floats, compiled
 
 UNBOUNDED_TOKENS = 1 << 30
 """More tokens than any sequence has: what fits where no term of a model limits it."""
 
 
-class LinearLatency:
-    """``a + b * new + c * context + d * quadratic``, times a correction factor. Immutable.
+class StepSample(NamedTuple):
+    """The work of one engine step and the time that it took.
+
+    The work is in sums over the batch's sequences, in the order of the coefficients of
+    :mod:`scheduling.kernels`; every family's prediction can be made of them. A sequence with one
+    new token counts as a decode, whatever it is part of, as an engine computes it so.
+
+    Attributes:
+        prefill_tokens: sum of ``n`` over the prefills, the sequences with ``n > 1``.
+        prefill_square: sum of ``n**2`` over them.
+        prefill_cross: sum of ``n * k`` over them.
+        prefill_context: sum of ``k`` over them.
+        prefills: how many they are.
+        decodes: how many sequences have one new token.
+        decode_context: sum of ``k`` over those.
+        spec_steps: steps of a draft model before the step; 0 without speculation.
+        seconds: the time that the step took; 0 where it has not run.
+    """
+
+    prefill_tokens: float
+    prefill_square: float
+    prefill_cross: float
+    prefill_context: float
+    prefills: float
+    decodes: float
+    decode_context: float
+    spec_steps: float = 0.0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls, sequences: Iterable[tuple[int, int]], seconds: float = 0.0, spec_steps: float = 0.0
+    ) -> StepSample:
+        """The step of ``sequences``, each given by its new and its computed tokens."""
+        tokens = square = cross = context = prefills = decodes = decode_context = 0
+        for new, computed in sequences:
+            if new == 1:
+                decodes += 1
+                decode_context += computed
+            elif new > 1:
+                prefills += 1
+                tokens += new
+                square += new * new
+                cross += new * computed
+                context += computed
+        return cls(
+            tokens, square, cross, context, prefills, decodes, decode_context, spec_steps, seconds
+        )
+
+    @property
+    def new_tokens(self) -> float:
+        """Sum of ``n`` over all sequences."""
+        return self.prefill_tokens + self.decodes
+
+    @property
+    def context_tokens(self) -> float:
+        """Sum of ``k + n`` over all sequences."""
+        return self.prefill_context + self.decode_context + self.new_tokens
+
+    @property
+    def quadratic(self) -> float:
+        """Sum of ``n * (k + n / 2)`` over all sequences."""
+        cross = self.prefill_cross + self.decode_context
+        return cross + 0.5 * (self.prefill_square + self.decodes)
+
+
+@compiled
+def prefill_within(coefficients: Floats, left_s: float, computed_tokens: int) -> int:
+    """Most new tokens of one prefill whose work, by one piece, fits ``left_s``. It holds from two
+    tokens on: a smaller result only says that two do not fit."""
+    left = (
+        left_s
+        - coefficients[kernels.PREFILL_SEQUENCE]
+        - coefficients[kernels.PREFILL_CONTEXT] * computed_tokens
+    )
+    if left < 0.0:
+        return 0
+    if left == inf:
+        return UNBOUNDED_TOKENS
+    linear = (
+        coefficients[kernels.PREFILL_TOKENS] + coefficients[kernels.PREFILL_CROSS] * computed_tokens
+    )
+    # The root of square n^2 + linear n = left, in the form that also holds without a square.
+    divisor = linear + sqrt(linear * linear + 4.0 * coefficients[kernels.PREFILL_SQUARE] * left)
+    if divisor <= 0.0 or 2.0 * left >= divisor * UNBOUNDED_TOKENS:
+        return UNBOUNDED_TOKENS
+    # A whole number of tokens must not be lost to rounding.
+    return int(2.0 * left / divisor + 1e-9)
+
+
+@compiled
+def tokens_within(
+    pieces: Floats, costs: Floats, until_s: float, computed_tokens: int, most: int
+) -> int:
+    """Most new tokens of one sequence, up to ``most``, that keep every piece of a step's time
+    within ``until_s``. ``costs`` holds what the pieces have come to so far. ``O(pieces)``."""
+    fit = most
+    for piece in range(pieces.shape[0]):
+        if fit > 1:
+            fit = min(fit, prefill_within(pieces[piece], until_s - costs[piece], computed_tokens))
+    if fit > 1 or most < 1:
+        return fit
+    # One token is a decode, which has a price of its own.
+    for piece in range(pieces.shape[0]):
+        if kernels.work_s(pieces[piece], 1.0, computed_tokens) > until_s - costs[piece]:
+            return 0
+    return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyModel(ABC):
+    """Predicts the time of a step: the largest of its pieces, times a correction and a head-room.
+
+    A subclass is a family: its positional fields are its coefficients. Immutable.
+
+    Args:
+        correction: factor on every prediction that was learned, see :class:`OnlineCorrection`.
+        headroom: factor on every prediction that is wanted, at least 1: a planner that believes in
+            steps 5 % longer than they are meets objectives where an exact one would miss half.
+
+    Attributes:
+        pieces: ``float64[pieces, COEFFICIENTS]`` of :mod:`scheduling.kernels`, with both factors.
+            Of a sequence with ``n`` new tokens on ``k`` computed ones, the part is
+            ``PREFILL_TOKENS n + PREFILL_SQUARE n**2 + PREFILL_CROSS n k + PREFILL_CONTEXT k +
+            PREFILL_SEQUENCE`` for ``n > 1`` and ``DECODE_SEQUENCE + DECODE_CONTEXT k`` for
+            ``n = 1``. Not to be written to.
+
+    Raises:
+        ValueError: a negative or non-finite coefficient, all of them zero, or a factor out of
+            range.
+    """
+
+    family: ClassVar[str]
+    source: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+
+    correction: float = 1.0
+    headroom: float = 1.0
+    pieces: Floats = field(init=False, repr=False, compare=False)
+    _bare: Floats = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        coefficients = self.coefficients
+        if not all(0 <= value < inf for value in coefficients):
+            raise ValueError(f"latency coefficients must be finite and >= 0, got {coefficients}")
+        if not any(coefficients):
+            raise ValueError("a latency model needs at least one coefficient above 0")
+        check_factors(self.correction, self.headroom)
+        bare: Floats = np.array(self._rows(), dtype=np.float64)
+        object.__setattr__(self, "_bare", bare)
+        object.__setattr__(self, "pieces", bare * (self.correction * self.headroom))
+
+    @property
+    @abstractmethod
+    def coefficients(self) -> tuple[float, ...]:
+        """The family's coefficients in the order of ``names``, without the factors."""
+
+    @abstractmethod
+    def _rows(self) -> Sequence[Sequence[float]]:
+        """:attr:`pieces` without the factors."""
+
+    @classmethod
+    def of(cls, coefficients: Sequence[float]) -> Self:
+        """The model with these :attr:`coefficients`.
+
+        Raises:
+            ValueError: their number is wrong, or one is impossible.
+        """
+        if len(coefficients) != len(cls.names):
+            raise ValueError(
+                f"a model of the family {cls.family} has {len(cls.names)} coefficients "
+                f"({', '.join(cls.names)}), got {len(coefficients)}"
+            )
+        return cls(*coefficients)
+
+    @property
+    def fixed_s(self) -> float:
+        """Time of a step before any token is counted."""
+        return float(self.pieces[:, kernels.FIXED].max())
+
+    def work_s(self, new_tokens: int, computed_tokens: int) -> float:
+        """Marginal time of ``new_tokens`` (>= 1) of one sequence on ``computed_tokens`` computed
+        ones, by the costliest piece."""
+        return kernels.most_work_s(self.pieces, float(new_tokens), float(computed_tokens))
+
+    def step_s(self, step: StepSample) -> float:
+        """Time of a whole step; its own ``seconds`` are not looked at. ``O(pieces)``."""
+        return float((self.pieces @ np.array((1.0, *step[:7]))).max())
+
+    def tokens_within(self, seconds: float, computed_tokens: int) -> int:
+        """Most new tokens of one sequence on ``computed_tokens`` whose work fits ``seconds``."""
+        costs = np.zeros(len(self.pieces))
+        return tokens_within(self.pieces, costs, float(seconds), computed_tokens, UNBOUNDED_TOKENS)
+
+    def corrected(self, correction: float) -> Self:
+        """The same model with another correction. Cheap enough for every step."""
+        return self._scaled(correction, self.headroom)
+
+    def with_headroom(self, headroom: float) -> Self:
+        """The same model with another head-room."""
+        return self._scaled(self.correction, headroom)
+
+    def _scaled(self, correction: float, headroom: float) -> Self:
+        check_factors(correction, headroom)
+        model = object.__new__(type(self))
+        # What the constructor would do, without checking the coefficients again.
+        pieces = self._bare * (correction * headroom)
+        model.__dict__.update(
+            self.__dict__, correction=correction, headroom=headroom, pieces=pieces
+        )
+        return model
+
+
+def check_factors(correction: float, headroom: float) -> None:
+    """Raise ``ValueError`` unless both are possible factors of a prediction."""
+    if not 0 < correction < inf:
+        raise ValueError(f"correction must be positive and finite, got {correction}")
+    if not 1 <= headroom < inf:
+        raise ValueError(f"headroom must be finite and >= 1, got {headroom}")
+
+
+@dataclass(frozen=True)
+class LinearLatency(LatencyModel):
+    """``a + b * new + c * context + d * quadratic``, where ``new = sum n``, ``context =
+    sum (k + n)`` and ``quadratic = sum n * (k + n / 2)``.
+
+    FairBatching §3.2 is the model without ``d``; the last term is the attention of long prefills,
+    which ProServe Eq. 5 has too.
 
     Args:
         a: seconds per step.
         b: seconds per new token.
         c: seconds per context token.
         d: seconds per unit of the quadratic term.
-        correction: factor on every prediction, see :class:`OnlineCorrection`.
-
-    Raises:
-        ValueError: a negative or non-finite coefficient, all of them zero, or a correction that
-            is not positive and finite.
     """
 
-    __slots__ = ("_a", "_b", "_c", "_d", "_pieces", "a", "b", "c", "correction", "d")
+    family = "linear"
+    source = "FairBatching §3.2, with an attention term"
+    names = ("a", "b", "c", "d")
 
-    def __init__(
-        self, a: float, b: float, c: float = 0.0, d: float = 0.0, correction: float = 1.0
-    ) -> None:
-        coefficients = (a, b, c, d)
-        if not all(0 <= value < inf for value in coefficients):
-            raise ValueError(f"latency coefficients must be finite and >= 0, got {coefficients}")
-        if not any(coefficients):
-            raise ValueError("a latency model needs at least one coefficient above 0")
-        if not 0 < correction < inf:
-            raise ValueError(f"correction must be positive and finite, got {correction}")
-        self.a, self.b, self.c, self.d = coefficients
-        self.correction = correction
-        # Scaled once here: work_s() runs for every request of every plan.
-        self._a, self._b, self._c, self._d = (value * correction for value in coefficients)
-        self._pieces: Floats | None = None
-
-    def __repr__(self) -> str:
-        return (
-            f"LinearLatency(a={self.a:.3g}, b={self.b:.3g}, c={self.c:.3g}, d={self.d:.3g}, "
-            f"correction={self.correction:.3g})"
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LinearLatency) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[float, ...]:
-        return (self.a, self.b, self.c, self.d, self.correction)
+    a: float
+    b: float
+    c: float = 0.0
+    d: float = 0.0
 
     @property
-    def fixed_s(self) -> float:
-        """Time of a step before any token is counted."""
-        return self._a
+    def coefficients(self) -> tuple[float, ...]:
+        """``a, b, c, d``."""
+        return (self.a, self.b, self.c, self.d)
+
+    def _rows(self) -> Sequence[Sequence[float]]:
+        a, b, c, d = self.coefficients
+        return [(a, b + c, d / 2, d, c, 0.0, b + c + d / 2, c + d)]
+
+
+@dataclass(frozen=True)
+class PrefillDecodeLatency(LatencyModel):
+    """``t_c + sum over prefills (a_p n**2 + b_p n k + c_p n) + sum over decodes (a_d k + b_d)``.
+
+    ProServe §4.1, Eq. 4 to 7, with ``l_q = n``. We read ``l_kv`` as the tokens computed before the
+    step, ``k``; for a decode the other reading moves ``b_d`` by ``a_d``.
+
+    Args:
+        a_p, b_p, c_p: seconds of a prefill per ``n**2``, per ``n * k`` and per new token.
+        a_d, b_d: seconds of a decode per computed token and per sequence.
+        t_c: seconds per step.
+    """
+
+    family = "prefill_decode"
+    source = "ProServe §4.1, Eq. 4-7"
+    names = ("a_p", "b_p", "c_p", "a_d", "b_d", "t_c")
+
+    a_p: float
+    b_p: float
+    c_p: float
+    a_d: float
+    b_d: float
+    t_c: float
 
     @property
-    def pieces(self) -> Floats:
-        """One piece, see :class:`LatencyModel`."""
-        if self._pieces is None:
-            a, b, c, d = self.coefficients
-            row = (a, b + c, d / 2, d, c, 0.0, b + c + d / 2, c + d)
-            self._pieces = np.array([row])
-        return self._pieces
+    def coefficients(self) -> tuple[float, ...]:
+        """``a_p, b_p, c_p, a_d, b_d, t_c``."""
+        return (self.a_p, self.b_p, self.c_p, self.a_d, self.b_d, self.t_c)
+
+    def _rows(self) -> Sequence[Sequence[float]]:
+        return [(self.t_c, self.c_p, self.a_p, self.b_p, 0.0, 0.0, self.b_d, self.a_d)]
+
+
+@dataclass(frozen=True)
+class RooflineLatency(LatencyModel):
+    """The larger of two lines ``k1 * new tokens + k2 * spec_steps + b``.
+
+    SLOs-Serve §3.1.1 with its ``l = 2``: one line for computing, one for reading the weights. The
+    paper counts the draft model's steps per batch; policies plan without it, so the steps are a
+    number of the model here, the same for every batch.
+
+    Args:
+        k1, k2, b: seconds per new token, per draft step and per step, of the first line.
+        k1_other, k2_other, b_other: the same of the second one.
+        spec_steps: draft steps before each batch; 0 without speculation.
+    """
+
+    family = "roofline"
+    source = "SLOs-Serve §3.1.1"
+    names = ("k1", "k2", "b", "k1_other", "k2_other", "b_other", "spec_steps")
+
+    k1: float
+    k2: float
+    b: float
+    k1_other: float
+    k2_other: float
+    b_other: float
+    spec_steps: float = 0.0
 
     @property
-    def coefficients(self) -> tuple[float, float, float, float]:
-        """``a, b, c, d``, corrected."""
-        return (self._a, self._b, self._c, self._d)
+    def lines(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+        """``k1, k2, b`` of both lines."""
+        return ((self.k1, self.k2, self.b), (self.k1_other, self.k2_other, self.b_other))
 
-    def work_s(self, new_tokens: int, computed_tokens: int) -> float:
-        """Marginal time of ``new_tokens`` of one sequence on ``computed_tokens`` computed ones."""
-        context = computed_tokens + new_tokens
-        work = self._b * new_tokens + self._c * context
-        if self._d:
-            work += self._d * new_tokens * (computed_tokens + 0.5 * new_tokens)
-        return work
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """The first line, the second one, and the draft steps."""
+        return (*self.lines[0], *self.lines[1], self.spec_steps)
 
-    def step_s(self, new_tokens: float, context_tokens: float, quadratic: float = 0.0) -> float:
-        """Time of a whole step from its sums."""
-        return self._a + self._b * new_tokens + self._c * context_tokens + self._d * quadratic
-
-    def tokens_within(self, seconds: float, computed_tokens: int) -> int:
-        """Most new tokens of one sequence on ``computed_tokens`` whose work fits ``seconds``."""
-        left = seconds - self._c * computed_tokens
-        if left < 0:
-            return 0
-        linear = self._b + self._c + self._d * computed_tokens
-        # The root of d/2 n^2 + linear n = left, in the form that also holds for d = 0.
-        divisor = linear + sqrt(linear * linear + 2 * self._d * left)
-        if divisor <= 0 or 2 * left >= divisor * UNBOUNDED_TOKENS:
-            return UNBOUNDED_TOKENS
-        # A whole number of tokens must not be lost to rounding.
-        return int(2 * left / divisor + 1e-9)
-
-    def corrected(self, correction: float) -> LinearLatency:
-        """The same model with another correction factor."""
-        return LinearLatency(self.a, self.b, self.c, self.d, correction)
+    def _rows(self) -> Sequence[Sequence[float]]:
+        return [
+            (b + k2 * self.spec_steps, k1, 0.0, 0.0, 0.0, 0.0, k1, 0.0) for k1, k2, b in self.lines
+        ]
 
 
-@dataclass(frozen=True, slots=True)
-class FitReport:
-    """How well a fitted model explains its samples.
-
-    ``mape`` and ``p90_error`` are the mean and the 90th percentile of
-    ``|predicted - real| / real``; ``r2`` is of the seconds; ``dropped`` counts outliers left out
-    of the fit and of all three.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
-
-    samples: int
-    dropped: int
-    mape: float
-    p90_error: float
-    r2: float
-
-
-MIN_FIT_SAMPLES = 8
-"""Fewest samples of a fit: twice the coefficients."""
-
-
-def fit(samples: Sequence[StepSample], trim: float = 0.1) -> tuple[LinearLatency, FitReport]:
-    """Least squares on relative errors, with coefficients >= 0.
-
-    The worst ``trim`` share of the samples by relative error is left out and the rest is fitted
-    again: a shared machine makes outliers that are not the engine's. Relative errors, because a
-    plan of 5 ms needs its 5 % as much as one of 200 ms. Samples without new tokens, or with a time
-    that is not positive and finite, are ignored.
-
-    Raises:
-        ValueError: fewer than 8 usable samples, or ``trim`` outside [0, 0.5].
-    """
-    if not 0 <= trim <= 0.5:
-        raise ValueError(f"trim must be from 0 to 0.5, got {trim}")
-    usable = [s for s in samples if s.new_tokens > 0 and 0 < s.seconds < inf]
-    if len(usable) < MIN_FIT_SAMPLES:
-        raise ValueError(
-            f"a latency fit needs at least {MIN_FIT_SAMPLES} samples, got {len(usable)}"
-        )
-    data: Floats = np.array(usable, dtype=np.float64)
-    coefficients = _nonnegative_fit(data)
-    errors = _relative_errors(coefficients, data)
-    keep = max(MIN_FIT_SAMPLES, round(len(data) * (1 - trim)))
-    kept = data[np.argsort(errors, kind="stable")[:keep]]
-    coefficients = _nonnegative_fit(kept)
-    errors = _relative_errors(coefficients, kept)
-    seconds = kept[:, 3]
-    residual = float(np.sum((errors * seconds) ** 2))
-    spread = float(np.sum((seconds - seconds.mean()) ** 2))
-    report = FitReport(
-        samples=len(kept),
-        dropped=len(data) - len(kept),
-        mape=float(errors.mean()),
-        p90_error=float(np.quantile(errors, 0.9)),
-        r2=1 - residual / spread if spread > 0 else 0.0,
-    )
-    return LinearLatency(*coefficients.tolist()), report
-
-
-def _design(data: Floats) -> Floats:
-    return np.column_stack([np.ones(len(data)), data[:, :3]])
-
-
-def _relative_errors(coefficients: Floats, data: Floats) -> Floats:
-    errors: Floats = np.abs(_design(data) @ coefficients / data[:, 3] - 1)
-    return errors
-
-
-def _nonnegative_fit(data: Floats) -> Floats:
-    """The relative least-squares coefficients under the bound 0.
-
-    The bounded optimum is the free optimum on its own support, so it is the best of those free
-    optima, one per set of columns, that stay within the bound: 15 small problems.
-    """
-    design = _design(data) / data[:, 3:4]
-    scale = design.max(axis=0)
-    columns = np.flatnonzero(scale > 0).tolist()
-    design[:, columns] /= scale[columns]
-    best = np.zeros(design.shape[1])
-    least = inf
-    for size in range(1, len(columns) + 1):
-        for chosen in combinations(columns, size):
-            solution = np.linalg.lstsq(design[:, chosen], np.ones(len(data)), rcond=None)[0]
-            error = float(np.sum((design[:, chosen] @ solution - 1) ** 2))
-            if error < least and solution.min() >= 0:
-                least = error
-                best = np.zeros(design.shape[1])
-                best[list(chosen)] = solution / scale[list(chosen)]
-    return best
+FAMILIES: dict[str, type[LatencyModel]] = {
+    model.family: model for model in (LinearLatency, PrefillDecodeLatency, RooflineLatency)
+}
+"""Every family of step-time models by name."""
 
 
 class OnlineCorrection:
@@ -279,61 +391,10 @@ class OnlineCorrection:
         self._max_factor = max_factor
 
     def observe(self, predicted_s: float, real_s: float) -> None:
-        """Learn from one step; ``predicted_s`` is the prediction without correction."""
+        """Learn from one step; ``predicted_s`` is the prediction without correction and without
+        head-room, which would be learned away."""
         if not (predicted_s > 0 and real_s > 0):
             return
         ratio = min(max(real_s / predicted_s, 1 / self._max_ratio), self._max_ratio)
         factor = self._theta * self.factor + (1 - self._theta) * ratio
         self.factor = min(max(factor, 1 / self._max_factor), self._max_factor)
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyProfile:
-    """A fitted model with what it was fitted on, as stored in a JSON file.
-
-    ``key`` names model, engine version and hardware; a profile serves only the key it was made for.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
-
-    key: str
-    a: float
-    b: float
-    c: float
-    d: float
-    report: FitReport | None = None
-
-    @property
-    def model(self) -> LinearLatency:
-        """The model, uncorrected."""
-        return LinearLatency(self.a, self.b, self.c, self.d)
-
-    @classmethod
-    def of(cls, key: str, model: LinearLatency, report: FitReport | None) -> LatencyProfile:
-        """The profile of a fitted ``model``; its correction is not stored."""
-        return cls(key, model.a, model.b, model.c, model.d, report)
-
-    def to_json(self) -> str:
-        """JSON text, readable by :meth:`from_json`."""
-        return TypeAdapter(LatencyProfile).dump_json(self, indent=2).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> LatencyProfile:
-        """Parse a profile.
-
-        Raises:
-            ValueError: not JSON, a missing, unknown or mistyped field, or an impossible
-                coefficient; the text says which.
-        """
-        try:
-            profile = TypeAdapter(cls).validate_json(text)
-            _ = profile.model
-        except ValidationError as error:
-            details = "; ".join(
-                f"{'.'.join(map(str, part['loc'])) or 'text'}: {part['msg']}"
-                for part in error.errors(include_url=False)
-            )
-            raise ValueError(f"not a latency profile: {details}") from error
-        except ValueError as error:
-            raise ValueError(f"not a latency profile: {error}") from error
-        return profile

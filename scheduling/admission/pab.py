@@ -8,13 +8,11 @@ from __future__ import annotations
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
-from scheduling.latency import LinearLatency
+from scheduling.kernels import DECODE_CONTEXT, DECODE_SEQUENCE, FIXED, PREFILL_TOKENS, Floats
+from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
 from scheduling.state import next_deadlines_s, prefill_rows
-
-Floats = NDArray[np.float64]
 
 
 def pab_tokens(
@@ -22,41 +20,52 @@ def pab_tokens(
     tpot_s: Floats,
     context_tokens: Floats,
     prefill_tokens: float,
-    latency: LinearLatency,
+    latency: LatencyModel,
     ttft_s: float,
 ) -> float:
     """Prompt tokens that can still be prefilled within ``ttft_s``; negative if already too many.
 
     It assumes that every decode is delayed until its slack is spent. The paper has one TPOT for
     all; with several, we take the decode that forces the most steps where it takes the one with
-    the least slack. ``O(decodes)``.
+    the least slack. Of a model of several pieces, the least budget by one of them. ``O(decodes)``
+    per piece.
 
     Args:
         slack_s: per decode, time until its next token is due, seconds; may be infinite.
         tpot_s: per decode, its TPOT, seconds, positive and finite.
         context_tokens: per decode, its context.
         prefill_tokens: tokens still to prefill, of every request at the replica.
-        latency: the replica's model; its quadratic term is left out, as in the paper.
+        latency: the replica's model; what a prefill's tokens cost by their square and by their
+            context is left out, as in the paper.
         ttft_s: the horizon, seconds: the TTFT that the replica should hold.
     """
-    a, b, c, _ = latency.coefficients
     # Steps 2 and 3: how often each decode must run within the horizon.
     steps = np.maximum(0.0, (ttft_s - slack_s) / tpot_s)
-    overhead_s = a * (float(steps.max(initial=0.0)) + 1.0)
-    decode_s = float(steps @ (b + c * context_tokens))
-    # Steps 1 and 4: what is left of the horizon.
-    left_s = ttft_s - overhead_s - decode_s
-    # Step 5: a fresh prompt's context is itself. Step 6: less what is queued.
-    per_token_s = b + c
-    if per_token_s <= 0:
-        return inf if left_s > 0 else -inf
-    return left_s / per_token_s - prefill_tokens
+    most_steps = float(steps.max(initial=0.0)) + 1.0
+    budget = inf
+    for piece in latency.pieces:
+        decode_s = float(steps @ _decode_s(piece, context_tokens))
+        # Steps 1 and 4: what is left of the horizon.
+        left_s = ttft_s - float(piece[FIXED]) * most_steps - decode_s
+        # Step 5: a fresh prompt's context is itself. Step 6: less what is queued.
+        per_token_s = float(piece[PREFILL_TOKENS])
+        if per_token_s > 0:
+            budget = min(budget, left_s / per_token_s - prefill_tokens)
+        elif left_s <= 0:
+            budget = -inf
+    return budget
+
+
+def _decode_s(piece: Floats, context_tokens: Floats) -> Floats:
+    """Work of decodes with ``context_tokens`` of context, the new token included."""
+    work: Floats = piece[DECODE_SEQUENCE] + piece[DECODE_CONTEXT] * (context_tokens - 1.0)
+    return work
 
 
 def replica_pab_tokens(
     rows: np.ndarray,
     now_s: float,
-    latency: LinearLatency,
+    latency: LatencyModel,
     reference_ttft_s: float,
     reference_tpot_s: float,
     anchor: Anchor = Anchor.FIRST_TOKEN,
@@ -81,12 +90,12 @@ def replica_pab_tokens(
     prefill = prefill_rows(rows)
     prefill_tokens = float(rows["pending_tokens"][prefill].sum())
     decodes = rows[~prefill]
-    a, b, c, _ = latency.coefficients
     context: Floats = decodes["computed_tokens"].astype(np.float64) + 1.0
     tpot: Floats = decodes["tpot_s"].astype(np.float64)
     slack: Floats = np.maximum(0.0, next_deadlines_s(decodes, anchor) - now_s)
     unpaced = np.isinf(tpot)
     slack[unpaced] = reference_tpot_s
     tpot[unpaced] = reference_tpot_s
-    np.maximum(tpot, a + b + c * context, out=tpot)
+    for piece in latency.pieces:
+        np.maximum(tpot, piece[FIXED] + _decode_s(piece, context), out=tpot)
     return pab_tokens(slack, tpot, context, prefill_tokens, latency, reference_ttft_s)

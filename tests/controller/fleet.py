@@ -8,11 +8,12 @@ from math import inf, nan
 import numpy as np
 
 from controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
-from scheduling.latency import LatencyProfile
+from scheduling.latency import LinearLatency
+from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
 from scheduling.state import ROW, RUNNING, SUMMARY, WAITING
 
-PROFILE = LatencyProfile("test", a=0.004, b=0.0001, c=0.000001, d=0.0)
+PROFILE = LatencyProfile.of("test", LinearLatency(a=0.004, b=0.0001, c=0.000001))
 
 
 class Clock:

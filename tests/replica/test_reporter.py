@@ -13,14 +13,15 @@ from replica.config import ReplicaConfig
 from replica.engine import EngineInfo
 from replica.reporter import MAX_FINISHED, AcknowledgedRows, Membership, Reporter
 from replica.state_table import RowUpdate, StateTable
-from scheduling.latency import LatencyProfile
+from scheduling.latency import LinearLatency
+from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
 from scheduling.state import EngineState
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 
 INTERVAL_S, HEARTBEAT_S = 0.025, 0.5
-INFO = EngineInfo("model", "fcfs", 8192, 2048, 256, 4096, 16, LatencyProfile("k", 1, 1, 0, 0))
+INFO = EngineInfo("model", "fcfs", 8192, 2048, 256, 4096, 16, LatencyProfile.of("k", LinearLatency(1, 1)))
 
 
 class Bench:

@@ -24,7 +24,8 @@ from replica.engine import (
 )
 from replica.simulated_engine import SimulatedEngine
 from scheduling.batching import POLICIES
-from scheduling.latency import LatencyProfile, LinearLatency
+from scheduling.latency import LinearLatency
+from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
 from tests.replica.waiting import until
 

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from replica.state_table import RowUpdate, StateTable, TableFullError
-from scheduling.latency import LinearLatency, StepSample
+from scheduling.latency import (
+    LinearLatency,
+    PrefillDecodeLatency,
+    RooflineLatency,
+    StepSample,
+)
 from scheduling.objective import SLO
 from scheduling.state import RUNNING, WAITING
 
@@ -96,16 +101,25 @@ def test_the_model_goes_from_the_reader_to_the_scheduler(tmp_path):
     frontend = StateTable.create(2, tmp_path / "state")
     scheduler = StateTable.open(tmp_path / "state")
     assert scheduler.model_change() is None
-    frontend.set_model(LinearLatency(0.1, 0.2, 0.3, 0.4))
-    assert scheduler.model_change() == LinearLatency(0.1, 0.2, 0.3, 0.4)
-    assert scheduler.model_change() is None
+    models = (
+        LinearLatency(0.1, 0.2, 0.3, 0.4, headroom=1.05),
+        PrefillDecodeLatency(1, 2, 3, 4, 5, 6),
+        RooflineLatency(1, 2, 3, 4, 5, 6, spec_steps=7),
+        LinearLatency(0.1, 0.2),
+    )
+    for model in models:
+        frontend.set_model(model.corrected(3.0))
+        assert scheduler.model_change() == model, "a correction is the scheduler's own"
+        assert scheduler.model_change() is None
 
 
 def test_samples_keep_the_latest_and_can_be_cleared():
     table = StateTable.create(2)
     for count in range(3000):
-        table.add_sample(StepSample(count, 0, 0, 1))
-    assert min(sample.new_tokens for sample in table.samples()) == 3000 - 2048
+        table.add_sample(StepSample.of([(2, 5), (1, count)], seconds=count))
+    samples = table.samples()
+    assert min(sample.seconds for sample in samples) == 3000 - 2048
+    assert all(s == StepSample.of([(2, 5), (1, int(s.seconds))], s.seconds) for s in samples)
     table.clear_samples()
     assert table.samples() == []
 
