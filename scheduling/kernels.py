@@ -10,6 +10,7 @@ once per machine and kept on disk; :func:`compiled` says how.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -55,17 +56,24 @@ DECODE_SEQUENCE = 6
 DECODE_CONTEXT = 7
 COEFFICIENTS = 8
 
+logger = logging.getLogger(__name__)
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
     """Compile ``function`` with numba when it is first called, and keep the machine code on disk.
 
-    It is kept beside the source, or in the user's cache directory where that cannot be written.
+    It is kept in ``NUMBA_CACHE_DIR`` where that is set, else beside the source, or in the user's
+    cache directory where that cannot be written; and where none can, each process compiles anew.
     numba looks only at the source file of the function itself: after a change to a compiled
     function that others call, delete their ``__pycache__``.
     """
-    return cast(F, njit(cache=True, nogil=True)(function))
+    try:
+        return cast(F, njit(cache=True, nogil=True)(function))
+    except RuntimeError as error:
+        logger.warning("compiled loops are not kept, set NUMBA_CACHE_DIR: %s", error)
+        return cast(F, njit(nogil=True)(function))
 
 
 @compiled

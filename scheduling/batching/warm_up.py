@@ -45,7 +45,7 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
     begun = [_prefill(i, slo, age_s, 64) for i, (slo, age_s) in _cases(1)]
     decoding = [_decode(i, slo, age_s, 0) for i, (slo, age_s) in _cases(2)]
     preempted = [_decode(i, slo, age_s, 90) for i, (slo, age_s) in _cases(3)]
-    queues = (
+    queues: tuple[list[RequestView], ...] = (
         [],
         waiting,
         decoding,

@@ -1,0 +1,75 @@
+"""After the warm-up no plan has to compile or load anything, whatever the queue."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from scheduling.batching import POLICIES
+from scheduling.batching.warm_up import warm_up
+
+# In a process of its own: here other tests have loaded the loops already.
+_PLAN_AFTER_WARM_UP = """
+import sys
+from numba.core.registry import CPUDispatcher
+from hypothesis import given, settings
+from scheduling.batching import make_policy
+from scheduling.batching.warm_up import warm_up
+from tests.scheduling.views import budgets, latencies, queues
+from hypothesis import strategies as st
+
+name = sys.argv[1]
+warm_up(name)
+
+def loaded():
+    return {
+        f"{module}.{key}": len(value.signatures)
+        for module, holder in list(sys.modules.items()) if module.startswith("scheduling")
+        for key, value in vars(holder).items() if isinstance(value, CPUDispatcher)
+    }
+
+before = loaded()
+assert sum(before.values()) > 0
+policy = make_policy(name)
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(st.data())
+def plan(data):
+    queue = data.draw(queues())
+    policy.plan(queue, 100.0, data.draw(latencies), data.draw(budgets(queue)))
+
+plan()
+after = loaded()
+assert after == before, {key: n for key, n in after.items() if n != before.get(key)}
+"""
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_nothing_is_compiled_after_the_warm_up(name):
+    run([sys.executable, "-c", _PLAN_AFTER_WARM_UP, name])
+
+
+def test_without_a_place_for_compiled_loops_they_are_compiled_anew():
+    code = """
+import numba.core.caching as caching
+caching.CompileResultCacheImpl._locator_classes = []
+from scheduling.batching.warm_up import warm_up
+warm_up("fcfs")
+"""
+    assert "set NUMBA_CACHE_DIR" in run([sys.executable, "-c", code])
+
+
+def test_an_unknown_policy_is_named():
+    with pytest.raises(ValueError, match="unknown batch policy 'none'"):
+        warm_up("none")
+
+
+def run(command):
+    """Run ``command`` to its end; what it wrote to its standard error."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
