@@ -1,0 +1,233 @@
+"""SLOs-Serve's admission: which new requests can be promised their objectives.
+
+A dynamic program over the requests by prefill deadline (SLOs-Serve §3.2.1 and appendix C). Requests
+that have a promise are forced in; of the new ones it takes the set that is worth most. With equal
+values that is the most requests.
+
+Our readings:
+
+- The prefill budget is counted in seconds of predicted work, not in tokens. ``time2bs(TPOT)`` is
+  what a batch can hold in that time, and a token of a long prompt takes more of it than one of a
+  short prompt.
+- The recurrence's maximum over the last accepted request ``j`` is the choice, request by request,
+  to skip or to take: both visit the same sets.
+- The counts ``n`` are of new requests only. What is promised already is the same in each state, so
+  it is one sum, and the running requests add a factor ``N`` and no states.
+- Requests of one TPOT tier and one value are one class, and the counts are by class. So the state
+  knows its worth, and priorities enter as values: the paper's ``v_i``, without a budget axis.
+- Memory has :data:`MEMORY_LEVELS` levels, and only where the new requests do not all fit: a
+  demand is rounded up to a level, so what is admitted fits.
+- ``PB*`` is its fluid limit: of each second in batches of ``t0`` the budget gets what the fixed
+  time and the decodes due leave. A last batch that a deadline cuts short yields less than that, by
+  one step's fixed time at most; so the budget starts with that much in debt.
+- The paper counts a request's decode from its prefill deadline on (the lines of Fig. 5), which
+  holds where the deadlines of its tokens do (:attr:`Anchor.ENVELOPE`). With the other anchors its
+  decode begins when its prefill ends, early or not, and takes budget from the prefills behind it:
+  there the program keeps the earliest time by which the accepted prefills can all have ended, which
+  is the same recurrence with time in place of budget.
+- A promise that is late already, by an error of prediction, forbids nothing by itself; no new
+  request may make it later.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduling.admission.slos_serve_dp import solve
+from scheduling.kernels import Floats
+from scheduling.objective import Anchor
+
+MOST_NEW = 10
+"""New requests that are weighed against each other, the paper's "zero to ten": more are decided in
+groups of so many, in the order given. It bounds the states to ``2**10`` per memory level."""
+
+MEMORY_LEVELS = 16
+"""Levels of free memory that are told apart; a request is rounded up by at most one."""
+
+MOST_TIERS = 12
+"""TPOT objectives that are told apart. Where there are more, one counts as the next shorter."""
+
+HORIZON_S = 3_600.0
+"""Deadlines farther away than this, seconds, count as this far."""
+
+
+class Demand(NamedTuple):
+    """What requests need, one entry per request.
+
+    Attributes:
+        due_s: time until its first token (after a preemption: its next) is due, seconds. May be
+            negative or infinite. Of no effect where ``prefill_s`` is 0.
+        prefill_s: predicted marginal time of its pending prefill, seconds; 0 for a decode.
+        tpot_s: time per output token, seconds; infinite where no pace is promised.
+        decode_s: ``float64[n, pieces]``, predicted marginal time of one decode step of it by each
+            piece of the latency model, seconds.
+        blocks: KV blocks that it will need more than it has.
+        value: what its promise is worth; not looked at where it is promised already.
+    """
+
+    due_s: Floats
+    prefill_s: Floats
+    tpot_s: Floats
+    decode_s: Floats
+    blocks: Floats
+    value: Floats
+
+    def of(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Demand:
+        """The demand of some of them."""
+        return Demand(*(column[rows] for column in self))
+
+    def beside(self, other: Demand) -> Demand:
+        """The demand of both."""
+        return Demand(*map(np.concatenate, zip(self, other, strict=True)))
+
+
+class Supply(NamedTuple):
+    """What the replica has.
+
+    Attributes:
+        fixed_s: ``float64[pieces]``, time of a step before any token, seconds, by each piece of the
+            latency model.
+        share: ``float64[pieces]``, how much of ``prefill_s`` counts in that piece, 0 to 1. Where
+            the model has one piece it is 1.
+        longest_s: time of a batch that fills the engine's token limit, seconds: the batch where no
+            decode limits it.
+        blocks: free KV blocks that promises may use.
+        places: sequences that may still be promised a place among the running ones.
+        anchor: where the deadlines of later tokens start.
+    """
+
+    fixed_s: Floats
+    share: Floats
+    longest_s: float
+    blocks: float
+    places: int
+    anchor: Anchor
+
+
+def admissible(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
+    """Which of the ``new`` requests can be promised beside those ``promised`` already.
+
+    ``O(groups * prefills * states * levels)`` with ``prefills`` those pending of both kinds and
+    ``states`` the product over the classes of a group of its size plus one; one new request has two
+    states, which makes it the test whether it can be held.
+    """
+    count = len(new.due_s)
+    admitted = np.zeros(count, dtype=np.bool_)
+    for start in range(0, count, MOST_NEW):
+        rows = np.arange(start, min(start + MOST_NEW, count))
+        if supply.places <= 0:
+            break
+        group = new.of(rows)
+        taken = _weigh(group, promised, supply)
+        admitted[rows] = taken
+        if rows[-1] + 1 < count:
+            accepted = group.of(taken)
+            promised = promised.beside(accepted)
+            supply = supply._replace(
+                blocks=supply.blocks - float(accepted.blocks.sum()),
+                places=supply.places - len(accepted.due_s),
+            )
+    return admitted
+
+
+def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
+    """The same for at most :data:`MOST_NEW`."""
+    ready = promised.prefill_s <= 0
+    pending, decodes = promised.of(~ready), promised.of(ready)
+    events = pending.beside(new)
+    tiers = _tiers(np.concatenate((decodes.tpot_s, events.tpot_s)))
+    decode_tier, tier = _tier_of(tiers, decodes.tpot_s), _tier_of(tiers, events.tpot_s)
+    pieces = len(supply.fixed_s)
+    decoding_s = np.zeros((len(tiers) + 1, pieces))
+    np.add.at(decoding_s, decode_tier, decodes.decode_s)
+    present = np.zeros(len(tiers) + 1, dtype=np.int64)
+    present[decode_tier] = 1
+
+    # A request's class, or -1 where it is promised already.
+    kind = np.full(len(events.due_s), -1, dtype=np.int64)
+    own = np.arange(len(pending.due_s), len(events.due_s))
+    # Complex numbers sort by tier, then by value.
+    named, kind[own] = np.unique(tier[own] + 1j * new.value, return_inverse=True)
+    sizes = np.bincount(kind[own], minlength=len(named)).astype(np.int64)
+    class_s = np.zeros((len(named), pieces))
+    np.add.at(class_s, kind[own], new.decode_s)
+    class_s /= sizes[:, np.newaxis]
+
+    levels, units = _levels(new.blocks, supply.blocks)
+    memory = np.zeros(len(kind), dtype=np.int64)
+    memory[own] = units
+    due_s = np.clip(events.due_s, 0.0, HORIZON_S)
+    # Of those due at once the promised come first: they do not depend on the others.
+    order = np.lexsort((kind >= 0, due_s))
+    step_s = np.minimum(np.append(tiers, inf), supply.longest_s)
+    taken = solve(
+        due_s[order],
+        events.prefill_s[order],
+        memory[order],
+        kind[order],
+        tier[order],
+        np.ascontiguousarray(events.decode_s[order]),
+        decoding_s,
+        present,
+        step_s,
+        _pace(tiers, step_s, supply.anchor),
+        supply.fixed_s,
+        supply.share,
+        sizes,
+        named.real.astype(np.int64),
+        class_s,
+        np.ascontiguousarray(named.imag),
+        levels,
+        supply.places,
+        supply.anchor is Anchor.ENVELOPE,
+    )
+    admitted = np.zeros(len(kind), dtype=np.bool_)
+    admitted[order] = taken
+    chosen: NDArray[np.bool_] = admitted[own]
+    return chosen
+
+
+def _tiers(tpot_s: Floats) -> Floats:
+    """The TPOT objectives that are told apart, ascending."""
+    tiers: Floats = np.unique(tpot_s)
+    tiers = tiers[tiers < inf]
+    if len(tiers) > MOST_TIERS:
+        tiers = tiers[np.linspace(0, len(tiers) - 1, MOST_TIERS).astype(np.int64)]
+    return tiers
+
+
+def _tier_of(tiers: Floats, tpot_s: Floats) -> NDArray[np.int64]:
+    """Each one's tier; the number of tiers where it has no pace."""
+    tier = np.searchsorted(tiers, tpot_s, side="right") - 1
+    tier[np.isinf(tpot_s)] = len(tiers)
+    return tier.astype(np.int64)
+
+
+def _pace(tiers: Floats, step_s: Floats, anchor: Anchor) -> Floats:
+    """``[tier, tightest tier present]``: how often a decode of the tier runs, tokens per second.
+
+    In the mean once per TPOT (Alg. 2's schedule deadlines). With :attr:`Anchor.LAST_TOKEN` an early
+    token buys nothing: then it runs in every ``floor(TPOT / t0)``-th batch, which is more often.
+    """
+    pace = np.zeros((len(tiers) + 1, len(tiers) + 1))
+    if anchor is Anchor.LAST_TOKEN:
+        whole = np.maximum(1.0, np.floor(np.divide.outer(tiers, step_s) + 1e-9))
+        pace[:-1] = 1.0 / (whole * step_s)
+    else:
+        pace[:-1] = 1.0 / tiers[:, np.newaxis]
+    return pace
+
+
+def _levels(blocks: Floats, free: float) -> tuple[int, NDArray[np.int64]]:
+    """How many levels of memory to tell apart, and how many each request takes of them."""
+    if blocks.sum() <= free:
+        return 0, np.zeros(len(blocks), dtype=np.int64)
+    levels = int(max(0, min(MEMORY_LEVELS, free)))
+    if not levels:
+        # Nothing is free, so only those without demand fit.
+        return 0, (blocks > 0).astype(np.int64)
+    return levels, np.ceil(blocks * (levels / free) - 1e-9).astype(np.int64)
