@@ -24,7 +24,7 @@ from benchmarks.workloads.generators import (
 )
 from benchmarks.workloads.lengths import LengthDistribution
 from scheduling.objective import SLO
-from simulation.workload import Workload, merged, with_priorities
+from simulation.workload import Workload, merged, with_objectives, with_priorities
 
 
 class Column(NamedTuple):
@@ -248,6 +248,23 @@ def flowprefill(
     return generate(f"flowprefill {model}", tasks, arrivals(rate), requests, seed, words)
 
 
+def flowprefill_single(
+    model: str, rate: float, seed: int, requests: int = 500, arrivals: MakeArrivals = Poisson
+) -> Workload:
+    """FlowPrefill's run with one objective (§6.5, Fig. 14): 500 ShareGPT prompts under 2,000
+    tokens, all with the TTFT of a model's text task.
+
+    The paper prints no lengths: the prompts are those of SLOs-Serve's chatbot row, also from
+    ShareGPT. Each emits one token.
+    """
+    _check_known(model, FLOWPREFILL_TTFT_S, "model")
+    ttft_s = FLOWPREFILL_TTFT_S[model]["text"]
+    prompt, output = SLOS_SERVE_PROMPTS["chatbot"].lengths, LengthDistribution.fixed(1)
+    task = Task("text", prompt, output, always(SLO(ttft_s=ttft_s)))
+    words = f"Prompts of SLOs-Serve Table 4 (chatbot), TTFT {ttft_s:g} s."
+    return generate(f"flowprefill {model} single", [task], arrivals(rate), requests, seed, words)
+
+
 def proserve(
     dataset: str,
     rate: float,
@@ -273,12 +290,22 @@ def proserve(
     if dataset == "sharegpt":
         prompt = SLOS_SERVE_PROMPTS["chatbot"].lengths
         output = SLOS_SERVE_OUTPUTS["chatbot"].lengths
+        words = "Lengths of SLOs-Serve Table 4 (chatbot)."
     else:
         prompt, output = FAIRBATCHING[dataset].prompt, FAIRBATCHING[dataset].output
-    task = Task(dataset, prompt, output, always(PROSERVE_SLO))
-    words = f"TTFT {PROSERVE_SLO.ttft_s:g} s, TPOT {PROSERVE_SLO.tpot_s:g} s."
+        words = f"Lengths of FairBatching Table 2 ({dataset})."
+    task = Task(dataset, prompt, output, always(SLO()))
     workload = generate(f"proserve {dataset}", [task], arrivals(rate), requests, seed, words)
-    return with_priorities(workload, dict.fromkeys(priorities, 1.0), seed)
+    return proserve_objectives(workload, seed, priorities)
+
+
+def proserve_objectives(
+    workload: Workload, seed: int, priorities: tuple[int, int] = (2, 1)
+) -> Workload:
+    """``workload``, such as a trace, with the objective and priorities of ProServe §5.1."""
+    words = f"TTFT {PROSERVE_SLO.ttft_s:g} s, TPOT {PROSERVE_SLO.tpot_s:g} s."
+    judged = with_objectives(workload, lambda _: PROSERVE_SLO, words)
+    return with_priorities(judged, dict.fromkeys(priorities, 1.0), seed)
 
 
 def chat_and_code(
