@@ -16,7 +16,6 @@ from simulation.requests import Requests
 from simulation.truth import Belief, Noise, Planner, Truth
 
 _ROWS = 256
-_ATTEMPTS = 3
 
 Array = TypeVar("Array", bound=NDArray[Any])
 
@@ -151,18 +150,13 @@ class Engine:
         Raises:
             StuckError: no plan, and not the fallback's either, runs anything.
         """
-        for _ in range(_ATTEMPTS):
-            plan = self._plan(self._policy, now_s)
-            if not len(plan):
-                self.fallbacks += 1
-                plan = self._plan(self._fallback, now_s)
-            if self._start(plan):
-                break
-        else:
-            raise StuckError(
-                f"{self.live} requests are live at {now_s:.3f} s, {self.free_blocks} KV blocks are "
-                f"free, and policy {self._policy.name} and the fallback run none of them"
-            )
+        if not self._start(self._plan(self._policy, now_s)):
+            self.fallbacks += 1
+            if not self._start(self._plan(self._fallback, now_s)):
+                raise StuckError(
+                    f"{self.live} requests are live at {now_s:.3f} s, {self.free_blocks} KV blocks "
+                    f"are free, and policy {self._policy.name} and the fallback run none of them"
+                )
         real_s = float(self._seconds[0]) * self._noise.next()
         self.planner.observe(float(self._seconds[1]), real_s)
         self.steps += 1

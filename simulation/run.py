@@ -80,7 +80,27 @@ def simulate(
     requests = Requests(workload, predictor)
     rng = np.random.default_rng(seed)
     engine = Engine(config or EngineConfig(), policy, believed, true, requests, rng)
-    arrival_s = [arrival.arrival_s for arrival in workload.arrivals]
+    end_s = drive(engine, requests)
+    return Result(
+        requests,
+        end_s,
+        engine.steps,
+        engine.busy_s,
+        engine.preemptions,
+        engine.done_tokens,
+        engine.lost_tokens,
+        engine.fallbacks,
+        engine.dropped,
+        engine.planner.latency.correction,
+    )
+
+
+def drive(engine: Engine, requests: Requests) -> float:
+    """Run the clock until ``engine`` has seen and ended all ``requests``; return the last time.
+
+    Requests that arrive during a step are seen by the next plan.
+    """
+    arrival_s = [arrival.arrival_s for arrival in requests.arrivals]
     count, arrived, now_s = len(requests), 0, 0.0
     while True:
         while arrived < count and arrival_s[arrived] <= now_s:
@@ -95,18 +115,7 @@ def simulate(
             now_s = arrival_s[arrived]
         else:
             break
-    return Result(
-        requests,
-        now_s,
-        engine.steps,
-        engine.busy_s,
-        engine.preemptions,
-        engine.done_tokens,
-        engine.lost_tokens,
-        engine.fallbacks,
-        engine.dropped,
-        engine.planner.latency.correction,
-    )
+    return now_s
 
 
 def _sides(

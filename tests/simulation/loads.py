@@ -1,0 +1,71 @@
+"""Short ways to write a workload, and hypothesis strategies for workloads and engines."""
+
+from collections.abc import Iterable
+
+from hypothesis import strategies as st
+
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from simulation.config import EngineConfig
+from simulation.workload import Arrival, Stage, Workload
+
+MODEL = LinearLatency(a=0.004, b=5e-5, c=2e-7, d=1e-9)
+OBJECTIVE = SLO(ttft_s=0.5, tpot_s=0.05)
+
+
+def workload(*arrivals: tuple[float, int, int], slo: SLO = OBJECTIVE) -> Workload:
+    """Requests of ``(arrival_s, prompt_tokens, output_tokens)``."""
+    return of(Arrival(when, prompt, output, slo) for when, prompt, output in arrivals)
+
+
+def of(arrivals: Iterable[Arrival]) -> Workload:
+    """A workload of ``arrivals``, sorted."""
+    return Workload("test", tuple(sorted(arrivals, key=lambda arrival: arrival.arrival_s)))
+
+
+objectives = st.sampled_from(
+    [
+        SLO(ttft_s=0.2, tpot_s=0.02),
+        SLO(ttft_s=1.0, tpot_s=0.05, priority=2),
+        SLO(e2e_s=1.0),
+        SLO(tpot_s=0.03),
+        SLO(),
+    ]
+)
+
+
+@st.composite
+def staged(draw: st.DrawFn, arrival_s: float, prompt: int) -> Arrival:
+    """A request of two or three stages."""
+    count = draw(st.integers(2, 3))
+    stages = [
+        Stage(
+            draw(st.integers(1, 12)),
+            draw(objectives),
+            draw(st.sampled_from([0, 0, 5, 40])) if index else 0,
+        )
+        for index in range(count)
+    ]
+    return Arrival.of_stages(arrival_s, prompt, stages, task="tools")
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> Arrival:
+    """A small request of one or several stages, some longer than a small KV cache."""
+    arrival_s = draw(st.floats(0, 1))
+    prompt = draw(st.one_of(st.integers(1, 120), st.integers(1, 500)))
+    if draw(st.integers(0, 4)) == 0:
+        return draw(staged(arrival_s, prompt))
+    return Arrival(arrival_s, prompt, draw(st.integers(1, 40)), draw(objectives), task="chat")
+
+
+workloads = st.lists(arrivals(), min_size=1, max_size=14).map(of)
+
+configs = st.builds(
+    EngineConfig,
+    kv_blocks=st.integers(20, 80),
+    block_tokens=st.sampled_from([1, 8, 16]),
+    max_batch_tokens=st.integers(16, 300),
+    max_sequences=st.integers(1, 8),
+    reserve_prompt=st.booleans(),
+)

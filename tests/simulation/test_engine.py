@@ -1,0 +1,278 @@
+"""One engine: against closed forms and conservation laws, with every registered policy."""
+
+from math import nan
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
+from scheduling.latency import LatencyModel, LinearLatency
+from scheduling.objective import SLO
+from scheduling.request import QueueView
+from simulation import steps
+from simulation.config import EngineConfig, Speculation
+from simulation.engine import Engine, StuckError
+from simulation.requests import Requests
+from simulation.run import TOO_LONG, Result, drive, simulate
+from simulation.truth import Belief, SpeculativeLatency, Truth
+from simulation.workload import Arrival, Stage, Workload
+from tests.simulation.loads import MODEL, OBJECTIVE, configs, of, workload, workloads
+
+EXACT = Truth(MODEL, noise=0)
+
+
+class Idle(BatchPolicy):
+    """Plans nothing, ever."""
+
+    name = "idle"
+    source = "a policy that does not work"
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """Nothing."""
+
+
+class Watching(BatchPolicy):
+    """First come, first served, and keeps what it was shown."""
+
+    name = "watching"
+    source = "a spy"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, np.ndarray, list[SLO]]] = []
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        self.seen.append((now_s, queue.table.copy(), [view.slo for view in queue.requests]))
+        batch.take(np.arange(len(queue)))
+
+
+def step_s(new: int, computed: int, model: LinearLatency = MODEL) -> float:
+    """FairBatching's formula for a step of one sequence, with the attention term."""
+    work = model.b * new + model.c * (computed + new)
+    return model.a + work + model.d * new * (computed + new / 2)
+
+
+def test_one_request_takes_the_time_of_its_chunks_and_steps() -> None:
+    config = EngineConfig(max_batch_tokens=2_000)
+    result = simulate(workload((1.0, 5_000, 4)), make_policy("fcfs"), EXACT, config=config)
+    chunks = [(2_000, 0), (2_000, 2_000), (1_000, 4_000)]
+    times = [1.0 + sum(step_s(*chunk) for chunk in chunks)]
+    for computed in (5_000, 5_001, 5_002):
+        times.append(times[-1] + step_s(1, computed))
+    assert result.requests.emitted_s == pytest.approx(times)
+    assert result.steps == 6
+    assert result.computed_tokens == 5_003
+
+
+def test_two_prompts_share_a_step_and_then_decode_together() -> None:
+    result = simulate(workload((0.0, 100, 2), (0.0, 300, 2)), make_policy("fcfs"), EXACT)
+    first = MODEL.a + sum(step_s(n, 0) - MODEL.a for n in (100, 300))
+    second = first + MODEL.a + sum(step_s(1, n) - MODEL.a for n in (100, 300))
+    assert result.requests.emitted_s == pytest.approx([first, second, first, second])
+
+
+def run_engine(
+    load: Workload, policy: BatchPolicy, config: EngineConfig, seed: int
+) -> tuple[Engine, Requests]:
+    requests = Requests(load)
+    rng = np.random.default_rng(seed)
+    belief = Belief(MODEL.with_headroom(1.05))
+    engine = Engine(config, policy, belief, Truth(MODEL, 0.1), requests, rng)
+    drive(engine, requests)
+    return engine, requests
+
+
+@settings(max_examples=60)
+@given(
+    load=workloads,
+    config=configs,
+    name=st.sampled_from(sorted(POLICIES)),
+    seed=st.integers(0, 99),
+    speculation=st.sampled_from([None, None, Speculation(alpha=0.7, length=3)]),
+)
+def test_nothing_is_lost_and_everything_is_given_back(
+    load: Workload,
+    config: EngineConfig,
+    name: str,
+    seed: int,
+    speculation: Speculation | None,
+) -> None:
+    config = config.model_copy(update={"speculation": speculation})
+    engine, requests = run_engine(load, make_policy(name), config, seed)
+    assert engine.live == engine.running == engine.held_blocks() == 0
+    assert engine.free_blocks == config.kv_blocks
+    needed = 0
+    for key, arrival in enumerate(load.arrivals):
+        first, last = requests.first_stage[key], requests.first_stage[key + 1]
+        times = requests.emitted_s[requests.offsets[first] : requests.offsets[last]]
+        assert len(times) == arrival.output_tokens
+        if requests.whole_tokens(key) > config.kv_tokens:
+            assert requests.failures[key] == TOO_LONG
+            assert np.isnan(times).all()
+            continue
+        assert key not in requests.failures
+        needed += requests.whole_tokens(key) - 1
+        # Every token left, in order, after the arrival; nan would compare as false.
+        assert times[0] > arrival.arrival_s
+        assert (np.diff(times) >= 0).all()
+        if speculation is None:
+            assert (np.diff(times) > 0).all()
+    assert engine.done_tokens == needed + engine.lost_tokens
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_runs_a_loaded_engine_without_help(name: str) -> None:
+    rng = np.random.default_rng(5)
+    load = of(
+        Arrival(when, int(rng.integers(10, 1_000)), int(rng.integers(1, 60)), OBJECTIVE)
+        for when in np.cumsum(rng.exponential(0.02, 150)).tolist()
+    )
+    config = EngineConfig(kv_blocks=300, max_batch_tokens=512, max_sequences=16)
+    result = simulate(load, make_policy(name), MODEL, config=config, seed=1)
+    assert not result.requests.failures
+    assert not np.isnan(result.requests.emitted_s).any()
+    assert result.fallbacks == result.dropped == 0
+
+
+def same(one: Result, other: Result) -> bool:
+    return (
+        np.array_equal(one.requests.emitted_s, other.requests.emitted_s, equal_nan=True)
+        and one.steps == other.steps
+        and one.busy_s == other.busy_s
+    )
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_equal_seeds_give_equal_runs_and_others_do_not(name: str) -> None:
+    load = workload(*((0.01 * i, 40 + 7 * (i % 9), 1 + i % 13) for i in range(60)))
+    runs = [simulate(load, make_policy(name), MODEL, seed=seed) for seed in (3, 3, 4)]
+    assert same(runs[0], runs[1])
+    assert not same(runs[0], runs[2])
+
+
+def test_a_policy_that_plans_nothing_is_replaced_step_by_step() -> None:
+    load = workload((0.0, 100, 5), (0.1, 50, 5))
+    idle = simulate(load, Idle(), EXACT)
+    assert idle.fallbacks == idle.steps > 0
+    assert same(idle, simulate(load, make_policy("fcfs"), EXACT))
+
+
+def test_an_engine_that_can_run_nothing_says_so() -> None:
+    requests = Requests(workload((0.0, 100, 5)))
+    config = EngineConfig(kv_blocks=10)
+    rng = np.random.default_rng(0)
+    engine = Engine(config, make_policy("fcfs"), Belief(MODEL), EXACT, requests, rng)
+    assert engine.submit(0)
+    engine._counters[steps.FREE_BLOCKS] = (
+        0  # No block is free, and none is held: a fault in the accounting.
+    )
+    with pytest.raises(StuckError, match=r"1 requests are live at 0\.000 s, 0 KV blocks are free"):
+        engine.begin(0.0)
+
+
+def test_the_last_admitted_request_loses_its_blocks_and_is_computed_again() -> None:
+    # Twelve blocks of 16: two prompts of five blocks fit, and their growth does not.
+    load = workload((0.0, 80, 40), (0.0, 80, 40))
+    config = EngineConfig(kv_blocks=12, max_batch_tokens=200)
+    result = simulate(load, make_policy("fcfs"), EXACT, config=config)
+    times = result.requests.emitted_s
+    assert result.preemptions == 1
+    # Both have 97 tokens in 7 blocks when the pool is empty; the second loses 96 computed ones.
+    assert result.recomputed_tokens == 96
+    gaps = np.diff(times[40:])
+    assert np.diff(times[:40]).max() < 2 * step_s(1, 200), "the first is not held up"
+    # The second waits until the first has ended, and keeps what it had emitted.
+    pause = int(np.argmax(gaps))
+    assert times[40 + pause + 1] > times[39] > times[40 + pause]
+
+
+def test_what_policies_see_follows_the_engine() -> None:
+    policy = Watching()
+    load = workload((0.0, 48, 3), (0.001, 16, 1))
+    simulate(load, policy, EXACT, config=EngineConfig(max_batch_tokens=32))
+    shown = [table[:, [5, 6, 7, 8, 9, 10]].astype(int).tolist() for _, table, _ in policy.seen]
+    # Prompt, computed, pending, emitted, blocks, running.
+    assert shown[0] == [[48, 0, 48, 0, 0, 0]]
+    assert shown[1] == [[48, 32, 16, 0, 2, 1], [16, 0, 16, 0, 0, 0]]
+    assert shown[2] == [[48, 48, 1, 1, 3, 1]]
+    assert shown[3] == [[48, 49, 1, 2, 4, 1]]
+    assert len(shown) == 4
+
+
+def test_a_stage_begins_with_its_own_objective_and_its_context_computed() -> None:
+    thinking, answering = SLO(ttft_s=2.0, tpot_s=0.1), SLO(tpot_s=0.03)
+    tool = SLO(ttft_s=0.4, tpot_s=0.05, priority=3)
+    stages = [Stage(3, thinking), Stage(2, answering), Stage(2, tool, prompt_tokens=20)]
+    policy = Watching()
+    load = of([Arrival.of_stages(1.0, 30, stages)])
+    result = simulate(load, policy, EXACT)
+    times = result.requests.emitted_s
+    assert not np.isnan(times).any()
+    rows = [table[0] for _, table, _ in policy.seen]
+    slos = [slos[0] for _, _, slos in policy.seen]
+    # The first stage is planned by the tightest pace of all.
+    assert slos[0] == slos[2] == SLO(ttft_s=2.0, tpot_s=0.03)
+    assert slos[3:5] == [answering, answering]
+    assert slos[5:] == [tool, tool]
+    # Arrival, TTFT, prompt, computed, pending, emitted.
+    assert rows[3][[0, 1, 5, 6, 7, 8]].tolist() == [times[2], 0.03, 33, 32, 1, 0]
+    assert rows[4][[0, 1, 5, 6, 7, 8]].tolist() == [times[2], 0.03, 33, 33, 1, 1]
+    assert rows[5][[0, 1, 5, 6, 7, 8]].tolist() == [times[4], 0.4, 55, 34, 21, 0]
+    assert result.computed_tokens == 30 + 20 + 7 - 1
+
+
+def test_lengths_are_predicted_at_arrival_and_learnt_at_the_end() -> None:
+    class Last:
+        known = nan
+
+        def predict(self, task: str, prompt_tokens: int) -> float:
+            return self.known if task == "chat" else nan
+
+        def observe(self, task: str, output_tokens: int) -> None:
+            self.known = float(output_tokens)
+
+    policy = Watching()
+    load = of([Arrival(0.0, 10, 7, OBJECTIVE, "chat"), Arrival(5.0, 10, 9, OBJECTIVE, "chat")])
+    simulate(load, policy, EXACT, predictor=Last())
+    expected = [table[0][11] for _, table, _ in policy.seen]
+    assert np.isnan(expected[:7]).all()
+    assert expected[7:] == [7.0] * 9
+
+
+def test_the_belief_learns_the_truth_and_keeps_its_headroom() -> None:
+    load = workload(*((0.05 * i, 60, 30) for i in range(100)))
+    slow = LinearLatency(a=0.008, b=1e-4, c=4e-7, d=2e-9)
+    belief = Belief(MODEL.with_headroom(1.1))
+    result = simulate(load, make_policy("fairbatching"), Truth(slow, 0.03), belief)
+    assert result.correction == pytest.approx(2.0, rel=0.03)
+    fixed = Belief(MODEL, online=False)
+    assert simulate(load, make_policy("fairbatching"), slow, fixed).correction == 1.0
+
+
+def test_accepted_drafts_leave_in_one_step() -> None:
+    speculation = Speculation(alpha=0.8, length=4)
+    config = EngineConfig(speculation=speculation)
+    load = workload((0.0, 100, 20_001))
+    model = SpeculativeLatency(MODEL, speculation.length, draft_s=0.001)
+    result = simulate(load, make_policy("fcfs"), Truth(model, 0), config=config, seed=2)
+    # Acc(s) = 1 + alpha + ... + alpha^s tokens per step (SLOs-Serve, appendix D).
+    mean = 20_000 / (result.steps - 1)
+    assert mean == pytest.approx(sum(0.8**k for k in range(5)), rel=0.01)
+    # Such a step costs a prefill of five tokens, and four draft steps.
+    steps = np.diff(np.unique(result.requests.emitted_s))
+    assert steps[0] == pytest.approx(step_s(5, 100) + 0.004)
+
+
+def test_impossible_engines_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_batch_tokens \(8\) must be at least one block"):
+        EngineConfig(max_batch_tokens=8)
+    with pytest.raises(ValueError, match="less than 1"):
+        Speculation(alpha=1.0, length=2)
+    with pytest.raises(ValueError, match="noise must be finite and >= 0, got -1"):
+        Truth(MODEL, noise=-1)

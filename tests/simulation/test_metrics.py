@@ -1,0 +1,164 @@
+"""Measurements against worked examples, and against the token clock of the live system."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduling.batching import make_policy
+from scheduling.objective import SLO, Anchor, GainWeights, TokenClock
+from simulation.config import EngineConfig
+from simulation.metrics import TPOTMetric, attained, deadline_gain, stages, worst_by_request
+from simulation.requests import Requests
+from simulation.run import simulate
+from simulation.summary import summarise
+from simulation.workload import Arrival, Stage, Workload
+from tests.simulation.loads import MODEL, of, workload, workloads
+
+# Token times of one request that arrived at 1.0.
+TIMES = [1.5, 1.52, 1.62, 1.64, 1.66]
+
+
+def emitted(times: list[float], slo: SLO, output: int | None = None) -> Requests:
+    requests = Requests(of([Arrival(1.0, 100, output or len(times), slo)]))
+    requests.emitted_s[: len(times)] = times
+    return requests
+
+
+def test_four_readings_of_tpot() -> None:
+    requests = emitted(TIMES, SLO(ttft_s=0.4, tpot_s=0.05))
+    tpot_s = {metric: float(value[0]) for metric, value in stages(requests).tpot_s.items()}
+    assert tpot_s[TPOTMetric.MEAN] == pytest.approx(0.16 / 4)
+    assert tpot_s[TPOTMetric.RUNNING_MAX] == pytest.approx(0.12 / 2)
+    assert tpot_s[TPOTMetric.WINDOW] == pytest.approx(0.16 / 4), "one window for five tokens"
+    # Deadlines start at 1.4: the second token is 0.12 behind that, the third 0.22 over two.
+    assert tpot_s[TPOTMetric.ENVELOPE] == pytest.approx(0.12)
+    assert attained(emitted(TIMES, SLO(ttft_s=0.5, tpot_s=0.04)), stages(requests), TPOTMetric.MEAN)
+    verdicts = {
+        metric: bool(attained(requests, stages(requests), metric)[0])
+        for metric, requests in (
+            (m, emitted(TIMES, SLO(ttft_s=0.6, tpot_s=0.05))) for m in TPOTMetric
+        )
+    }
+    assert verdicts == {
+        TPOTMetric.MEAN: True,
+        TPOTMetric.RUNNING_MAX: False,
+        TPOTMetric.WINDOW: True,
+        TPOTMetric.ENVELOPE: True,
+    }
+
+
+def test_a_window_is_ten_tokens_anywhere_in_the_stream() -> None:
+    gaps = [0.01] * 20 + [0.05] * 10 + [0.01] * 20
+    times = np.cumsum([1.2, *gaps]).tolist()
+    measured = stages(emitted(times, SLO(tpot_s=0.02)))
+    assert measured.tpot_s[TPOTMetric.WINDOW][0] == pytest.approx(0.05)
+    assert measured.tpot_s[TPOTMetric.MEAN][0] == pytest.approx(0.9 / 50)
+    assert measured.tpot_s[TPOTMetric.RUNNING_MAX][0] == pytest.approx(0.7 / 30)
+
+
+def test_a_request_cut_short_attains_nothing_but_keeps_its_gain() -> None:
+    requests = emitted([1.1, 1.12], SLO(ttft_s=0.5, tpot_s=0.05), output=4)
+    measured = stages(requests)
+    assert not attained(requests, measured, TPOTMetric.MEAN)[0]
+    assert np.isnan(measured.e2e_s[0])
+    gain = deadline_gain(requests, measured, GainWeights(10, 1))
+    assert (gain.gain[0], gain.ideal[0], gain.ratio) == (11, 13, 11 / 13)
+
+
+def test_the_gain_counts_priority_and_the_workload_sets_the_weights() -> None:
+    slo = SLO(ttft_s=0.5, tpot_s=0.05, priority=3)
+    requests = emitted([1.6, 1.61, 1.62], slo)
+    measured = stages(requests)
+    # Mean input 100, mean output 3. The first token is late by the envelope, its followers early:
+    # due at 1.5, 1.55 and 1.6.
+    assert deadline_gain(requests, measured).ideal[0] == 3 * (100 + 2 * 3)
+    assert deadline_gain(requests, measured).gain[0] == 0
+    relaxed = emitted([1.6, 1.61, 1.62], replace(slo, tpot_s=0.2))
+    assert deadline_gain(relaxed, stages(relaxed)).gain[0] == 3 * 2 * 3
+    with pytest.raises(ValueError, match="not the last token"):
+        deadline_gain(requests, measured, anchor=Anchor.LAST_TOKEN)
+
+
+def clocks_of(requests: Requests, weights: GainWeights, anchor: Anchor) -> list[TokenClock]:
+    """The live system's clocks, one per stage, fed with a run's times."""
+    clocks = []
+    for index, slo in enumerate(requests.stage_slos):
+        key = int(requests.stage_request[index])
+        start = int(requests.offsets[index])
+        times = requests.emitted_s[start : int(requests.offsets[index + 1])].tolist()
+        continues = index > requests.first_stage[key]
+        arrival_s = requests.emitted_s[start - 1] if continues else requests.arrivals[key].arrival_s
+        clock = TokenClock(slo, float(arrival_s), weights, anchor)
+        for when in times:
+            clock.emit(1, when)
+        clocks.append(clock)
+    return clocks
+
+
+@settings(max_examples=60)
+@given(load=workloads, anchor=st.sampled_from([Anchor.ENVELOPE, Anchor.FIRST_TOKEN]))
+def test_measurements_agree_with_the_token_clock(load: Workload, anchor: Anchor) -> None:
+    config = EngineConfig(max_batch_tokens=64, max_sequences=3)
+    requests = simulate(load, make_policy("slidebatching"), MODEL, config=config).requests
+    measured = stages(requests)
+    weights = GainWeights(first=5.0, later=1.5)
+    clocks = clocks_of(requests, weights, anchor)
+    assert measured.ttft_s.tolist() == pytest.approx([clock.ttft_s for clock in clocks])
+    mean = [np.nan if clock.tpot_s is None else clock.tpot_s for clock in clocks]
+    assert measured.tpot_s[TPOTMetric.MEAN].tolist() == pytest.approx(mean, nan_ok=True)
+    met = [clock.attained(clock.last_token_s or 0.0) for clock in clocks]
+    expected = np.ones(len(requests), bool)
+    np.logical_and.at(expected, requests.stage_request, met)
+    assert attained(requests, measured, TPOTMetric.MEAN).tolist() == expected.tolist()
+    gain = deadline_gain(requests, measured, weights, anchor)
+    assert gain.gain.sum() == pytest.approx(sum(clock.gain for clock in clocks))
+    assert gain.ideal.sum() == pytest.approx(sum(clock.ideal_gain for clock in clocks))
+
+
+@settings(max_examples=40)
+@given(load=workloads)
+def test_readings_are_ordered(load: Workload) -> None:
+    config = EngineConfig(max_batch_tokens=64, max_sequences=3)
+    requests = simulate(load, make_policy("sarathi"), MODEL, config=config).requests
+    tpot_s = stages(requests).tpot_s
+    some = ~np.isnan(tpot_s[TPOTMetric.MEAN])
+    mean = tpot_s[TPOTMetric.MEAN][some]
+    assert (tpot_s[TPOTMetric.RUNNING_MAX][some] >= mean - 1e-9).all()
+
+
+def test_a_request_of_stages_is_as_good_as_its_worst() -> None:
+    stages_of = [Stage(3, SLO(tpot_s=0.05)), Stage(3, SLO(tpot_s=0.02))]
+    requests = Requests(of([Arrival.of_stages(0.0, 10, stages_of)]))
+    requests.emitted_s[:] = [0.1, 0.14, 0.18, 0.19, 0.2, 0.21]
+    measured = stages(requests)
+    pace_s = measured.tpot_s[TPOTMetric.MEAN]
+    assert pace_s.tolist() == pytest.approx([0.04, 0.01])
+    assert worst_by_request(requests, measured, pace_s).tolist() == pytest.approx([0.04])
+    assert measured.start_s.tolist() == pytest.approx([0.0, 0.18])
+    assert attained(requests, measured, TPOTMetric.MEAN).tolist() == [True]
+    requests.emitted_s[5] = 0.24
+    assert attained(requests, stages(requests), TPOTMetric.MEAN).tolist() == [False]
+
+
+def test_a_summary_adds_up() -> None:
+    load = workload((0.0, 100, 11), (1.0, 100, 11), (2.0, 100_000, 5))
+    result = simulate(load, make_policy("fcfs"), MODEL, config=EngineConfig(kv_blocks=512))
+    summary = summarise(result)
+    assert (summary.requests, summary.finished, summary.failed) == (3, 2, 1)
+    assert summary.attainment == pytest.approx(2 / 3)
+    assert summary.offered_rate == 1.0
+    assert summary.effective_rate == pytest.approx(2 / 3)
+    assert summary.goodput == pytest.approx(2 / result.end_s)
+    assert summary.throughput == pytest.approx(22 / result.end_s)
+    assert summary.steps == 22
+    assert summary.utilisation == pytest.approx(result.busy_s / result.end_s)
+    assert set(summary.as_dict()) >= {"workload", "scaling", "tpot_metric", "tdg_ratio"}
+
+
+def test_an_empty_workload_has_a_summary() -> None:
+    summary = summarise(simulate(Workload("none", ()), make_policy("fcfs"), MODEL))
+    assert (summary.requests, summary.steps) == (0, 0)
+    assert np.isnan(summary.attainment)
