@@ -4,6 +4,7 @@ seed alone."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from benchmarks.workloads.arrivals import (
     AtOnce,
     Even,
     Gamma,
+    MakeArrivals,
     OnOff,
     Poisson,
     Recorded,
@@ -117,14 +119,14 @@ def test_recorded_times_are_stretched_to_the_rate() -> None:
 
 
 @pytest.mark.parametrize("make", [Poisson, Gamma, OnOff, Even, partial(Gamma, cv=0.0)])
-def test_a_rate_or_variation_that_is_none_is_refused(make: settings.MakeArrivals) -> None:
+def test_a_rate_or_variation_that_is_none_is_refused(make: MakeArrivals) -> None:
     with pytest.raises(ValueError, match="must be positive and finite"):
         make(0.0 if not isinstance(make, partial) else 1.0)
     with pytest.raises(ValueError, match="without a request"):
         OnOff(1e-9)
 
 
-ALL = {
+ALL: dict[str, Callable[..., Workload]] = {
     **{
         f"slos-serve {name}": partial(settings.slos_serve, name, zero_load_s=zero_load_s)
         for name in settings.SLOS_SERVE_SCENARIOS
