@@ -107,9 +107,12 @@ def prefill_within(coefficients: Floats, left_s: float, computed_tokens: int) ->
     linear = (
         coefficients[kernels.PREFILL_TOKENS] + coefficients[kernels.PREFILL_CROSS] * computed_tokens
     )
+    square = coefficients[kernels.PREFILL_SQUARE]
     # The root of square n^2 + linear n = left, in the form that also holds without a square.
-    divisor = linear + sqrt(linear * linear + 4.0 * coefficients[kernels.PREFILL_SQUARE] * left)
-    if divisor <= 0.0 or 2.0 * left >= divisor * UNBOUNDED_TOKENS:
+    divisor = linear + sqrt(linear * linear + 4.0 * square * left)
+    if divisor <= 0.0:
+        return 0 if square > 0.0 else UNBOUNDED_TOKENS
+    if 2.0 * left >= divisor * UNBOUNDED_TOKENS:
         return UNBOUNDED_TOKENS
     # A whole number of tokens must not be lost to rounding.
     return int(2.0 * left / divisor + 1e-9)

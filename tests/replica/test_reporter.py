@@ -21,7 +21,9 @@ from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 
 INTERVAL_S, HEARTBEAT_S = 0.025, 0.5
-INFO = EngineInfo("model", "fcfs", 8192, 2048, 256, 4096, 16, LatencyProfile.of("k", LinearLatency(1, 1)))
+INFO = EngineInfo(
+    "model", "fcfs", 8192, 2048, 256, 4096, 16, LatencyProfile.of("k", LinearLatency(1, 1))
+)
 
 
 class Bench:

@@ -1,118 +1,153 @@
-"""The step-time model: its inverse, its fit, its correction and its stored form."""
+"""The step-time models: their time, its inverse, their factors, and the online correction."""
 
-import json
-import random
 from math import inf, nan
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduling import kernels
 from scheduling.latency import (
+    FAMILIES,
     UNBOUNDED_TOKENS,
-    FitReport,
-    LatencyProfile,
+    LatencyModel,
     LinearLatency,
     OnlineCorrection,
+    PrefillDecodeLatency,
+    RooflineLatency,
     StepSample,
-    fit,
+    tokens_within,
 )
 from tests.scheduling.views import latencies
 
-TRUTH = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)
+LINEAR = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)
+PREFILL_DECODE = PrefillDecodeLatency(1e-8, 2e-8, 1.5e-4, 9e-7, 4e-4, 0.005)
+ROOFLINE = RooflineLatency(1e-4, 0.001, 0.002, 1e-6, 0.0005, 0.020)
+MODELS = (LINEAR, PREFILL_DECODE, ROOFLINE)
+
+small = st.floats(0, 1e-3)
+tiny = st.sampled_from([0.0, 1e-9, 1e-7])
+models = st.one_of(
+    latencies,
+    st.builds(
+        PrefillDecodeLatency,
+        a_p=tiny,
+        b_p=tiny,
+        c_p=small,
+        a_d=st.floats(0, 1e-6),
+        b_d=small,
+        t_c=st.floats(1e-4, 0.05),
+    ),
+    st.builds(
+        RooflineLatency,
+        k1=small,
+        k2=small,
+        b=st.floats(1e-4, 0.05),
+        k1_other=small,
+        k2_other=small,
+        b_other=st.floats(0, 0.05),
+        spec_steps=st.integers(0, 10),
+    ),
+)
+batches = st.lists(st.tuples(st.integers(1, 600), st.integers(0, 5_000)), max_size=20)
 
 
-def sample(rng: random.Random, model: LinearLatency, noise: float) -> StepSample:
-    """One step of a random batch: some decodes and up to two prefill chunks."""
-    new = context = quadratic = 0.0
-    for _ in range(rng.randint(0, 32)):
-        computed = rng.randint(16, 2_000)
-        new, context, quadratic = new + 1, context + computed + 1, quadratic + computed + 0.5
-    for _ in range(rng.randint(0 if new else 1, 2)):
-        tokens, computed = rng.randint(1, 512), rng.randint(0, 2_000)
-        new, context = new + tokens, context + tokens + computed
-        quadratic += tokens * (computed + tokens / 2)
-    seconds = model.step_s(new, context, quadratic) * (1 + rng.uniform(-noise, noise))
-    return StepSample(new, context, quadratic, seconds)
+def test_the_linear_model_by_hand() -> None:
+    # A prefill of 100 tokens on 50, and a decode on 200.
+    step = StepSample.of([(100, 50), (1, 200)])
+    assert (step.new_tokens, step.context_tokens) == (101, 150 + 201)
+    assert step.quadratic == 100 * (50 + 50) + 1 * 200.5
+    assert LINEAR.step_s(step) == pytest.approx(0.004 + 101 * 1.8e-4 + 351 * 8e-7 + 10_200.5 * 2e-8)
 
 
-def test_a_step_is_the_fixed_time_and_the_sum_of_its_sequences() -> None:
-    work_s = TRUTH.work_s(100, 50) + TRUTH.work_s(1, 200)
-    step_s = TRUTH.step_s(101, 150 + 201, 100 * (50 + 50) + 1 * 200.5)
-    assert TRUTH.fixed_s + work_s == pytest.approx(step_s)
-    assert step_s == pytest.approx(0.004 + 101 * 1.8e-4 + 351 * 8e-7 + 10_200.5 * 2e-8)
+def test_the_prefill_decode_model_by_hand() -> None:
+    prefill_s = 1e-8 * 100**2 + 2e-8 * 100 * 50 + 1.5e-4 * 100
+    decode_s = 9e-7 * 200 + 4e-4
+    assert PREFILL_DECODE.work_s(100, 50) == pytest.approx(prefill_s)
+    assert PREFILL_DECODE.work_s(1, 200) == pytest.approx(decode_s)
+    step = StepSample.of([(100, 50), (1, 200)])
+    assert PREFILL_DECODE.step_s(step) == pytest.approx(prefill_s + decode_s + 0.005)
 
 
-@given(model=latencies, seconds=st.floats(0, 10), computed=st.integers(0, 10_000))
+def test_the_roofline_is_the_higher_of_its_lines() -> None:
+    # The lines cross at 18 ms / 99 us, near 182 tokens.
+    assert ROOFLINE.step_s(StepSample.of([(100, 0)])) == pytest.approx(0.0201)
+    assert ROOFLINE.step_s(StepSample.of([(300, 0), (1, 9)])) == pytest.approx(0.002 + 301e-4)
+    assert ROOFLINE.fixed_s == pytest.approx(0.020)
+    speculating = RooflineLatency.of([*ROOFLINE.coefficients[:-1], 4])
+    assert speculating.step_s(StepSample.of([(300, 0)])) == pytest.approx(0.032 + 4 * 0.001)
+    assert speculating.fixed_s == pytest.approx(0.020 + 4 * 0.0005)
+
+
+@given(model=models, batch=batches)
+def test_a_step_is_the_largest_piece_of_its_sequences(
+    model: LatencyModel, batch: list[tuple[int, int]]
+) -> None:
+    sums = [
+        piece[kernels.FIXED] + sum(kernels.work_s(piece, float(n), float(k)) for n, k in batch)
+        for piece in model.pieces
+    ]
+    assert model.step_s(StepSample.of(batch)) == pytest.approx(max(sums))
+
+
+@given(model=models, seconds=st.floats(0, 10), computed=st.integers(0, 10_000))
 def test_tokens_within_is_the_most_that_fits(
-    model: LinearLatency, seconds: float, computed: int
+    model: LatencyModel, seconds: float, computed: int
 ) -> None:
     tokens = model.tokens_within(seconds, computed)
     if tokens == UNBOUNDED_TOKENS:
         assert model.work_s(UNBOUNDED_TOKENS, computed) <= seconds * (1 + 1e-6)
         return
-    assert tokens == 0 or model.work_s(tokens, computed) <= seconds * (1 + 1e-9)
+    assert tokens == 0 or model.work_s(tokens, computed) <= seconds * (1 + 1e-9) + 1e-12
     assert model.work_s(tokens + 1, computed) >= seconds * (1 - 1e-9)
+    assert model.work_s(tokens + 2, computed) >= seconds * (1 - 1e-9)
 
 
-@given(model=latencies, tokens=st.integers(1, 5_000), computed=st.integers(0, 5_000))
-def test_tokens_within_inverts_the_work(model: LinearLatency, tokens: int, computed: int) -> None:
+@given(model=models, tokens=st.integers(1, 5_000), computed=st.integers(0, 5_000))
+def test_tokens_within_inverts_the_work(model: LatencyModel, tokens: int, computed: int) -> None:
     within = model.tokens_within(model.work_s(tokens, computed), computed)
     assert within >= tokens
-    assert model.work_s(within, computed) == pytest.approx(model.work_s(tokens, computed))
+    if tokens > 1:
+        assert model.work_s(within, computed) == pytest.approx(model.work_s(tokens, computed))
+
+
+def test_a_decode_that_does_not_fit_is_not_taken_for_a_short_prefill() -> None:
+    # Two tokens of a prefill take 0.3 ms, one decode takes 0.4 ms.
+    assert PREFILL_DECODE.tokens_within(0.000_35, 0) == 2
+    nothing = np.zeros(1)
+    assert tokens_within(PREFILL_DECODE.pieces, nothing, 0.000_35, 0, 1) == 0
+    assert tokens_within(PREFILL_DECODE.pieces, nothing, 0.000_45, 0, 1) == 1
 
 
 def test_no_time_fits_nothing_and_endless_time_everything() -> None:
-    assert TRUTH.tokens_within(-1.0, 0) == TRUTH.tokens_within(0.0, 5) == 0
-    assert TRUTH.tokens_within(inf, 1_000) == UNBOUNDED_TOKENS
+    for model in MODELS:
+        assert model.tokens_within(-1.0, 5) == 0
+        assert model.tokens_within(inf, 1_000) == UNBOUNDED_TOKENS
+    assert LINEAR.tokens_within(0.0, 5) == 0
     assert LinearLatency(a=0.01, b=0.0).tokens_within(0.001, 10) == UNBOUNDED_TOKENS
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.03])
-def test_a_fit_recovers_the_model(noise: float) -> None:
-    rng = random.Random(1)
-    model, report = fit([sample(rng, TRUTH, noise) for _ in range(400)])
-    tolerance = 1e-6 if noise == 0 else 0.15
-    for name in ("a", "b", "c", "d"):
-        assert getattr(model, name) == pytest.approx(getattr(TRUTH, name), rel=tolerance), name
-    assert report.samples + report.dropped == 400
-    assert report.mape <= noise + 1e-9
-    assert report.r2 > 0.99
+@given(model=models, batch=batches, correction=st.floats(0.25, 4), headroom=st.floats(1, 2))
+def test_correction_and_headroom_scale_every_prediction(
+    model: LatencyModel, batch: list[tuple[int, int]], correction: float, headroom: float
+) -> None:
+    scaled = model.corrected(correction).with_headroom(headroom)
+    step, factor = StepSample.of(batch), correction * headroom
+    assert scaled.step_s(step) == pytest.approx(factor * model.step_s(step))
+    assert scaled.work_s(100, 50) == pytest.approx(factor * model.work_s(100, 50))
+    assert scaled.fixed_s == pytest.approx(factor * model.fixed_s)
+    assert scaled.corrected(1.0).with_headroom(1.0) == model, "the factors do not pile up"
+    same = type(model).of(model.coefficients)
+    assert scaled == same.with_headroom(headroom).corrected(correction)
+    assert scaled.coefficients == model.coefficients
 
 
-def test_a_fit_leaves_outliers_out_and_reports_them() -> None:
-    rng = random.Random(2)
-    samples = [sample(rng, TRUTH, 0.02) for _ in range(300)]
-    for index in range(0, 300, 20):
-        held_up = samples[index]
-        samples[index] = held_up._replace(seconds=held_up.seconds * 20)
-    model, report = fit(samples)
-    assert report.dropped == 30
-    assert report.mape < 0.02
-    assert model.b == pytest.approx(TRUTH.b, rel=0.1)
-    assert model.a == pytest.approx(TRUTH.a, rel=0.1)
-
-
-def test_a_fit_has_no_negative_coefficients() -> None:
-    # Time falls with context: the best free coefficient is negative, the best allowed is 0.
-    samples = [
-        StepSample(new, context, 0.0, 0.01 + 0.0001 * new - 0.000_001 * context)
-        for new in range(1, 101, 10)
-        for context in range(1_000, 5_000, 1_000)
-    ]
-    model, _ = fit(samples, trim=0.0)
-    assert model.c == 0
-    assert model.b > 0
-
-
-def test_a_fit_needs_usable_samples() -> None:
-    good = [StepSample(n, n, n * n / 2, 0.01 + 0.001 * n) for n in range(1, 8)]
-    useless = [StepSample(1, 1, 0.5, bad) for bad in (0.0, -1.0, inf, nan)]
-    idle = [StepSample(0, 0, 0, 0.01)]
-    with pytest.raises(ValueError, match="at least 8 samples, got 7"):
-        fit(good + useless + idle)
-    with pytest.raises(ValueError, match="trim must be"):
-        fit(good, trim=0.9)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_family_is_its_name_and_its_coefficients(model: LatencyModel) -> None:
+    assert FAMILIES[model.family].of(model.coefficients) == model
+    with pytest.raises(ValueError, match=f"{len(model.names)} coefficients .*{model.names[0]}"):
+        type(model).of((*model.coefficients, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +156,20 @@ def test_a_fit_needs_usable_samples() -> None:
 def test_impossible_models_are_refused(coefficients: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="coefficient"):
         LinearLatency(*coefficients)
+    with pytest.raises(ValueError, match="coefficient"):
+        RooflineLatency(*coefficients, 0, 0)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, inf, nan])
+def test_impossible_factors_are_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="correction must be positive"):
-        LinearLatency(1.0, 1.0, correction=0.0)
+        LinearLatency(1.0, 1.0, correction=bad)
+    with pytest.raises(ValueError, match="correction must be positive"):
+        LINEAR.corrected(bad)
+    with pytest.raises(ValueError, match="headroom must be finite and >= 1"):
+        LINEAR.with_headroom(bad)
+    with pytest.raises(ValueError, match="headroom must be finite and >= 1"):
+        LinearLatency(1.0, 1.0, headroom=0.99)
 
 
 @given(ratio=st.floats(0.3, 3.5), theta=st.floats(0, 0.97))
@@ -131,9 +178,6 @@ def test_the_correction_converges_to_the_real_ratio(ratio: float, theta: float) 
     for _ in range(500):
         correction.observe(0.01, 0.01 * ratio)
     assert correction.factor == pytest.approx(ratio, rel=1e-3)
-    model = TRUTH.corrected(correction.factor)
-    assert model.step_s(10, 100) == pytest.approx(TRUTH.step_s(10, 100) * ratio, rel=1e-3)
-    assert model.work_s(10, 100) == pytest.approx(TRUTH.work_s(10, 100) * ratio, rel=1e-3)
 
 
 @given(
@@ -158,41 +202,3 @@ def test_one_stalled_step_counts_a_bounded_ratio() -> None:
 def test_impossible_corrections_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"theta|max_ratio"):
         OnlineCorrection(**bad)
-
-
-REPORT = FitReport(samples=90, dropped=10, mape=0.03, p90_error=0.05, r2=0.99)
-
-
-@pytest.mark.parametrize("report", [None, REPORT])
-def test_a_profile_survives_its_text(report: FitReport | None) -> None:
-    profile = LatencyProfile.of("llama/cpu", TRUTH.corrected(2.0), report)
-    again = LatencyProfile.from_json(profile.to_json())
-    assert again == profile
-    assert again.model == TRUTH, "a correction belongs to a run, not to the profile"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"a": -1.0}, "finite and >= 0"),
-        ({"a": "0.004"}, "a: Input should be a valid number"),
-        ({"a": None}, "a: Input should be a valid number"),
-        ({"key": 5}, "key: Input should be a valid string"),
-        ({"e": 0.1}, "e: Unexpected keyword argument"),
-        ({"report": {"samples": 1}}, "report.dropped: Field required"),
-        ({"a": 0.0, "b": 0.0, "c": 0.0, "d": 0.0}, "at least one coefficient"),
-    ],
-)
-def test_a_broken_profile_is_refused_with_the_reason(
-    change: dict[str, object], message: str
-) -> None:
-    fields = json.loads(LatencyProfile.of("k", TRUTH, REPORT).to_json())
-    with pytest.raises(ValueError, match="not a latency profile") as raised:
-        LatencyProfile.from_json(json.dumps(fields | change))
-    assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": "k"}', '{"key": NaN}'])
-def test_what_is_no_profile_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not a latency profile"):
-        LatencyProfile.from_json(text)

@@ -1,0 +1,221 @@
+"""Fits: what made the data is found again, the error report is honest, the wrong family shows."""
+
+import random
+from math import inf, nan
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from scheduling.fit import BatchFamily, fit
+from scheduling.latency import (
+    FAMILIES,
+    LatencyModel,
+    LinearLatency,
+    PrefillDecodeLatency,
+    RooflineLatency,
+    StepSample,
+)
+from scheduling.latency_request import Interaction, InteractionLatency, PolynomialTTFT
+
+LINEAR = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)
+PREFILL_DECODE = PrefillDecodeLatency(1e-7, 2e-7, 1.5e-4, 2e-6, 8e-4, 0.005)
+ROOFLINE = RooflineLatency(1e-4, 0.0, 0.002, 1e-6, 0.0, 0.020)
+MODELS: tuple[LatencyModel, ...] = (LINEAR, PREFILL_DECODE, ROOFLINE)
+
+
+def steps(model: LatencyModel, count: int, noise: float, seed: int = 1) -> list[StepSample]:
+    """Steps of random batches: some decodes and up to two prefill chunks."""
+    rng = random.Random(seed)
+    samples = []
+    for _ in range(count):
+        batch = [(1, rng.randint(16, 2_000)) for _ in range(rng.randint(0, 32))]
+        chunks = rng.randint(0 if batch else 1, 2)
+        batch += [(rng.randint(2, 512), rng.randint(0, 2_000)) for _ in range(chunks)]
+        step = StepSample.of(batch)
+        seconds = model.step_s(step) * (1 + rng.uniform(-noise, noise))
+        samples.append(step._replace(seconds=seconds))
+    return samples
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.parametrize("truth", MODELS)
+def test_a_fit_recovers_the_model(truth: LatencyModel, noise: float) -> None:
+    model, report = fit(steps(truth, 600, noise), truth.family)  # type: ignore[call-overload]
+    assert type(model) is type(truth)
+    # On steps that it has not seen.
+    for step in steps(truth, 50, 0.0, seed=2):
+        assert model.step_s(step) == pytest.approx(step.seconds, rel=1e-6 + noise / 2)
+    if noise == 0 and truth is not ROOFLINE:
+        assert model.coefficients == pytest.approx(truth.coefficients, rel=1e-6)
+    assert (report.samples, report.dropped) == (540, 60)
+    assert report.mape <= noise + 1e-9
+    assert report.r2 > 0.99
+
+
+def test_a_roofline_fit_finds_both_lines() -> None:
+    model, _ = fit(steps(ROOFLINE, 600, 0.0), "roofline")
+    found = sorted(model.lines, key=lambda line: line[2])
+    assert found[0] == pytest.approx((1e-4, 0.0, 0.002), rel=1e-6, abs=1e-12)
+    assert found[1] == pytest.approx((1e-6, 0.0, 0.020), rel=1e-6, abs=1e-12)
+
+
+def test_a_roofline_fit_learns_the_price_of_draft_steps() -> None:
+    rng = random.Random(3)
+    samples = []
+    for step in steps(ROOFLINE, 400, 0.0):
+        drafts = rng.randint(0, 5)
+        lines = (0.002 + 1e-4 * step.new_tokens, 0.020 + 1e-6 * step.new_tokens)
+        samples.append(step._replace(spec_steps=drafts, seconds=max(lines) + 0.003 * drafts))
+    model, report = fit(samples, "roofline")
+    assert [line[1] for line in model.lines] == pytest.approx([0.003, 0.003])
+    assert model.spec_steps == 0, "a setting, not a result"
+    assert report.mape < 1e-6
+
+
+@pytest.mark.parametrize(
+    # The prefill/decode form has no term for the context of a chunk; a small one would not show.
+    "truth",
+    [LinearLatency(a=0.004, b=1e-4, c=6e-6), PREFILL_DECODE, ROOFLINE],
+)
+def test_the_wrong_family_shows_in_the_report(truth: LatencyModel) -> None:
+    samples = steps(truth, 400, 0.01)
+    errors = {
+        family: fit(samples, family)[1].mape  # type: ignore[call-overload]
+        for family in get_args(BatchFamily)
+    }
+    right = errors.pop(truth.family)
+    assert right < 0.01
+    assert min(errors.values()) > 1.5 * right
+
+
+def test_the_report_is_of_the_kept_samples() -> None:
+    samples = steps(LINEAR, 300, 0.05)
+    model, report = fit(samples)
+    errors = sorted(abs(model.step_s(step) / step.seconds - 1) for step in samples)
+    assert report.samples == 270
+    assert report.mape == pytest.approx(sum(errors[:270]) / 270, rel=0.02)
+    assert report.p90_error == pytest.approx(np.quantile(errors[:270], 0.9), rel=0.02)
+    untrimmed = fit(samples, trim=0.0)[1]
+    assert (untrimmed.samples, untrimmed.dropped) == (300, 0)
+    assert untrimmed.mape > report.mape
+
+
+@pytest.mark.parametrize("truth", MODELS)
+def test_a_fit_leaves_outliers_out_and_reports_them(truth: LatencyModel) -> None:
+    samples = steps(truth, 300, 0.02)
+    for index in range(0, 300, 20):
+        held_up = samples[index]
+        samples[index] = held_up._replace(seconds=held_up.seconds * 20)
+    model, report = fit(samples, truth.family)  # type: ignore[call-overload]
+    assert report.dropped == 30
+    assert report.mape < 0.02
+    for step in steps(truth, 20, 0.0, seed=4):
+        assert model.step_s(step) == pytest.approx(step.seconds, rel=0.05)
+
+
+def test_a_fit_has_no_negative_coefficients() -> None:
+    # Time falls with context: the best free coefficient is negative, the best allowed is 0.
+    samples = [
+        StepSample.of([(new, context)], 0.01 + 0.0001 * new - 0.000_001 * context)
+        for new in range(2, 102, 10)
+        for context in range(1_000, 5_000, 1_000)
+    ]
+    model, _ = fit(samples, trim=0.0)
+    assert model.c == model.d == 0
+    assert model.b > 0
+
+
+def test_a_fit_is_the_same_every_time() -> None:
+    samples = steps(ROOFLINE, 200, 0.05)
+    for family in FAMILIES:
+        results = [fit(samples, family) for _ in range(2)]  # type: ignore[call-overload]
+        assert results[0] == results[1]
+
+
+def test_a_fit_needs_usable_samples() -> None:
+    good = [StepSample.of([(n, 0)], 0.01 + 0.001 * n) for n in range(1, 8)]
+    useless = [StepSample.of([(1, 1)], bad) for bad in (0.0, -1.0, inf, nan)]
+    idle = [StepSample.of([], 0.01)]
+    with pytest.raises(ValueError, match="at least 8 samples, got 7"):
+        fit(good + useless + idle)
+    with pytest.raises(ValueError, match="at least 8 samples, got 0"):
+        fit([])
+    with pytest.raises(ValueError, match="at least 12 samples, got 7"):
+        fit(good, "roofline")
+    with pytest.raises(ValueError, match="trim must be"):
+        fit(good, trim=0.9)
+    with pytest.raises(ValueError, match=r"unknown family 'cubic'; known: linear, "):
+        fit(good, "cubic")  # type: ignore[call-overload]
+    prefills = [StepSample.of([(n, 0)], 0.01 + 0.001 * n) for n in range(2, 50)]
+    with pytest.raises(ValueError, match="no sample has decodes"):
+        fit(prefills, "prefill_decode")
+
+
+def interaction_steps(truth: InteractionLatency, noise: float) -> list[StepSample]:
+    """Fresh prefills and decodes of batches of equal requests, and mixed steps to be ignored."""
+    rng = random.Random(5)
+    samples = [StepSample.of([(50, 0), (1, 80)], 123.0)]
+    for _ in range(200):
+        batch, length = rng.randint(1, 32), rng.randint(100, 8_000)
+        prefill_s = truth.prefill_s(batch, length) * (1 + rng.uniform(-noise, noise))
+        samples.append(StepSample.of([(length, 0)] * batch, prefill_s))
+        decode_s = truth.decode.seconds(batch, length) * (1 + rng.uniform(-noise, noise))
+        samples.append(StepSample.of([(1, length)] * batch, decode_s))
+    return samples
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_the_interaction_model_is_recovered(noise: float) -> None:
+    truth = InteractionLatency.paper()
+    model, report = fit(interaction_steps(truth, noise), "interaction")
+    tolerance = 1e-6 if noise == 0 else 0.05
+    assert model.prefill_s(8, 1_000) == pytest.approx(truth.prefill_s(8, 1_000), rel=tolerance)
+    assert model.e2e_s(4, 500, 100) == pytest.approx(truth.e2e_s(4, 500, 100), rel=tolerance)
+    assert (report.samples, report.dropped) == (360, 40)
+    assert report.mape <= noise + 1e-9
+    if noise == 0:
+        assert model.prefill == pytest.approx(truth.prefill, rel=1e-5)
+        assert model.decode == pytest.approx(truth.decode, rel=1e-5)
+
+
+def test_the_interaction_model_needs_both_kinds_of_steps() -> None:
+    samples = [StepSample.of([(n, 0)], 0.01 + 0.001 * n) for n in range(2, 50)]
+    with pytest.raises(ValueError, match="at least 8 samples, got 0"):
+        fit(samples, "interaction")
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_the_polynomial_is_recovered(noise: float) -> None:
+    truth = PolynomialTTFT((0.020, 5e-5, 3e-9))
+    rng = random.Random(6)
+    samples = [StepSample.of([(50, 9)], 77.0), StepSample.of([(50, 0), (50, 0)], 77.0)]
+    for _ in range(200):
+        tokens = rng.randint(2, 32_000)
+        seconds = truth.seconds(tokens) * (1 + rng.uniform(-noise, noise))
+        samples.append(StepSample.of([(tokens, 0)], seconds))
+    model, report = fit(samples, "polynomial_ttft")
+    tolerance = 1e-6 if noise == 0 else 0.02
+    for tokens in (100, 4_000, 32_000):
+        assert model.seconds(tokens) == pytest.approx(truth.seconds(tokens), rel=tolerance)
+    assert report.mape <= noise + 1e-9
+
+
+def test_one_data_set_serves_every_family() -> None:
+    truth = LINEAR
+    samples = steps(truth, 300, 0.01)
+    rng = random.Random(7)
+    for _ in range(100):
+        for batch in (
+            [(rng.randint(2, 2_000), 0)],
+            [(1, rng.randint(9, 2_000))] * rng.randint(1, 16),
+        ):
+            step = StepSample.of(batch)
+            samples.append(step._replace(seconds=truth.step_s(step)))
+    ttft, _ = fit(samples, "polynomial_ttft")
+    assert ttft.seconds(1_000) == pytest.approx(truth.fixed_s + truth.work_s(1_000, 0), rel=1e-3)
+    annealing, report = fit(samples, "interaction")
+    decodes_s = truth.step_s(StepSample.of([(1, 500)] * 8))
+    assert annealing.decode.seconds(8, 500) == pytest.approx(decodes_s, rel=1e-3)
+    assert isinstance(annealing.prefill, Interaction)
+    assert report.samples + report.dropped > 200
