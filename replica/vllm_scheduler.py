@@ -142,7 +142,8 @@ class PlanMixin(_Base):
             (request_id, tokens, self.requests[request_id].num_computed_tokens - tokens)
             for request_id, tokens in output.num_scheduled_tokens.items()
         ]
-        self._stalled = bool(views) and not ran
+        # Where not even stock scheduling ran anything, an empty plan was right.
+        self._stalled = len(plan) > 0 and not ran
         step = self._local.begin_step(
             plan, ran, time.monotonic(), tuple(output.preempted_req_ids or ())
         )

@@ -20,6 +20,7 @@ _SCHEDULER_NAMES = (
     "add_request",
     "get_request_counts",
     "schedule",
+    "shutdown",
     "update_from_output",
     "_free_request",
     "_is_blocked_waiting_status",

@@ -5,6 +5,7 @@ repeats or reorders work gets other tokens, or trips over vLLM's own assertions.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import deque
 
@@ -117,7 +118,17 @@ def requests(count):
 
 
 def drive(scheduler, in_flight, arriving, abort=()):
-    """Run until all is done, as the engine's loop does; a new request every second step."""
+    """Run until all is done, as the engine's loop does, and end the scheduler as it does; a new
+    request every second step."""
+    try:
+        return loop(scheduler, in_flight, arriving, abort)
+    finally:
+        assert not gc.isenabled()
+        scheduler.shutdown()
+        assert gc.isenabled()
+
+
+def loop(scheduler, in_flight, arriving, abort):
     model, queue, received = KnownModel(), deque(), {}
     waiting = deque(arriving)
     for step in range(5000):
