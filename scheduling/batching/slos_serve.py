@@ -1,0 +1,309 @@
+"""SLOs-Serve: promise what can be held, hold it, and serve the others with what is left."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from scheduling.admission.slos_serve import MOST_NEW, Demand, Supply, admissible
+from scheduling.batching.base import BatchBudget, BatchBuilder, BatchPlan, BatchPolicy
+from scheduling.batching.prefill_share import least_useful_s
+from scheduling.kernels import (
+    COMPUTED,
+    DECODE_CONTEXT,
+    DECODE_SEQUENCE,
+    E2E,
+    EMITTED,
+    EXPECTED,
+    FIXED,
+    KV_BLOCKS,
+    PENDING,
+    PRIORITY,
+    PROMPT,
+    RUNNING,
+    TPOT,
+    TTFT,
+    Floats,
+    Ints,
+    by_deadline,
+    deadlines_s,
+    is_prefill,
+    pending_work_s,
+)
+from scheduling.latency import LatencyModel
+from scheduling.objective import Anchor
+from scheduling.policy import PolicyOptions
+from scheduling.request import QueueView
+
+Mask = NDArray[np.bool_]
+
+
+class SLOsServeOptions(PolicyOptions):
+    """Options of :class:`SLOsServe`."""
+
+    anchor: Anchor = Field(
+        default=Anchor.LAST_TOKEN,
+        description="Where the deadlines of later tokens start. The paper measures TPOT every 10 "
+        "tokens: `last_token` holds that in every window, as no token may use time that earlier "
+        "ones have saved. `envelope` is the paper's own budget, in which a decode counts from its "
+        "prefill deadline on (Fig. 5); it promises more, and holds TDG but no TPOT.",
+    )
+    margin: float = Field(
+        default=0.05,
+        ge=0,
+        le=0.5,
+        description="Share of each batch's time, and of each promise's, that is kept for errors "
+        "of prediction, beside the latency model's own head-room.",
+    )
+    expected_tokens: int = Field(
+        default=256,
+        ge=1,
+        le=1_048_576,
+        description="Output length, tokens, taken for a request without a prediction. Admission "
+        "counts its KV blocks. The default is about the paper's mean for chat (266).",
+    )
+    best_effort_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Most of the KV blocks and of the running places that requests without a "
+        "promise may take while others could still ask for one. A waiting request cannot take "
+        "blocks back from a running one, so this bounds what a burst leaves to those after it.",
+    )
+
+
+class SLOsServe(BatchPolicy):
+    """Soft admission by dynamic programming, batches as long as the tightest TPOT. ``O(n log n)``.
+
+    Admission (§3.1, §3.2.1): when a request arrives, ends or changes its objectives, new requests
+    get a promise or not (:mod:`scheduling.admission.slos_serve`). Between those moments nothing is
+    decided again, and what has left the queue is forgotten.
+
+    Batches (§3.2.2, Alg. 2), with ``t0`` the least TPOT of the promised decodes: each takes the
+    time ``t0``; decodes enter by schedule deadline; the rest goes to promised prefills by deadline.
+
+    Best effort (§4.1): requests without a promise get what time and memory that leaves, decodes
+    before prefills, each in order of arrival. While promises take every batch whole, they wait:
+    the paper has no rule against that, and neither has this policy.
+
+    Our readings:
+
+    - ``time2bs(t0)`` is ``t0`` itself: the builder fills a batch by predicted seconds. With tokens
+      ``n`` that is the same batch, and the context counts.
+    - A token is due for scheduling where, left out, it would come too late in the next batch:
+      ``deadline < end of this batch + t0``, Alg. 2's line 9 with ``schDDL < (i + 1) t0``. The
+      printed ``>=`` would schedule those that are not due.
+    - A batch that ends a promised prefill is not padded beyond that prefill's deadline.
+    - Alg. 1 forgets declined requests. Here one that has no output yet is asked again when requests
+      have come or gone, as long as its deadline is ahead: at most ten with the new ones, those of
+      most worth per predicted second first.
+    - The tightest stage of a request counts as long as its row says so; when the row's objective
+      changes with the stage, that is decided anew. A promise is kept in the later stages.
+    - A request whose TPOT no batch with a useful share of prefill could hold
+      (:mod:`scheduling.batching.prefill_share`) gets no promise. One without any objective has
+      nothing to be promised. One with an end-to-end objective only is paced so that half of it,
+      or its TTFT, is for the first token, and the rest for its expected output.
+    - The paper preempts best-effort requests when new ones arrive. An engine gives no blocks of a
+      running request to a waiting one, so here they lose their KV to running promised requests
+      only. And as evicting recomputes, it is bounded beforehand: a waiting best-effort request is
+      let in only if its whole predicted length fits beside all that is promised or runs. A request
+      that outgrows its prediction counts as twice as long, so predictions fail it ``log2(length)``
+      times at most.
+
+    Each decision is ``O(n)`` beside the dynamic program.
+    """
+
+    name = "slos_serve"
+    source = "SLOs-Serve §3.2, §4.1, Algorithms 1 and 2, appendix C"
+    Options = SLOsServeOptions
+
+    def __init__(self, options: SLOsServeOptions | None = None) -> None:
+        options = options or SLOsServeOptions()
+        super().__init__(options)
+        self._anchor = options.anchor
+        self._within = 1.0 - options.margin
+        self._expected = options.expected_tokens
+        self._share = options.best_effort_share
+        self._keys: Ints = np.empty(0, dtype=np.int64)
+        self._objectives: Floats = np.empty((0, PRIORITY - TTFT))
+        self._promised: Mask = np.empty(0, dtype=np.bool_)
+
+    def plan(
+        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
+    ) -> BatchPlan:
+        """Plan the next batch; promise first, where something has changed."""
+        self._budget = budget
+        return super().plan(queue, now_s, latency, budget)
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """Promised decodes that are due, promised prefills, other promised decodes, best effort."""
+        table, length = self._paced(queue.table)
+        due_s = deadlines_s(table, self._anchor.code)
+        claims = self._claims(table, length)
+        self._promise(queue.keys, table, due_s - now_s, claims, latency)
+        promised, prefill = self._promised, is_prefill(table)
+
+        decodes = by_deadline(np.flatnonzero(promised & ~prefill), due_s)
+        prefills = by_deadline(np.flatnonzero(promised & prefill), due_s)
+        tpot_s = table[decodes, TPOT]
+        tpot_s = tpot_s[tpot_s >= least_useful_s(latency.fixed_s, latency)]
+        tightest_s = float(tpot_s.min(initial=inf))
+        until_s = tightest_s * self._within
+        urgent = int(np.searchsorted(due_s[decodes], now_s + until_s + tightest_s))
+        growth = _blocks(table[:, COMPUTED] + table[:, PENDING], self._budget) - table[:, KV_BLOCKS]
+        if growth[decodes].sum() > batch.free_blocks:
+            # An engine that runs out of blocks takes them from what is not in the plan.
+            urgent = len(decodes)
+        batch.take(decodes[:urgent])
+        if len(prefills):
+            if urgent:
+                deepest = int(table[prefills, COMPUTED].max())
+                until_s = max(until_s, least_useful_s(batch.cost_s, latency, deepest))
+            work_s = pending_work_s(table[prefills], latency.pieces)
+            until_s = self._end_s(batch.cost_s, work_s, due_s[prefills] - now_s, until_s)
+        batch.take(prefills, until_s)
+        batch.take(decodes[urgent:], until_s)
+
+        others = np.flatnonzero(~promised)
+        if len(others):
+            others = others[np.argsort(prefill[others], kind="stable")]
+            batch.take(self._let_in(table, others, claims, growth, batch.free_blocks), until_s)
+        if batch.empty:
+            batch.ensure_progress(np.concatenate((decodes, prefills, others)))
+
+    def _paced(self, table: Floats) -> tuple[Floats, Floats]:
+        """The rows with a TTFT and a TPOT wherever an objective is stated, and their lengths."""
+        length = np.where(np.isnan(table[:, EXPECTED]), self._expected, table[:, EXPECTED])
+        emitted = table[:, EMITTED]
+        length = np.where(emitted < length, length, 2.0 * emitted)
+        whole = np.isfinite(table[:, E2E]) & np.isinf(table[:, TPOT])
+        if whole.any():
+            table = table.copy()
+            e2e_s = table[whole, E2E]
+            first_s = np.minimum(table[whole, TTFT], e2e_s / 2)
+            table[whole, TTFT] = first_s
+            table[whole, TPOT] = (e2e_s - first_s) / np.maximum(length[whole], 1.0)
+        return table, length
+
+    def _claims(self, table: Floats, length: Floats) -> Floats:
+        """KV blocks that each request will need more than it has, by its expected length."""
+        held = table[:, KV_BLOCKS]
+        whole = _blocks(table[:, PROMPT] + length, self._budget)
+        # Nothing can need more than there is.
+        there = self._budget.kv_blocks + held.sum()
+        more: Floats = np.maximum(0.0, np.minimum(whole, there) - held)
+        return more
+
+    def _end_s(self, taken_s: float, work_s: Floats, left_s: Floats, until_s: float) -> float:
+        """``until_s``, or the nearest deadline of the prefills that this batch can end in time."""
+        end_s = taken_s + np.cumsum(work_s)
+        left_s = left_s * self._within
+        ending = (end_s <= until_s) & (end_s <= left_s)
+        return min(until_s, float(left_s[ending].min(initial=inf)))
+
+    def _let_in(
+        self, table: Floats, rows: Ints, claims: Floats, growth: Floats, free_blocks: int
+    ) -> Ints:
+        """Those of the best-effort ``rows`` that may be served without taking blocks from others,
+        the running ones and then those that memory and places allow to begin."""
+        running = table[rows, RUNNING] > 0
+        begun, waiting = rows[running], rows[~running]
+        needs = growth[begun]
+        begun = begun[(needs <= 0) | (np.cumsum(needs) <= free_blocks)]
+        held = float(table[rows[running], KV_BLOCKS].sum())
+        taken = int(running.sum())
+        room = self._budget.kv_blocks - claims[self._promised].sum() - claims[rows[running]].sum()
+        most = self._budget.sequences
+        if np.isfinite(table[:, TTFT : E2E + 1]).any():
+            total = self._budget.kv_blocks + float(table[:, KV_BLOCKS].sum())
+            room = min(room, self._share * total - held - claims[rows[running]].sum())
+            most = max(1, int(self._share * most))
+        fitting = np.cumsum(claims[waiting]) <= room
+        fitting &= np.arange(1, len(waiting) + 1) <= most - taken
+        return np.concatenate((begun, waiting[fitting]))
+
+    def _promise(
+        self, keys: Ints, table: Floats, left_s: Floats, claims: Floats, latency: LatencyModel
+    ) -> None:
+        """Decide on new requests, where the queue or its objectives have changed."""
+        objectives = table[:, TTFT:PRIORITY]
+        if np.array_equal(keys, self._keys) and np.array_equal(objectives, self._objectives):
+            return
+        promised, seen = self._known(keys)
+        self._keys, self._objectives = keys.copy(), objectives.copy()
+        self._promised = promised
+        tpot_s = table[:, TPOT]
+        stated = np.isfinite(table[:, TTFT]) | np.isfinite(tpot_s)
+        holdable = stated & (tpot_s >= least_useful_s(latency.fixed_s, latency))
+        # One that runs without having been seen waiting was let in by another policy.
+        promised |= ~seen & holdable & (table[:, RUNNING] > 0)
+        pieces = latency.pieces / self._within
+        work_s = pending_work_s(table, pieces)
+        asking = ~promised & holdable & (~seen | (table[:, EMITTED] == 0))
+        asking &= left_s >= work_s + pieces[:, FIXED].max()
+        new = np.flatnonzero(asking & ~seen)
+        again = np.flatnonzero(asking & seen)
+        worth = work_s[again] / table[again, PRIORITY]
+        again = again[np.argsort(worth, kind="stable")[: max(0, MOST_NEW - len(new))]]
+        new = np.concatenate((new, again))
+        if not len(new):
+            return
+        supply = self._supply(table, claims, pieces, latency)
+        demand = _demand(table, left_s, work_s, claims, pieces)
+        promised[new] = admissible(demand.of(new), demand.of(promised), supply)
+
+    def _known(self, keys: Ints) -> tuple[Mask, Mask]:
+        """Which requests have a promise, and which were in the queue when it last changed."""
+        if not len(self._keys):
+            return np.zeros(len(keys), dtype=np.bool_), np.zeros(len(keys), dtype=np.bool_)
+        order = np.argsort(self._keys)
+        place = np.searchsorted(self._keys, keys, sorter=order)
+        place = order[np.minimum(place, len(order) - 1)]
+        seen = self._keys[place] == keys
+        return seen & self._promised[place], seen
+
+    def _supply(
+        self, table: Floats, claims: Floats, pieces: Floats, latency: LatencyModel
+    ) -> Supply:
+        """What promises may still take."""
+        promised, prefill = self._promised, is_prefill(table)
+        share = np.ones(len(pieces))
+        if len(pieces) > 1 and prefill.any():
+            rows = table[prefill]
+            work_s = [
+                float(pending_work_s(rows, pieces[i : i + 1]).sum()) for i in range(len(pieces))
+            ]
+            most_s = float(pending_work_s(rows, pieces).sum())
+            if most_s > 0:
+                share = np.array(work_s) / most_s
+        longest_s = latency.fixed_s + latency.work_s(self._budget.tokens, 0)
+        running = table[:, RUNNING] > 0
+        return Supply(
+            np.ascontiguousarray(pieces[:, FIXED]),
+            share,
+            longest_s / self._within,
+            self._budget.kv_blocks - float(claims[promised].sum()),
+            self._budget.sequences - int((running | promised).sum()),
+            self._anchor,
+        )
+
+
+def _blocks(tokens: Floats, budget: BatchBudget) -> Floats:
+    """KV blocks that so many tokens fill."""
+    blocks: Floats = np.ceil(tokens / budget.block_tokens)
+    return blocks
+
+
+def _demand(
+    table: Floats, left_s: Floats, work_s: Floats, claims: Floats, pieces: Floats
+) -> Demand:
+    """What each row needs; its decode is counted on the context with which it begins."""
+    context = table[:, COMPUTED] + table[:, PENDING]
+    decode_s = pieces[:, DECODE_SEQUENCE] + np.outer(context, pieces[:, DECODE_CONTEXT])
+    prefill_s = np.where(is_prefill(table), work_s, 0.0)
+    return Demand(left_s, prefill_s, table[:, TPOT], decode_s, claims, table[:, PRIORITY])
