@@ -96,7 +96,7 @@ def test_an_output_without_spread_ends_at_its_mean_or_one_later() -> None:
     fixed = GaussianLength(50, 0)
     assert [fixed.given(n) for n in (0, 20, 49, 50, 80)] == [50, 50, 50, 51, 81]
     assert fixed.quantile(0.9, 80) == 81
-    assert GaussianLength(50, 5).quantile(1e-30) == 1
+    assert 1 <= GaussianLength(50, 5).quantile(1e-30) < 20
 
 
 def test_a_range_by_hand() -> None:
@@ -108,7 +108,7 @@ def test_a_range_by_hand() -> None:
     assert stated.quantile(0.99) == 20
     assert LengthRange(1, 10).quantile(0.5) == 5
     assert stated.quantile(1e-30) == 10
-    assert stated.quantile(0.5, 18) == 20
+    assert stated.quantile(0.5, 18) == 19
 
 
 def test_a_histogram_by_hand() -> None:
