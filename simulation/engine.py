@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
-
 import numpy as np
-from numpy.typing import NDArray
 
 from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
-from scheduling.kernels import FIELDS, KV_BLOCKS, Floats, Ints
+from scheduling.kernels import (
+    COMPUTED,
+    EMITTED,
+    FIRST_TOKEN,
+    KV_BLOCKS,
+    LAST_TOKEN,
+    PENDING,
+    PROMPT,
+    Floats,
+    Ints,
+)
 from scheduling.request import QueueView
 from simulation import steps
 from simulation.config import EngineConfig
+from simulation.prefix_cache import PrefixCache
 from simulation.requests import Requests
+from simulation.rows import Rows
 from simulation.truth import Belief, Noise, Planner, Truth
-
-_ROWS = 256
-
-Array = TypeVar("Array", bound=NDArray[Any])
 
 
 class StuckError(RuntimeError):
@@ -30,11 +35,11 @@ class Engine:
     The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it.
     Between the two, requests may be submitted. The engine does what stock vLLM does around a plan
     (:class:`~scheduling.batching.base.BatchBuilder`): a running request that lacks blocks preempts
-    others by recompute. A policy that plans nothing while requests are live does not stop it: that
-    step is planned first come, first served, as in production, and counted in ``fallbacks``.
+    others by recompute. A plan of which nothing runs does not stop it: that step is planned first
+    come, first served, as in production, and counted in ``fallbacks``.
 
-    Live requests are rows of one array in order of arrival; a step costs the policy's plan and
-    ``O(live)`` compiled.
+    A step costs the policy's plan and ``O(live)`` compiled, and with a prefix cache a little for
+    each request that begins or ends.
 
     Args:
         config: its limits.
@@ -43,6 +48,9 @@ class Engine:
         truth: how long its steps take.
         requests: the requests of the run; their emission times are written there.
         rng: source of its noise and of accepted drafts.
+
+    Raises:
+        ValueError: the workload's hashed blocks do not fit the KV blocks.
     """
 
     def __init__(
@@ -60,38 +68,23 @@ class Engine:
         self.fallbacks = 0
         self.dropped = 0
         self.busy_s = 0.0
+        self.cache: PrefixCache | None = None
         self._policy = policy
         self._truth_pieces = truth.model.pieces
         self._requests = requests
         self._noise = Noise(truth.noise, rng)
         self._rng = rng
         self._fallback = make_policy("fcfs")
-        self._counters: Ints = np.zeros(steps.COUNTERS, np.int64)
+        self._rows = Rows()
+        self._counters = self._rows.counters
         self._counters[steps.FREE_BLOCKS] = config.kv_blocks
+        self._shown_keys: Ints = self._rows.keys[:0]
         self._seconds: Floats = np.zeros(2)
         self._ran_count = 0
-
-        self._table: Floats = np.zeros((_ROWS, FIELDS))
-        self._private: Ints = np.zeros((_ROWS, steps.PRIVATE), np.int64)
-        self._keys: Ints = np.zeros(_ROWS, np.int64)
-        self._shown_keys = self._keys[:0]
-        # Rows of a step: what runs with how many tokens, what was preempted, what ended.
-        self._ran: Ints = np.zeros((_ROWS, 2), np.int64)
-        self._accepted: Ints = np.zeros(_ROWS, np.int64)
-        self._victims: Ints = np.zeros(_ROWS, np.int64)
-        self._finished: Ints = np.zeros(_ROWS, np.int64)
-        self._staged: Ints = np.zeros(_ROWS, np.int64)
-
-    def _make_room(self) -> None:
-        """Double the arrays, also while a step runs."""
-        self._table = _doubled(self._table)
-        self._private = _doubled(self._private)
-        self._keys = _doubled(self._keys)
-        self._ran = _doubled(self._ran)
-        self._accepted = _doubled(self._accepted)
-        self._victims = _doubled(self._victims)
-        self._finished = _doubled(self._finished)
-        self._staged = _doubled(self._staged)
+        self._lookahead = config.speculation.length if config.speculation is not None else 0
+        if config.prefix_cache and requests.hashed:
+            tokens = requests.workload.block_tokens
+            self.cache = PrefixCache(requests.arrivals, tokens, config.block_tokens)
 
     @property
     def live(self) -> int:
@@ -109,6 +102,11 @@ class Engine:
         return int(self._counters[steps.FREE_BLOCKS])
 
     @property
+    def held_blocks(self) -> int:
+        """KV blocks that live requests hold; one that several share counts for each."""
+        return int(self._rows.table[: self.live, KV_BLOCKS].sum())
+
+    @property
     def preemptions(self) -> int:
         """Requests that lost their KV, since the start."""
         return int(self._counters[steps.PREEMPTIONS])
@@ -124,25 +122,64 @@ class Engine:
         return int(self._counters[steps.DONE_TOKENS])
 
     @property
+    def hit_tokens(self) -> int:
+        """Tokens that the prefix cache had, since the start."""
+        return self.cache.hit_tokens if self.cache is not None else 0
+
+    @property
     def queue(self) -> QueueView:
         """Its live requests, as a policy sees them; valid until the next change."""
-        live = self.live
-        return QueueView.of_table(self._shown_keys, self._table[:live], self._requests.slos)
+        table = self._rows.table[: self.live]
+        return QueueView.of_table(self._shown_keys, table, self._requests.slos)
 
-    def submit(self, key: int) -> bool:
-        """Queue a request of the run. ``False``: it is longer than the KV and can never run."""
+    def submit(self, key: int, prefill_only: bool = False) -> bool:
+        """Queue a request of the run.
+
+        Args:
+            key: which.
+            prefill_only: it ends with its first token, to go on at another engine.
+
+        Returns:
+            ``False`` if it is longer than the KV and can never run.
+        """
         requests = self._requests
         if requests.whole_tokens(key) > self.config.kv_tokens:
             return False
-        live = self.live
-        if live == len(self._keys):
-            self._make_room()
-        self._table[live] = requests.rows[key]
-        self._private[live] = requests.private[key]
-        self._keys[live] = key
-        self._counters[steps.LIVE] = live + 1
-        self._shown_keys = self._keys[: live + 1].copy()
+        row = self._rows.append(key, requests.rows[key], requests.private[key])
+        if prefill_only:
+            self._rows.private[row, steps.TARGET] = 1
+            self._rows.private[row, steps.STAGES_LEFT] = 0
+        self._entered(row)
         return True
+
+    def take_over(self, key: int, first_token_s: float, begun_s: float) -> bool:
+        """Queue a request whose first token came from another engine, with the KV of its prompt.
+
+        Args:
+            key: which.
+            first_token_s: when that token left.
+            begun_s: now; where that token was a whole stage, the next one begins.
+
+        Returns:
+            ``False`` if it is longer than the KV and can never run.
+        """
+        requests = self._requests
+        if requests.whole_tokens(key) > self.config.kv_tokens:
+            return False
+        row = requests.rows[key].copy()
+        private = requests.private[key].copy()
+        row[COMPUTED] = row[PROMPT]
+        row[EMITTED] = row[PENDING] = 1.0
+        row[FIRST_TOKEN] = row[LAST_TOKEN] = first_token_s
+        if private[steps.TARGET] == 1:
+            requests.next_stage(key, row, private, begun_s)
+        self._entered(self._rows.append(key, row, private))
+        return True
+
+    def _entered(self, row: int) -> None:
+        self._shown_keys = self._rows.keys[: row + 1].copy()
+        if self.cache is not None:
+            self.cache.enter(self._rows, row)
 
     def begin(self, now_s: float) -> float:
         """Plan and start a step; return its real seconds. It needs a live request.
@@ -150,6 +187,8 @@ class Engine:
         Raises:
             StuckError: no plan, and not the fallback's either, runs anything.
         """
+        if self.cache is not None:
+            self.cache.refresh(self._rows)
         if not self._start(self._plan(self._policy, now_s)):
             self.fallbacks += 1
             if not self._start(self._plan(self._fallback, now_s)):
@@ -176,69 +215,74 @@ class Engine:
 
     def _start(self, plan: BatchPlan) -> int:
         """Carry a plan out; return how many of its entries run."""
-        config, counters = self.config, self._counters
-        speculation = config.speculation
+        rows, config = self._rows, self.config
+        admitted: list[int] = []
+        if self.cache is not None:
+            admitted = self.cache.admit(rows, plan.rows, plan.tokens, self._lookahead)
         self._ran_count = steps.begin(
-            self._table,
-            self._private,
-            counters,
+            rows.table,
+            rows.private,
+            rows.counters,
             plan.rows,
             plan.tokens,
             config.block_tokens,
             config.max_sequences,
-            speculation.length if speculation is not None else 0,
+            self._lookahead,
             self._truth_pieces,
             self.planner.pieces,
-            self._ran,
-            self._victims,
+            rows.ran,
+            rows.victims,
             self._seconds,
         )
-        self.dropped += int(counters[steps.DROPPED])
-        if speculation is not None:
-            tries = self._rng.geometric(1 - speculation.alpha, self._ran_count)
-            self._accepted[: self._ran_count] = np.minimum(tries - 1, speculation.length)
+        if self.cache is not None:
+            self.cache.settle(rows, admitted)
+        self.dropped += int(rows.counters[steps.DROPPED])
+        if config.speculation is not None:
+            tries = self._rng.geometric(1 - config.speculation.alpha, self._ran_count)
+            rows.accepted[: self._ran_count] = np.minimum(tries - 1, self._lookahead)
         return self._ran_count
 
     def complete(self, now_s: float) -> list[int]:
         """End the step; return the keys of the requests that have all their output."""
-        counters = self._counters
+        rows, counters = self._rows, self._counters
+        if self.cache is not None:
+            self.cache.fill(rows, rows.ran[: self._ran_count])
         steps.complete(
-            self._table,
-            self._private,
-            self._keys,
+            rows.table,
+            rows.private,
+            rows.keys,
             counters,
-            self._ran,
+            rows.ran,
             self._ran_count,
-            self._accepted,
+            rows.accepted,
             self.config.block_tokens,
             now_s,
             self._requests.emitted_s,
-            self._finished,
-            self._staged,
+            rows.finished,
+            rows.staged,
         )
         self._ran_count = 0
         if counters[steps.STAGED]:
-            self._begin_stages(self._staged[: counters[steps.STAGED]], now_s)
+            self._begin_stages(rows.staged[: counters[steps.STAGED]], now_s)
         if not counters[steps.FINISHED]:
             return []
-        finished: list[int] = self._finished[: counters[steps.FINISHED]].tolist()
-        self._shown_keys = self._keys[: counters[steps.LIVE]].copy()
-        for key in finished:
-            self._requests.finished(key)
+        finished: list[int] = rows.finished[: counters[steps.FINISHED]].tolist()
+        if self.cache is not None:
+            self.cache.leave(rows, finished)
+        self._shown_keys = rows.keys[: counters[steps.LIVE]].copy()
         return finished
 
     def _begin_stages(self, keys: Ints, now_s: float) -> None:
-        places = np.flatnonzero(np.isin(self._keys[: self.live], keys))
-        for row in places.tolist():
-            key = int(self._keys[row])
-            self._requests.next_stage(key, self._table[row], self._private[row], now_s)
+        rows = self._rows
+        for row in np.flatnonzero(np.isin(rows.keys[: rows.live], keys)).tolist():
+            key = int(rows.keys[row])
+            self._requests.next_stage(key, rows.table[row], rows.private[row], now_s)
 
-    def held_blocks(self) -> int:
-        """KV blocks that requests hold."""
-        return int(self._table[: self.live, KV_BLOCKS].sum())
+    def hold(self, blocks: int) -> None:
+        """Keep ``blocks`` free ones from plans, for KV that is being sent away; negative: no
+        longer."""
+        self._counters[steps.FREE_BLOCKS] -= blocks
 
-
-def _doubled(array: Array) -> Array:
-    """``array`` with as many empty places behind it."""
-    larger = np.concatenate((array, np.zeros_like(array)))
-    return cast(Array, larger)
+    def fail(self) -> list[int]:
+        """End it; return the keys of the requests that it had. It must not be used any more."""
+        return self._rows.clear()

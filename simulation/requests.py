@@ -58,7 +58,6 @@ class Requests:
         offsets: ``int64[stages + 1]``, where a stage's emission times begin.
         emitted_s: ``float64[all output tokens]``, when each token left; nan before.
         failures: why a request ended without its output, by key.
-        redone_tokens: output tokens that were emitted and taken back, when a request was run anew.
     """
 
     def __init__(self, workload: Workload, predictor: LengthPredictor | None = None) -> None:
@@ -66,6 +65,8 @@ class Requests:
         self.arrivals = workload.arrivals
         self.slos: list[SLO] = [arrival.slo for arrival in self.arrivals]
         self.failures: dict[int, str] = {}
+        self.hashed = any(arrival.block_hashes for arrival in self.arrivals)
+        """Whether any prompt states which blocks it has."""
         self._predictor = predictor
         self._columns()
 
@@ -128,12 +129,3 @@ class Requests:
         private[TARGET] = stage.output_tokens
         private[OFFSET] = self.offsets[index]
         private[STAGES_LEFT] -= 1
-
-    def take_back(self, key: int) -> int:
-        """Forget what a request has emitted, as it is run anew; return how many tokens that was."""
-        first, last = self.first_stage[key], self.first_stage[key + 1]
-        times = self.emitted_s[self.offsets[first] : self.offsets[last]]
-        emitted = int(np.count_nonzero(times == times))
-        times[:] = nan
-        self.slos[key] = self.arrivals[key].slo
-        return emitted

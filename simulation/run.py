@@ -110,7 +110,8 @@ def drive(engine: Engine, requests: Requests) -> float:
             arrived += 1
         if engine.live:
             now_s += engine.begin(now_s)
-            engine.complete(now_s)
+            for key in engine.complete(now_s):
+                requests.finished(key)
         elif arrived < count:
             now_s = arrival_s[arrived]
         else:

@@ -31,7 +31,8 @@ OFFSET = 1  # where the stage's emission times begin
 STAGES_LEFT = 2  # after this one
 ADMISSION = 3  # number of its last admission
 SHARED = 4  # of its blocks, how many belong to the prefix cache
-PRIVATE = 5
+SOLE = 5  # and how many of these nobody else uses; known in a step that may preempt
+PRIVATE = 6
 
 # The engine's counters.
 LIVE = 0
@@ -51,7 +52,8 @@ COUNTERS = 11
 @compiled
 def preempt(table: Floats, private: Ints, counters: Ints, row: int) -> None:
     """Send a running request back to waiting without KV; what it emitted is kept."""
-    counters[FREE_BLOCKS] += int(table[row, KV_BLOCKS]) - private[row, SHARED]
+    own = int(table[row, KV_BLOCKS]) - private[row, SHARED] + private[row, SOLE]
+    counters[FREE_BLOCKS] += own
     counters[SEQUENCES] -= 1
     counters[PREEMPTIONS] += 1
     counters[LOST_TOKENS] += int(table[row, COMPUTED])

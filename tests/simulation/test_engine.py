@@ -105,7 +105,7 @@ def test_nothing_is_lost_and_everything_is_given_back(
 ) -> None:
     config = config.model_copy(update={"speculation": speculation})
     engine, requests = run_engine(load, make_policy(name), config, seed)
-    assert engine.live == engine.running == engine.held_blocks() == 0
+    assert engine.live == engine.running == engine.held_blocks == 0
     assert engine.free_blocks == config.kv_blocks
     needed = 0
     for key, arrival in enumerate(load.arrivals):

@@ -1,0 +1,132 @@
+"""Shared prefixes: what is not computed again, what is evicted, and that no block is lost."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduling.batching import POLICIES, make_policy
+from simulation.config import EngineConfig, Speculation
+from simulation.engine import Engine
+from simulation.requests import Requests
+from simulation.run import TOO_LONG, drive, simulate
+from simulation.truth import Belief, Truth
+from simulation.workload import Arrival, Workload
+from tests.simulation.loads import MODEL, OBJECTIVE, objectives
+
+EXACT = Truth(MODEL, noise=0)
+HASHED = 32
+
+
+def hashed(*arrivals: tuple[float, int, tuple[int, ...]], output: int = 1) -> Workload:
+    """Requests of ``(arrival_s, prompt_tokens, block_hashes)``, 32 tokens a hash."""
+    made = [
+        Arrival(when, prompt, output, OBJECTIVE, block_hashes=blocks)
+        for when, prompt, blocks in arrivals
+    ]
+    return Workload("prefixes", tuple(made), block_tokens=HASHED)
+
+
+def computed_tokens(load: Workload, **limits: int) -> int:
+    return simulate(load, make_policy("fcfs"), EXACT, config=EngineConfig(**limits)).computed_tokens
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_computes_only_the_rest() -> None:
+    load = hashed((0.0, 100, (1, 2, 3)), (1.0, 100, (1, 2, 4)), (2.0, 64, (1, 2)))
+    # 100, then all but two blocks of 32; of a prompt that is cached whole, its last block.
+    assert computed_tokens(load) == 100 + 36 + 32
+    config = EngineConfig(prefix_cache=False)
+    without = simulate(load, make_policy("fcfs"), EXACT, config=config)
+    assert without.computed_tokens == 100 + 100 + 64
+    cached = simulate(load, make_policy("fcfs"), EXACT)
+    assert cached.requests.emitted_s[1] < without.requests.emitted_s[1]
+
+
+def test_a_prefix_is_shared_while_its_first_user_still_runs() -> None:
+    # The second arrives when the first is in decode.
+    load = hashed((0.0, 64, (1, 2)), (0.02, 96, (1, 2, 3)), output=30)
+    assert computed_tokens(load) == 64 + 29 + 32 + 29
+
+
+def test_two_prompts_of_one_step_do_not_share_what_neither_has() -> None:
+    load = hashed((0.0, 64, (1, 2)), (0.0, 64, (1, 2)), (1.0, 65, (1, 2)))
+    assert computed_tokens(load) == 64 + 64 + 1
+
+
+def test_the_prefix_that_was_released_first_is_evicted_first() -> None:
+    # Room for 8 hashed blocks of 32 tokens, 2 KV blocks each; a prompt of 90 takes 6 KV blocks,
+    # of which 4 stay cached.
+    first, second = (0.0, 90, (1, 2)), (1.0, 90, (11, 12))
+    third, fourth = (2.0, 90, (21, 22)), (3.0, 90, (31, 32))
+    fifth = (4.0, 64, (1, 2, 3))
+    sixth = (5.0, 90, (21, 22))
+    load = hashed(first, second, third, fourth, fifth, sixth)
+    # The fourth prompt needs 6 of 16 blocks while 12 are cached: the end of the first prefix goes.
+    assert computed_tokens(load, kv_blocks=16) == 4 * 90 + 32 + (90 - 64)
+
+
+def test_hashed_blocks_must_be_whole_blocks_of_the_engine() -> None:
+    load = hashed((0.0, 64, (1, 2)))
+    with pytest.raises(ValueError, match=r"blocks of 32 tokens.*block_tokens \(24\)"):
+        computed_tokens(load, block_tokens=24)
+
+
+@st.composite
+def families(draw: st.DrawFn) -> Workload:
+    """Prompts that are beginnings of a few long ones, some with an end of their own."""
+    made = []
+    for index in range(draw(st.integers(1, 16))):
+        family = draw(st.integers(1, 3))
+        shared, own = draw(st.integers(0, 6)), draw(st.integers(0, 2))
+        blocks = tuple(family * 100 + i for i in range(shared))
+        blocks += tuple(10_000 + index * 10 + i for i in range(own))
+        prompt = max(1, len(blocks) * HASHED + draw(st.integers(-5, 20)))
+        arrival_s = draw(st.floats(0, 1))
+        output = draw(st.integers(1, 60))
+        made.append(Arrival(arrival_s, prompt, output, draw(objectives), block_hashes=blocks))
+    made.sort(key=lambda arrival: arrival.arrival_s)
+    return Workload("families", tuple(made), block_tokens=HASHED)
+
+
+@settings(max_examples=100)
+@given(
+    load=families(),
+    name=st.sampled_from(sorted(POLICIES)),
+    kv_blocks=st.integers(16, 80),
+    tokens=st.integers(16, 300),
+    sequences=st.integers(1, 8),
+    speculation=st.sampled_from([None, None, Speculation(alpha=0.7, length=3)]),
+)
+def test_no_block_and_no_token_is_lost(
+    load: Workload,
+    name: str,
+    kv_blocks: int,
+    tokens: int,
+    sequences: int,
+    speculation: Speculation | None,
+) -> None:
+    config = EngineConfig(
+        kv_blocks=kv_blocks,
+        max_batch_tokens=tokens,
+        max_sequences=sequences,
+        speculation=speculation,
+    )
+    requests = Requests(load)
+    rng = np.random.default_rng(1)
+    engine = Engine(config, make_policy(name), Belief(MODEL), Truth(MODEL), requests, rng)
+    drive(engine, requests)
+    assert engine.live == engine.held_blocks == 0
+    assert engine.free_blocks == kv_blocks
+    assert engine.cache is not None or not requests.hashed
+    if engine.cache is not None:
+        assert engine.cache.used_blocks == 0
+        assert engine.cache.idle_blocks <= kv_blocks
+    needed = 0
+    for key in range(len(load)):
+        times = requests.emitted_s[requests.offsets[key] : requests.offsets[key + 1]]
+        if requests.whole_tokens(key) > config.kv_tokens:
+            assert requests.failures[key] == TOO_LONG
+        else:
+            assert not np.isnan(times).any()
+            needed += requests.whole_tokens(key) - 1
+    assert engine.done_tokens + engine.hit_tokens == needed + engine.lost_tokens
