@@ -371,7 +371,7 @@ class OnlineCorrection:
 
     One ratio counts at most ``max_ratio`` and the factor stays in
     ``[1 / max_factor, max_factor]``: a step that the machine held up for a second must not stop
-    all prefill. Times that are not positive teach nothing.
+    all prefill. Times that are not positive and finite teach nothing.
 
     Raises:
         ValueError: ``theta`` outside [0, 1), or a bound below 1.
@@ -396,7 +396,7 @@ class OnlineCorrection:
     def observe(self, predicted_s: float, real_s: float) -> None:
         """Learn from one step; ``predicted_s`` is the prediction without correction and without
         head-room, which would be learned away."""
-        if not (predicted_s > 0 and real_s > 0):
+        if not (0 < predicted_s < inf and 0 < real_s < inf):
             return
         ratio = min(max(real_s / predicted_s, 1 / self._max_ratio), self._max_ratio)
         factor = self._theta * self.factor + (1 - self._theta) * ratio

@@ -6,7 +6,7 @@ latency model, the tokens granted per row, and the planned rows in order.
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import inf
 
 import numpy as np
 
@@ -15,18 +15,13 @@ from scheduling.kernels import (
     FIXED,
     KV_BLOCKS,
     PENDING,
-    PREFILL_CONTEXT,
-    PREFILL_CROSS,
-    PREFILL_SEQUENCE,
-    PREFILL_SQUARE,
-    PREFILL_TOKENS,
     RUNNING,
     Floats,
     Ints,
     compiled,
     work_s,
 )
-from scheduling.latency import UNBOUNDED_TOKENS
+from scheduling.latency import tokens_within
 
 # The counters.
 COUNT = 0  # planned rows
@@ -69,33 +64,6 @@ def begin(
     state[RESERVE_PROMPT] = reserve_prompt
     granted = np.zeros(table.shape[0], np.int64)
     return state, pieces[:, FIXED].copy(), granted, np.empty(table.shape[0], np.int64)
-
-
-@compiled
-def tokens_within_s(coefficients: Floats, left_s: float, computed: float) -> int:
-    """Most new tokens of a sequence whose work, by one piece, fits ``left_s``."""
-    left = left_s - coefficients[PREFILL_SEQUENCE] - coefficients[PREFILL_CONTEXT] * computed
-    fit = 0.0
-    if left >= 0.0:
-        linear = coefficients[PREFILL_TOKENS] + coefficients[PREFILL_CROSS] * computed
-        # The root of square n^2 + linear n = left, in the form that also holds without a square.
-        divisor = linear + sqrt(linear * linear + 4.0 * coefficients[PREFILL_SQUARE] * left)
-        if divisor <= 0.0 or 2.0 * left >= divisor * UNBOUNDED_TOKENS:
-            return UNBOUNDED_TOKENS
-        # A whole number of tokens must not be lost to rounding.
-        fit = 2.0 * left / divisor + 1e-9
-    if fit < 2.0:
-        return 1 if work_s(coefficients, 1.0, computed) <= left_s else 0
-    return int(fit)
-
-
-@compiled
-def most_tokens_within(pieces: Floats, costs: Floats, until_s: float, computed: float) -> int:
-    """Most new tokens of a sequence that keep every piece of the batch's time in ``until_s``."""
-    most = UNBOUNDED_TOKENS
-    for piece in range(pieces.shape[0]):
-        most = min(most, tokens_within_s(pieces[piece], until_s - costs[piece], computed))
-    return most
 
 
 @compiled
@@ -164,7 +132,7 @@ def take(
         pending, computed = int(table[row, PENDING]), int(table[row, COMPUTED])
         wanted = pending
         if until_s < inf:
-            wanted = min(pending, most_tokens_within(pieces, costs, until_s, computed))
+            wanted = tokens_within(pieces, costs, until_s, computed, pending)
         asked = min(wanted, tokens - taken, state[TOKENS_LEFT])
         if asked > 0:
             held = int(table[row, KV_BLOCKS])

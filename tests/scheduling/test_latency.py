@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduling import kernels
+from scheduling.batching import BatchBuilder
 from scheduling.latency import (
     FAMILIES,
     UNBOUNDED_TOKENS,
@@ -19,7 +20,8 @@ from scheduling.latency import (
     StepSample,
     tokens_within,
 )
-from tests.scheduling.views import latencies
+from scheduling.request import QueueView
+from tests.scheduling.views import ROOMY, latencies, queues
 
 LINEAR = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)
 PREFILL_DECODE = PrefillDecodeLatency(1e-8, 2e-8, 1.5e-4, 9e-7, 4e-4, 0.005)
@@ -202,3 +204,17 @@ def test_one_stalled_step_counts_a_bounded_ratio() -> None:
 def test_impossible_corrections_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"theta|max_ratio"):
         OnlineCorrection(**bad)
+
+
+@given(model=models, queue=queues(), within=st.floats(0, 0.2))
+def test_a_batch_stays_within_its_time_by_every_model(
+    model: LatencyModel, queue: QueueView, within: float
+) -> None:
+    batch = BatchBuilder(queue, ROOMY, model)
+    until_s = model.fixed_s + within
+    batch.take(np.arange(len(queue)), until_s)
+    assert batch.cost_s <= until_s * (1 + 1e-9)
+    plan = batch.plan()
+    computed = queue.table[plan.rows, kernels.COMPUTED].astype(int)
+    step = StepSample.of(zip(plan.tokens.tolist(), computed.tolist(), strict=True))
+    assert plan.predicted_s == pytest.approx(model.step_s(step))
