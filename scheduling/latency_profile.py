@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import from_json
 
 from scheduling.latency import FAMILIES, LatencyModel, LinearLatency
 
@@ -76,7 +75,7 @@ class LatencyProfile:
                 coefficient; the text says which.
         """
         try:
-            fields = from_json(text)
+            fields = TypeAdapter(Any).validate_json(text)
             named = isinstance(fields, dict) and "family" not in fields and "a" in fields
             stored: type[Any] = _NamedLinear if named else cls
             profile: LatencyProfile | _NamedLinear = TypeAdapter(stored).validate_json(text)

@@ -295,13 +295,13 @@ async def test_a_fault_in_the_engine_ends_requests_and_fails_the_health_check(
 async def test_it_plans_with_the_truth_or_with_a_given_profile(tmp_path: Path) -> None:
     async with running({"step_s": 0.01, "token_s": 0.002}) as engine:
         profile = (await engine.start()).profile
-        assert (profile.a, profile.b) == (0.01, 0.002)
+        assert profile.coefficients[:2] == (0.01, 0.002)
     async with running() as engine:
-        assert (await engine.start()).profile.model.b > 0
+        assert (await engine.start()).profile.coefficients[1] > 0
     path = tmp_path / "profile.json"
     path.write_text(LatencyProfile.of("belief", LinearLatency(0.5, 0.25), None).to_json())
     async with running(latency_profile=path) as engine:
-        assert (await engine.start()).profile.a == 0.5
+        assert (await engine.start()).profile.coefficients[0] == 0.5
     path.write_text("{}")
     with pytest.raises(ValueError, match="not a latency profile"):
         async with running(latency_profile=path):
