@@ -65,14 +65,6 @@ class SLOsServeOptions(PolicyOptions):
         description="Output length, tokens, taken for a request without a prediction. Admission "
         "counts its KV blocks. The default is about the paper's mean for chat (266).",
     )
-    best_effort_share: float = Field(
-        default=0.5,
-        gt=0,
-        le=1,
-        description="Most of the KV blocks and of the running places that requests without a "
-        "promise may take while others could still ask for one. A waiting request cannot take "
-        "blocks back from a running one, so this bounds what a burst leaves to those after it.",
-    )
 
 
 class SLOsServe(BatchPolicy):
@@ -110,8 +102,8 @@ class SLOsServe(BatchPolicy):
       running request to a waiting one, so here they lose their KV to running promised requests
       only. And as evicting recomputes, it is bounded beforehand: a waiting best-effort request is
       let in only if its whole predicted length fits beside all that is promised or runs. A request
-      that outgrows its prediction counts as twice as long, so predictions fail it ``log2(length)``
-      times at most.
+      that outgrows its prediction counts as twice as long as it is, so a prediction fails it
+      ``log2(length)`` times at most.
 
     Each decision is ``O(n)`` beside the dynamic program.
     """
@@ -126,7 +118,6 @@ class SLOsServe(BatchPolicy):
         self._anchor = options.anchor
         self._within = 1.0 - options.margin
         self._expected = options.expected_tokens
-        self._share = options.best_effort_share
         self._keys: Ints = np.empty(0, dtype=np.int64)
         self._objectives: Floats = np.empty((0, PRIORITY - TTFT))
         self._promised: Mask = np.empty(0, dtype=np.bool_)
@@ -209,23 +200,14 @@ class SLOsServe(BatchPolicy):
     def _let_in(
         self, table: Floats, rows: Ints, claims: Floats, growth: Floats, free_blocks: int
     ) -> Ints:
-        """Those of the best-effort ``rows`` that may be served without taking blocks from others,
-        the running ones and then those that memory and places allow to begin."""
+        """Those of the best-effort ``rows`` that can be served without taking blocks from others:
+        the running ones, then the waiting ones whose whole predicted length fits."""
         running = table[rows, RUNNING] > 0
         begun, waiting = rows[running], rows[~running]
         needs = growth[begun]
+        room = self._budget.kv_blocks - claims[self._promised].sum() - claims[begun].sum()
         begun = begun[(needs <= 0) | (np.cumsum(needs) <= free_blocks)]
-        held = float(table[rows[running], KV_BLOCKS].sum())
-        taken = int(running.sum())
-        room = self._budget.kv_blocks - claims[self._promised].sum() - claims[rows[running]].sum()
-        most = self._budget.sequences
-        if np.isfinite(table[:, TTFT : E2E + 1]).any():
-            total = self._budget.kv_blocks + float(table[:, KV_BLOCKS].sum())
-            room = min(room, self._share * total - held - claims[rows[running]].sum())
-            most = max(1, int(self._share * most))
-        fitting = np.cumsum(claims[waiting]) <= room
-        fitting &= np.arange(1, len(waiting) + 1) <= most - taken
-        return np.concatenate((begun, waiting[fitting]))
+        return np.concatenate((begun, waiting[np.cumsum(claims[waiting]) <= room]))
 
     def _promise(
         self, keys: Ints, table: Floats, left_s: Floats, claims: Floats, latency: LatencyModel
