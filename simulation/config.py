@@ -1,8 +1,8 @@
-"""What a simulated engine is made of: limits, memory, and what its user can switch on."""
+"""What simulated engines and clusters are made of, and what happens to them."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -56,3 +56,93 @@ class EngineConfig(BaseModel):
     def kv_tokens(self) -> int:
         """Tokens that the KV blocks hold: no longer request can run."""
         return self.kv_blocks * self.block_tokens
+
+
+Role = Literal["mixed", "prefill", "decode"]
+"""What a replica does: both phases, or one of them where the cluster disaggregates them."""
+
+
+class ClusterConfig(BaseModel):
+    """Engines behind a router. The defaults of the reports and of the router are production's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    replicas: int = Field(
+        default=2, ge=1, le=4096, description="Replicas; the prefill ones if there are decoders."
+    )
+    decoders: int = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description="Replicas that only decode what the others prefilled; 0: every replica does "
+        "both.",
+    )
+    dispatch_s: float = Field(
+        default=0.002, ge=0, description="From a decision until its replica has the request."
+    )
+    report_interval_s: float = Field(
+        default=0.025, gt=0, description="Time between the reports of a busy replica."
+    )
+    heartbeat_s: float = Field(default=0.5, gt=0, description="The same of an idle one.")
+    report_delay_s: float = Field(
+        default=0.002, ge=0, description="From a report's making until the router knows it."
+    )
+    report_loss: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the reports that never arrive."
+    )
+    stale_after_s: float = Field(
+        default=2.0, gt=0, description="A replica silent for longer gets no requests."
+    )
+    reservation_ttl_s: float = Field(
+        default=5.0, gt=0, description="A decision that no report confirmed by then is dropped."
+    )
+    reference_ttft_s: float = Field(
+        default=1.0, gt=0, description="Horizon of the prefill admission budget."
+    )
+    reference_tpot_s: float = Field(
+        default=0.1, gt=0, description="Pace in that budget of decodes that state none."
+    )
+    detect_s: float = Field(
+        default=0.05, ge=0, description="From a replica's failure until the router notices."
+    )
+    retry_s: float = Field(
+        default=0.1, gt=0, description="Pause before a request is placed again; then it doubles."
+    )
+    max_attempts: int = Field(default=3, ge=1, description="Most replicas that a request is given.")
+    edge_wait_s: float = Field(
+        default=60.0, gt=0, description="Longest wait while there is no replica at all."
+    )
+    transfer_s: float = Field(
+        default=0.001, ge=0, description="Fixed time to hand KV from a prefill to a decode replica."
+    )
+    transfer_tokens_per_s: float = Field(
+        default=200_000.0, gt=0, description="Tokens of KV that a transfer moves per second."
+    )
+
+
+class Failure(NamedTuple):
+    """A replica dies and what it held is lost.
+
+    Attributes:
+        at_s: when.
+        replica: its number in order of its start; one that is not there is left alone.
+        down_s: a new one takes its place after that long; ``None``: none does.
+    """
+
+    at_s: float
+    replica: int
+    down_s: float | None = None
+
+
+class Resize(NamedTuple):
+    """Replicas join, or leave after their work is done.
+
+    Attributes:
+        at_s: when new ones are ready, or old ones begin to drain.
+        change: how many join; negative: how many of those that serve leave, the youngest first.
+        role: of which kind.
+    """
+
+    at_s: float
+    change: int
+    role: Role = "mixed"

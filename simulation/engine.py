@@ -143,7 +143,10 @@ class Engine:
             ``False`` if it is longer than the KV and can never run.
         """
         requests = self._requests
-        if requests.whole_tokens(key) > self.config.kv_tokens:
+        tokens = requests.whole_tokens(key)
+        if prefill_only:
+            tokens = requests.arrivals[key].prompt_tokens + 1
+        if tokens > self.config.kv_tokens:
             return False
         row = self._rows.append(key, requests.rows[key], requests.private[key])
         if prefill_only:
@@ -190,12 +193,12 @@ class Engine:
         if self.cache is not None:
             self.cache.refresh(self._rows)
         if not self._start(self._plan(self._policy, now_s)):
-            self.fallbacks += 1
             if not self._start(self._plan(self._fallback, now_s)):
                 raise StuckError(
                     f"{self.live} requests are live at {now_s:.3f} s, {self.free_blocks} KV blocks "
                     f"are free, and policy {self._policy.name} and the fallback run none of them"
                 )
+            self.fallbacks += 1
         real_s = float(self._seconds[0]) * self._noise.next()
         self.planner.observe(float(self._seconds[1]), real_s)
         self.steps += 1
@@ -278,10 +281,18 @@ class Engine:
             key = int(rows.keys[row])
             self._requests.next_stage(key, rows.table[row], rows.private[row], now_s)
 
-    def hold(self, blocks: int) -> None:
-        """Keep ``blocks`` free ones from plans, for KV that is being sent away; negative: no
-        longer."""
-        self._counters[steps.FREE_BLOCKS] -= blocks
+    def hold(self, blocks: int) -> int:
+        """Keep up to ``blocks`` free ones from plans, for KV that is being sent away; return how
+        many."""
+        held = min(blocks, self.free_blocks)
+        self._counters[steps.FREE_BLOCKS] -= held
+        if self.cache is not None:
+            self.cache.trim(self._rows)
+        return held
+
+    def release(self, blocks: int) -> None:
+        """The opposite of :meth:`hold`."""
+        self._counters[steps.FREE_BLOCKS] += blocks
 
     def fail(self) -> list[int]:
         """End it; return the keys of the requests that it had. It must not be used any more."""

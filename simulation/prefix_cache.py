@@ -114,6 +114,10 @@ class PrefixCache:
             rows.counters[FREE_BLOCKS] -= rows.private[row, SOLE]
             self._release(rows, int(rows.keys[row]))
             rows.private[row, SHARED] = rows.private[row, SOLE] = 0
+        self.trim(rows)
+
+    def trim(self, rows: Rows) -> None:
+        """Evict what others have taken."""
         while self._idle and self.idle_blocks > rows.counters[FREE_BLOCKS]:
             self._idle.popitem(last=False)
             self._changed = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, nan
+from math import inf, isnan, nan
 from typing import Protocol
 
 import numpy as np
@@ -96,6 +96,18 @@ class Requests:
         arrival = self.arrivals[key]
         later = sum(stage.prompt_tokens for stage in arrival.stages)
         return arrival.prompt_tokens + arrival.output_tokens + later
+
+    def first_token_s(self, key: int) -> float:
+        """When its first token left; nan before."""
+        return float(self.emitted_s[self.offsets[self.first_stage[key]]])
+
+    def begun(self, key: int) -> bool:
+        """Whether its first token has left."""
+        return not isnan(self.first_token_s(key))
+
+    def one_token(self, key: int) -> bool:
+        """Whether its first token is its last."""
+        return self.arrivals[key].output_tokens == 1
 
     def predict(self, key: int) -> None:
         """Write the predicted length of an arriving request into its row."""

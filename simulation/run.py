@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -25,28 +27,53 @@ class Result:
     Attributes:
         requests: every request, with the times of its tokens and the failures.
         end_s: when the last one ended.
-        steps: engine steps.
+        steps: engine steps, by engine.
         busy_s: sum of the steps' times, over all engines.
-        preemptions: requests that lost their KV to others.
+        up_s: sum of the times for which the engines were there.
+        preemptions: times that a request lost its KV to others.
         computed_tokens: tokens that went through steps.
-        recomputed_tokens: of these, those that had been computed before.
+        recomputed_tokens: of these, those that had been computed before, or were cached, and lost.
+        hit_tokens: tokens that prefix caches had.
         fallbacks: steps that the policy left empty, see :class:`~simulation.engine.Engine`.
         dropped: planned entries that the engine could not run.
         correction: mean of the engines' learnt corrections at the end.
-        engines: how many ran.
+        moved: times that a request was placed again after a replica failed.
     """
 
     requests: Requests
     end_s: float
-    steps: int
+    steps: tuple[int, ...]
     busy_s: float
+    up_s: float
     preemptions: int
     computed_tokens: int
     recomputed_tokens: int
-    fallbacks: int = 0
-    dropped: int = 0
-    correction: float = 1.0
-    engines: int = 1
+    hit_tokens: int
+    fallbacks: int
+    dropped: int
+    correction: float
+    moved: int
+
+
+def result_of(
+    requests: Requests, engines: Sequence[Engine], end_s: float, up_s: float, moved: int = 0
+) -> Result:
+    """The sums over all engines of a run."""
+    return Result(
+        requests=requests,
+        end_s=end_s,
+        steps=tuple(engine.steps for engine in engines),
+        busy_s=sum(engine.busy_s for engine in engines),
+        up_s=up_s,
+        preemptions=sum(engine.preemptions for engine in engines),
+        computed_tokens=sum(engine.done_tokens for engine in engines),
+        recomputed_tokens=sum(engine.lost_tokens for engine in engines),
+        hit_tokens=sum(engine.hit_tokens for engine in engines),
+        fallbacks=sum(engine.fallbacks for engine in engines),
+        dropped=sum(engine.dropped for engine in engines),
+        correction=fmean(engine.planner.latency.correction for engine in engines),
+        moved=moved,
+    )
 
 
 def simulate(
@@ -76,23 +103,13 @@ def simulate(
     Raises:
         StuckError: nothing could run.
     """
-    believed, true = _sides(truth, belief)
+    believed, true = sides(truth, belief)
     requests = Requests(workload, predictor)
     rng = np.random.default_rng(seed)
     engine = Engine(config or EngineConfig(), policy, believed, true, requests, rng)
     end_s = drive(engine, requests)
-    return Result(
-        requests,
-        end_s,
-        engine.steps,
-        engine.busy_s,
-        engine.preemptions,
-        engine.done_tokens,
-        engine.lost_tokens,
-        engine.fallbacks,
-        engine.dropped,
-        engine.planner.latency.correction,
-    )
+    first_s = workload.arrivals[0].arrival_s if len(workload) else 0.0
+    return result_of(requests, [engine], end_s, end_s - first_s)
 
 
 def drive(engine: Engine, requests: Requests) -> float:
@@ -119,9 +136,10 @@ def drive(engine: Engine, requests: Requests) -> float:
     return now_s
 
 
-def _sides(
+def sides(
     truth: Truth | LatencyModel, belief: Belief | LatencyModel | None
 ) -> tuple[Belief, Truth]:
+    """A run's belief and truth, with the defaults of :func:`simulate`."""
     if not isinstance(truth, Truth):
         truth = Truth(truth)
     if belief is None:

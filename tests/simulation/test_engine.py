@@ -66,7 +66,7 @@ def test_one_request_takes_the_time_of_its_chunks_and_steps() -> None:
     for computed in (5_000, 5_001, 5_002):
         times.append(times[-1] + step_s(1, computed))
     assert result.requests.emitted_s == pytest.approx(times)
-    assert result.steps == 6
+    assert result.steps == (6,)
     assert result.computed_tokens == 5_003
 
 
@@ -159,7 +159,7 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(name: str) -> None:
 def test_a_policy_that_plans_nothing_is_replaced_step_by_step() -> None:
     load = workload((0.0, 100, 5), (0.1, 50, 5))
     idle = simulate(load, Idle(), EXACT)
-    assert idle.fallbacks == idle.steps > 0
+    assert idle.fallbacks == idle.steps[0] > 0
     assert same(idle, simulate(load, make_policy("fcfs"), EXACT))
 
 
@@ -262,7 +262,7 @@ def test_accepted_drafts_leave_in_one_step() -> None:
     model = SpeculativeLatency(MODEL, speculation.length, draft_s=0.001)
     result = simulate(load, make_policy("fcfs"), Truth(model, 0), config=config, seed=2)
     # Acc(s) = 1 + alpha + ... + alpha^s tokens per step (SLOs-Serve, appendix D).
-    mean = 20_000 / (result.steps - 1)
+    mean = 20_000 / (result.steps[0] - 1)
     assert mean == pytest.approx(sum(0.8**k for k in range(5)), rel=0.01)
     # Such a step costs a prefill of five tokens, and four draft steps.
     steps = np.diff(np.unique(result.requests.emitted_s))

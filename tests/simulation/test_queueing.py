@@ -26,7 +26,7 @@ def poisson(prompts: np.ndarray, rate: float, rng: np.random.Generator) -> Workl
 def mean_wait_s(load: Workload, noise: float) -> float:
     """Mean time from arrival to the first step. A request is one step: its prompt, one token."""
     result = simulate(load, make_policy("fcfs"), Truth(MODEL, noise), config=ONE_AT_A_TIME, seed=9)
-    assert result.steps == len(load)
+    assert result.steps == (len(load),)
     measured = stages(result.requests)
     return float(measured.ttft_s.mean()) - result.busy_s / len(load)
 

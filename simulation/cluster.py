@@ -1,0 +1,304 @@
+"""A workload through several simulated engines behind a router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from scheduling.batching import BatchPolicy
+from scheduling.latency import LatencyModel
+from scheduling.routing import RouteQuery, RoutingPolicy
+from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role
+from simulation.engine import Engine
+from simulation.events import Events
+from simulation.mirror import Mirror
+from simulation.replica import Replica
+from simulation.requests import LengthPredictor, Requests
+from simulation.run import TOO_LONG, Result, result_of, sides
+from simulation.truth import Belief, Truth
+from simulation.workload import Workload
+
+REPLICA_FAILED = "its replica failed after the output had begun"
+NO_ATTEMPT_LEFT = "the last replica that it was given failed"
+NO_REPLICA = "no replica was there for too long"
+
+
+class _Pool:
+    """The replicas of one role, and the router's way to them."""
+
+    def __init__(self, role: Role, policy: RoutingPolicy, config: ClusterConfig) -> None:
+        self.role = role
+        self.policy = policy
+        self.mirror = Mirror(config)
+        self.replicas: dict[str, Replica] = {}
+
+
+class Cluster:
+    """Places requests by a routing policy, runs the engines, and loses no request.
+
+    A request whose replica fails before its first token left is placed again, up to
+    ``max_attempts``; one whose output has begun ends with an explicit failure, because a client has
+    part of an answer (production does the same). While no replica is there at all, requests wait at
+    the router, for a bounded time.
+
+    With disaggregated roles a request runs to its first token on a prefill replica. Then its KV is
+    sent to a decode replica, which takes the time of its prompt's tokens; the prefill replica keeps
+    the blocks until that ends, and the decode replica finds blocks when it admits the request. What
+    later stages add to the prompt is prefilled where the request decodes.
+
+    Args:
+        requests: of the run.
+        make_engine: a new engine for a role.
+        make_route: a new routing policy for a role.
+        config: the cluster.
+        rng: source of lost reports.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        make_engine: Callable[[Role], Engine],
+        make_route: Callable[[Role], RoutingPolicy],
+        config: ClusterConfig,
+        rng: np.random.Generator,
+    ) -> None:
+        self.events = Events()
+        self.moved = 0
+        self.ended = 0
+        self.replicas: list[Replica] = []
+        """Every replica that there was, in order of start."""
+        self._requests = requests
+        self._make_engine = make_engine
+        self._config = config
+        self._rng = rng
+        self._attempts: dict[int, int] = {}
+        # Whose KV is on its way: from where, and the blocks that it has there.
+        self._sending: dict[int, tuple[Replica, int]] = {}
+        self._arrived = 0
+        entry: Role = "prefill" if config.decoders else "mixed"
+        self._entry = _Pool(entry, make_route(entry), config)
+        self._pools: dict[Role, _Pool] = {entry: self._entry}
+        self._grow(self._entry, config.replicas)
+        if config.decoders:
+            self._pools["decode"] = _Pool("decode", make_route("decode"), config)
+            self._grow(self._pools["decode"], config.decoders)
+
+    def run(self, incidents: Sequence[Failure | Resize] = ()) -> float:
+        """Run until every request has ended; return the time.
+
+        Raises:
+            ValueError: an incident names a role that the cluster has not.
+        """
+        for incident in incidents:
+            if isinstance(incident, Failure):
+                self.events.at(incident.at_s, partial(self._fail, incident))
+            elif incident.role in self._pools:
+                self.events.at(incident.at_s, partial(self._resize, incident))
+            else:
+                known = ", ".join(self._pools)
+                raise ValueError(f"no replica has the role {incident.role!r}; there are: {known}")
+        if len(self._requests):
+            self.events.at(self._requests.arrivals[0].arrival_s, self._arrive)
+        while self.ended < len(self._requests):
+            if not self.events.run_next():
+                raise RuntimeError(f"the clock stopped with {self.ended} requests ended")
+        return self.events.now_s
+
+    # Arrival and placement.
+
+    def _arrive(self) -> None:
+        key = self._arrived
+        self._arrived += 1
+        if self._arrived < len(self._requests):
+            self.events.at(self._requests.arrivals[self._arrived].arrival_s, self._arrive)
+        self._requests.predict(key)
+        self._place(key)
+
+    def _place(self, key: int) -> None:
+        replica = self._choose(self._entry, key)
+        if replica is not None:
+            deliver = partial(self._deliver, replica, key)
+            self.events.after(self._config.dispatch_s, deliver)
+
+    def _choose(self, pool: _Pool, key: int) -> Replica | None:
+        """The router's choice. Where there is nobody to choose from, the request waits, and is
+        placed again or ended later."""
+        now_s = self.events.now_s
+        arrival = self._requests.arrivals[key]
+        views = pool.mirror.views(now_s)
+        if not views:
+            if now_s - arrival.arrival_s >= self._config.edge_wait_s:
+                self._end(key, NO_REPLICA)
+            else:
+                again = self._hand_over if pool is not self._entry else self._place
+                self.events.after(self._config.retry_s, partial(again, key))
+            return None
+        query = RouteQuery(key, arrival.slo, arrival.prompt_tokens, now_s - arrival.arrival_s)
+        chosen = views[pool.policy.choose(query, views)].replica_id
+        tokens = arrival.prompt_tokens if pool is self._entry else 1
+        pool.mirror.reserve(key, chosen, tokens, now_s)
+        return pool.replicas[chosen]
+
+    def _deliver(self, replica: Replica, key: int) -> None:
+        if not replica.alive:
+            self._pool(replica).mirror.forget(replica.name)
+            self._retry(key, self._place)
+        elif not replica.submit(key):
+            self._end(key, TOO_LONG)
+
+    def _retry(self, key: int, again: Callable[[int], None]) -> None:
+        """Do ``again`` what a failed replica has undone, after a pause, if attempts are left."""
+        tried = self._attempts.get(key, 1)
+        if tried >= self._config.max_attempts:
+            self._end(key, NO_ATTEMPT_LEFT)
+            return
+        self._attempts[key] = tried + 1
+        self.moved += 1
+        self.events.after(self._config.retry_s * 2 ** (tried - 1), partial(again, key))
+
+    def _finished(self, replica: Replica, keys: list[int]) -> None:
+        for key in keys:
+            if replica.role == "prefill" and not self._requests.one_token(key):
+                self._send(replica, key)
+            else:
+                self._requests.finished(key)
+                self._end(key)
+
+    def _end(self, key: int, failure: str | None = None) -> None:
+        self._stop_sending(key)
+        if failure is not None:
+            self._requests.failures[key] = failure
+        self.ended += 1
+
+    # From prefill to decode.
+
+    def _send(self, source: Replica, key: int) -> None:
+        self._sending[key] = (source, source.keep(self._requests.arrivals[key].prompt_tokens))
+        self._hand_over(key)
+
+    def _hand_over(self, key: int) -> None:
+        target = self._choose(self._pools["decode"], key)
+        if target is not None:
+            tokens = self._requests.arrivals[key].prompt_tokens
+            seconds = self._config.transfer_s + tokens / self._config.transfer_tokens_per_s
+            self.events.after(seconds, partial(self._sent, target, key))
+
+    def _sent(self, target: Replica, key: int) -> None:
+        if not self._sending[key][0].alive:
+            # The KV went with its replica.
+            self._end(key, REPLICA_FAILED)
+        elif not target.alive:
+            self._pool(target).mirror.forget(target.name)
+            self._retry(key, self._hand_over)
+        else:
+            self._stop_sending(key)
+            if not target.take_over(key, self._requests.first_token_s(key)):
+                self._end(key, TOO_LONG)
+
+    def _stop_sending(self, key: int) -> None:
+        sending = self._sending.pop(key, None)
+        if sending is not None:
+            source, blocks = sending
+            source.let_go(blocks)
+
+    # What happens to replicas.
+
+    def _pool(self, replica: Replica) -> _Pool:
+        return self._pools[replica.role]
+
+    def _grow(self, pool: _Pool, count: int) -> None:
+        for _ in range(count):
+            name = f"{pool.role}-{len(self.replicas)}"
+            replica = Replica(
+                name,
+                pool.role,
+                self._make_engine(pool.role),
+                self.events,
+                pool.mirror,
+                self._config,
+                self._rng,
+                self._finished,
+            )
+            self.replicas.append(replica)
+            pool.replicas[name] = replica
+
+    def _resize(self, resize: Resize) -> None:
+        pool = self._pools[resize.role]
+        if resize.change >= 0:
+            self._grow(pool, resize.change)
+            return
+        serving = [r for r in pool.replicas.values() if r.alive and not r.draining]
+        for replica in serving[resize.change :]:
+            replica.drain()
+
+    def _fail(self, failure: Failure) -> None:
+        if failure.replica >= len(self.replicas) or not self.replicas[failure.replica].alive:
+            return
+        replica = self.replicas[failure.replica]
+        keys = replica.fail()
+        self.events.after(self._config.detect_s, partial(self._noticed, replica, keys))
+        if failure.down_s is not None:
+            grow = partial(self._grow, self._pool(replica), 1)
+            self.events.after(failure.down_s, grow)
+
+    def _noticed(self, replica: Replica, keys: list[int]) -> None:
+        self._pool(replica).mirror.forget(replica.name)
+        for key in keys:
+            if self._requests.begun(key):
+                self._end(key, REPLICA_FAILED)
+            else:
+                self._retry(key, self._place)
+
+
+def simulate_cluster(
+    workload: Workload,
+    make_batch: Callable[[Role], BatchPolicy],
+    make_route: Callable[[Role], RoutingPolicy],
+    truth: Truth | LatencyModel,
+    belief: Belief | LatencyModel | None = None,
+    engine: EngineConfig | None = None,
+    cluster: ClusterConfig | None = None,
+    incidents: Sequence[Failure | Resize] = (),
+    seed: int = 0,
+    predictor: LengthPredictor | None = None,
+) -> Result:
+    """Run ``workload`` through a cluster until every request has ended.
+
+    Arguments that :func:`~simulation.run.simulate` has mean what they mean there. Equal arguments
+    give equal results.
+
+    Args:
+        workload: what arrives.
+        make_batch: gives each engine its policy, by its role.
+        make_route: gives the router its policy, by the role of the replicas that it chooses from.
+        truth: of every engine; each has its own noise.
+        belief: of every engine; each corrects its own.
+        engine: limits of each engine.
+        cluster: how many there are, and how the router learns of them.
+        incidents: failures and scale events.
+        seed: of all noise.
+        predictor: one for the whole cluster.
+
+    Raises:
+        ValueError: an incident names a role that the cluster has not.
+        StuckError: an engine could run nothing.
+    """
+    believed, true = sides(truth, belief)
+    requests = Requests(workload, predictor)
+    seeds = np.random.SeedSequence(seed)
+    network = np.random.default_rng(seeds.spawn(1)[0])
+
+    def make_engine(role: Role) -> Engine:
+        rng = np.random.default_rng(seeds.spawn(1)[0])
+        config = engine or EngineConfig()
+        return Engine(config, make_batch(role), believed, true, requests, rng)
+
+    run = Cluster(requests, make_engine, make_route, cluster or ClusterConfig(), network)
+    end_s = run.run(incidents)
+    up_s = sum(
+        (end_s if replica.ended_s is None else replica.ended_s) - replica.started_s
+        for replica in run.replicas
+    )
+    return result_of(requests, [replica.engine for replica in run.replicas], end_s, up_s, run.moved)

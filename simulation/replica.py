@@ -1,0 +1,165 @@
+"""One replica of a simulated cluster: its engine, its life, and its reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from simulation.config import ClusterConfig, Role
+from simulation.engine import Engine, StuckError
+from simulation.events import Events
+from simulation.mirror import Mirror, Report
+
+
+class Replica:
+    """Steps its engine whenever it has requests, and reports to a mirror.
+
+    Args:
+        name: as policies see it.
+        role: what it does.
+        engine: a new one.
+        events: the clock.
+        mirror: where its reports go.
+        config: times and losses of the reports.
+        rng: source of the losses.
+        on_finished: told which requests have all the output that its engine gives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        engine: Engine,
+        events: Events,
+        mirror: Mirror,
+        config: ClusterConfig,
+        rng: np.random.Generator,
+        on_finished: Callable[[Replica, list[int]], None],
+    ) -> None:
+        self.name = name
+        self.role = role
+        self.engine = engine
+        self.alive = True
+        self.draining = False
+        self.started_s = events.now_s
+        self.ended_s: float | None = None
+        self.given: list[int] = []
+        self._events = events
+        self._mirror = mirror
+        self._config = config
+        self._rng = rng
+        self._on_finished = on_finished
+        self._stepping = False
+        self._kept = 0
+        self._made_s = events.now_s
+        self._timer = 0
+        mirror.register(name, self.given, self._report(), events.now_s)
+        self._plan_report()
+
+    def submit(self, key: int) -> bool:
+        """Take a request; ``False`` if it can never run here."""
+        return self._took(key, self.engine.submit(key, prefill_only=self.role == "prefill"))
+
+    def take_over(self, key: int, first_token_s: float) -> bool:
+        """Take a request with the KV of its prompt; ``False`` if it can never run here."""
+        return self._took(key, self.engine.take_over(key, first_token_s, self._events.now_s))
+
+    def _took(self, key: int, accepted: bool) -> bool:
+        self.given.append(key)
+        if accepted:
+            if not self._stepping:
+                self._begin()
+            if self.engine.live == 1:
+                self._plan_report()
+        return accepted
+
+    def fail(self) -> list[int]:
+        """Die; return the requests that it had."""
+        self._end()
+        return self.engine.fail()
+
+    def drain(self) -> None:
+        """Take no more requests, and leave when those that it has are done."""
+        self.draining = True
+        self._send_report()
+        self._leave_if_done()
+
+    def keep(self, tokens: int) -> int:
+        """Hold the KV of ``tokens`` that is being sent away; return how many blocks that is."""
+        blocks = self.engine.hold(-(-tokens // self.engine.config.block_tokens))
+        self._kept += blocks
+        return blocks
+
+    def let_go(self, blocks: int) -> None:
+        """They have been sent."""
+        self._kept -= blocks
+        if self.alive:
+            self.engine.release(blocks)
+            if self.engine.live and not self._stepping:
+                self._begin()
+            self._leave_if_done()
+
+    def _leave_if_done(self) -> None:
+        if self.draining and not self.engine.live and not self._kept:
+            self._end()
+
+    def _end(self) -> None:
+        self.alive = False
+        self.ended_s = self._events.now_s
+
+    def _begin(self) -> None:
+        try:
+            seconds = self.engine.begin(self._events.now_s)
+        except StuckError:
+            if not self._kept:
+                raise
+            # All KV is being sent away; the end of that is the next chance.
+            return
+        self._stepping = True
+        self._events.after(seconds, self._complete)
+
+    def _complete(self) -> None:
+        if not self.alive:
+            return
+        self._stepping = False
+        finished = self.engine.complete(self._events.now_s)
+        if finished:
+            self._on_finished(self, finished)
+        if self.engine.live and not self._stepping:
+            self._begin()
+        self._leave_if_done()
+
+    def _plan_report(self) -> None:
+        """The next report is due an interval or a heartbeat after the last one."""
+        config = self._config
+        wait_s = config.report_interval_s if self.engine.live else config.heartbeat_s
+        self._timer += 1
+        self._events.at(self._made_s + wait_s, partial(self._report_due, self._timer))
+
+    def _report_due(self, timer: int) -> None:
+        # A request that came to an idle replica has set an earlier timer.
+        if self.alive and timer == self._timer:
+            self._send_report()
+            self._plan_report()
+
+    def _send_report(self) -> None:
+        self._made_s = self._events.now_s
+        if self._rng.random() >= self._config.report_loss:
+            arrives = partial(self._arrives, self._report())
+            self._events.after(self._config.report_delay_s, arrives)
+
+    def _arrives(self, report: Report) -> None:
+        self._mirror.hear(self.name, report, self._events.now_s)
+
+    def _report(self) -> Report:
+        engine = self.engine
+        return Report(
+            self._events.now_s,
+            engine.queue.table.copy(),
+            engine.free_blocks,
+            engine.planner.latency,
+            len(self.given),
+            self.draining,
+        )
