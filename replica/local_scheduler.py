@@ -17,6 +17,7 @@ from typing import TextIO
 from replica.state_table import RowUpdate, StateTable, TableFullError
 from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from scheduling.latency import LatencyModel, LinearLatency, OnlineCorrection, StepSample
+from scheduling.length import TaskLengths
 from scheduling.objective import SLO
 from scheduling.request import QueueView
 from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
@@ -26,6 +27,7 @@ DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 
 _BATCH_LOG_LINES = 100_000
 _NO_SLOT = -1
+_LEAST_STEP = 1 / 16
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +37,18 @@ class TrackedRequest:
     """What the local scheduler knows of a live request that its engine does not.
 
     ``name`` is the request's id in the fleet; engines have their own ids, and one API call can be
-    several engine requests. ``slot`` is its row of the state table, negative if it has none. The
-    engine sets when the first and the latest token left, monotonic seconds.
+    several engine requests. ``slot`` is its row of the state table, negative if it has none.
+    ``expected_tokens`` is the predicted length of its output, nan where nothing is known, and
+    ``most_tokens`` what it may not exceed. The engine sets when the first and the latest token
+    left, monotonic seconds.
     """
 
     name: str
     slo: SLO
     arrival_s: float
     slot: int
+    most_tokens: int
+    expected_tokens: float
     first_token_s: float | None = None
     last_token_s: float | None = None
 
@@ -117,6 +123,7 @@ class LocalScheduler:
         self._base_model = model
         self._model = model
         self._correction = OnlineCorrection()
+        self._lengths = TaskLengths()
         self._log = log
         self._steps = 0
         self._mismatches = 0
@@ -132,9 +139,16 @@ class LocalScheduler:
         return self._model
 
     def track(
-        self, engine_id: str, name: str, key: int, slo: SLO, arrival_s: float, prompt_tokens: int
+        self,
+        engine_id: str,
+        name: str,
+        key: int,
+        slo: SLO,
+        arrival_s: float,
+        prompt_tokens: int,
+        most_tokens: int,
     ) -> None:
-        """Begin to follow a new request.
+        """Begin to follow a new request, whose output has ``most_tokens`` at most.
 
         If the table is full the request is planned like any other but has no row, so readers do not
         see it: an accepted request must not fail because it cannot be watched.
@@ -146,13 +160,29 @@ class LocalScheduler:
             if self._rowless == 0:
                 logger.warning("%s; some requests are not in the state table", error)
             self._rowless += 1
-        self.requests[engine_id] = TrackedRequest(name, slo, arrival_s, slot)
+        # The least of nan and a number is its first argument.
+        expected = min(self._lengths.predict(slo.service_class, prompt_tokens), most_tokens)
+        self.requests[engine_id] = TrackedRequest(name, slo, arrival_s, slot, most_tokens, expected)
 
-    def forget(self, engine_id: str) -> None:
-        """Stop following a request; unknown ids are ignored."""
+    def prolong(self, tracked: TrackedRequest, emitted_tokens: int) -> None:
+        """Expect more of a request that goes on after as many tokens as it was expected to have."""
+        lengths = self._lengths.distribution(tracked.slo.service_class)
+        if lengths is not None:
+            # By a least step, so that a request far beyond all others does not ask at every token.
+            longer = max(lengths.given(emitted_tokens), (1 + _LEAST_STEP) * emitted_tokens)
+            tracked.expected_tokens = min(longer, tracked.most_tokens)
+
+    def forget(self, engine_id: str, output_tokens: int | None = None) -> None:
+        """Stop following a request; unknown ids are ignored.
+
+        ``output_tokens`` is the length of its output where it ended by itself: outputs of its
+        service class are expected to be as long.
+        """
         tracked = self.requests.pop(engine_id, None)
         if tracked is None:
             return
+        if output_tokens is not None:
+            self._lengths.observe(tracked.slo.service_class, output_tokens)
         if tracked.slot == _NO_SLOT:
             self._rowless -= 1
         else:

@@ -21,8 +21,10 @@ from typing import Any
 from replica.config import EngineConfig
 from replica.local_scheduler import DEFAULT_MODEL
 from replica.state_table import StateTable
+from replica.vllm_args import RequestArgs, to_xargs
 from scheduling.fit import fit
 from scheduling.latency_profile import LatencyProfile
+from scheduling.objective import SLO
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,9 @@ _PROMPT_SHARES = (0.06, 0.25, 1.0, 0.5, 0.12)
 
 _DECODE_BATCHES = ((1, 64), (8, 16), (2, 512), (24, 128), (4, 1024), (16, 400))
 """Decode batches: (sequences, prompt tokens of each)."""
+
+_SLO = SLO(service_class="profile")
+"""A class of their own: the lengths of these outputs say nothing of those of clients."""
 
 _DECODE_STEPS = 12
 _ENOUGH_ROUNDS = 3
@@ -198,14 +203,16 @@ class _Load:
         prompt = {
             "prompt_token_ids": self._chance.choices(range(low, self._vocabulary), k=prompt_tokens)
         }
+        name = f"profile-{self._serial}"
         params = SamplingParams(
             temperature=0.0,
             max_tokens=output_tokens,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=to_xargs(RequestArgs(name, time.monotonic(), _SLO)),
         )
-        async for _ in self._llm.generate(prompt, params, f"profile-{self._serial}"):
+        async for _ in self._llm.generate(prompt, params, name):
             pass
 
 

@@ -85,6 +85,7 @@ class SimulatedSequence:
             self.blocks,
             self.running,
             self.tracked.last_token_s,
+            self.tracked.expected_tokens,
         )
 
     def row(self) -> RowUpdate:
@@ -157,7 +158,10 @@ class SimulatedCore:
                 f"the {self.max_model_tokens} tokens of the model"
             )
         engine_id = str(next(self._ids))
-        self._scheduler.track(engine_id, name, key, slo, arrival_s, prompt_tokens)
+        # Outputs here are as long as they may be.
+        self._scheduler.track(
+            engine_id, name, key, slo, arrival_s, prompt_tokens, most_tokens=output_tokens
+        )
         sequence = SimulatedSequence(
             engine_id,
             self._scheduler.requests[engine_id],
@@ -275,7 +279,10 @@ class SimulatedCore:
             sequence.computed += tokens
             if sequence.computed == sequence.prompt_tokens + sequence.emitted:
                 sequence.emitted += 1
-                sequence.tracked.emitted(now_s)
+                tracked = sequence.tracked
+                tracked.emitted(now_s)
+                if sequence.emitted >= tracked.expected_tokens:
+                    self._scheduler.prolong(tracked, sequence.emitted)
                 if sequence.emitted == sequence.output_tokens:
                     self._end(sequence)
                     emit(sequence)
@@ -308,7 +315,8 @@ class SimulatedCore:
         del self.live[sequence.engine_id]
         self._running.pop(sequence.engine_id, None)
         self._release(sequence)
-        self._scheduler.forget(sequence.engine_id)
+        ended = sequence.emitted == sequence.output_tokens
+        self._scheduler.forget(sequence.engine_id, sequence.emitted if ended else None)
 
     def _release(self, sequence: SimulatedSequence) -> None:
         self.free_blocks += sequence.blocks

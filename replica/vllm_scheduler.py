@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _EMPTY = BatchPlan.empty()
 _UNPLANNED = 1 << 30
+_ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 # The mixin is typed as what it is mixed into; vLLM's types are not followed by the type checker.
 if TYPE_CHECKING:
@@ -111,13 +112,15 @@ class PlanMixin(_Base):
             args.slo,
             args.arrival_s,
             request.num_prompt_tokens,
+            request.max_tokens,
         )
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         tracked = self._local.requests.get(request.request_id)
         if tracked is not None:
             self._names.discard(tracked.name)
-            self._local.forget(request.request_id)
+            ended = request.status in _ENDED_BY_ITSELF
+            self._local.forget(request.request_id, request.num_output_tokens if ended else None)
             self._hits.forget(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
@@ -251,6 +254,9 @@ class PlanMixin(_Base):
                 # They leave when the batches in flight are through.
                 last_s = self._busy_until_s
                 first_s = last_s if first_s is None else first_s
+            emitted = request.num_output_tokens + promised
+            if emitted >= tracked.expected_tokens:
+                self._local.prolong(tracked, emitted)
             views.append(
                 RequestView(
                     request_id,
@@ -259,11 +265,12 @@ class PlanMixin(_Base):
                     prompt,
                     computed,
                     pending,
-                    request.num_output_tokens + promised,
+                    emitted,
                     first_s,
                     held,
                     running,
                     last_s,
+                    tracked.expected_tokens,
                 )
             )
         return views

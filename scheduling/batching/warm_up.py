@@ -34,8 +34,7 @@ _BUDGETS = (
 
 
 def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
-    """Plan toy queues by the batch policy called ``name``: empty ones, prefills, decodes, both,
-    with and without objectives, on time and late, with ample and with scarce KV blocks.
+    """Plan toy queues by the batch policy called ``name``: prefills, decodes and both, with and without objectives, on time and late, with ample and with scarce KV blocks.
 
     Raises:
         ValueError: no such policy, or wrong options.
@@ -46,7 +45,6 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
     decoding = [_decode(i, slo, age_s, 0) for i, (slo, age_s) in _cases(2)]
     preempted = [_decode(i, slo, age_s, 90) for i, (slo, age_s) in _cases(3)]
     queues: tuple[list[RequestView], ...] = (
-        [],
         waiting,
         decoding,
         [*begun, *waiting],

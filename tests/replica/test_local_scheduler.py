@@ -43,7 +43,7 @@ def finish(scheduler, step, now_s):
 
 def test_a_step_is_planned_run_and_published(table, tmp_path):
     scheduler = make_scheduler(table, BatchLog(tmp_path / "log" / "r.jsonl"))
-    scheduler.track("e1", "fleet-1", 1, SLO(), 0.0, 10)
+    scheduler.track("e1", "fleet-1", 1, SLO(), 0.0, 10, 50)
     plan = scheduler.plan(queue("e1"), 1.0, BUDGET)
     assert plan.entries == (("e1", 10),)
     step = scheduler.begin_step(plan, [("e1", 10, 0)], 1.0)
@@ -140,7 +140,7 @@ def test_requests_beyond_the_table_run_without_a_row(table, caplog):
     scheduler = make_scheduler(table)
     with caplog.at_level(logging.WARNING):
         for index in range(6):
-            scheduler.track(f"e{index}", f"r{index}", index, SLO(), 0.0, 10)
+            scheduler.track(f"e{index}", f"r{index}", index, SLO(), 0.0, 10, 50)
     assert len(caplog.records) == 1
     assert len(table.read().rows) == 4
     views = [view(f"e{index}") for index in range(6)]
@@ -157,5 +157,44 @@ def test_requests_beyond_the_table_run_without_a_row(table, caplog):
         scheduler.forget(f"e{index}")
         scheduler.forget(f"e{index}")
     assert len(table.read().rows) == 0
-    scheduler.track("e9", "r9", 9, SLO(), 0.0, 10)
+    scheduler.track("e9", "r9", 9, SLO(), 0.0, 10, 50)
     assert len(table.read().rows) == 1
+
+
+CHAT = SLO(service_class="chat")
+
+
+def test_outputs_are_expected_to_be_as_long_as_those_of_their_class_before(table):
+    scheduler = make_scheduler(table)
+
+    def expected(engine_id, slo=CHAT, most=1000):
+        scheduler.track(engine_id, engine_id, 1, slo, 0.0, 10, most)
+        return scheduler.requests[engine_id].expected_tokens
+
+    assert np.isnan(expected("first"))
+    scheduler.forget("first", 100)
+    assert expected("second") == 100
+    scheduler.forget("second", 200)
+    assert expected("capped", most=20) == 20
+    assert expected("third") == 150
+    assert np.isnan(expected("other", SLO(service_class="batch")))
+    # One that was aborted says nothing of how long it would have been.
+    scheduler.forget("third")
+    assert expected("fourth") == 150
+
+
+def test_an_output_that_goes_on_is_expected_to_be_longer_up_to_its_limit(table):
+    scheduler = make_scheduler(table)
+    for index, tokens in enumerate((100, 100, 100)):
+        scheduler.track(f"e{index}", f"r{index}", index, CHAT, 0.0, 10, 1000)
+        scheduler.forget(f"e{index}", tokens)
+    scheduler.track("long", "long", 9, CHAT, 0.0, 10, 160)
+    tracked = scheduler.requests["long"]
+    asked = 0
+    for emitted in range(1, 160):
+        if emitted >= tracked.expected_tokens:
+            scheduler.prolong(tracked, emitted)
+            asked += 1
+        assert emitted < tracked.expected_tokens <= 160
+    assert tracked.expected_tokens == 160
+    assert asked < 12

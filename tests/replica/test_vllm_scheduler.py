@@ -35,10 +35,10 @@ class RandomDeferral(BatchPolicy):
 
     def fill(self, batch, queue, now_s, latency):
         chance = random.Random(f"{len(queue.requests)}:{queue.requests[0].computed_tokens}")
-        requests = list(queue.requests)
-        chance.shuffle(requests)
-        for request in requests[: (len(requests) + 1) // 2]:
-            batch.add(request, chance.randrange(1, 41))
+        rows = list(range(len(queue)))
+        chance.shuffle(rows)
+        for row in rows[: (len(rows) + 1) // 2]:
+            batch.add(row, chance.randrange(1, 41))
 
 
 class PlansNothing(BatchPolicy):
@@ -89,7 +89,8 @@ def test_greedy_output_equals_stock(run, stock, policy, args):
     assert len(state.rows) == 0
     assert state.summary["steps"] == len(engine.batches()) > 0
     if args is LOW_KV:
-        assert state.summary["preemptions"] > 0
+        if policy == "fcfs":
+            assert state.summary["preemptions"] > 0
         # Without prefix hits, vLLM runs exactly what was planned.
         assert state.summary["plan_mismatches"] == 0
 
