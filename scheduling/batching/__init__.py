@@ -13,10 +13,17 @@ from scheduling.batching.base import (
     PlannedTokens,
     PolicyOptions,
 )
+from scheduling.batching.d_edf import DEDF
+from scheduling.batching.deadline_triage import DeadlineTriage
+from scheduling.batching.edf import EDF
 from scheduling.batching.fairbatching import FairBatching
 from scheduling.batching.fcfs import FCFS
+from scheduling.batching.s_edf import SEDF
 from scheduling.batching.sarathi import Sarathi
+from scheduling.batching.sarathi_priority import SarathiPriority
+from scheduling.batching.sjf import SJF
 from scheduling.batching.slidebatching import SlideBatching
+from scheduling.batching.weighted_vtc import WeightedVTC
 from scheduling.policy import make
 
 __all__ = [
@@ -31,7 +38,20 @@ __all__ = [
 ]
 
 POLICIES: dict[str, type[BatchPolicy]] = {
-    policy.name: policy for policy in (FCFS, Sarathi, FairBatching, SlideBatching)
+    policy.name: policy
+    for policy in (
+        FCFS,
+        WeightedVTC,
+        Sarathi,
+        SarathiPriority,
+        EDF,
+        SJF,
+        DEDF,
+        SEDF,
+        FairBatching,
+        SlideBatching,
+        DeadlineTriage,
+    )
 }
 
 

@@ -159,6 +159,26 @@ class BatchBuilder:
         """Predicted time of the batch so far; of an empty one, the fixed time of a step."""
         return float(self._costs.max())
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per KV block."""
+        return self._block_tokens
+
+    @property
+    def sequences_left(self) -> int:
+        """How many more waiting requests may begin to run; below zero if too many run."""
+        return int(self._state[builder.SEQUENCES_LEFT])
+
+    @property
+    def free_blocks(self) -> int:
+        """Free KV blocks left; below zero where the plan draws on running requests."""
+        return int(self._state[builder.FREE_BLOCKS])
+
+    def spare(self, blocks: int) -> None:
+        """Have every admission from now on leave ``blocks`` free while anything runs, so that those
+        that run can grow."""
+        self._state[builder.SPARE_BLOCKS] = blocks
+
     def add(self, row: int, tokens: int = UNBOUNDED_TOKENS) -> int:
         """Take up to ``tokens`` (default: all pending) of the request in ``row``; return how many.
 

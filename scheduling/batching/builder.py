@@ -34,7 +34,8 @@ CLOSED = 6  # whether admission has ended
 SEQUENCES_RUNNING = 7
 BLOCK_TOKENS = 8
 RESERVE_PROMPT = 9
-COUNTERS = 10
+SPARE_BLOCKS = 10  # free blocks that admission leaves while anything runs
+COUNTERS = 11
 
 
 @compiled
@@ -91,6 +92,8 @@ def extend(state: Ints, held: int, computed: int, tokens: int) -> int:
 def admit(state: Ints, held: int, computed: int, pending: int, tokens: int) -> int:
     """Take the place and the blocks for a waiting request; return how many tokens fit."""
     free = state[FREE_BLOCKS]
+    if state[SEQUENCES_RUNNING]:
+        free -= state[SPARE_BLOCKS]
     if state[CLOSED] or state[SEQUENCES_LEFT] <= 0 or free < 0:
         return 0
     block = state[BLOCK_TOKENS]

@@ -1,0 +1,413 @@
+"""Deadline triage: hold the deadlines that can be held, and serve the rest with what is left."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from scheduling.batching.base import BatchBuilder, BatchPolicy
+from scheduling.batching.moore_hodgson import fitting, keep
+from scheduling.batching.prefill_share import PREFILL_SHARE, least_useful_s
+from scheduling.kernels import (
+    ARRIVAL,
+    COMPUTED,
+    E2E,
+    EMITTED,
+    EXPECTED,
+    FIRST_TOKEN,
+    KV_BLOCKS,
+    LAST_TOKEN,
+    PENDING,
+    PRIORITY,
+    RUNNING,
+    TPOT,
+    Floats,
+    Ints,
+    by_deadline,
+    deadlines_s,
+    is_prefill,
+    pending_work_s,
+)
+from scheduling.latency import LatencyModel
+from scheduling.objective import Anchor
+from scheduling.policy import PolicyOptions
+from scheduling.request import QueueView
+
+Mask = NDArray[np.bool_]
+
+UNKNOWN_OUTPUT_TOKENS = 256.0
+"""Taken for the length of an output of which nothing is known."""
+
+UNPACED_S = 1.0
+"""An answer that has begun and states no TPOT is due a token this long after its last one, so that
+it is never held up without end."""
+
+GROWTH_TOKENS = 4
+"""KV room per running sequence that admission leaves free. Without any, running sequences outgrow
+the pool and preempt each other; more only leaves KV unused."""
+
+LONGEST_TAIL_STEPS = 20
+"""With no decode to wait for, a tail's batch may take as long as this many empty steps: long enough
+that little time is lost to them, short enough that a new request does not wait long."""
+
+
+class DeadlineTriageOptions(PolicyOptions):
+    """Options of :class:`DeadlineTriage`."""
+
+    anchor: Anchor = Field(
+        default=Anchor.FIRST_TOKEN,
+        description="Where the deadlines of later tokens start. `first_token` holds a TPOT measured "
+        "since the first token, as mean or maximum; `envelope` is enough for TDG; `last_token` "
+        "holds the time between tokens and short windows of them.",
+    )
+    headroom: float = Field(
+        default=0.05,
+        ge=0,
+        le=0.5,
+        description="Share of every time budget that is left unused, as steps vary around their "
+        "prediction.",
+    )
+    tail_backlog_s: float = Field(
+        default=1.0,
+        gt=0,
+        le=3600,
+        description="Work that was shed, seconds of prefill, up to which the tail gets its largest "
+        "share of a batch; with more its share shrinks in proportion.",
+    )
+    tail_reserve: float = Field(
+        default=0.05,
+        ge=0,
+        le=0.9,
+        description="Share of the KV blocks and of the sequences that the tail leaves free for "
+        "requests whose deadlines can be held.",
+    )
+    patience_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=86_400,
+        description="A shed request that has waited longer is aged, and has a share of its own.",
+    )
+    aged_share: float = Field(
+        default=0.02,
+        gt=0,
+        le=0.5,
+        description="Share of each batch's time, and of the running sequences, for aged requests "
+        "in order of arrival.",
+    )
+
+
+class _Decodes(NamedTuple):
+    """Decodes by deadline: rows, time left, work of one step each, the pace they must hold
+    (infinite if none is stated), and whether the deadline can still be held."""
+
+    rows: Ints
+    left_s: Floats
+    work_s: Floats
+    pace_s: Floats
+    live: Mask
+    budget_s: float
+    least_pace_s: float
+
+
+class DeadlineTriage(BatchPolicy):
+    """Keeps the prefills whose deadlines can be held together and sheds the others to a tail.
+
+    ``O(n log n)``. Per batch:
+
+    1. *Time budget*: the least slack of the decodes that can still be on time, at least their
+       least TPOT, less the head-room (FairBatching §3.2). Late decodes do not shrink it.
+    2. *Triage*: prefills by deadline, kept by weighted Moore-Hodgson
+       (:mod:`scheduling.batching.moore_hodgson`) against the time that is left for prefill until
+       each deadline if decodes are delayed to their slack (the prefill admission budget of
+       FairBatching §3.4, from prefix sums over decodes by slack), then against the free sequences
+       and KV blocks. A kept prefill that finds no room now waits for it; those that cannot be held
+       are shed. It is decided anew in each batch, so a shed request is kept again once it can be
+       held.
+    3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline,
+       where the batch ends before the first of them that it completes is due; the other decodes;
+       the tail. While the kept prefills can be held beside all decodes, or blocks or sequences are
+       short, all decodes come first: leaving one out then wins nothing and holds its memory longer.
+    4. *Tail*: shed prefills, most worth first: priority times the share of the output that can
+       still be on time (a late first token is caught up with at twice the pace of its TPOT), over
+       work. They get 0.1 to 0.8 of the least TPOT in a batch, the less the more is backed up, and
+       leave a share of blocks and sequences free.
+    5. *Ageing*: a request that is shed and older than ``patience_s`` has ``aged_share`` of each
+       batch's time, in order of arrival. With ``W`` seconds of work of aged requests before it and
+       of its own, it gets its first token at most ``patience_s + W / aged_share`` after its
+       arrival, plus the time for which no memory or sequence is free, and plus the answers of aged
+       requests before it, of which ``max(1, aged_share * running)`` run at once. From twice the
+       patience on, one that does not fit ends admission behind it until it does.
+
+    An end-to-end deadline is turned into earlier ones for the tokens by the expected length.
+    Requests without any deadline are the tail's, and never late there. Decodes without TPOT are due
+    a token a second.
+    """
+
+    name = "deadline_triage"
+    source = (
+        "ours; time budget and prefill capacity of FairBatching §3.2 and §3.4, "
+        "selection by Moore (Management Science 1968)"
+    )
+    Options = DeadlineTriageOptions
+
+    def __init__(self, options: DeadlineTriageOptions | None = None) -> None:
+        options = options or DeadlineTriageOptions()
+        super().__init__(options)
+        self._anchor = options.anchor
+        self._usable = 1 - options.headroom
+        self._tail_backlog_s = options.tail_backlog_s
+        self._tail_reserve = options.tail_reserve
+        self._patience_s = options.patience_s
+        self._aged_share = options.aged_share
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """Decodes in need, the aged lane, kept prefills, other decodes, the tail."""
+        table = queue.table
+        if not len(table):
+            return
+        work_s = pending_work_s(table, latency.pieces)
+        prefill = is_prefill(table)
+        left_s = self._left_s(table, prefill, work_s, now_s, latency)
+        decodes = self._decodes(table, np.flatnonzero(~prefill), left_s, work_s, latency)
+        prefills = by_deadline(np.flatnonzero(prefill), left_s)
+
+        running = table[:, RUNNING] > 0
+        growth = int(np.count_nonzero(running)) * GROWTH_TOKENS // batch.block_tokens + 1
+        batch.spare(growth)
+        kept, shed = self._triage(table, prefills, left_s, work_s, decodes, latency)
+        room = batch.free_blocks - growth
+        admissible = _admissible(table, kept, batch.sequences_left, room, batch.block_tokens)
+
+        scarce = room < growth or batch.sequences_left < self._tail_reserve * len(table)
+        urgent = len(decodes.rows)
+        if not scarce and not self._all_fit(kept, left_s, work_s, decodes, latency):
+            urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + decodes.least_pace_s))
+        _take_urgent(batch, decodes, urgent, bool(len(admissible)))
+
+        until_s = self._until_s(batch, table, admissible, left_s, work_s, decodes, latency)
+        if len(shed):
+            self._take_aged(batch, table, shed, now_s, until_s, latency)
+        batch.take(admissible, until_s)
+        batch.take(decodes.rows[urgent:], until_s)
+        if len(shed):
+            calm = not len(kept) and not decodes.live.any()
+            tail_s = self._tail_s(work_s[shed], decodes, calm, left_s, latency)
+            tail = self._tail(batch, table, shed, left_s, work_s)
+            batch.take(tail, min(until_s, batch.cost_s + tail_s))
+        if batch.empty:
+            batch.spare(0)
+            batch.ensure_progress(np.concatenate((decodes.rows, prefills)))
+
+    def _left_s(
+        self, table: Floats, prefill: Mask, work_s: Floats, now_s: float, latency: LatencyModel
+    ) -> Floats:
+        """Time until each row's next token is due."""
+        due_s = deadlines_s(table, self._anchor.code)
+        ends_s = table[:, E2E]
+        if np.isfinite(ends_s).any():
+            tpot_s = table[:, TPOT]
+            stated = tpot_s[np.isfinite(tpot_s)]
+            step_s = latency.fixed_s + float(work_s[~prefill].sum())
+            pace_s = max(step_s, float(stated.min()) if len(stated) else 2 * step_s)
+            after = np.maximum(0.0, _expected(table) - table[:, EMITTED] - 1)
+            np.minimum(due_s, table[:, ARRIVAL] + ends_s - after * pace_s, out=due_s)
+        unpaced = ~prefill & np.isinf(due_s)
+        if unpaced.any():
+            last_s = np.fmax(table[:, LAST_TOKEN], table[:, FIRST_TOKEN])
+            last_s = np.where(np.isnan(last_s), now_s, last_s)
+            due_s[unpaced] = last_s[unpaced] + UNPACED_S
+        left_s: Floats = due_s - now_s
+        return left_s
+
+    def _decodes(
+        self, table: Floats, rows: Ints, left_s: Floats, work_s: Floats, latency: LatencyModel
+    ) -> _Decodes:
+        rows = by_deadline(rows, left_s)
+        left_s, work_s, tpot_s = left_s[rows], work_s[rows], table[rows, TPOT]
+        alone_s = latency.fixed_s + work_s
+        # One TPOT that leaves nothing for prefill must not set the budget of all.
+        holdable = (tpot_s >= least_useful_s(latency.fixed_s, latency)) & (tpot_s < inf)
+        live = holdable & (left_s >= alone_s)
+        budget_s = least_s = inf
+        if live.any():
+            least_s = float(tpot_s[live].min())
+            budget_s = max(float(left_s[live][0]), least_s) * self._usable
+        return _Decodes(rows, left_s, work_s, np.maximum(tpot_s, alone_s), live, budget_s, least_s)
+
+    def _triage(
+        self,
+        table: Floats,
+        prefills: Ints,
+        left_s: Floats,
+        work_s: Floats,
+        decodes: _Decodes,
+        latency: LatencyModel,
+    ) -> tuple[Ints, Ints]:
+        """The prefills to keep, by deadline, and the others."""
+        due = prefills[: np.searchsorted(left_s[prefills], inf)]
+        capacity_s = self._usable * _capacity_s(left_s[due], decodes, latency.fixed_s)
+        kept = keep(work_s[due], table[due, PRIORITY], capacity_s)
+        return due[kept], np.concatenate((due[~kept], prefills[len(due) :]))
+
+    def _all_fit(
+        self,
+        kept: Ints,
+        left_s: Floats,
+        work_s: Floats,
+        decodes: _Decodes,
+        latency: LatencyModel,
+    ) -> bool:
+        """Whether the kept prefills can be held with every decode in every batch."""
+        step_s = latency.fixed_s + float(decodes.work_s.sum())
+        steps = 1 + left_s[kept] / decodes.least_pace_s
+        return bool(
+            (np.cumsum(work_s[kept]) <= self._usable * (left_s[kept] - step_s * steps)).all()
+        )
+
+    def _until_s(
+        self,
+        batch: BatchBuilder,
+        table: Floats,
+        kept: Ints,
+        left_s: Floats,
+        work_s: Floats,
+        decodes: _Decodes,
+        latency: LatencyModel,
+    ) -> float:
+        """When the batch must end, seconds from now; the decodes in need are in it already."""
+        until_s = decodes.budget_s
+        if not len(kept):
+            return until_s
+        if until_s < inf:
+            deepest = int(table[kept, COMPUTED].max())
+            until_s = max(until_s, least_useful_s(batch.cost_s, latency, deepest))
+        first_s = batch.cost_s + float(work_s[kept[0]])
+        if first_s <= until_s:
+            # The first one is completed: more work must not carry it past its deadline.
+            until_s = min(until_s, max(self._usable * float(left_s[kept[0]]), first_s))
+        return until_s
+
+    def _take_aged(
+        self,
+        batch: BatchBuilder,
+        table: Floats,
+        shed: Ints,
+        now_s: float,
+        until_s: float,
+        latency: LatencyModel,
+    ) -> None:
+        """The aged lane: a share of the batch and of the running sequences, by arrival."""
+        waited_s = now_s - table[shed, ARRIVAL]
+        aged = shed[waited_s > self._patience_s]
+        if not len(aged):
+            return
+        aged = aged[np.argsort(table[aged, ARRIVAL], kind="stable")]
+        running = table[:, RUNNING] > 0
+        answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._patience_s
+        lane = max(1, int(self._aged_share * np.count_nonzero(running)))
+        if np.count_nonzero(running & answering) >= lane:
+            aged = aged[running[aged]]
+        needed = _blocks(table, aged, batch.block_tokens)
+        fits = fitting(needed, batch.free_blocks)
+        fits |= now_s - table[aged, ARRIVAL] > 2 * self._patience_s
+        longest_s = LONGEST_TAIL_STEPS * latency.fixed_s
+        share_s = self._aged_share * min(until_s, longest_s)
+        batch.take(aged[fits], batch.cost_s + share_s)
+
+    def _tail_s(
+        self,
+        shed_s: Floats,
+        decodes: _Decodes,
+        calm: bool,
+        left_s: Floats,
+        latency: LatencyModel,
+    ) -> float:
+        """How much of the batch's time the tail may take."""
+        if calm:
+            # Nothing is due: full batches, where no deadline could come into the queue's way.
+            deadlines = np.isfinite(left_s).any()
+            return LONGEST_TAIL_STEPS * latency.fixed_s if deadlines else inf
+        share = min(0.8, max(0.1, self._tail_backlog_s / max(float(shed_s.sum()), 1e-9)))
+        return share * min(decodes.least_pace_s, LONGEST_TAIL_STEPS * latency.fixed_s)
+
+    def _tail(
+        self, batch: BatchBuilder, table: Floats, shed: Ints, left_s: Floats, work_s: Floats
+    ) -> Ints:
+        """The shed prefills that may run, most worth first."""
+        tpot_s = table[shed, TPOT]
+        pace_s = np.where(np.isfinite(tpot_s), tpot_s, UNPACED_S)
+        late_s = np.maximum(0.0, work_s[shed] - left_s[shed])
+        on_time = np.maximum(0.01, 1 - 2 * late_s / (pace_s * _expected(table[shed])))
+        worth = table[shed, PRIORITY] * on_time / np.maximum(work_s[shed], 1e-9)
+        tail = shed[np.argsort(-worth, kind="stable")]
+        running = table[:, RUNNING] > 0
+        blocks = batch.free_blocks + float(table[running, KV_BLOCKS].sum())
+        room = batch.free_blocks - self._tail_reserve * blocks
+        tail = tail[fitting(_blocks(table, tail, batch.block_tokens), room)]
+        sequences = batch.sequences_left + int(np.count_nonzero(running))
+        places = batch.sequences_left - int(self._tail_reserve * sequences)
+        waiting = ~running[tail]
+        return tail[~waiting | (np.cumsum(waiting) <= places)]
+
+
+def _expected(table: Floats) -> Floats:
+    """Per row, the predicted length of the output, tokens: more than what has left."""
+    expected = np.where(np.isnan(table[:, EXPECTED]), UNKNOWN_OUTPUT_TOKENS, table[:, EXPECTED])
+    return np.maximum(expected, table[:, EMITTED] + 1)
+
+
+def _blocks(table: Floats, rows: Ints, block_tokens: int) -> Floats:
+    """KV blocks that each row's whole sequence needs beyond those it holds."""
+    upto = np.ceil((table[rows, COMPUTED] + table[rows, PENDING]) / block_tokens)
+    return np.maximum(0.0, upto - table[rows, KV_BLOCKS])
+
+
+def _capacity_s(left_s: Floats, decodes: _Decodes, fixed_s: float) -> Floats:
+    """Time for prefill within each of ``left_s`` (ascending) if decodes are delayed to their slack.
+
+    FairBatching appendix A, steps 1 to 4, at several horizons at once: a decode with slack ``s``
+    and pace ``p`` runs ``(t - s) / p`` times by ``t``, and the steps that the most urgent one
+    forces each cost the fixed time. A late decode counts as due now.
+    """
+    rate = decodes.work_s / decodes.pace_s
+    slack_s = np.maximum(decodes.left_s, 0.0)
+    before = np.searchsorted(slack_s, left_s)
+    rates = np.concatenate(([0.0], np.cumsum(rate)))[before]
+    offsets_s = np.concatenate(([0.0], np.cumsum(rate * slack_s)))[before]
+    steps = 1.0
+    if decodes.least_pace_s < inf:
+        first_s = float(decodes.left_s[decodes.live][0])
+        steps = 1.0 + np.maximum(0.0, left_s - first_s) / decodes.least_pace_s
+    capacity_s: Floats = left_s - fixed_s * steps - (rates * left_s - offsets_s)
+    return capacity_s
+
+
+def _admissible(table: Floats, kept: Ints, places: int, room: int, block_tokens: int) -> Ints:
+    """Those of ``kept`` for which there are sequences and KV blocks now, the worthiest if not for
+    all: by priority for sequences, by priority per block for blocks."""
+    waiting = kept[table[kept, RUNNING] == 0]
+    if len(waiting) > places:
+        worthiest = np.argsort(-table[waiting, PRIORITY], kind="stable")
+        left_out = waiting[worthiest[max(0, places) :]]
+        kept = kept[~np.isin(kept, left_out)]
+    blocks = _blocks(table, kept, block_tokens)
+    if float(blocks.sum()) > room:
+        kept = kept[keep(blocks, table[kept, PRIORITY], np.full(len(kept), float(room)))]
+    return kept
+
+
+def _take_urgent(batch: BatchBuilder, decodes: _Decodes, urgent: int, prefills: bool) -> None:
+    """The first ``urgent`` decodes: those that can be on time, then the late ones, which leave
+    prefills their share of the batch."""
+    rows, live = decodes.rows[:urgent], decodes.live[:urgent]
+    batch.take(rows[live])
+    late = rows[~live]
+    if len(late):
+        cap_s = (1 - PREFILL_SHARE) * decodes.budget_s if prefills else inf
+        batch.take(late, cap_s)

@@ -1,0 +1,89 @@
+"""Which jobs to keep so that the least worth is late: Moore-Hodgson's rule, weighted."""
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduling.kernels import Floats, Ints, compiled
+
+
+@compiled
+def push(heap: Ints, size: int, worth: Floats, job: int) -> None:
+    """Add ``job`` to the first ``size`` places of ``heap``, least worth on top."""
+    place = size
+    while place > 0:
+        parent = (place - 1) // 2
+        if worth[heap[parent]] <= worth[job]:
+            break
+        heap[place] = heap[parent]
+        place = parent
+    heap[place] = job
+
+
+@compiled
+def pop(heap: Ints, size: int, worth: Floats) -> int:
+    """Take the job of least worth off the first ``size`` places of ``heap``."""
+    top = heap[0]
+    last = heap[size - 1]
+    place = 0
+    child = 1
+    while child < size - 1:
+        if child + 1 < size - 1 and worth[heap[child + 1]] < worth[heap[child]]:
+            child += 1
+        if worth[last] <= worth[heap[child]]:
+            break
+        heap[place] = heap[child]
+        place = child
+        child = 2 * place + 1
+    heap[place] = last
+    return top
+
+
+@compiled
+def keep(size: Floats, weight: Floats, capacity: Floats) -> NDArray[np.bool_]:
+    """Per job, whether it is kept; the kept ones up to any job fit that job's capacity.
+
+    Walks the jobs in order and adds their sizes up; while the sum exceeds the capacity at a job,
+    the kept job of least weight per size is dropped. A job that would not fit alone is dropped
+    first, so that it costs no other its place. With equal weights and capacities that are
+    deadlines this is the algorithm of Moore (Management Science 1968), which keeps the most jobs;
+    with weights it is a heuristic, as that problem is NP-hard. ``O(n log n)``.
+
+    Args:
+        size: ``float64[n]``, what each job takes, >= 0.
+        weight: ``float64[n]``, what each is worth, > 0.
+        capacity: ``float64[n]``, what those up to each job may take together.
+    """
+    count = size.shape[0]
+    kept = np.zeros(count, np.bool_)
+    worth = weight / np.maximum(size, 1e-12)
+    heap = np.empty(count, np.int64)
+    held = 0
+    total = 0.0
+    for job in range(count):
+        if size[job] > capacity[job]:
+            continue
+        push(heap, held, worth, job)
+        held += 1
+        total += size[job]
+        while held > 0 and total > capacity[job]:
+            total -= size[pop(heap, held, worth)]
+            held -= 1
+    for place in range(held):
+        kept[heap[place]] = True
+    return kept
+
+
+@compiled
+def fitting(size: Floats, room: float) -> NDArray[np.bool_]:
+    """Per job, whether it is taken if each in turn takes its place where it still fits ``room``."""
+    taken = np.zeros(size.shape[0], np.bool_)
+    for job in range(size.shape[0]):
+        if size[job] <= room:
+            room -= size[job]
+            taken[job] = True
+    return taken
