@@ -52,6 +52,7 @@ class Replica:
         self._rng = rng
         self._on_finished = on_finished
         self._stepping = False
+        self._waking = False
         self._kept = 0
         self._made_s = events.now_s
         self._timer = 0
@@ -69,8 +70,7 @@ class Replica:
     def _took(self, key: int, accepted: bool) -> bool:
         self.given.append(key)
         if accepted:
-            if not self._stepping:
-                self._begin()
+            self._wake()
             if self.engine.live == 1:
                 self._plan_report()
         return accepted
@@ -97,8 +97,7 @@ class Replica:
         self._kept -= blocks
         if self.alive:
             self.engine.release(blocks)
-            if self.engine.live and not self._stepping:
-                self._begin()
+            self._wake()
             self._leave_if_done()
 
     def _leave_if_done(self) -> None:
@@ -108,6 +107,17 @@ class Replica:
     def _end(self) -> None:
         self.alive = False
         self.ended_s = self._events.now_s
+
+    def _wake(self) -> None:
+        """Begin a step once all that comes at this moment is there."""
+        if not self._stepping and not self._waking:
+            self._waking = True
+            self._events.after(0.0, self._begin_if_idle)
+
+    def _begin_if_idle(self) -> None:
+        self._waking = False
+        if self.alive and self.engine.live and not self._stepping:
+            self._begin()
 
     def _begin(self) -> None:
         try:
@@ -127,7 +137,7 @@ class Replica:
         finished = self.engine.complete(self._events.now_s)
         if finished:
             self._on_finished(self, finished)
-        if self.engine.live and not self._stepping:
+        if self.engine.live:
             self._begin()
         self._leave_if_done()
 

@@ -1,0 +1,257 @@
+"""Clusters: nothing is lost whatever happens, and what is exact is exact."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduling import routing
+from scheduling.batching import BatchPolicy, make_policy
+from scheduling.routing import RoutingPolicy
+from simulation.cluster import NO_REPLICA, REPLICA_FAILED, simulate_cluster
+from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role
+from simulation.metrics import TPOTMetric, attained, stages
+from simulation.run import TOO_LONG, Result, simulate
+from simulation.truth import Truth
+from simulation.workload import Workload
+from tests.simulation.loads import MODEL, workload, workloads
+
+EXACT = Truth(MODEL, noise=0)
+
+
+def batch(name: str = "fcfs") -> Callable[[Role], BatchPolicy]:
+    return lambda role: make_policy(name)
+
+
+def route(name: str = "least_tokens") -> Callable[[Role], RoutingPolicy]:
+    options = {"seed": 1} if name == "power_of_two" else {}
+    return lambda role: routing.make_policy(name, options)
+
+
+def steady(count: int = 200, gap_s: float = 0.01, prompt: int = 300, output: int = 10) -> Workload:
+    return workload(*((gap_s * index, prompt, output) for index in range(count)))
+
+
+def ended_well(result: Result) -> np.ndarray:
+    """By request, whether all its tokens left."""
+    requests = result.requests
+    measured = stages(requests)
+    whole = np.ones(len(requests), bool)
+    np.logical_and.at(whole, measured.request, measured.complete)
+    return whole
+
+
+def test_one_replica_next_door_is_the_bare_engine() -> None:
+    load = workload(*((0.013 * i, 50 + 97 * (i % 11), 1 + i % 17) for i in range(150)))
+    near = ClusterConfig(replicas=1, dispatch_s=0)
+    config = EngineConfig(kv_blocks=200, max_sequences=12)
+    clustered = simulate_cluster(load, batch("slidebatching"), route(), EXACT, None, config, near)
+    alone = simulate(load, make_policy("slidebatching"), EXACT, config=config)
+    assert np.array_equal(clustered.requests.emitted_s, alone.requests.emitted_s)
+    assert clustered.steps == alone.steps
+
+
+incidents = st.lists(
+    st.one_of(
+        st.builds(
+            Failure,
+            at_s=st.floats(0, 1.5),
+            replica=st.integers(0, 5),
+            down_s=st.one_of(st.none(), st.floats(0, 1)),
+        ),
+        st.builds(Resize, at_s=st.floats(0, 1.5), change=st.integers(-2, 2), role=st.just("entry")),
+    ),
+    max_size=5,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    load=workloads,
+    what_happens=incidents,
+    router=st.sampled_from(sorted(routing.POLICIES)),
+    replicas=st.integers(1, 3),
+    decoders=st.sampled_from([0, 0, 1, 2]),
+    loss=st.sampled_from([0.0, 0.5, 0.95]),
+    delay_s=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 9),
+)
+def test_every_request_ends_exactly_once(
+    load: Workload,
+    what_happens: list[Failure | Resize],
+    router: str,
+    replicas: int,
+    decoders: int,
+    loss: float,
+    delay_s: float,
+    seed: int,
+) -> None:
+    entry: Role = "prefill" if decoders else "mixed"
+    happening = [
+        incident._replace(role=entry) if isinstance(incident, Resize) else incident
+        for incident in what_happens
+    ]
+    cluster = ClusterConfig(
+        replicas=replicas,
+        decoders=decoders,
+        report_loss=loss,
+        report_delay_s=delay_s,
+        edge_wait_s=1.0,
+    )
+    engine = EngineConfig(kv_blocks=40, max_batch_tokens=200, max_sequences=6)
+    result = simulate_cluster(
+        load, batch("fairbatching"), route(router), MODEL, None, engine, cluster, happening, seed
+    )
+    requests = result.requests
+    whole = ended_well(result)
+    for key in range(len(load)):
+        # A request has all its output, or an explicit failure, and never both.
+        assert whole[key] != (key in requests.failures)
+        first, last = requests.first_stage[key], requests.first_stage[key + 1]
+        times = requests.emitted_s[requests.offsets[first] : requests.offsets[last]]
+        left = times[~np.isnan(times)]
+        assert (np.diff(left) > 0).all()
+        assert len(left) == 0 or left[0] > load.arrivals[key].arrival_s
+        if key in requests.failures and requests.failures[key] == REPLICA_FAILED:
+            assert 0 < len(left) < len(times)
+        if requests.whole_tokens(key) > engine.kv_tokens:
+            assert key in requests.failures
+    if not happening:
+        assert set(requests.failures.values()) <= {TOO_LONG}
+        assert result.moved == 0
+
+
+@pytest.mark.parametrize("decoders", [0, 2])
+def test_engines_are_empty_when_all_has_ended(decoders: int) -> None:
+    from simulation.cluster import Cluster
+    from simulation.engine import Engine
+    from simulation.requests import Requests
+    from simulation.truth import Belief
+
+    requests = Requests(steady(120))
+    config = EngineConfig(kv_blocks=60)
+
+    def make_engine(role: Role) -> Engine:
+        rng = np.random.default_rng(3)
+        return Engine(config, make_policy("fcfs"), Belief(MODEL), EXACT, requests, rng)
+
+    cluster_config = ClusterConfig(replicas=2, decoders=decoders)
+    cluster = Cluster(requests, make_engine, route(), cluster_config, np.random.default_rng(0))
+    cluster.run()
+    assert not requests.failures
+    for replica in cluster.replicas:
+        assert replica.engine.live == replica.engine.held_blocks == 0
+        assert replica.engine.free_blocks == 60
+        assert len(replica.given) > 0
+
+
+def test_equal_seeds_give_equal_runs() -> None:
+    cluster = ClusterConfig(replicas=3, report_loss=0.3)
+    happening = [Failure(0.5, 1, down_s=0.3), Resize(1.0, 1)]
+    runs = [
+        simulate_cluster(
+            steady(), batch(), route("pab"), MODEL, None, None, cluster, happening, seed
+        )
+        for seed in (1, 1, 2)
+    ]
+    times = [run.requests.emitted_s for run in runs]
+    assert np.array_equal(times[0], times[1], equal_nan=True)
+    assert not np.array_equal(times[0], times[2], equal_nan=True)
+    assert runs[0].steps == runs[1].steps
+
+
+def test_reservations_spread_a_burst_that_no_report_has_shown_yet() -> None:
+    burst = workload(*((0.0, 500, 2) for _ in range(40)))
+    blind = ClusterConfig(replicas=4, report_delay_s=30.0)
+    result = simulate_cluster(burst, batch(), route("least_tokens"), EXACT, None, None, blind)
+    # Ten prompts of 500 tokens are one batch of each engine, and then one decode step.
+    assert result.steps == (2, 2, 2, 2)
+
+
+def test_a_request_that_had_not_begun_moves_and_one_that_had_ends_with_an_error() -> None:
+    # One long answer is under way on each replica when the first of them dies.
+    load = workload((0.0, 100, 400), (0.0, 100, 400), (0.5, 30_000, 3), (0.5, 30_000, 3))
+    cluster = ClusterConfig(replicas=2)
+    engine = EngineConfig(max_batch_tokens=2_000)
+    result = simulate_cluster(
+        load, batch(), route("round_robin"), EXACT, None, engine, cluster, [Failure(0.6, 0)]
+    )
+    assert result.requests.failures == {0: REPLICA_FAILED}
+    assert ended_well(result).tolist() == [False, True, True, True]
+    assert result.moved == 1
+    assert not attained(result.requests, stages(result.requests), TPOTMetric.MEAN)[0]
+
+
+def test_without_a_replica_requests_wait_at_the_router_for_a_bounded_time() -> None:
+    load = workload((0.0, 100, 5), (1.0, 100, 5))
+    cluster = ClusterConfig(replicas=1, edge_wait_s=2.0)
+    dead = [Failure(0.5, 0)]
+    result = simulate_cluster(load, batch(), route(), EXACT, None, None, cluster, dead)
+    assert result.requests.failures == {1: NO_REPLICA}
+    assert 3.0 <= result.end_s < 3.3
+    back = [Failure(0.5, 0, down_s=1.0)]
+    assert not simulate_cluster(
+        load, batch(), route(), EXACT, None, None, cluster, back
+    ).requests.failures
+
+
+def test_new_replicas_serve_and_leaving_ones_finish_what_they_have() -> None:
+    grown = simulate_cluster(
+        steady(), batch(), route(), EXACT, incidents=[Resize(0.5, 2)], cluster=ClusterConfig()
+    )
+    assert len(grown.steps) == 4
+    assert min(grown.steps) > 0
+    late = ClusterConfig(report_delay_s=0.2)
+    light = steady(prompt=20, output=1)
+    shrunk = simulate_cluster(
+        light, batch(), route(), EXACT, incidents=[Resize(0.5, -1)], cluster=late
+    )
+    assert not grown.requests.failures
+    assert not shrunk.requests.failures
+    assert shrunk.up_s < 2 * shrunk.end_s
+    # It left before the router knew: what was sent to it was placed again.
+    assert shrunk.moved > 0
+
+
+def test_a_disaggregated_request_pays_for_its_transfer_once() -> None:
+    cluster = ClusterConfig(
+        replicas=1, decoders=1, dispatch_s=0, transfer_s=0.003, transfer_tokens_per_s=100_000
+    )
+    load = workload((0.0, 1_000, 3))
+    result = simulate_cluster(load, batch(), route(), EXACT, None, None, cluster)
+    alone = simulate(load, make_policy("fcfs"), EXACT).requests.emitted_s
+    times = result.requests.emitted_s
+    assert times[0] == alone[0]
+    assert times[1] - times[0] == pytest.approx(0.003 + 0.010 + alone[1] - alone[0])
+    assert times[2] - times[1] == pytest.approx(alone[2] - alone[1])
+    assert result.steps == (1, 2)
+    assert result.computed_tokens == 1_002, "nothing is computed twice"
+
+
+def test_prefill_replicas_stall_while_their_kv_is_being_sent_and_then_go_on() -> None:
+    # Six blocks hold one prompt; sending it takes a second.
+    cluster = ClusterConfig(replicas=1, decoders=1, transfer_s=1.0, dispatch_s=0)
+    load = workload((0.0, 90, 2), (0.0, 90, 2))
+    engine = EngineConfig(kv_blocks=6)
+    result = simulate_cluster(load, batch(), route(), EXACT, None, engine, cluster)
+    assert not result.requests.failures
+    first, second = result.requests.emitted_s[0], result.requests.emitted_s[2]
+    assert second - first > 1.0
+
+
+def test_a_dying_prefill_replica_takes_the_kv_in_flight_with_it() -> None:
+    cluster = ClusterConfig(replicas=2, decoders=1, transfer_s=1.0, dispatch_s=0)
+    load = workload((0.0, 90, 2), (0.01, 90, 2))
+    result = simulate_cluster(
+        load, batch(), route("round_robin"), EXACT, None, None, cluster, [Failure(0.5, 0)]
+    )
+    assert result.requests.failures == {0: REPLICA_FAILED}
+
+
+def test_impossible_clusters_are_refused() -> None:
+    with pytest.raises(ValueError, match="no replica has the role 'decode'; there are: mixed"):
+        simulate_cluster(steady(), batch(), route(), MODEL, incidents=[Resize(1.0, 1, "decode")])
+    with pytest.raises(ValueError, match="less than 1"):
+        ClusterConfig(report_loss=1.0)
