@@ -137,7 +137,7 @@ def tokens_within(
     return 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LatencyModel(ABC):
     """Predicts the time of a step: the largest of its pieces, times a correction and a head-room.
 
@@ -166,8 +166,8 @@ class LatencyModel(ABC):
 
     correction: float = 1.0
     headroom: float = 1.0
-    pieces: Floats = field(init=False, repr=False, compare=False)
-    _bare: Floats = field(init=False, repr=False, compare=False)
+    pieces: Floats = field(init=False, compare=False)
+    _bare: Floats = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         coefficients = self.coefficients
@@ -179,6 +179,12 @@ class LatencyModel(ABC):
         bare: Floats = np.array(self._rows(), dtype=np.float64)
         object.__setattr__(self, "_bare", bare)
         object.__setattr__(self, "pieces", bare * (self.correction * self.headroom))
+
+    def __repr__(self) -> str:
+        named = zip(self.names, self.coefficients, strict=True)
+        factors = (("correction", self.correction), ("headroom", self.headroom))
+        shown = ", ".join(f"{name}={value:.3g}" for name, value in (*named, *factors))
+        return f"{type(self).__name__}({shown})"
 
     @property
     @abstractmethod
@@ -249,7 +255,7 @@ def check_factors(correction: float, headroom: float) -> None:
         raise ValueError(f"headroom must be finite and >= 1, got {headroom}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearLatency(LatencyModel):
     """``a + b * new + c * context + d * quadratic``, where ``new = sum n``, ``context =
     sum (k + n)`` and ``quadratic = sum n * (k + n / 2)``.
@@ -283,7 +289,7 @@ class LinearLatency(LatencyModel):
         return [(a, b + c, d / 2, d, c, 0.0, b + c + d / 2, c + d)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PrefillDecodeLatency(LatencyModel):
     """``t_c + sum over prefills (a_p n**2 + b_p n k + c_p n) + sum over decodes (a_d k + b_d)``.
 
@@ -316,7 +322,7 @@ class PrefillDecodeLatency(LatencyModel):
         return [(self.t_c, self.c_p, self.a_p, self.b_p, 0.0, 0.0, self.b_d, self.a_d)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RooflineLatency(LatencyModel):
     """The larger of two lines ``k1 * new tokens + k2 * spec_steps + b``.
 
