@@ -8,22 +8,22 @@ import numpy as np
 from pydantic import Field
 
 from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.batching.prefill_share import least_useful_s
+from scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
 from scheduling.kernels import COMPUTED, TPOT, by_deadline, deadlines_s, is_prefill
 from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
-from scheduling.policy import PolicyOptions
 from scheduling.request import QueueView
 
 
-class FairBatchingOptions(PolicyOptions):
+class FairBatchingOptions(PrefillShareOptions):
     """Options of :class:`FairBatching`."""
 
     anchor: Anchor = Field(
         default=Anchor.FIRST_TOKEN,
         description="Where the deadlines of later tokens start. `envelope` is the paper's text; "
         "with it a request that got its first token early may stall until its slack is spent, "
-        "which a TPOT measured since the first token counts as a miss.",
+        "which a TPOT measured since the first token counts as a miss. `last_token` spends no "
+        "slack at all, for objectives on the time between tokens.",
     )
 
 
@@ -45,7 +45,8 @@ class FairBatching(BatchPolicy):
       included and that the policy falls back to Sarathi's behaviour under extreme load.
     - Only decodes that state a TPOT set the budget. One whose TPOT no batch with a useful share of
       prefill could hold (:mod:`scheduling.batching.prefill_share`) does not; and with urgent
-      decodes in the batch, prefills that have a deadline keep that share beside them.
+      decodes in the batch, prefills that have a deadline keep that share beside them. A
+      ``prefill_share`` of 0 is the text without this.
     - Requests without a deadline have infinite slack and come after all others, decodes before
       prefills, so that an answer that has begun is not held up by those that have not.
     - A prefill that recomputes after a preemption is a prefill, with the deadline of its next
@@ -60,6 +61,7 @@ class FairBatching(BatchPolicy):
         options = options or FairBatchingOptions()
         super().__init__(options)
         self._anchor = options.anchor
+        self._share = options.prefill_share
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
@@ -72,7 +74,9 @@ class FairBatching(BatchPolicy):
         prefills = by_deadline(np.flatnonzero(prefill), due_s)
 
         tpot_s = table[decodes, TPOT]
-        useful_s = least_useful_s(latency.fixed_s, latency)
+        useful_s = 0.0
+        if self._share:
+            useful_s = least_useful_s(latency.fixed_s, latency, share=self._share)
         paced = np.flatnonzero((tpot_s >= useful_s) & (tpot_s < inf))
         budget_s = least_tpot_s = inf
         if len(paced):
@@ -82,9 +86,9 @@ class FairBatching(BatchPolicy):
         urgent = int(np.searchsorted(due_s[decodes], now_s + budget_s + least_tpot_s))
         batch.take(decodes[:urgent])
         due = int(np.searchsorted(due_s[prefills], inf))
-        if urgent and due:
+        if urgent and due and self._share:
             deepest = int(table[prefills[:due], COMPUTED].max())
-            budget_s = max(budget_s, least_useful_s(batch.cost_s, latency, deepest))
+            budget_s = max(budget_s, least_useful_s(batch.cost_s, latency, deepest, self._share))
         rest = np.concatenate((prefills[:due], decodes[urgent:], prefills[due:]))
         batch.take(rest, budget_s)
         batch.ensure_progress(rest)

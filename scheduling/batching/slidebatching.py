@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.batching.prefill_share import least_useful_s
+from scheduling.batching.prefill_share import PrefillShareOptions, least_useful_s
 from scheduling.kernels import (
     COMPUTED,
     EMITTED,
+    PENDING,
     PRIORITY,
     TPOT,
     Floats,
@@ -24,17 +25,28 @@ from scheduling.kernels import (
 )
 from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
-from scheduling.policy import PolicyOptions
 from scheduling.request import QueueView
 
 
-class SlideBatchingOptions(PolicyOptions):
+class SlideBatchingOptions(PrefillShareOptions):
     """Options of :class:`SlideBatching`."""
 
-    boundary: Literal["phi_a", "phi_c"] = Field(
+    boundary: Literal["phi_a", "phi_c", "phi_p"] = Field(
         default="phi_a",
         description="How long a request may have to wait: `phi_a` for the whole queue (Eq. 8), "
-        "`phi_c` for those due before it (Eq. 9).",
+        "`phi_c` for those due before it (Eq. 9), `phi_p` for the whole queue in a batch per "
+        "request, for instances that only prefill.",
+    )
+    order: Literal["slide", "deadline", "density"] = Field(
+        default="slide",
+        description="`deadline` and `density` leave out the partition (§5.4, `w/ only deadline` "
+        "and `w/ only density`): all requests are ranked as normal or as urgent ones.",
+    )
+    latency_aware: bool = Field(
+        default=True,
+        description="Whether the latency estimator is used. Without it (§5.4, `w/o latency-aware`) "
+        "only the engine's token limit bounds a batch, a request is urgent once it is late, and "
+        "its density is its worth per pending token.",
     )
     gamma: float = Field(
         default=1.0,
@@ -80,7 +92,8 @@ class SlideBatching(BatchPolicy):
     1. ``budget = max(least remain, eta)``.
     2. Urgent are those with ``remain < gamma * phi``, where ``phi = budget / (budget - t_c)`` times
        the sum of ``exec`` over the queue (``phi_a``, Eq. 8) or over those due no later (``phi_c``,
-       Eq. 9), and ``t_c`` is the fixed time of a step.
+       Eq. 9), and ``t_c`` is the fixed time of a step. On instances that only prefill, ``phi`` is
+       the sum of ``exec`` and of a ``t_c`` per request (``phi_p``): one batch for each.
     3. Urgent ones by density descending, then the normal ones by ``remain`` ascending, until the
        budget is full; the prefill that does not fit is chunked to it.
 
@@ -96,18 +109,24 @@ class SlideBatching(BatchPolicy):
       ``t_c`` is taken. Urgent decodes are mostly denser than prefills, so the budget leaves urgent
       prefills that share beside the decodes due within two budgets, which is when one left out
       now could come at the earliest. Those due later run ahead of their pace and cannot for long.
+      A ``prefill_share`` of 0 is Algorithm 1 without this.
+    - §5.4 does not say how its variant without the estimator ranks. Without predicted times no load
+      can be told, so ``phi`` is 0, and tokens stand for times in the density.
     - Requests without a deadline come after all others, decodes before prefills, and delay none of
       those, so their ``exec`` is in no sum.
     """
 
     name = "slidebatching"
-    source = "ProServe §4.2, Algorithm 1, Eq. 8 and 9"
+    source = "ProServe §4.2, Algorithm 1, Eq. 8 and 9; §5.4 for its ablation"
     Options = SlideBatchingOptions
 
     def __init__(self, options: SlideBatchingOptions | None = None) -> None:
         options = options or SlideBatchingOptions()
         super().__init__(options)
-        self._phi_c = options.boundary == "phi_c"
+        self._boundary = options.boundary
+        self._order = options.order
+        self._latency_aware = options.latency_aware
+        self._share = options.prefill_share
         self._gamma = options.gamma
         self._eta_s = options.eta_s
         self._anchor = options.anchor
@@ -120,15 +139,20 @@ class SlideBatching(BatchPolicy):
         """Rank the queue, then fill the time budget."""
         table = queue.table
         due_s = deadlines_s(table, self._anchor.code)
-        work_s = pending_work_s(table, latency.pieces)
         prefill = is_prefill(table)
+        # Without the estimator a token stands for a second: only its density is used.
+        work_s = table[:, PENDING]
+        if self._latency_aware:
+            work_s = pending_work_s(table, latency.pieces)
         order = by_deadline(np.arange(len(table)), due_s)
         ranked = order[: np.searchsorted(due_s[order], inf)]
         unbound = order[len(ranked) :]
         unbound = unbound[np.argsort(prefill[unbound], kind="stable")]
 
         remain_s = due_s[ranked] - now_s
-        budget_s = self._budget_s(table, remain_s, work_s[ranked], latency)
+        budget_s = inf
+        if self._latency_aware:
+            budget_s = self._budget_s(table, remain_s, work_s[ranked], latency)
         urgent = self._urgent(remain_s, work_s[ranked], budget_s, latency)
         weight = np.where(table[:, EMITTED] == 0, self._first_weight, 1.0) * table[:, PRIORITY]
         with np.errstate(divide="ignore"):
@@ -136,12 +160,13 @@ class SlideBatching(BatchPolicy):
         dense = ranked[urgent]
         dense = dense[np.argsort(-density[dense], kind="stable")]
 
-        if budget_s < inf:
+        if budget_s < inf and self._share:
             soon = dense[due_s[dense] - now_s < 2 * budget_s]
             taken_s = float(work_s[soon[~prefill[soon]]].sum())
             depths = table[dense[prefill[dense]], COMPUTED]
             if taken_s > 0 and len(depths):
-                least_s = least_useful_s(latency.fixed_s + taken_s, latency, int(depths.max()))
+                taken_s += latency.fixed_s
+                least_s = least_useful_s(taken_s, latency, int(depths.max()), self._share)
                 budget_s = max(budget_s, least_s)
         rows = np.concatenate((dense, ranked[~urgent], unbound))
         batch.take(rows, budget_s)
@@ -156,7 +181,7 @@ class SlideBatching(BatchPolicy):
         fixed_s = latency.fixed_s
         eta_s = self._eta_s if self._eta_s > fixed_s else 2 * fixed_s
         tpot_s = table[:, TPOT]
-        paced = tpot_s[tpot_s >= least_useful_s(fixed_s, latency)]
+        paced = tpot_s[tpot_s >= least_useful_s(fixed_s, latency, share=self._share)]
         if len(paced):
             eta_s = min(eta_s, float(paced.min()))
         counts = remain_s if self._count_late else remain_s[remain_s >= fixed_s + work_s]
@@ -166,12 +191,20 @@ class SlideBatching(BatchPolicy):
     def _urgent(
         self, remain_s: Floats, work_s: Floats, budget_s: float, latency: LatencyModel
     ) -> NDArray[np.bool_]:
-        """Which requests may be late if those before them (``phi_c``) or all (``phi_a``) wait."""
-        factor = self._gamma
-        if budget_s < inf:
-            factor *= budget_s / (budget_s - latency.fixed_s)
+        """Which requests may be late if those before them (``phi_c``) or all (``phi_a``,
+        ``phi_p``) wait. ``remain_s`` ascends."""
+        if self._order != "slide":
+            return np.full(len(remain_s), self._order == "density")
         queued_s = np.cumsum(work_s)
-        if not self._phi_c and len(queued_s):
-            queued_s = queued_s[-1]
-        urgent: NDArray[np.bool_] = remain_s < factor * queued_s
+        if self._boundary != "phi_c" and len(queued_s):
+            queued_s = queued_s[-1:]
+        if not self._latency_aware:
+            wait_s = np.zeros(1)
+        elif self._boundary == "phi_p":
+            wait_s = queued_s + len(remain_s) * latency.fixed_s
+        elif budget_s < inf:
+            wait_s = queued_s * budget_s / (budget_s - latency.fixed_s)
+        else:
+            wait_s = queued_s
+        urgent: NDArray[np.bool_] = remain_s < self._gamma * wait_s
         return urgent

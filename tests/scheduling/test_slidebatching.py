@@ -4,6 +4,7 @@ from scheduling.batching import BatchPlan, make_policy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
 from scheduling.request import RequestView
+from tests.scheduling.steps import run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
 NOW_S = 10.0
@@ -144,3 +145,77 @@ def test_a_step_longer_than_every_budget_still_moves() -> None:
         queue_of(prefill_due_in("p", 100, 500)), NOW_S, slow, ROOMY
     )
     assert result.entries == (("p", 16),), "one block at a time"
+
+
+def test_phi_p_counts_a_batch_per_request() -> None:
+    # Budget 340 ms. phi_a is 340/330 * 305 = 314 ms, so all are normal. phi_p is 305 + 4 * 10 =
+    # 345 ms, so all but the last are urgent and `heavy` is the densest of them.
+    queue = (
+        prefill_due_in("p0", 340, 100),
+        prefill_due_in("p1", 341, 100),
+        prefill_due_in("heavy", 344, 5, priority=10),
+        prefill_due_in("p2", 346, 100),
+    )
+    assert order(plan(*queue, boundary="phi_a")) == ["p0", "p1", "heavy", "p2"]
+    assert order(plan(*queue, boundary="phi_p")) == ["heavy", "p0", "p1", "p2"]
+
+
+# The ablation of §5.4. Budget 200 ms, phi_a 316 ms: the first two are urgent.
+ABLATED = (
+    prefill_due_in("first", 200, 100),
+    prefill_due_in("second", 300, 100, priority=2),
+    prefill_due_in("third", 400, 100, priority=9),
+)
+
+
+def test_without_the_partition_all_run_by_deadline_or_all_by_density() -> None:
+    assert plan(*ABLATED).entries == (("second", 100), ("first", 90))
+    assert plan(*ABLATED, order="deadline").entries == (("first", 100), ("second", 90))
+    assert plan(*ABLATED, order="density").entries == (("third", 100), ("second", 90))
+    # A gamma of 0 is not the same: late requests are still urgent there.
+    late = prefill_due_in("late", -10, 10)
+    later = prefill_due_in("later", -20, 100)
+    assert order(plan(later, late, order="deadline"))[0] == "later"
+    assert order(plan(later, late, gamma=0.0))[0] == "late"
+
+
+def test_without_the_estimator_only_the_token_limit_bounds_a_batch_and_lateness_is_urgency() -> (
+    None
+):
+    late = prefill_due_in("late", -10, 50)
+    result = plan(*ABLATED, late, latency_aware=False)
+    assert result.entries == (("late", 50), ("first", 100), ("second", 100), ("third", 100))
+    both = (prefill_due_in("long-late", -90, 90, priority=1), late)
+    assert order(plan(*ABLATED, *both, latency_aware=False))[:2] == ["late", "long-late"]
+
+
+def test_a_prefill_share_of_zero_leaves_the_budget_to_the_decodes() -> None:
+    # Budget 20 ms; ten urgent decodes fill it. A share of a quarter stretches it for `p`.
+    decodes = [decode_due_in(f"d{index}", 20, 20) for index in range(10)]
+    queue = (*decodes, prefill_due_in("p", 25, 400))
+    assert plan(*queue).entries[-1] == ("p", 8)
+    literal = plan(*queue, prefill_share=0.0)
+    assert literal.predicted_s <= 0.0200001
+    assert "p" not in order(literal)
+
+
+def test_the_slack_that_a_router_keeps_free_is_what_a_longer_request_needs() -> None:
+    """ProServe Fig. 8. The drawing is lost but for its numbers: R1 takes 200 ms, R2 400 ms, the
+    objective is 700 ms, and one instance has 400 ms of work, the other 200. R1 comes before R2, at
+    once here. The placements are the figure's; what they lead to is what the instances plan."""
+    model = LinearLatency(a=0.0, b=0.001)
+    slo = SLO(ttft_s=0.7)
+    work = {"A": 400, "B": 200, "R1": 200, "R2": 400}
+
+    def missed(*names: str) -> set[str]:
+        views = [prefill(name, work[name], slo) for name in names]
+        policy = make_policy("slidebatching", {"order": "deadline"})
+        result = run(policy, [(view, 1) for view in views], model)
+        return {name for name in names if result.tokens_s[name][0] > 0.7 + 1e-9}
+
+    # Min-Load sends R1 to the instance with less work; then R2 is late wherever it goes.
+    assert missed("B", "R1", "R2") == {"R2"}
+    assert missed("A", "R2") == {"R2"}
+    # R1 to the instance that can just take it: both are met.
+    assert missed("A", "R1") == set()
+    assert missed("B", "R2") == set()

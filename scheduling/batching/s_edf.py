@@ -1,0 +1,237 @@
+"""S-EDF: earliest feasible deadline first for prefills, batched by slack, decided on events."""
+
+from __future__ import annotations
+
+from math import ceil, inf
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, field_validator
+
+from scheduling.batching.base import BatchBuilder, BatchPolicy
+from scheduling.kernels import (
+    COMPUTED,
+    ENVELOPE,
+    FIXED,
+    PENDING,
+    PREFILL_CONTEXT,
+    PREFILL_CROSS,
+    PREFILL_SEQUENCE,
+    PREFILL_SQUARE,
+    PREFILL_TOKENS,
+    Floats,
+    Ints,
+    compiled,
+    deadlines_s,
+    is_prefill,
+)
+from scheduling.latency import LatencyModel
+from scheduling.latency_request import PolynomialTTFT
+from scheduling.policy import PolicyOptions
+from scheduling.request import QueueView
+
+
+class SEDFOptions(PolicyOptions):
+    """Options of :class:`SEDF`."""
+
+    chunk_tokens: int = Field(
+        default=1024,
+        ge=16,
+        le=1_048_576,
+        description="Most prefill tokens in a batch of the engine: how long a prefill runs before "
+        "a more urgent one can take its place. Operator-level preemption is beyond an engine that "
+        "runs whole batches.",
+    )
+    batch_tokens: int = Field(
+        default=4096,
+        ge=0,
+        le=1_048_576,
+        description="Token budget G of Algorithm 1: prefills run together only while their sum is "
+        "below it. 0 is the paper's `no batching`.",
+    )
+    ttft_coefficients: tuple[float, ...] = Field(
+        default=(),
+        max_length=8,
+        description="The paper's predictor: coefficients, in seconds, of a polynomial in the "
+        "tokens of a prefill, the constant first. Without them the engine's step-time model "
+        "predicts the chunks, running alone.",
+    )
+
+    @field_validator("ttft_coefficients")
+    @classmethod
+    def _usable(cls, coefficients: tuple[float, ...]) -> tuple[float, ...]:
+        if coefficients:
+            PolynomialTTFT(coefficients)
+        return coefficients
+
+
+class SEDF(BatchPolicy):
+    """One prefill task at a time: the feasible one with the earliest deadline, and those that it
+    can be batched with. ``O(n log n)``.
+
+    Prefills rank by ``sgn(slack) / deadline`` (Eq. 3), with ``slack = deadline - now - predicted
+    TTFT``: feasible ones by deadline, then those without a deadline, then those that would be late
+    even alone, the latest deadline first. The first is the head ``H``. Algorithm 1 adds others, in
+    order, as long as the predicted time of all together is below what ``H`` has left and their
+    tokens are below ``G``; one that does not go in is passed over. As in Algorithm 2, a decision is
+    made when a prefill arrives or completes and stands until the next such event.
+
+    Our readings:
+
+    - An engine runs whole batches, so a chunk is what can be preempted, not an operator. Chunks are
+      not padded: an urgent prompt's chunk takes no tokens of prompts outside its batch.
+    - At a chunk's end nothing is in flight, so a prefill that has begun ranks, and can be batched,
+      as the shorter prefill that is left of it. The paper cannot batch a suspended pass again.
+    - The paper's instances only prefill. Here every decode runs beside the task, in order of
+      arrival; no TPOT objective is looked at, and ``chunk_tokens`` bounds what decodes wait.
+    - A prefill that recomputes after a preemption arrives again, with the deadline of its next
+      token.
+    - Where the engine has no room for any of the task, the others are tried in their order.
+
+    The state is the decision and the prefills that it knew: the keys of one queue at most.
+    """
+
+    name = "s_edf"
+    source = "FlowPrefill §5.2, Eq. 3, Algorithms 1 and 2"
+    Options = SEDFOptions
+
+    def __init__(self, options: SEDFOptions | None = None) -> None:
+        options = options or SEDFOptions()
+        super().__init__(options)
+        self._chunk_tokens = options.chunk_tokens
+        self._batch_tokens = options.batch_tokens
+        coefficients = options.ttft_coefficients
+        self._ttft = PolynomialTTFT(coefficients) if coefficients else None
+        self._task = np.empty(0, np.int64)  # keys, the head first
+        self._known = np.empty(0, np.int64)  # keys of the prefills decided on, ascending
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """Decide anew on an event; take every decode, then a chunk of the task."""
+        prefill = is_prefill(queue.table)
+        rows = np.flatnonzero(prefill)
+        known = np.sort(queue.keys[rows])
+        if not np.array_equal(known, self._known):
+            order = self._ranked(queue.table, rows, now_s, latency)
+            head = queue.keys[order[:1]]
+            if not np.array_equal(head, self._task[:1]):
+                self._task = queue.keys[self._batched(queue.table, order, now_s, latency)]
+            else:
+                self._task = self._task[np.isin(self._task, known)]
+            self._known = known
+
+        batch.take(np.flatnonzero(~prefill))
+        by_key = rows[np.argsort(queue.keys[rows])]
+        task = by_key[np.searchsorted(known, self._task)]
+        if not batch.take(task, tokens=self._chunk_tokens) and len(rows):
+            rest = self._ranked(queue.table, rows, now_s, latency)
+            batch.take(rest, tokens=self._chunk_tokens)
+
+    def _first(self, due_s: Floats, now_s: float, ttft_s: Floats) -> NDArray[np.bool_]:
+        """Which prefills rank first, by deadline: where the numerator of Eq. 3 is positive."""
+        feasible: NDArray[np.bool_] = due_s - now_s - ttft_s >= 0
+        return feasible
+
+    def _ranked(self, table: Floats, rows: Ints, now_s: float, latency: LatencyModel) -> Ints:
+        """``rows`` by Eq. 3 descending, ties in order of arrival."""
+        due_s = deadlines_s(table[rows], ENVELOPE)
+        first = self._first(due_s, now_s, self._alone_s(table[rows], latency))
+        # The same order as that of the quotient, without its rounding and for any sign of a clock.
+        group = np.where(first, np.where(due_s < inf, 0, 1), 2)
+        ranked: Ints = rows[np.lexsort((np.where(first, due_s, -due_s), group))]
+        return ranked
+
+    def _alone_s(self, table: Floats, latency: LatencyModel) -> Floats:
+        """Predicted TTFT of every row from now on, in chunks that nothing runs beside."""
+        if self._ttft is not None:
+            return self._ttft.all_seconds(table[:, PENDING])
+        chunks = np.ceil(table[:, PENDING] / self._chunk_tokens)
+        whole = chunked_work_s(table, latency.pieces, self._chunk_tokens)
+        alone: Floats = (whole + chunks * latency.pieces[:, FIXED, None]).max(axis=0)
+        return alone
+
+    def _batched(self, table: Floats, order: Ints, now_s: float, latency: LatencyModel) -> Ints:
+        """Algorithm 1: the rows of the new task, ``order`` being all prefills by rank."""
+        if not len(order):
+            return order
+        left_s = deadlines_s(table[order[:1]], ENVELOPE)[0] - now_s
+        polynomial = self._ttft.coefficients if self._ttft is not None else ()
+        joined: Ints = order[
+            join(
+                table[order, PENDING],
+                chunked_work_s(table[order], latency.pieces, self._chunk_tokens),
+                latency.pieces[:, FIXED].copy(),
+                np.array(polynomial, np.float64),
+                self._chunk_tokens,
+                self._batch_tokens,
+                left_s,
+            )
+        ]
+        return joined
+
+
+def chunked_work_s(table: Floats, pieces: Floats, chunk_tokens: int) -> Floats:
+    """Time of every row's pending tokens in chunks of ``chunk_tokens`` by every piece of a model,
+    ``float64[pieces, n]``, without the steps' fixed time. ``O(1)`` per row and piece: the context
+    of the whole chunks grows evenly."""
+    pending, computed = table[:, PENDING], table[:, COMPUTED]
+    whole = np.floor(pending / chunk_tokens)
+    last = pending - whole * chunk_tokens
+    contexts = whole * computed + chunk_tokens * whole * (whole - 1) / 2
+    last_context = computed + whole * chunk_tokens
+    work = np.empty((len(pieces), len(table)))
+    for index, piece in enumerate(pieces):
+        square, cross = piece[PREFILL_SQUARE], piece[PREFILL_CROSS]
+        work[index] = (
+            piece[PREFILL_TOKENS] * pending
+            + square * (whole * chunk_tokens**2 + last**2)
+            + cross * (chunk_tokens * contexts + last * last_context)
+            + piece[PREFILL_CONTEXT] * (contexts + (last > 0) * last_context)
+            + piece[PREFILL_SEQUENCE] * (whole + (last > 0))
+        )
+    return work
+
+
+@compiled
+def join(
+    tokens: Floats,
+    work_s: Floats,
+    fixed_s: Floats,
+    polynomial: Floats,
+    chunk_tokens: int,
+    batch_tokens: int,
+    left_s: float,
+) -> Ints:
+    """Algorithm 1: the places, in the given order, of the first and of those that join it.
+
+    Args:
+        tokens, work_s: what each has pending, and its time by each piece of a model.
+        fixed_s: time of a chunk by each piece, without its tokens.
+        polynomial: predicts from the sum of tokens instead of the model, where it is not empty.
+        left_s: the first one's time to its deadline.
+    """
+    joined = np.empty(tokens.shape[0], np.int64)
+    joined[0] = 0
+    count = 1
+    total = tokens[0]
+    work = work_s[:, 0].copy()
+    for place in range(1, tokens.shape[0]):
+        together = total + tokens[place]
+        if together >= batch_tokens:
+            continue
+        predicted_s = 0.0
+        for power in range(polynomial.shape[0] - 1, -1, -1):
+            predicted_s = predicted_s * together + polynomial[power]
+        if polynomial.shape[0] == 0:
+            chunks = ceil(together / chunk_tokens)
+            for piece in range(fixed_s.shape[0]):
+                predicted_s = max(
+                    predicted_s, work[piece] + work_s[piece, place] + chunks * fixed_s[piece]
+                )
+        if left_s > predicted_s:
+            joined[count] = place
+            count += 1
+            total = together
+            work += work_s[:, place]
+    return joined[:count]

@@ -1,0 +1,155 @@
+"""Weighted VTC: admission in proportion to the clients' weights."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from scheduling.batching.base import BatchBuilder, BatchPolicy
+from scheduling.kernels import EMITTED, PENDING, PRIORITY, PROMPT, RUNNING, Floats, Ints
+from scheduling.latency import LatencyModel
+from scheduling.objective import MAX_PRIORITY
+from scheduling.policy import PolicyOptions
+from scheduling.request import QueueView
+
+Mask = NDArray[np.bool_]
+
+
+class WeightedVTCOptions(PolicyOptions):
+    """Options of :class:`WeightedVTC`."""
+
+    prompt_cost: float = Field(
+        default=1.0, gt=0, le=1_000, description="Cost of a prompt token (VTC's `w_p`)."
+    )
+    output_cost: float = Field(
+        default=2.0, gt=0, le=1_000, description="Cost of an output token (VTC's `w_q`)."
+    )
+
+
+class WeightedVTC(BatchPolicy):
+    """Running requests first, then waiting ones of the client that has had the least service for
+    its weight. ``O(n log n)``.
+
+    Every client has a virtual counter of the service it has had, over its weight: the whole prompt
+    is counted when a request is admitted, an output token when it is emitted. Admission takes the
+    earliest request of the client with the least counter, counts its prompt, and goes on; the
+    first request that does not fit ends it. A client that comes back to the queue is lifted to the
+    least counter of those that wait, or, where none waits, to that of the client that left the
+    queue last: time without demand is no credit.
+
+    Our readings:
+
+    - A client is a priority, and the priority its weight, as ProServe's baseline gives weights to
+      priority classes. So the state is a number per priority and one entry per live request.
+    - Counters follow what the queue shows to have run, not what was planned. Only a request that
+      has left since is counted by what was planned for it last.
+    - The engine's chunked prefill stays as it is, so running requests include prefills that have
+      begun.
+    - A request that recomputes after a preemption has had its prompt counted. It stands in the
+      queue by its arrival and is no new demand of its client.
+    """
+
+    name = "weighted_vtc"
+    source = "VTC (Sheng et al., OSDI 2024), Algorithm 2, weighted as in ProServe §5.1"
+    Options = WeightedVTCOptions
+
+    def __init__(self, options: WeightedVTCOptions | None = None) -> None:
+        options = options or WeightedVTCOptions()
+        super().__init__(options)
+        self._prompt_cost = options.prompt_cost
+        self._output_cost = options.output_cost
+        self._counters = np.zeros(MAX_PRIORITY + 1)
+        self._left_last = 0
+        # Of the requests that the last call saw, by key ascending.
+        self._keys = np.empty(0, np.int64)
+        self._clients = np.empty(0, np.int64)
+        self._emitted = np.empty(0)
+        self._counted = np.empty(0, np.bool_)
+        self._planned = np.empty(0)
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """Count what has run since the last call, then admit by counter."""
+        table = queue.table
+        clients = table[:, PRIORITY].astype(np.int64)
+        running = table[:, RUNNING] > 0
+        known, counted = self._count(queue, clients, running)
+        waiting = np.flatnonzero(~running)
+        self._lift(clients[waiting], known[waiting])
+
+        prompt_cost = np.where(counted, 0.0, self._prompt_cost * table[:, PROMPT]) / clients
+        batch.take(np.flatnonzero(running))
+        tags = self._tags(clients[waiting], prompt_cost[waiting])
+        batch.take(waiting[np.argsort(tags, kind="stable")], in_order=True)
+        self._remember(batch, queue, clients, counted, prompt_cost)
+
+    def _count(self, queue: QueueView, clients: Ints, running: Mask) -> tuple[Mask, Mask]:
+        """Add the service since the last call to the counters. Return which rows that call saw, and
+        which have had their prompt counted."""
+        table = queue.table
+        known = np.zeros(len(table), np.bool_)
+        counted = known.copy()
+        emitted = np.zeros(len(table))
+        gone = np.ones(len(self._keys), np.bool_)
+        if len(self._keys):
+            place = np.searchsorted(self._keys, queue.keys).clip(max=len(self._keys) - 1)
+            known = self._keys[place] == queue.keys
+            gone[place[known]] = False
+            counted = known & self._counted[place]
+            emitted = np.where(known, self._emitted[place], 0.0)
+        admitted = running & ~counted
+        service = self._output_cost * (table[:, EMITTED] - emitted)
+        service[admitted] += self._prompt_cost * table[admitted, PROMPT]
+        self._add(clients, service / clients)
+        self._add(self._clients[gone], self._planned[gone])
+        return known, counted | admitted
+
+    def _add(self, clients: Ints, service: Floats) -> None:
+        self._counters += np.bincount(clients, service, minlength=len(self._counters))
+
+    def _lift(self, clients: Ints, known: Mask) -> None:
+        """Lift clients whose first waiting request is new; ``clients`` are those of the waiting
+        requests in order of arrival, ``known`` whether the last call saw the request."""
+        backlogged = set(clients[known].tolist())
+        for client in dict.fromkeys(clients[~known].tolist()):
+            if client in backlogged:
+                continue
+            if backlogged:
+                floor = min(self._counters[other] for other in backlogged)
+            else:
+                floor = self._counters[self._left_last]
+            self._counters[client] = max(self._counters[client], floor)
+            backlogged.add(client)
+
+    def _tags(self, clients: Ints, prompt_cost: Floats) -> Floats:
+        """Per waiting request, its client's counter when its turn comes. The client with the least
+        counter is next, so the requests' order is that of their tags."""
+        tags = np.empty(len(clients))
+        for client in np.unique(clients):
+            mine = clients == client
+            # cumsum as it stands keeps a client's tags from ever descending, which rounding in a
+            # difference would not.
+            before = np.cumsum(np.concatenate(([0.0], prompt_cost[mine][:-1])))
+            tags[mine] = self._counters[client] + before
+        return tags
+
+    def _remember(
+        self, batch: BatchBuilder, queue: QueueView, clients: Ints, counted: Mask, cost: Floats
+    ) -> None:
+        """Keep what the next call needs to see what has run."""
+        table = queue.table
+        plan = batch.plan()
+        admitted = plan.rows[table[plan.rows, RUNNING] == 0]
+        if len(admitted):
+            self._left_last = int(clients[admitted[-1]])
+        emits = plan.tokens >= table[plan.rows, PENDING]
+        planned = np.zeros(len(table))
+        planned[plan.rows] = cost[plan.rows] + emits * self._output_cost / clients[plan.rows]
+        order = np.argsort(queue.keys)
+        self._keys = queue.keys[order]
+        self._clients = clients[order]
+        self._emitted = table[order, EMITTED]
+        self._counted = counted[order]
+        self._planned = planned[order]
