@@ -45,8 +45,8 @@ MOST_NEW = 10
 """New requests that are weighed against each other, the paper's "zero to ten": more are decided in
 groups of so many, in the order given. It bounds the states to ``2**10`` per memory level."""
 
-MEMORY_LEVELS = 16
-"""Levels of free memory that are told apart; a request is rounded up by at most one."""
+MEMORY_LEVELS = 64
+"""Levels of free memory that are told apart; a request is rounded up by less than one."""
 
 MOST_TIERS = 12
 """TPOT objectives that are told apart. Where there are more, one counts as the next shorter."""

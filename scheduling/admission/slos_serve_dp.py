@@ -163,7 +163,8 @@ def solve(
     """
     stride, tightest, count, worth, taken = states_of(sizes, class_tier, class_s, value, pace)
     states, requests = worth.shape[0], due_s.shape[0]
-    mark = np.zeros((requests, states, levels + 1), np.bool_)
+    mark = np.zeros((sizes.sum(), states, levels + 1), np.bool_)
+    offered = 0
     score = np.full((states, levels + 1), -inf)
     score[0, 0] = -fixed_s.max()
     rates = np.empty(states)
@@ -178,9 +179,10 @@ def solve(
         if kind[index] >= 0:
             own = kind[index]
             offer(
-                score, rates, mark[index], count, stride[own], sizes[own], memory[index],
+                score, rates, mark[offered], count, stride[own], sizes[own], memory[index],
                 places, need_s[index], limit, at_due,
             )  # fmt: skip
+            offered += 1
             continue
         force(score, rates, need_s[index], limit, at_due)
         if tier[index] < step_s.shape[0] - 1:
@@ -212,8 +214,12 @@ def backtrack(
             if score[other, at] > -inf and better:
                 state, level = other, at
     took = np.zeros(kind.shape[0], np.bool_)
+    offered = mark.shape[0]
     for index in range(kind.shape[0] - 1, -1, -1):
-        if mark[index, state, level]:
+        if kind[index] < 0:
+            continue
+        offered -= 1
+        if mark[offered, state, level]:
             took[index] = True
             state -= stride[kind[index]]
             level -= memory[index]

@@ -152,9 +152,6 @@ class SLOsServe(BatchPolicy):
             urgent = len(decodes)
         batch.take(decodes[:urgent])
         if len(prefills):
-            if urgent:
-                deepest = int(table[prefills, COMPUTED].max())
-                until_s = max(until_s, least_useful_s(batch.cost_s, latency, deepest))
             work_s = pending_work_s(table[prefills], latency.pieces)
             until_s = self._end_s(batch.cost_s, work_s, due_s[prefills] - now_s, until_s)
         batch.take(prefills, until_s)

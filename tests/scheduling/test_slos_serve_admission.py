@@ -4,13 +4,12 @@ from itertools import chain, combinations
 from math import floor, inf
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduling.admission.slos_serve import (
     HORIZON_S,
-    MEMORY_LEVELS,
+    MOST_NEW,
     Demand,
     Supply,
     admissible,
@@ -134,7 +133,7 @@ def contended(seed: int) -> tuple[Demand, Demand, Supply]:
         random.choice([0.0, 0.005, 0.02]) * np.array([1.0, 2.0])[:pieces],
         np.array([1.0, random.choice([0.0, 0.4, 1.0])])[:pieces],
         float(random.choice([0.04, 0.3, 1.0])),
-        float(random.choice([MEMORY_LEVELS // 2, MEMORY_LEVELS, 1_000])),
+        float(random.choice([8, 16, 1_000])),
         int(random.choice([2, 100])),
         list(Anchor)[random.integers(0, 3)],
     )
@@ -154,3 +153,129 @@ def test_it_admits_what_an_exhaustive_search_finds_best(seed: int) -> None:
         if feasible(new, subset, promised, given_)
     )
     assert new.value[list(chosen)].sum() == best
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_more_time_blocks_or_places_never_admit_less(seed: int) -> None:
+    new, promised, given_ = contended(seed)
+
+    def worth(new: Demand, promised: Demand, given_: Supply) -> float:
+        return float(new.value[admissible(new, promised, given_)].sum())
+
+    before = worth(new, promised, given_)
+    assert worth(new._replace(due_s=new.due_s + 0.2), promised, given_) >= before
+    assert worth(new._replace(prefill_s=new.prefill_s * 0.8), promised, given_) >= before
+    assert worth(new, promised, given_._replace(blocks=given_.blocks + 2)) >= before
+    assert worth(new, promised, given_._replace(places=given_.places + 1)) >= before
+    more = demands(np.random.default_rng(seed + 1), 1, 0.5, len(given_.fixed_s))
+    assert worth(new, promised.beside(more), given_) <= before
+
+
+def test_one_request_is_one_test_whether_it_can_be_held() -> None:
+    # 0.3 s of prefill beside decodes that take 40 % of each second, after a step's fixed time:
+    # 10 ms of 50 ms batches are fixed. That leaves 0.4 of each second.
+    decodes = demand(*[(0, 0, 0.05, 0.002)] * 10)
+    given_ = supply(fixed_s=0.01)
+    needed_s = 0.01 + 0.3 / 0.4
+    assert admissible(demand((needed_s + 0.001, 0.3, inf, 0)), decodes, given_).all()
+    assert not admissible(demand((needed_s - 0.001, 0.3, inf, 0)), decodes, given_).any()
+
+
+def test_a_request_whose_decode_could_not_be_held_is_declined_however_late_it_is_due() -> None:
+    decodes = demand(*[(0, 0, 0.05, 0.002)] * 19)
+    given_ = supply(fixed_s=0.01)
+    # 10 ms fixed and 19 decodes of 2 ms are 48 of 50 ms: one more fits, two do not.
+    new = demand(*[(1_000, 0.1, 0.05, 0.002)] * 2)
+    assert admissible(new, decodes, given_).sum() == 1
+
+
+def test_a_decode_that_cannot_wait_for_every_other_batch_runs_in_each() -> None:
+    # 80 ms do not hold two batches of 50 ms. Where no token may use what earlier ones saved, such
+    # a decode runs each 50 ms: ten of them and the one that sets the pace take 22 ms of them.
+    decodes = demand((0, 0, 0.05, 0.002), *[(0, 0, 0.08, 0.002)] * 10)
+    new = demand((1.0, 0.56, inf, 0))
+    assert admissible(new, decodes, supply(anchor=Anchor.LAST_TOKEN)).all()
+    assert not admissible(demand((1.0, 0.57, inf, 0)), decodes, supply()).any()
+    # In the mean they need 2 of 50 and 20 of 80 ms.
+    assert admissible(demand((1.0, 0.70, inf, 0)), decodes, supply(anchor=Anchor.FIRST_TOKEN)).all()
+
+
+def test_priorities_are_values() -> None:
+    # Either the one of priority 3, or both others.
+    new = demand((1.0, 1.0, inf, 0), (1.0, 0.5, inf, 0), (1.0, 0.5, inf, 0))
+    assert admissible(new, NOBODY, supply()).tolist() == [False, True, True]
+    new = new._replace(value=np.array([3.0, 1.0, 1.0]))
+    assert admissible(new, NOBODY, supply()).tolist() == [True, False, False]
+
+
+def test_a_late_promise_is_not_made_later_and_forbids_nothing_else() -> None:
+    late = demand((-0.5, 0.4, inf, 0))
+    assert admissible(demand((1.0, 0.5, inf, 0)), late, supply()).all()
+    # It is due before the late one is done, but it would have to wait behind it.
+    assert not admissible(demand((0.3, 0.1, inf, 0)), late, supply()).any()
+
+
+def test_what_is_admitted_fits_the_memory_whatever_the_levels_round() -> None:
+    new = demand(*[(10, 0.01, inf, 0)] * 8, blocks=125)
+    assert admissible(new, NOBODY, supply(blocks=1_000)).all()
+    assert admissible(new, NOBODY, supply(blocks=999)).sum() == 7
+    assert not admissible(new, NOBODY, supply(blocks=124)).any()
+    assert not admissible(new, NOBODY, supply(blocks=-5)).any()
+    # Rounded up by less than a level, 10 of 1,000 blocks: at most one of ten is lost to it.
+    tenths = demand(*[(10, 0.01, inf, 0)] * 10, blocks=101)
+    assert admissible(tenths, NOBODY, supply(blocks=1_009)).sum() == 9
+
+
+def test_many_are_decided_in_groups_of_which_the_first_are_promised_to_the_next() -> None:
+    count = 3 * MOST_NEW
+    new = demand(*[(1.0, 0.07, inf, 0)] * count, blocks=1)
+    assert admissible(new, NOBODY, supply()).nonzero()[0].tolist() == list(range(14))
+    assert admissible(new, NOBODY, supply(blocks=12)).sum() == 12
+    assert admissible(new, NOBODY, supply(places=11)).sum() == 11
+    assert len(admissible(NOBODY, NOBODY, supply())) == 0
+
+
+def test_more_objectives_than_are_told_apart_count_as_shorter_ones() -> None:
+    tpots = np.linspace(0.05, 0.2, 40)
+    decodes = demand(*[(0, 0, tpot_s, 0.001) for tpot_s in tpots])
+    exact_s = 1 - float((0.001 / tpots).sum())
+    anchored = supply(anchor=Anchor.FIRST_TOKEN)
+    assert not admissible(demand((1.0, exact_s + 0.001, inf, 0)), decodes, anchored).any()
+    assert admissible(demand((1.0, exact_s - 0.05, inf, 0)), decodes, anchored).all()
+
+
+# The paper's worked examples.
+
+TOKEN_S = 1 / 6
+
+
+def test_figure_3_three_of_four_requests_are_admitted() -> None:
+    """§2.3: six tokens per time unit, three ongoing decodes, a burst of four requests of six
+    prefill tokens; TTFT is six units and TPOT one. Three of the four can be attained: by unit six
+    the decodes leave 18 tokens."""
+    ongoing = demand(*[(0, 0, 1.0, TOKEN_S)] * 3)
+    burst = demand(*[(6.0, 6 * TOKEN_S, 1.0, TOKEN_S)] * 4)
+    units = supply(longest_s=6.0, anchor=Anchor.ENVELOPE)
+    assert admissible(burst, ongoing, units).sum() == 3
+    # A decode that begins as soon as its prefill ends takes tokens from the others: then two, by
+    # units 2 and 5, and the third would have one token per unit, until unit 11.
+    assert admissible(burst, ongoing, units._replace(anchor=Anchor.LAST_TOKEN)).sum() == 2
+
+
+def test_figure_5_dynamic_batches_admit_all_three_and_fixed_ones_two() -> None:
+    """§3.2: with a fixed batch size only two of three requests fit, among others R1 and R3, as with
+    all three the demand passes the budget before R3's prefill deadline; batches as long as those
+    that run allow give a larger budget, and all three fit.
+
+    The text has no numbers; these are ours. R1 writes code at 50 ms a token, R2 chats at 100 ms, R3
+    is a summary with a long prompt. 20 ms of each batch are fixed."""
+    coding, chat, summary = (1.2, 0.3, 0.05, 0.002), (0.8, 0.3, 0.1, 0.002), (2.0, 0.55, 0.2, 0.002)
+    dynamic = supply(fixed_s=0.02, longest_s=0.4, anchor=Anchor.ENVELOPE)
+    fixed = dynamic._replace(longest_s=0.05)
+    everyone = demand(coding, chat, summary)
+    assert admissible(everyone, NOBODY, dynamic).all()
+    assert admissible(everyone, NOBODY, fixed).sum() == 2
+    assert admissible(demand(coding, summary), NOBODY, fixed).all()
+    assert admissible(demand(coding, chat), NOBODY, fixed).all()
+    assert not admissible(demand(summary), demand(coding, chat), fixed).any()
