@@ -155,7 +155,7 @@ class SlideBatching(BatchPolicy):
             budget_s = self._budget_s(table, remain_s, work_s[ranked], latency)
         urgent = self._urgent(remain_s, work_s[ranked], budget_s, latency)
         weight = np.where(table[:, EMITTED] == 0, self._first_weight, 1.0) * table[:, PRIORITY]
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", over="ignore"):
             density = weight / work_s
         dense = ranked[urgent]
         dense = dense[np.argsort(-density[dense], kind="stable")]
