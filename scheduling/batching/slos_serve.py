@@ -122,6 +122,12 @@ class SLOsServe(BatchPolicy):
         self._objectives: Floats = np.empty((0, PRIORITY - TTFT))
         self._promised: Mask = np.empty(0, dtype=np.bool_)
 
+    @property
+    def promised_keys(self) -> Ints:
+        """``int64[n]``: keys of the requests in the queue that have a promise, as of the last
+        plan."""
+        return self._keys[self._promised]
+
     def plan(
         self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
     ) -> BatchPlan:
