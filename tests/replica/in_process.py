@@ -7,6 +7,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ os.environ.update(
 
 from replica.state_table import StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
+from scheduling.batching import make_policy
 from scheduling.objective import SLO
+
+Requests = list[tuple[list[int], int, SLO | None]]
+"""Prompt tokens, number of output tokens, objective."""
 
 OBJECTIVES = (
     SLO(),
@@ -75,24 +80,50 @@ class InProcess:
         """The batch log so far."""
         return [json.loads(line) for line in self._log.read_text().splitlines()]
 
-    def generate(self, requests: list[tuple[list[int], int, SLO | None]]) -> list[tuple[int, ...]]:
-        """Greedy output tokens of (prompt tokens, output tokens, objective)."""
-        from vllm import SamplingParams
+    def use(self, policy: str, options: dict[str, Any] | None = None) -> None:
+        """Go on with another policy: much quicker than another engine. Nothing may be live."""
+        assert not self.scheduler.requests
+        self.scheduler._local._policy = make_policy(policy, options)
+        if not self.llm.llm_engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache is in use")
 
-        params = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=output,
-                ignore_eos=True,
-                extra_args=None
-                if slo is None
-                else to_xargs(RequestArgs(str(i), time.monotonic(), slo)),
-            )
-            for i, (_, output, slo) in enumerate(requests)
-        ]
+    @property
+    def scheduler(self) -> Any:
+        """The engine's scheduler."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def generate(self, requests: Requests) -> list[tuple[int, ...]]:
+        """Greedy output tokens of ``requests``, which are all there before the first batch."""
+        params = [_params(str(i), output, slo) for i, (_, output, slo) in enumerate(requests)]
         prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    def serve(
+        self, requests: Requests, every: int, aborted: Collection[int] = ()
+    ) -> dict[int, tuple[int, ...]]:
+        """The same of requests that arrive one by one, ``every`` so many batches; those in
+        ``aborted`` are stopped some batches after their arrival."""
+        engine = self.llm.llm_engine
+        outputs: dict[int, tuple[int, ...]] = {}
+        arrived = batches = 0
+        stopping: list[tuple[int, int]] = []
+        while arrived < len(requests) or engine.has_unfinished_requests():
+            if arrived < len(requests) and batches >= arrived * every:
+                prompt, output, slo = requests[arrived]
+                params = _params(str(arrived), output, slo)
+                engine.add_request(str(arrived), {"prompt_token_ids": prompt}, params)
+                if arrived in aborted:
+                    stopping.append((batches + 2 + arrived % 5, arrived))
+                arrived += 1
+            for at, number in [each for each in stopping if each[0] <= batches]:
+                engine.abort_request([str(number)])
+                stopping.remove((at, number))
+            for result in engine.step():
+                if result.finished:
+                    outputs[int(result.request_id)] = tuple(result.outputs[0].token_ids)
+            batches += 1
+        return outputs
 
     def close(self) -> None:
         """Free the engine."""
@@ -101,13 +132,18 @@ class InProcess:
         gc.collect()
 
 
-def mixed_requests(
-    count: int, seed: int = 0, longest: int = 500
-) -> list[tuple[list[int], int, SLO | None]]:
+def _params(name: str, output: int, slo: SLO | None) -> Any:
+    from vllm import SamplingParams
+
+    extra = None if slo is None else to_xargs(RequestArgs(name, time.monotonic(), slo))
+    return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=extra)
+
+
+def mixed_requests(count: int, seed: int = 0, longest: int = 500) -> Requests:
     """Prompts of very different length, some sharing a prefix, with varied objectives."""
     chance = random.Random(seed)
     shared = [chance.randrange(300, 1000) for _ in range(150)]
-    requests: list[tuple[list[int], int, SLO | None]] = []
+    requests: Requests = []
     for i in range(count):
         length = int(2 ** chance.uniform(0, longest.bit_length() - 1))
         prompt = [chance.randrange(300, 1000) for _ in range(length)]

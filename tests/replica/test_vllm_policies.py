@@ -1,0 +1,147 @@
+"""Every policy inside real vLLM, in this process: the same tokens as stock vLLM, and what it plans
+is what runs. The policies use one engine in turn, as starting one takes seconds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from replica.local_model import local_model
+from scheduling.batching import POLICIES
+from scheduling.objective import SLO
+
+from .in_process import InProcess, mixed_requests
+
+pytestmark = pytest.mark.vllm
+
+CONFIGURATIONS = {
+    "roomy": {},
+    "low-kv": {
+        "num_gpu_blocks_override": 22,
+        "max_model_len": 600,
+        "enable_prefix_caching": False,
+    },
+    "chunks": {"max_num_batched_tokens": 48, "max_num_seqs": 12},
+    "shared-prefix": {
+        "num_gpu_blocks_override": 40,
+        "max_model_len": 1000,
+        "max_num_batched_tokens": 1024,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
+
+
+def outputs_of_stock(model, directory, requests, **args):
+    engine = InProcess(model, directory, **args)
+    outputs = engine.generate(requests)
+    engine.close()
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def stock(model, tmp_path_factory):
+    """Output of stock vLLM, with room for everything."""
+    outputs = outputs_of_stock(model, tmp_path_factory.mktemp("stock"), mixed_requests(24))
+    assert len(set(outputs)) > 20
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def siblings(model, tmp_path_factory):
+    """Eight prompts of 640 shared and 8 own tokens, and the output of stock vLLM. The
+    KV holds one of them whole, not two, but all eight where they share."""
+    chance = random.Random(5)
+    shared = [chance.randrange(300, 1000) for _ in range(640)]
+    requests = [
+        (shared + [chance.randrange(300, 1000) for _ in range(8)], 30, SLO()) for _ in range(8)
+    ]
+    directory = tmp_path_factory.mktemp("siblings")
+    args = CONFIGURATIONS["shared-prefix"]
+    return requests, outputs_of_stock(model, directory, requests, **args)
+
+
+@pytest.fixture(scope="module")
+def engine(request, model, stock, siblings, tmp_path_factory):
+    """One engine at a time: those of stock vLLM must be gone, and so must the one before."""
+    directory = tmp_path_factory.mktemp("engine")
+    started = InProcess(model, directory, "fcfs", **CONFIGURATIONS[request.param])
+    yield started
+    started.close()
+
+
+def configured(*names):
+    return pytest.mark.parametrize("engine", names, indirect=True, scope="module")
+
+
+class Since:
+    """What an engine has done since this was made."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self._before = engine.table.read().summary
+        self._batches = len(engine.batches())
+
+    def __getitem__(self, counter):
+        return self._engine.table.read().summary[counter] - self._before[counter]
+
+    def batches(self):
+        return self._engine.batches()[self._batches :]
+
+
+@configured("roomy", "low-kv", "chunks")
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_greedy_output_equals_stock(engine, stock, policy, request):
+    engine.use(policy)
+    since = Since(engine)
+    assert engine.generate(mixed_requests(24)) == stock
+    assert len(engine.table.read().rows) == 0
+    assert since["steps"] == len(since.batches()) > 0
+    if "low-kv" in request.node.callspec.id:
+        if policy == "fcfs":
+            assert since["preemptions"] > 0
+        # Without prefix hits, vLLM runs exactly what was planned.
+        assert since["plan_mismatches"] == 0
+
+
+@configured("roomy", "low-kv")
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_mixed_load_is_served_as_planned_and_as_by_stock(engine, stock, policy, request):
+    """Requests of every kind arrive while others wait, prefill and decode; some are aborted."""
+    engine.use(policy)
+    since = Since(engine)
+    aborted = {3, 8, 13, 18}
+    outputs = engine.serve(mixed_requests(24), every=2, aborted=aborted)
+    assert set(range(24)) - aborted <= set(outputs)
+    for number, tokens in outputs.items():
+        assert tokens == stock[number][: len(tokens)]
+        assert number in aborted or len(tokens) == len(stock[number])
+    state = engine.table.read()
+    assert len(state.rows) == 0
+    # vLLM keeps one block for itself.
+    assert engine.scheduler._pool.get_num_free_blocks() == state.summary["total_kv_blocks"] - 1
+    if "low-kv" in request.node.callspec.id:
+        assert since["plan_mismatches"] == 0
+
+
+@configured("shared-prefix")
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_requests_that_share_a_prefix_run_together_with_little_kv(engine, siblings, policy):
+    requests, outputs = siblings
+    # A first chunk that ends in the prefix would let siblings hit more in the very step that
+    # completes it than was known when it was planned.
+    options = POLICIES[policy].Options.model_fields
+    engine.use(policy, {"token_budget": 1024} if "token_budget" in options else None)
+    since = Since(engine)
+    assert engine.generate(requests) == outputs
+    batches = since.batches()
+    assert max(len(batch["ran"]) for batch in batches) == 8
+    # One after another they would take 240.
+    assert len(batches) < 60
+    # The first step computes the prefix, the others find it: they are planned without it.
+    assert sum(tokens for batch in batches for _, tokens, _ in batch["ran"]) < 640 + 8 * 60
+    assert since["plan_mismatches"] == 0
