@@ -55,14 +55,19 @@ LONGEST_TAIL_STEPS = 20
 that little time is lost to them, short enough that a new request does not wait long."""
 
 
+AGED_CHUNK_TOKENS = 64
+"""Least chunk of an aged prompt: each chunk reads all of the context before it, so that tiny ones
+would cost more than they compute."""
+
+
 class DeadlineTriageOptions(PolicyOptions):
     """Options of :class:`DeadlineTriage`."""
 
     anchor: Anchor = Field(
         default=Anchor.FIRST_TOKEN,
-        description="Where the deadlines of later tokens start. `first_token` holds a TPOT measured "
-        "since the first token, as mean or maximum; `envelope` is enough for TDG; `last_token` "
-        "holds the time between tokens and short windows of them.",
+        description="Where the deadlines of later tokens start. `first_token` holds a TPOT since "
+        "the first token, as mean or maximum; `envelope` is enough for TDG; `last_token` holds the "
+        "time between tokens and short windows of them.",
     )
     headroom: float = Field(
         default=0.05,
@@ -163,6 +168,8 @@ class DeadlineTriage(BatchPolicy):
         self._tail_reserve = options.tail_reserve
         self._patience_s = options.patience_s
         self._aged_share = options.aged_share
+        self._credit_s = 0.0
+        self._earned_at_s: float | None = None
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
@@ -191,8 +198,7 @@ class DeadlineTriage(BatchPolicy):
         _take_urgent(batch, decodes, urgent, bool(len(admissible)))
 
         until_s = self._until_s(batch, table, admissible, left_s, work_s, decodes, latency)
-        if len(shed):
-            self._take_aged(batch, table, shed, now_s, until_s, latency)
+        self._take_aged(batch, table, shed, now_s, latency)
         batch.take(admissible, until_s)
         batch.take(decodes.rows[urgent:], until_s)
         if len(shed):
@@ -299,12 +305,12 @@ class DeadlineTriage(BatchPolicy):
         table: Floats,
         shed: Ints,
         now_s: float,
-        until_s: float,
         latency: LatencyModel,
     ) -> None:
-        """The aged lane: a share of the batch and of the running sequences, by arrival."""
+        """The aged lane: a share of the time and of the running sequences, by arrival."""
         waited_s = now_s - table[shed, ARRIVAL]
         aged = shed[waited_s > self._patience_s]
+        self._earn(now_s, len(aged) > 0)
         if not len(aged):
             return
         aged = aged[np.argsort(table[aged, ARRIVAL], kind="stable")]
@@ -313,12 +319,25 @@ class DeadlineTriage(BatchPolicy):
         lane = max(1, int(self._aged_share * np.count_nonzero(running)))
         if np.count_nonzero(running & answering) >= lane:
             aged = aged[running[aged]]
-        needed = _blocks(table, aged, batch.block_tokens)
-        fits = fitting(needed, batch.free_blocks)
+        fits = fitting(_blocks(table, aged, batch.block_tokens), batch.free_blocks)
         fits |= now_s - table[aged, ARRIVAL] > 2 * self._patience_s
-        longest_s = LONGEST_TAIL_STEPS * latency.fixed_s
-        share_s = self._aged_share * min(until_s, longest_s)
-        batch.take(aged[fits], batch.cost_s + share_s)
+        aged = aged[fits]
+        if not len(aged):
+            return
+        first = table[aged[0]]
+        tokens = min(int(first[PENDING]), AGED_CHUNK_TOKENS)
+        if self._credit_s >= latency.work_s(tokens, int(first[COMPUTED])):
+            before_s = batch.cost_s
+            batch.take(aged, before_s + self._credit_s)
+            self._credit_s -= batch.cost_s - before_s
+
+    def _earn(self, now_s: float, aged: bool) -> None:
+        """Credit the aged lane with its share of the time since the last batch; it saves up for
+        what no share of one batch would pay."""
+        if aged and self._earned_at_s is not None:
+            self._credit_s += self._aged_share * max(0.0, now_s - self._earned_at_s)
+        self._credit_s = self._credit_s if aged else 0.0
+        self._earned_at_s = now_s if aged else None
 
     def _tail_s(
         self,
@@ -359,13 +378,15 @@ class DeadlineTriage(BatchPolicy):
 def _expected(table: Floats) -> Floats:
     """Per row, the predicted length of the output, tokens: more than what has left."""
     expected = np.where(np.isnan(table[:, EXPECTED]), UNKNOWN_OUTPUT_TOKENS, table[:, EXPECTED])
-    return np.maximum(expected, table[:, EMITTED] + 1)
+    longest: Floats = np.maximum(expected, table[:, EMITTED] + 1)
+    return longest
 
 
 def _blocks(table: Floats, rows: Ints, block_tokens: int) -> Floats:
     """KV blocks that each row's whole sequence needs beyond those it holds."""
     upto = np.ceil((table[rows, COMPUTED] + table[rows, PENDING]) / block_tokens)
-    return np.maximum(0.0, upto - table[rows, KV_BLOCKS])
+    needed: Floats = np.maximum(0.0, upto - table[rows, KV_BLOCKS])
+    return needed
 
 
 def _capacity_s(left_s: Floats, decodes: _Decodes, fixed_s: float) -> Floats:
@@ -380,10 +401,10 @@ def _capacity_s(left_s: Floats, decodes: _Decodes, fixed_s: float) -> Floats:
     before = np.searchsorted(slack_s, left_s)
     rates = np.concatenate(([0.0], np.cumsum(rate)))[before]
     offsets_s = np.concatenate(([0.0], np.cumsum(rate * slack_s)))[before]
-    steps = 1.0
+    steps = np.ones(len(left_s))
     if decodes.least_pace_s < inf:
         first_s = float(decodes.left_s[decodes.live][0])
-        steps = 1.0 + np.maximum(0.0, left_s - first_s) / decodes.least_pace_s
+        steps += np.maximum(0.0, left_s - first_s) / decodes.least_pace_s
     capacity_s: Floats = left_s - fixed_s * steps - (rates * left_s - offsets_s)
     return capacity_s
 

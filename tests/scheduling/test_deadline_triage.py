@@ -1,0 +1,144 @@
+"""What deadline triage keeps, what it sheds, and how long the shed wait."""
+
+import pytest
+
+from scheduling.batching import BatchBudget, BatchPlan, make_policy
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from scheduling.request import RequestView
+from tests.scheduling.views import ROOMY, decode, prefill, queue_of
+
+MODEL = LinearLatency(a=0.010, b=0.001)
+"""10 ms a step and 1 ms a token: the numbers below can be added up by hand."""
+
+
+def plan(*requests: RequestView, now_s: float = 0.0, budget: BatchBudget = ROOMY) -> BatchPlan:
+    policy = make_policy("deadline_triage", {"headroom": 0.0})
+    return policy.plan(queue_of(*requests), now_s, MODEL, budget)
+
+
+def planned(*requests: RequestView, now_s: float = 0.0) -> dict[str, int]:
+    return dict(plan(*requests, now_s=now_s).entries)
+
+
+def test_two_short_prompts_are_kept_and_the_long_one_that_would_cost_both_is_shed() -> None:
+    slo = SLO(ttft_s=0.3)
+    entries = plan(
+        prefill("long", 250, slo), prefill("a", 120, slo), prefill("b", 130, slo)
+    ).entries
+    assert entries[:2] == (("a", 120), ("b", 130))
+
+
+def test_priority_outweighs_length() -> None:
+    dear, cheap = SLO(ttft_s=0.3, priority=9), SLO(ttft_s=0.3)
+    assert plan(prefill("short", 120, cheap), prefill("long", 250, dear)).entries[0][0] == "long"
+
+
+def test_a_late_decode_does_not_shrink_the_time_budget() -> None:
+    slo = SLO(ttft_s=1.0, tpot_s=0.1)
+    on_time = decode("on time", slo, arrival_s=9.5, first_token_s=10.0)
+    late = decode("late", slo, emitted=50, first_token_s=0.0)
+    entries = planned(
+        on_time, late, prefill("new", 500, SLO(ttft_s=5.0), arrival_s=9.0), now_s=10.0
+    )
+    # 0.1 s of budget, less 10 ms a step and 1 ms for each decode: 88 tokens of prefill.
+    assert entries == {"on time": 1, "late": 1, "new": 88}
+
+
+def test_the_batch_ends_before_the_first_prefill_that_it_completes_is_due() -> None:
+    urgent, next_one = SLO(ttft_s=0.200), SLO(ttft_s=2.0)
+    # 10 + 100 ms complete the first one; 90 ms are left until it is due.
+    assert planned(prefill("urgent", 100, urgent), prefill("next", 600, next_one)) == {
+        "urgent": 100,
+        "next": 90,
+    }
+
+
+def test_a_decode_with_slack_waits_only_where_that_holds_a_prefill() -> None:
+    slo = SLO(ttft_s=1.0, tpot_s=0.1)
+    near = decode("near", slo, emitted=9, arrival_s=9.5, first_token_s=9.6)
+    far = decode("far", slo, emitted=13, arrival_s=9.5, first_token_s=9.6)
+    calm = prefill("calm", 20, SLO(ttft_s=10.0), arrival_s=9.9)
+    assert list(planned(near, far, calm, now_s=10.0)) == ["near", "far", "calm"]
+    # 370 ms are left for 350 tokens: enough if decodes wait, not with two in each of four batches.
+    pressed = prefill("pressed", 350, SLO(ttft_s=0.47), arrival_s=9.9)
+    assert list(planned(near, far, pressed, now_s=10.0)) == ["near", "pressed", "far"]
+
+
+def test_the_shed_share_the_rest_of_the_batch_by_worth_per_work() -> None:
+    slo, now_s = SLO(ttft_s=0.1, tpot_s=0.2), 10.0
+    running = decode("running", SLO(ttft_s=1.0, tpot_s=0.2), arrival_s=9.5, first_token_s=now_s)
+    old = prefill("old", 100, slo, arrival_s=-10.0)
+    fresh = prefill("fresh", 100, slo, arrival_s=9.8)
+    dear = prefill("dear", 100, SLO(ttft_s=0.1, tpot_s=0.2, priority=3), arrival_s=9.8)
+    entries = plan(running, old, fresh, dear, now_s=now_s).entries
+    assert [entry.request_id for entry in entries[:2]] == ["running", "dear"]
+    # At most 0.8 of the least TPOT goes to them.
+    assert sum(entry.tokens for entry in entries[1:]) <= 160
+    assert "old" not in dict(entries)
+
+
+def test_without_any_deadline_batches_are_full() -> None:
+    assert planned(prefill("a", 3_000), prefill("b", 2_000)) == {"a": 3_000, "b": 2_000}
+
+
+def test_an_end_to_end_deadline_leaves_time_for_the_expected_output() -> None:
+    answer = SLO(e2e_s=2.0)
+    long = prefill("long", 50, answer)._replace(expected_tokens=90.0)
+    short = prefill("short", 50, answer)._replace(expected_tokens=2.0)
+    assert [entry.request_id for entry in plan(short, long).entries] == ["long", "short"]
+
+
+def test_a_kept_prompt_without_room_holds_nobody_up() -> None:
+    budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=10, block_tokens=16)
+    slo = SLO(ttft_s=5.0)
+    running = decode("running", SLO(ttft_s=1.0, tpot_s=0.5), context=15)
+    entries = dict(
+        plan(running, prefill("long", 1_000, slo), prefill("short", 64, slo), budget=budget).entries
+    )
+    assert entries == {"running": 1, "short": 64}
+
+
+def test_scarce_blocks_go_to_decodes_first() -> None:
+    slo = SLO(ttft_s=1.0, tpot_s=0.1)
+    ahead = decode("ahead", slo, emitted=40, context=32, first_token_s=9.9)
+    begun = prefill("begun", 64, SLO(ttft_s=0.2), computed=32, arrival_s=9.95)
+    budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=1, block_tokens=16)
+    assert plan(begun, ahead, now_s=10.0, budget=budget).entries[0] == ("ahead", 1)
+
+
+def test_an_answer_without_a_pace_goes_on_at_a_token_a_second() -> None:
+    silent = decode("silent", SLO(ttft_s=1.0), first_token_s=9.0)._replace(last_token_s=9.0)
+    pressing = [prefill(f"p{i}", 180, SLO(ttft_s=0.2), arrival_s=10.0) for i in range(3)]
+    assert "silent" in planned(silent, *pressing, now_s=10.0)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1])
+def test_the_wait_of_a_shed_request_is_bounded_while_others_keep_the_engine_full(
+    share: float,
+) -> None:
+    patience_s = 3.0
+    policy = make_policy("deadline_triage", {"patience_s": patience_s, "aged_share": share})
+    slo = SLO(ttft_s=0.5)
+    shed = prefill("shed", 90, SLO(ttft_s=0.05))
+    now_s, served = 0.0, 0
+    stream: list[RequestView] = []
+    bound_s = patience_s + 0.090 / share
+    while shed.pending_tokens and now_s < 2 * bound_s:
+        # Always more that can be held than the engine can do.
+        while sum(request.pending_tokens for request in stream) < 2_000:
+            served += 1
+            stream.append(prefill(f"s{served}", 40, slo, arrival_s=now_s))
+        step = policy.plan(queue_of(shed, *stream), now_s, MODEL, ROOMY)
+        taken = dict(step.entries)
+        now_s += step.predicted_s
+        tokens = taken.pop("shed", 0)
+        shed = shed._replace(
+            computed_tokens=shed.computed_tokens + tokens,
+            pending_tokens=shed.pending_tokens - tokens,
+            running=shed.running or tokens > 0,
+            kv_blocks=-(-(shed.computed_tokens + tokens) // 16),
+        )
+        stream = [request for request in stream if request.request_id not in taken]
+    assert shed.pending_tokens == 0
+    assert patience_s < now_s <= bound_s + 1.0
