@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduling.batching import BatchPolicy
 from scheduling.latency import LatencyModel
-from scheduling.routing import RouteQuery, RoutingPolicy
+from scheduling.routing import ReplicaView, RouteQuery, RoutingPolicy
 from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role
 from simulation.engine import Engine
 from simulation.events import Events
@@ -23,6 +23,11 @@ from simulation.workload import Workload
 REPLICA_FAILED = "its replica failed after the output had begun"
 NO_ATTEMPT_LEFT = "the last replica that it was given failed"
 NO_REPLICA = "no replica was there for too long"
+REFUSED = "refused at admission"
+
+Admission = Callable[[RouteQuery, ReplicaView], bool]
+"""Whether a request may go to the replica that was chosen for it. FairBatching's admission (§3.4)
+is ``query.prompt_tokens <= replica.pab_tokens``."""
 
 
 class _Pool:
@@ -54,6 +59,8 @@ class Cluster:
         make_route: a new routing policy for a role.
         config: the cluster.
         rng: source of lost reports.
+        admit: asked for each request and the replica chosen for it; ``False`` ends the request
+            with an explicit failure. Default: all are admitted.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class Cluster:
         make_route: Callable[[Role], RoutingPolicy],
         config: ClusterConfig,
         rng: np.random.Generator,
+        admit: Admission | None = None,
     ) -> None:
         self.events = Events()
         self.moved = 0
@@ -73,6 +81,7 @@ class Cluster:
         self._make_engine = make_engine
         self._config = config
         self._rng = rng
+        self._admit = admit
         self._attempts: dict[int, int] = {}
         # Whose KV is on its way: from where, and the blocks that it has there.
         self._sending: dict[int, tuple[Replica, int]] = {}
@@ -136,10 +145,13 @@ class Cluster:
                 self.events.after(self._config.retry_s, partial(again, key))
             return None
         query = RouteQuery(key, arrival.slo, arrival.prompt_tokens, now_s - arrival.arrival_s)
-        chosen = views[pool.policy.choose(query, views)].replica_id
+        chosen = views[pool.policy.choose(query, views)]
+        if pool is self._entry and self._admit is not None and not self._admit(query, chosen):
+            self._end(key, REFUSED)
+            return None
         tokens = arrival.prompt_tokens if pool is self._entry else 1
-        pool.mirror.reserve(key, chosen, tokens, now_s)
-        return pool.replicas[chosen]
+        pool.mirror.reserve(key, chosen.replica_id, tokens, now_s)
+        return pool.replicas[chosen.replica_id]
 
     def _deliver(self, replica: Replica, key: int) -> None:
         if not replica.alive:
@@ -263,6 +275,7 @@ def simulate_cluster(
     incidents: Sequence[Failure | Resize] = (),
     seed: int = 0,
     predictor: LengthPredictor | None = None,
+    admit: Admission | None = None,
 ) -> Result:
     """Run ``workload`` through a cluster until every request has ended.
 
@@ -280,6 +293,7 @@ def simulate_cluster(
         incidents: failures and scale events.
         seed: of all noise.
         predictor: one for the whole cluster.
+        admit: see :class:`Cluster`.
 
     Raises:
         ValueError: an incident names a role that the cluster has not.
@@ -295,7 +309,7 @@ def simulate_cluster(
         config = engine or EngineConfig()
         return Engine(config, make_batch(role), believed, true, requests, rng)
 
-    run = Cluster(requests, make_engine, make_route, cluster or ClusterConfig(), network)
+    run = Cluster(requests, make_engine, make_route, cluster or ClusterConfig(), network, admit)
     end_s = run.run(incidents)
     up_s = sum(
         (end_s if replica.ended_s is None else replica.ended_s) - replica.started_s

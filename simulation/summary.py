@@ -37,7 +37,7 @@ class Summary:
         ttft_p50_s, ttft_p99_s: of all requests with a first token, of their first stages.
         tpot_p50_s, tpot_p99_s: by the metric, of all requests with two tokens, of their worst
             stages.
-        longest_wait_s: the longest time to a first token; of a request without one, to the end.
+        longest_wait_s: the longest time to a first token.
         steps, mean_step_s: engine steps, and their mean time.
         utilisation: share of the run's time in steps, mean over the engines.
         preemptions: times that a request lost its KV.
@@ -93,11 +93,10 @@ def summarise(
     measured = stages(requests)
     met = attained(requests, measured, metric)
     first = measured.ttft_s[requests.first_stage[:-1]]
-    arrival_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
-    waited = np.where(np.isnan(first), result.end_s - arrival_s, first)
+    pace_s = worst_by_request(requests, measured, measured.tpot_s[metric])
     count = len(requests)
     attainment = float(met.mean()) if count else nan
-    lasted_s = result.end_s - float(arrival_s[0]) if count else 0.0
+    lasted_s = result.end_s - workload.arrivals[0].arrival_s if count else 0.0
     failed = len(requests.failures)
     return Summary(
         workload=workload.name,
@@ -114,9 +113,9 @@ def summarise(
         throughput=_share(int(measured.emitted.sum()), lasted_s),
         ttft_p50_s=_quantile(first, 0.5),
         ttft_p99_s=_quantile(first, 0.99),
-        tpot_p50_s=_quantile(worst_by_request(requests, measured, measured.tpot_s[metric]), 0.5),
-        tpot_p99_s=_quantile(worst_by_request(requests, measured, measured.tpot_s[metric]), 0.99),
-        longest_wait_s=float(waited.max()) if count else nan,
+        tpot_p50_s=_quantile(pace_s, 0.5),
+        tpot_p99_s=_quantile(pace_s, 0.99),
+        longest_wait_s=_quantile(first, 1.0),
         steps=sum(result.steps),
         mean_step_s=_share(result.busy_s, sum(result.steps)),
         utilisation=_share(result.busy_s, result.up_s),

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from scheduling import routing
 from scheduling.batching import BatchPolicy, make_policy
-from scheduling.routing import RoutingPolicy
-from simulation.cluster import NO_REPLICA, REPLICA_FAILED, simulate_cluster
+from scheduling.routing import ReplicaView, RouteQuery, RoutingPolicy
+from simulation.cluster import NO_REPLICA, REFUSED, REPLICA_FAILED, Cluster, simulate_cluster
 from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role
+from simulation.engine import Engine
 from simulation.metrics import TPOTMetric, attained, stages
+from simulation.requests import Requests
 from simulation.run import TOO_LONG, Result, simulate
-from simulation.truth import Truth
+from simulation.truth import Belief, Truth
 from simulation.workload import Workload
 from tests.simulation.loads import MODEL, workload, workloads
 
@@ -125,11 +127,6 @@ def test_every_request_ends_exactly_once(
 
 @pytest.mark.parametrize("decoders", [0, 2])
 def test_engines_are_empty_when_all_has_ended(decoders: int) -> None:
-    from simulation.cluster import Cluster
-    from simulation.engine import Engine
-    from simulation.requests import Requests
-    from simulation.truth import Belief
-
     requests = Requests(steady(120))
     config = EngineConfig(kv_blocks=60)
 
@@ -248,6 +245,30 @@ def test_a_dying_prefill_replica_takes_the_kv_in_flight_with_it() -> None:
         load, batch(), route("round_robin"), EXACT, None, None, cluster, [Failure(0.5, 0)]
     )
     assert result.requests.failures == {0: REPLICA_FAILED}
+
+
+def test_admission_by_budget_refuses_what_would_be_late_and_keeps_the_rest_in_time() -> None:
+    # About twice what the engine can prefill.
+    load = steady(count=300, gap_s=0.01, prompt=400, output=1)
+    cluster = ClusterConfig(replicas=1, reference_ttft_s=0.4)
+
+    def run(admitting: bool) -> Result:
+        def admit(query: RouteQuery, replica: ReplicaView) -> bool:
+            return not admitting or query.prompt_tokens <= replica.pab_tokens
+
+        return simulate_cluster(
+            load, batch(), route(), EXACT, None, None, cluster, seed=1, admit=admit
+        )
+
+    every, some = run(admitting=False), run(admitting=True)
+    assert not every.requests.failures
+    assert set(some.requests.failures.values()) == {REFUSED}
+    met = [
+        int(attained(result.requests, stages(result.requests), TPOTMetric.MEAN).sum())
+        for result in (every, some)
+    ]
+    assert met[1] > 2 * met[0]
+    assert met[1] >= 0.95 * (len(load) - len(some.requests.failures))
 
 
 def test_impossible_clusters_are_refused() -> None:
