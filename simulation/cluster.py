@@ -9,13 +9,14 @@ import numpy as np
 
 from scheduling.batching import BatchPolicy
 from scheduling.latency import LatencyModel
+from scheduling.length import LengthPredictor
 from scheduling.routing import ReplicaView, RouteQuery, RoutingPolicy
 from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role
 from simulation.engine import Engine
 from simulation.events import Events
 from simulation.mirror import Mirror
 from simulation.replica import Replica
-from simulation.requests import LengthPredictor, Requests
+from simulation.requests import Requests
 from simulation.run import TOO_LONG, Result, result_of, sides
 from simulation.truth import Belief, Truth
 from simulation.workload import Workload
@@ -292,7 +293,7 @@ def simulate_cluster(
         cluster: how many there are, and how the router learns of them.
         incidents: failures and scale events.
         seed: of all noise.
-        predictor: one for the whole cluster.
+        predictor: one for the whole cluster, while replicas have one each.
         admit: see :class:`Cluster`.
 
     Raises:

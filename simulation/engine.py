@@ -263,10 +263,16 @@ class Engine:
             self._requests.emitted_s,
             rows.finished,
             rows.staged,
+            rows.outgrown,
         )
         self._ran_count = 0
         if counters[steps.STAGED]:
-            self._begin_stages(rows.staged[: counters[steps.STAGED]], now_s)
+            for row in self._places(rows.staged[: counters[steps.STAGED]]):
+                key = int(rows.keys[row])
+                self._requests.next_stage(key, rows.table[row], rows.private[row], now_s)
+        if counters[steps.OUTGROWN]:
+            for row in self._places(rows.outgrown[: counters[steps.OUTGROWN]]):
+                self._requests.prolong(int(rows.keys[row]), rows.table[row], rows.private[row])
         if not counters[steps.FINISHED]:
             return []
         finished: list[int] = rows.finished[: counters[steps.FINISHED]].tolist()
@@ -275,11 +281,11 @@ class Engine:
         self._shown_keys = rows.keys[: counters[steps.LIVE]].copy()
         return finished
 
-    def _begin_stages(self, keys: Ints, now_s: float) -> None:
+    def _places(self, keys: Ints) -> list[int]:
+        """The rows of some requests."""
         rows = self._rows
-        for row in np.flatnonzero(np.isin(rows.keys[: rows.live], keys)).tolist():
-            key = int(rows.keys[row])
-            self._requests.next_stage(key, rows.table[row], rows.private[row], now_s)
+        places: list[int] = np.flatnonzero(np.isin(rows.keys[: rows.live], keys)).tolist()
+        return places
 
     def hold(self, blocks: int) -> int:
         """Keep up to ``blocks`` free ones from plans, for KV that is being sent away; return how

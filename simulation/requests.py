@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf, isnan, nan
-from typing import Protocol
 
 import numpy as np
 
@@ -22,20 +21,14 @@ from scheduling.kernels import (
     Floats,
     Ints,
 )
+from scheduling.length import LengthPredictor, TaskLengths
 from scheduling.objective import SLO
 from scheduling.request import row_of
 from simulation.steps import OFFSET, PRIVATE, STAGES_LEFT, TARGET
 from simulation.workload import Stage, Workload
 
-
-class LengthPredictor(Protocol):
-    """Guesses output lengths from those of finished requests."""
-
-    def predict(self, task: str, prompt_tokens: int) -> float:
-        """Expected output tokens; nan where nothing is known."""
-
-    def observe(self, task: str, output_tokens: int) -> object:
-        """Learn from a finished request."""
+_LEAST_STEP = 1 / 16
+"""A request that outgrows a prediction is expected to have at least this share more."""
 
 
 class Requests:
@@ -47,6 +40,10 @@ class Requests:
     policy sees it as a fresh request that has its context computed: output counts from 0, times
     from the stage's start, and the objective is the stage's. A stage that goes on decoding and
     states no TTFT has one TPOT for its first token, so that the pace does not break.
+
+    Args:
+        workload: what arrives.
+        predictor: of output lengths; default: the one that replicas have.
 
     Attributes:
         slos: by key, the objective that a policy sees now.
@@ -67,7 +64,7 @@ class Requests:
         self.failures: dict[int, str] = {}
         self.hashed = any(arrival.block_hashes for arrival in self.arrivals)
         """Whether any prompt states which blocks it has."""
-        self._predictor = predictor
+        self._predictor = predictor if predictor is not None else TaskLengths()
         self._columns()
 
     def _columns(self) -> None:
@@ -111,16 +108,26 @@ class Requests:
 
     def predict(self, key: int) -> None:
         """Write the predicted length of an arriving request into its row."""
-        if self._predictor is not None:
-            arrival = self.arrivals[key]
-            expected = self._predictor.predict(arrival.task, arrival.prompt_tokens)
-            self.rows[key, EXPECTED] = expected
+        arrival = self.arrivals[key]
+        expected = self._predictor.predict(arrival.task, arrival.prompt_tokens)
+        self.rows[key, EXPECTED] = expected
+
+    def prolong(self, key: int, row: Floats, private: Ints) -> None:
+        """Expect more of a request that goes on after as many tokens as it was expected to have,
+        as a replica's local scheduler does."""
+        before = int(private[OFFSET] - self.offsets[self.first_stage[key]])
+        emitted = before + int(row[EMITTED])
+        longer = (1 + _LEAST_STEP) * emitted
+        if isinstance(self._predictor, TaskLengths):
+            lengths = self._predictor.distribution(self.arrivals[key].task)
+            if lengths is not None:
+                longer = max(longer, lengths.given(emitted))
+        row[EXPECTED] = longer - before
 
     def finished(self, key: int) -> None:
         """A request has all its output: the predictor learns from it."""
-        if self._predictor is not None:
-            arrival = self.arrivals[key]
-            self._predictor.observe(arrival.task, arrival.output_tokens)
+        arrival = self.arrivals[key]
+        self._predictor.observe(arrival.task, arrival.output_tokens)
 
     def next_stage(self, key: int, row: Floats, private: Ints, now_s: float) -> None:
         """Turn the engine's row of a request whose stage has ended into that of its next one."""

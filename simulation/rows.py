@@ -27,6 +27,7 @@ class Rows:
         accepted: of that step, drafted tokens that were right, by place in ``ran``.
         victims: rows that it preempted.
         finished, staged: keys of the requests of which it ended the last or another stage.
+        outgrown: keys of those that go on longer than was expected.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class Rows:
         self.victims: Ints = np.zeros(_CAPACITY, np.int64)
         self.finished: Ints = np.zeros(_CAPACITY, np.int64)
         self.staged: Ints = np.zeros(_CAPACITY, np.int64)
+        self.outgrown: Ints = np.zeros(_CAPACITY, np.int64)
 
     @property
     def live(self) -> int:
@@ -71,6 +73,7 @@ class Rows:
         self.victims = _doubled(self.victims)
         self.finished = _doubled(self.finished)
         self.staged = _doubled(self.staged)
+        self.outgrown = _doubled(self.outgrown)
 
 
 def _doubled(array: Array) -> Array:

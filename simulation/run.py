@@ -10,9 +10,10 @@ import numpy as np
 
 from scheduling.batching import BatchPolicy
 from scheduling.latency import LatencyModel
+from scheduling.length import LengthPredictor
 from simulation.config import EngineConfig
 from simulation.engine import Engine
-from simulation.requests import LengthPredictor, Requests
+from simulation.requests import Requests
 from simulation.truth import Belief, Truth
 from simulation.workload import Workload
 
@@ -98,7 +99,8 @@ def simulate(
             online correction. Default: the truth's model with 5 % head-room.
         config: the engine's limits.
         seed: of the noise and of speculative acceptance.
-        predictor: fills the policies' column of expected lengths.
+        predictor: fills the policies' column of expected lengths; default: the one that replicas
+            have, by task class.
 
     Raises:
         StuckError: nothing could run.

@@ -11,6 +11,7 @@ import numpy as np
 from scheduling.kernels import (
     COMPUTED,
     EMITTED,
+    EXPECTED,
     FIELDS,
     FIRST_TOKEN,
     FIXED,
@@ -46,7 +47,8 @@ DROPPED = 7  # planned entries of the last step that the engine could not run
 FINISHED = 8  # requests that finished in the last step
 STAGED = 9  # requests that go on with another stage after the last step
 VICTIMS = 10  # requests preempted in the last step
-COUNTERS = 11
+OUTGROWN = 11  # requests that go on after as many tokens as they were expected to have
+COUNTERS = 12
 
 
 @compiled
@@ -177,15 +179,18 @@ def complete(
     emitted_s: Floats,
     finished: Ints,
     staged: Ints,
+    outgrown: Ints,
 ) -> None:
     """End a step: count its tokens, write when they left, and take out what is finished.
 
     ``accepted`` are drafted tokens that come on top, per place of ``ran``. Written are the keys of
-    the requests that ``finished``, and of those ``staged`` that have another stage before them.
-    ``O(ran)``, and ``O(live)`` where something finished.
+    the requests that ``finished``, of those ``staged`` that have another stage before them, and of
+    those that have ``outgrown`` what was expected of them. ``O(ran)``, and ``O(live)`` where
+    something finished.
     """
     counters[FINISHED] = 0
     counters[STAGED] = 0
+    counters[OUTGROWN] = 0
     for place in range(count):
         row, new = ran[place, 0], ran[place, 1]
         counters[DONE_TOKENS] += new
@@ -219,6 +224,9 @@ def complete(
                 counters[FREE_BLOCKS] += int(table[row, KV_BLOCKS]) - private[row, SHARED]
                 counters[SEQUENCES] -= 1
                 private[row, TARGET] = 0
+        elif table[row, EMITTED] >= table[row, EXPECTED]:
+            outgrown[counters[OUTGROWN]] = keys[row]
+            counters[OUTGROWN] += 1
     if counters[FINISHED] > 0:
         remove_ended(table, private, keys, counters)
 

@@ -1,14 +1,14 @@
 """One engine: against closed forms and conservation laws, with every registered policy."""
 
-from math import nan
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
+from scheduling.kernels import EXPECTED
 from scheduling.latency import LatencyModel, LinearLatency
+from scheduling.length import OracleLengths
 from scheduling.objective import SLO
 from scheduling.request import QueueView
 from simulation import steps
@@ -228,21 +228,26 @@ def test_a_stage_begins_with_its_own_objective_and_its_context_computed() -> Non
 
 
 def test_lengths_are_predicted_at_arrival_and_learnt_at_the_end() -> None:
-    class Last:
-        known = nan
-
-        def predict(self, task: str, prompt_tokens: int) -> float:
-            return self.known if task == "chat" else nan
-
-        def observe(self, task: str, output_tokens: int) -> None:
-            self.known = float(output_tokens)
-
     policy = Watching()
     load = of([Arrival(0.0, 10, 7, OBJECTIVE, "chat"), Arrival(5.0, 10, 9, OBJECTIVE, "chat")])
-    simulate(load, policy, EXACT, predictor=Last())
-    expected = [table[0][11] for _, table, _ in policy.seen]
+    simulate(load, policy, EXACT)
+    expected = [table[0][EXPECTED] for _, table, _ in policy.seen]
     assert np.isnan(expected[:7]).all()
-    assert expected[7:] == [7.0] * 9
+    # With its seventh token the second outlives the only length that was seen.
+    assert expected[7:14] == [7.0] * 7
+    assert expected[14:] == [8.0, 9.0]
+
+
+def test_a_prediction_covers_all_stages_and_shrinks_with_each() -> None:
+    policy = Watching()
+    stages = [Stage(3, OBJECTIVE), Stage(5, OBJECTIVE)]
+    load = of([Arrival.of_stages(0.0, 10, stages, "think")])
+    predictor = OracleLengths([6], error=0.0, seed=0)
+    simulate(load, policy, EXACT, predictor=predictor)
+    expected = [table[0][EXPECTED] for _, table, _ in policy.seen]
+    assert expected[:6] == [6.0, 6.0, 6.0, 3.0, 3.0, 3.0]
+    # Six tokens are out: a sixteenth more is expected, then of seven.
+    assert expected[6:] == pytest.approx([6 * 17 / 16 - 3, 7 * 17 / 16 - 3])
 
 
 def test_the_belief_learns_the_truth_and_keeps_its_headroom() -> None:
