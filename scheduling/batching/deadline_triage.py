@@ -12,12 +12,18 @@ from pydantic import Field
 from scheduling.batching.base import BatchBuilder, BatchPolicy
 from scheduling.batching.moore_hodgson import fitting, keep
 from scheduling.batching.prefill_share import PREFILL_SHARE, least_useful_s
+from scheduling.batching.triage_rows import (
+    UNPACED_S,
+    blocks_needed,
+    capacity_s,
+    fit_beside,
+    hold_ends,
+    worth,
+)
 from scheduling.kernels import (
     ARRIVAL,
     COMPUTED,
     E2E,
-    EMITTED,
-    EXPECTED,
     FIRST_TOKEN,
     KV_BLOCKS,
     LAST_TOKEN,
@@ -38,13 +44,6 @@ from scheduling.policy import PolicyOptions
 from scheduling.request import QueueView
 
 Mask = NDArray[np.bool_]
-
-UNKNOWN_OUTPUT_TOKENS = 256.0
-"""Taken for the length of an output of which nothing is known."""
-
-UNPACED_S = 1.0
-"""An answer that has begun and states no TPOT is due a token this long after its last one, so that
-it is never held up without end."""
 
 GROWTH_TOKENS = 4
 """KV room per running sequence that admission leaves free. Without any, running sequences outgrow
@@ -107,7 +106,8 @@ class DeadlineTriageOptions(PolicyOptions):
 
 class _Decodes(NamedTuple):
     """Decodes by deadline: rows, time left, work of one step each, the pace they must hold
-    (infinite if none is stated), and whether the deadline can still be held."""
+    (infinite if none is stated), whether the deadline can still be held, and of those that can: the
+    time budget, the least time left and the least pace."""
 
     rows: Ints
     left_s: Floats
@@ -115,6 +115,7 @@ class _Decodes(NamedTuple):
     pace_s: Floats
     live: Mask
     budget_s: float
+    first_s: float
     least_pace_s: float
 
 
@@ -178,6 +179,7 @@ class DeadlineTriage(BatchPolicy):
         table = queue.table
         if not len(table):
             return
+        fixed_s = latency.fixed_s
         work_s = pending_work_s(table, latency.pieces)
         prefill = is_prefill(table)
         left_s = self._left_s(table, prefill, work_s, now_s, latency)
@@ -193,7 +195,10 @@ class DeadlineTriage(BatchPolicy):
 
         scarce = room < growth or batch.sequences_left < self._tail_reserve * len(table)
         urgent = len(decodes.rows)
-        if not scarce and not self._all_fit(kept, left_s, work_s, decodes, latency):
+        step_s = fixed_s + float(decodes.work_s.sum())
+        if not scarce and not fit_beside(
+            kept, left_s, work_s, step_s, decodes.least_pace_s, self._usable
+        ):
             urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + decodes.least_pace_s))
         _take_urgent(batch, decodes, urgent, bool(len(admissible)))
 
@@ -221,8 +226,7 @@ class DeadlineTriage(BatchPolicy):
             stated = tpot_s[np.isfinite(tpot_s)]
             step_s = latency.fixed_s + float(work_s[~prefill].sum())
             pace_s = max(step_s, float(stated.min()) if len(stated) else 2 * step_s)
-            after = np.maximum(0.0, _expected(table) - table[:, EMITTED] - 1)
-            np.minimum(due_s, table[:, ARRIVAL] + ends_s - after * pace_s, out=due_s)
+            hold_ends(table, due_s, pace_s)
         unpaced = ~prefill & np.isinf(due_s)
         if unpaced.any():
             last_s = np.fmax(table[:, LAST_TOKEN], table[:, FIRST_TOKEN])
@@ -236,15 +240,17 @@ class DeadlineTriage(BatchPolicy):
     ) -> _Decodes:
         rows = by_deadline(rows, left_s)
         left_s, work_s, tpot_s = left_s[rows], work_s[rows], table[rows, TPOT]
-        alone_s = latency.fixed_s + work_s
+        fixed_s = latency.fixed_s
+        alone_s = fixed_s + work_s
         # One TPOT that leaves nothing for prefill must not set the budget of all.
-        holdable = (tpot_s >= least_useful_s(latency.fixed_s, latency)) & (tpot_s < inf)
+        holdable = (tpot_s >= least_useful_s(fixed_s, latency)) & (tpot_s < inf)
         live = holdable & (left_s >= alone_s)
-        budget_s = least_s = inf
+        budget_s = first_s = least_s = inf
         if live.any():
-            least_s = float(tpot_s[live].min())
-            budget_s = max(float(left_s[live][0]), least_s) * self._usable
-        return _Decodes(rows, left_s, work_s, np.maximum(tpot_s, alone_s), live, budget_s, least_s)
+            first_s, least_s = float(left_s[live][0]), float(tpot_s[live].min())
+            budget_s = max(first_s, least_s) * self._usable
+        pace_s = np.maximum(tpot_s, alone_s)
+        return _Decodes(rows, left_s, work_s, pace_s, live, budget_s, first_s, least_s)
 
     def _triage(
         self,
@@ -257,24 +263,17 @@ class DeadlineTriage(BatchPolicy):
     ) -> tuple[Ints, Ints]:
         """The prefills to keep, by deadline, and the others."""
         due = prefills[: np.searchsorted(left_s[prefills], inf)]
-        capacity_s = self._usable * _capacity_s(left_s[due], decodes, latency.fixed_s)
-        kept = keep(work_s[due], table[due, PRIORITY], capacity_s)
-        return due[kept], np.concatenate((due[~kept], prefills[len(due) :]))
-
-    def _all_fit(
-        self,
-        kept: Ints,
-        left_s: Floats,
-        work_s: Floats,
-        decodes: _Decodes,
-        latency: LatencyModel,
-    ) -> bool:
-        """Whether the kept prefills can be held with every decode in every batch."""
-        step_s = latency.fixed_s + float(decodes.work_s.sum())
-        steps = 1 + left_s[kept] / decodes.least_pace_s
-        return bool(
-            (np.cumsum(work_s[kept]) <= self._usable * (left_s[kept] - step_s * steps)).all()
+        until_s = capacity_s(
+            left_s[due],
+            decodes.left_s,
+            decodes.pace_s,
+            decodes.work_s,
+            latency.fixed_s,
+            decodes.first_s,
+            decodes.least_pace_s,
         )
+        kept = keep(work_s[due], table[due, PRIORITY], self._usable * until_s)
+        return due[kept], np.concatenate((due[~kept], prefills[len(due) :]))
 
     def _until_s(
         self,
@@ -319,14 +318,18 @@ class DeadlineTriage(BatchPolicy):
         lane = max(1, int(self._aged_share * np.count_nonzero(running)))
         if np.count_nonzero(running & answering) >= lane:
             aged = aged[running[aged]]
-        fits = fitting(_blocks(table, aged, batch.block_tokens), batch.free_blocks)
+        fits = fitting(blocks_needed(table, aged, batch.block_tokens), batch.free_blocks)
         fits |= now_s - table[aged, ARRIVAL] > 2 * self._patience_s
         aged = aged[fits]
         if not len(aged):
             return
         first = table[aged[0]]
         tokens = min(int(first[PENDING]), AGED_CHUNK_TOKENS)
-        if self._credit_s >= latency.work_s(tokens, int(first[COMPUTED])):
+        chunk_s = latency.work_s(tokens, int(first[COMPUTED]))
+        # What was saved up while there was no room must not come as one batch.
+        most_s = max(chunk_s, LONGEST_TAIL_STEPS * latency.fixed_s)
+        self._credit_s = min(self._credit_s, most_s)
+        if self._credit_s >= chunk_s:
             before_s = batch.cost_s
             batch.take(aged, before_s + self._credit_s)
             self._credit_s -= batch.cost_s - before_s
@@ -359,54 +362,15 @@ class DeadlineTriage(BatchPolicy):
         self, batch: BatchBuilder, table: Floats, shed: Ints, left_s: Floats, work_s: Floats
     ) -> Ints:
         """The shed prefills that may run, most worth first."""
-        tpot_s = table[shed, TPOT]
-        pace_s = np.where(np.isfinite(tpot_s), tpot_s, UNPACED_S)
-        late_s = np.maximum(0.0, work_s[shed] - left_s[shed])
-        on_time = np.maximum(0.01, 1 - 2 * late_s / (pace_s * _expected(table[shed])))
-        worth = table[shed, PRIORITY] * on_time / np.maximum(work_s[shed], 1e-9)
-        tail = shed[np.argsort(-worth, kind="stable")]
+        tail = shed[np.argsort(-worth(table, shed, left_s, work_s), kind="stable")]
         running = table[:, RUNNING] > 0
         blocks = batch.free_blocks + float(table[running, KV_BLOCKS].sum())
         room = batch.free_blocks - self._tail_reserve * blocks
-        tail = tail[fitting(_blocks(table, tail, batch.block_tokens), room)]
+        tail = tail[fitting(blocks_needed(table, tail, batch.block_tokens), room)]
         sequences = batch.sequences_left + int(np.count_nonzero(running))
         places = batch.sequences_left - int(self._tail_reserve * sequences)
         waiting = ~running[tail]
         return tail[~waiting | (np.cumsum(waiting) <= places)]
-
-
-def _expected(table: Floats) -> Floats:
-    """Per row, the predicted length of the output, tokens: more than what has left."""
-    expected = np.where(np.isnan(table[:, EXPECTED]), UNKNOWN_OUTPUT_TOKENS, table[:, EXPECTED])
-    longest: Floats = np.maximum(expected, table[:, EMITTED] + 1)
-    return longest
-
-
-def _blocks(table: Floats, rows: Ints, block_tokens: int) -> Floats:
-    """KV blocks that each row's whole sequence needs beyond those it holds."""
-    upto = np.ceil((table[rows, COMPUTED] + table[rows, PENDING]) / block_tokens)
-    needed: Floats = np.maximum(0.0, upto - table[rows, KV_BLOCKS])
-    return needed
-
-
-def _capacity_s(left_s: Floats, decodes: _Decodes, fixed_s: float) -> Floats:
-    """Time for prefill within each of ``left_s`` (ascending) if decodes are delayed to their slack.
-
-    FairBatching appendix A, steps 1 to 4, at several horizons at once: a decode with slack ``s``
-    and pace ``p`` runs ``(t - s) / p`` times by ``t``, and the steps that the most urgent one
-    forces each cost the fixed time. A late decode counts as due now.
-    """
-    rate = decodes.work_s / decodes.pace_s
-    slack_s = np.maximum(decodes.left_s, 0.0)
-    before = np.searchsorted(slack_s, left_s)
-    rates = np.concatenate(([0.0], np.cumsum(rate)))[before]
-    offsets_s = np.concatenate(([0.0], np.cumsum(rate * slack_s)))[before]
-    steps = np.ones(len(left_s))
-    if decodes.least_pace_s < inf:
-        first_s = float(decodes.left_s[decodes.live][0])
-        steps += np.maximum(0.0, left_s - first_s) / decodes.least_pace_s
-    capacity_s: Floats = left_s - fixed_s * steps - (rates * left_s - offsets_s)
-    return capacity_s
 
 
 def _admissible(table: Floats, kept: Ints, places: int, room: int, block_tokens: int) -> Ints:
@@ -417,7 +381,7 @@ def _admissible(table: Floats, kept: Ints, places: int, room: int, block_tokens:
         worthiest = np.argsort(-table[waiting, PRIORITY], kind="stable")
         left_out = waiting[worthiest[max(0, places) :]]
         kept = kept[~np.isin(kept, left_out)]
-    blocks = _blocks(table, kept, block_tokens)
+    blocks = blocks_needed(table, kept, block_tokens)
     if float(blocks.sum()) > room:
         kept = kept[keep(blocks, table[kept, PRIORITY], np.full(len(kept), float(room)))]
     return kept

@@ -1,0 +1,137 @@
+"""Compiled figures of single rows for :mod:`scheduling.batching.deadline_triage`."""
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from math import ceil, inf, isnan
+
+import numpy as np
+
+from scheduling.kernels import (
+    ARRIVAL,
+    COMPUTED,
+    E2E,
+    EMITTED,
+    EXPECTED,
+    KV_BLOCKS,
+    PENDING,
+    PRIORITY,
+    TPOT,
+    Floats,
+    Ints,
+    compiled,
+)
+
+UNKNOWN_OUTPUT_TOKENS = 256.0
+"""Taken for the length of an output of which nothing is known."""
+
+UNPACED_S = 1.0
+"""An answer that has begun and states no TPOT is due a token this long after its last one, so that
+it is never held up without end."""
+
+
+@compiled
+def expected_tokens(row: Floats) -> float:
+    """The predicted length of a row's output, tokens: more than what has left."""
+    expected = row[EXPECTED]
+    if isnan(expected):
+        expected = UNKNOWN_OUTPUT_TOKENS
+    return max(expected, row[EMITTED] + 1.0)
+
+
+@compiled
+def capacity_s(
+    left_s: Floats,
+    slack_s: Floats,
+    pace_s: Floats,
+    step_s: Floats,
+    fixed_s: float,
+    first_slack_s: float,
+    least_pace_s: float,
+) -> Floats:
+    """Time for prefill within each of ``left_s`` if decodes are delayed to their slack.
+
+    FairBatching appendix A, steps 1 to 4, at several horizons at once: by ``t`` a decode with slack
+    ``s`` and pace ``p`` runs ``(t - s) / p`` times, and each of the steps that the most urgent one
+    forces costs the fixed time. A late decode counts as due now. ``O(horizons + decodes)``.
+
+    Args:
+        left_s: the horizons, ascending.
+        slack_s: per decode, time until it is due, ascending.
+        pace_s: per decode, time between its tokens.
+        step_s: per decode, its work in one step.
+        fixed_s: time of an empty step.
+        first_slack_s: slack of the decode that forces the steps.
+        least_pace_s: time between those steps; infinite for none.
+    """
+    capacity = np.empty(left_s.shape[0])
+    decode = 0
+    rate = 0.0
+    offset_s = 0.0
+    for item in range(left_s.shape[0]):
+        horizon_s = left_s[item]
+        while decode < slack_s.shape[0] and slack_s[decode] < horizon_s:
+            share = step_s[decode] / pace_s[decode]
+            rate += share
+            offset_s += share * max(0.0, slack_s[decode])
+            decode += 1
+        steps = 1.0
+        if least_pace_s < inf:
+            steps += max(0.0, horizon_s - first_slack_s) / least_pace_s
+        capacity[item] = horizon_s - fixed_s * steps - (rate * horizon_s - offset_s)
+    return capacity
+
+
+@compiled
+def fit_beside(
+    rows: Ints, left_s: Floats, work_s: Floats, step_s: float, pace_s: float, usable: float
+) -> bool:
+    """Whether the prefills ``rows``, by deadline, can be held with every decode in every batch.
+
+    ``step_s`` is the time of a step with all decodes, ``pace_s`` the time between steps, and
+    ``usable`` the share of the time to count on.
+    """
+    queued_s = 0.0
+    for row in rows:
+        queued_s += work_s[row]
+        if queued_s > usable * (left_s[row] - step_s * (1.0 + left_s[row] / pace_s)):
+            return False
+    return True
+
+
+@compiled
+def blocks_needed(table: Floats, rows: Ints, block_tokens: int) -> Floats:
+    """KV blocks that the whole sequence of each of ``rows`` needs beyond those it holds."""
+    needed = np.empty(rows.shape[0])
+    for place, row in enumerate(rows):
+        upto = ceil((table[row, COMPUTED] + table[row, PENDING]) / block_tokens)
+        needed[place] = max(0.0, upto - table[row, KV_BLOCKS])
+    return needed
+
+
+@compiled
+def worth(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> Floats:
+    """What serving each of the prefills ``rows`` now is worth per second of work.
+
+    Priority times the share of the expected output that can still be on time: a late first token is
+    caught up with at twice the pace of the TPOT.
+    """
+    value = np.empty(rows.shape[0])
+    for place, row in enumerate(rows):
+        pace_s = table[row, TPOT] if table[row, TPOT] < inf else UNPACED_S
+        late_s = max(0.0, work_s[row] - left_s[row])
+        on_time = max(0.01, 1.0 - 2.0 * late_s / (pace_s * expected_tokens(table[row])))
+        value[place] = table[row, PRIORITY] * on_time / max(work_s[row], 1e-9)
+    return value
+
+
+@compiled
+def hold_ends(table: Floats, due_s: Floats, pace_s: float) -> None:
+    """Make the deadlines ``due_s`` earlier where an end-to-end deadline needs it, if the expected
+    output leaves at ``pace_s`` a token."""
+    for row in range(table.shape[0]):
+        after = max(0.0, expected_tokens(table[row]) - table[row, EMITTED] - 1.0)
+        end_s = table[row, ARRIVAL] + table[row, E2E]
+        due_s[row] = min(due_s[row], end_s - after * pace_s)
