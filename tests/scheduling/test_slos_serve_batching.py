@@ -226,17 +226,17 @@ def preempting(
 
 
 def test_best_effort_loses_its_kv_before_any_promised_request_does() -> None:
-    # Both promised decodes are at the end of a block and none is free. One of them is not due.
+    # Both decodes are at the end of a block. One is not due, and the prefill fills the batch.
     due = token_at(decode("due", FAST, context=32), -0.04)
     early = token_at(decode("early", SLO(ttft_s=1.0, tpot_s=10.0), context=32), 0.0)
+    filling = prefill("filling", 200, FAST, computed=16)._replace(kv_blocks=20)
     others = [decode(f"o{index}", NONE, context=40) for index in range(3)]
-    ran, left_out = preempting(policy(), due, *others, early, kv_blocks=0)
-    assert {"due", "early"} <= ran
-    assert left_out <= {"o0", "o1", "o2"}
-    # With blocks enough the early one waits, as there is prefill to do.
-    pending = prefill("p", 100, FAST)
-    ran, left_out = preempting(policy(), due, early, pending, kv_blocks=500)
-    assert ran == {"due", "p"}
+    ran, left_out = preempting(policy(), due, *others, early, filling, kv_blocks=0)
+    assert ran == {"due", "early", "filling"}
+    assert left_out == {"o0", "o1", "o2"}
+    # With blocks enough the early one waits.
+    ran, left_out = preempting(policy(), due, *others, early, filling, kv_blocks=500)
+    assert ran == {"due", "filling"}
 
 
 def test_best_effort_does_not_take_the_blocks_of_others() -> None:
@@ -255,6 +255,11 @@ def test_best_effort_is_let_in_only_if_its_whole_length_fits() -> None:
     pace = decode("pace", FAST, emitted=1, context=40)._replace(expected_tokens=120.0)
     assert preempting(policy(), pace, waiting, kv_blocks=17)[0] == {"pace", "waiting"}
     assert preempting(policy(), pace, waiting, kv_blocks=16)[0] == {"pace"}
+    # What runs without a promise counts as well, here with 5 blocks more than it has.
+    begun = decode("begun", NONE, emitted=1, context=40)._replace(expected_tokens=80.0)
+    both = {"begun", "waiting"}
+    assert preempting(policy(), begun, waiting, kv_blocks=15)[0] == both
+    assert preempting(policy(), begun, waiting, kv_blocks=14)[0] == {"begun"}
     assert preempting(policy(), waiting, kv_blocks=7)[0] == {"waiting"}, "alone it may try"
 
 
