@@ -1,8 +1,8 @@
 """Cost of a local plan and of a routing choice, in one process.
 
-Run with ``python -m benchmarks.planning [--json]``. The queues are seeded mixes: half of the
-requests wait or prefill, half decode, at three priorities, with objectives. The builder of the
-views is not part of a measurement; their conversion to rows, the policy, the enforcement of its
+Run with ``sluice bench planning`` and ``sluice bench choosing``. The queues are seeded mixes: half
+of the requests wait or prefill, half decode, at three priorities, with objectives. The builder of
+the views is not part of a measurement; their conversion to rows, the policy, the enforcement of its
 plan and the plan by request are.
 """
 
@@ -14,7 +14,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import click
 import numpy as np
@@ -112,7 +111,7 @@ def _plan(policy: batching.BatchPolicy, requests: Sequence[RequestView]) -> obje
     return policy.plan(QueueView(requests), NOW_S, LATENCY, BUDGET).entries
 
 
-def planning(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
+def plan_times(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Cost of ``plan()``: policy -> number of requests -> figures."""
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name in batching.POLICIES:
@@ -125,7 +124,7 @@ def planning(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]
     return results
 
 
-def choosing(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
+def choose_times(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Cost of ``choose()``: policy -> number of replicas -> figures."""
     query = RouteQuery(key=1, slo=SLO(ttft_s=1.0, tpot_s=0.05), prompt_tokens=1_000)
     results: dict[str, dict[str, dict[str, float]]] = {}
@@ -152,23 +151,39 @@ def _table(title: str, unit: str, results: dict[str, dict[str, dict[str, float]]
     return table
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@click.option("--repeats", default=40, show_default=True, type=click.IntRange(1, 10_000))
-@click.option("--seeds", default=10, show_default=True, type=click.IntRange(1, 1_000))
-def main(as_json: bool, repeats: int, seeds: int) -> None:
-    """Measure plan() of every batch policy and choose() of every routing policy."""
-    results: dict[str, Any] = {
-        "plan": planning(repeats, seeds),
-        "choose": choosing(repeats, seeds),
-    }
+_REPEATS = click.option("--repeats", default=40, show_default=True, type=click.IntRange(1, 10_000))
+_SEEDS = click.option("--seeds", default=10, show_default=True, type=click.IntRange(1, 1_000))
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+@click.command(name="planning")
+@_AS_JSON
+@_REPEATS
+@_SEEDS
+def planning(as_json: bool, repeats: int, seeds: int) -> None:
+    """Time plan() of every batch policy.
+
+    The JSON maps policy -> requests -> median_ms and p99_ms.
+    """
+    _show("plan()", "requests", plan_times(repeats, seeds), as_json)
+
+
+@click.command(name="choosing")
+@_AS_JSON
+@_REPEATS
+@_SEEDS
+def choosing(as_json: bool, repeats: int, seeds: int) -> None:
+    """Time choose() of every routing policy.
+
+    The JSON maps policy -> replicas -> median_ms and p99_ms.
+    """
+    _show("choose()", "replicas", choose_times(repeats, seeds), as_json)
+
+
+def _show(
+    title: str, unit: str, results: dict[str, dict[str, dict[str, float]]], as_json: bool
+) -> None:
     if as_json:
         click.echo(json.dumps(results, indent=2))
-        return
-    console = Console()
-    console.print(_table("plan()", "requests", results["plan"]))
-    console.print(_table("choose()", "replicas", results["choose"]))
-
-
-if __name__ == "__main__":
-    main()
+    else:
+        Console().print(_table(title, unit, results))

@@ -1,4 +1,4 @@
-"""The command line: ``sluice serve``, ``sluice policies``, ``sluice config``."""
+"""The command line: ``sluice serve``, ``sluice policies``, ``sluice config``, ``sluice bench``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cli import bench
 from deploy.config import SluiceConfig, load_config
 from deploy.local import StartError, StoppedError, base_url, curl_line, running, stop_signals
 from scheduling import batching, routing
@@ -27,6 +28,9 @@ _err = Console(stderr=True)
 @click.version_option(package_name="sluice")
 def main() -> None:
     """Sluice: an SLO-aware serving control plane for large language models on Ray."""
+
+
+main.add_command(bench)
 
 
 @main.command()

@@ -1,0 +1,10 @@
+"""Experiments by name. Adding one: its file and one line here."""
+
+from __future__ import annotations
+
+from benchmarks.experiments import default_policy
+from benchmarks.experiments.base import Experiment
+
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment for experiment in (default_policy.EXPERIMENT,)
+}

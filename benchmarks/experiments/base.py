@@ -1,0 +1,142 @@
+"""What every experiment is: a grid of cells, measured for every seed in parallel processes, and the
+tables and charts made of the rows."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+from benchmarks.experiments.estimate import Estimate
+from benchmarks.report import Chart, Table
+
+Scale = Literal["quick", "normal", "full"]
+"""How much to run: seconds (a smoke test whose figures mean nothing), minutes, or longer."""
+
+Value = str | float
+Row = dict[str, Value]
+"""The labels of a cell, the seed, and what was measured."""
+
+T = TypeVar("T")
+
+
+class Plan(NamedTuple):
+    """How much of an experiment to run.
+
+    Attributes:
+        scale: see :data:`Scale`.
+        seeds: of workloads and noise; every cell runs once for each.
+        traces: folder of recorded traces, which are used beside generated workloads.
+    """
+
+    scale: Scale
+    seeds: tuple[int, ...]
+    traces: Path | None = None
+
+    def pick(self, quick: T, normal: T, full: T) -> T:
+        """The value for the scale."""
+        return {"quick": quick, "normal": normal, "full": full}[self.scale]
+
+
+class Cell(NamedTuple):
+    """One point of an experiment's grid.
+
+    Attributes:
+        labels: what it is; equal for all seeds.
+        measure: gives the figures of one seed. It is sent to another process, so it is a partial
+            call of a function of a module.
+    """
+
+    labels: Mapping[str, Value]
+    measure: Callable[[int], Mapping[str, float]]
+
+
+class Findings(NamedTuple):
+    """What an experiment shows."""
+
+    tables: Sequence[Table]
+    charts: Sequence[Chart] = ()
+
+
+class Experiment(NamedTuple):
+    """One experiment.
+
+    Attributes:
+        name: as it is called by.
+        source: paper and figures that it repeats.
+        question: what it answers, one sentence.
+        setting: by what, in words: which TPOT is judged, how arrivals are scaled, how objectives
+            and priorities are assigned, which latency constants.
+        seeds: how many by default.
+        cells: the grid.
+        findings: from the rows of all cells and seeds, in the order of the cells.
+    """
+
+    name: str
+    source: str
+    question: str
+    setting: Mapping[str, str]
+    seeds: int
+    cells: Callable[[Plan], Sequence[Cell]]
+    findings: Callable[[Sequence[Row]], Findings]
+
+
+def measured(cells: Sequence[Cell], seeds: Sequence[int], jobs: int) -> Iterator[Row]:
+    """A row for each cell and seed, in their order, as they become known.
+
+    Args:
+        cells: the grid.
+        seeds: each cell is measured once for each of them.
+        jobs: processes, >= 1; with one, everything runs in this process.
+    """
+    work = [(cell, seed) for cell in cells for seed in seeds]
+    if jobs == 1:
+        yield from map(_row, work)
+        return
+    # Forked processes would inherit threads; new ones load the compiled loops from their cache.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        try:
+            yield from pool.map(_row, work, chunksize=4)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _row(work: tuple[Cell, int]) -> Row:
+    cell, seed = work
+    try:
+        return {**cell.labels, "seed": seed, **cell.measure(seed)}
+    except Exception as error:
+        labels = ", ".join(f"{name} {value}" for name, value in cell.labels.items())
+        error.add_note(f"in the cell {labels}, seed {seed}")
+        raise
+
+
+def grouped(rows: Iterable[Row], *labels: str) -> dict[tuple[Value, ...], list[Row]]:
+    """Rows by the values of ``labels``, in order of appearance."""
+    groups: dict[tuple[Value, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[label] for label in labels), []).append(row)
+    return groups
+
+
+def by_seed(rows: Iterable[Row], figure: str) -> dict[Value, float]:
+    """The mean of a figure per seed: the samples of an estimate."""
+    return {
+        seed: sum(float(row[figure]) for row in own) / len(own)
+        for (seed,), own in grouped(rows, "seed").items()
+    }
+
+
+def estimate(rows: Iterable[Row], figure: str) -> Estimate:
+    """A figure's mean over seeds, each seed's being the mean over its rows."""
+    return Estimate.of(list(by_seed(rows, figure).values()))
+
+
+def difference(rows: Iterable[Row], others: Iterable[Row], figure: str) -> Estimate:
+    """The estimate of ``rows`` less ``others``, paired by seed."""
+    ours, theirs = by_seed(rows, figure), by_seed(others, figure)
+    return Estimate.of([ours[seed] - theirs[seed] for seed in ours])

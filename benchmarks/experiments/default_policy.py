@@ -1,0 +1,237 @@
+"""The default policy against every single-paper policy, on all workloads, loads and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from benchmarks.experiments.base import (
+    Cell,
+    Experiment,
+    Findings,
+    Plan,
+    Row,
+    Value,
+    difference,
+    estimate,
+    grouped,
+)
+from benchmarks.experiments.engines import SETUPS, Contender, Setup, figures, run
+from benchmarks.experiments.loads import (
+    GENERATED,
+    LOAD_WORDS,
+    Make,
+    full_load_rate,
+    recorded,
+)
+from benchmarks.report import Chart, Point, Table
+from scheduling.batching import POLICIES
+
+DEFAULT = "deadline_triage"
+CELL = ("workload", "setup", "load")
+
+METRICS = {
+    "attainment_mean": "SLO, mean TPOT",
+    "attainment_running_max": "SLO, running max TPOT",
+    "tdg": "TDG ratio, envelope",
+}
+"""The figures that policies are compared by, each a share of 1."""
+
+QUICK_WORKLOADS = ("proserve sharegpt", "fairbatching azure")
+
+
+def contenders() -> list[Contender]:
+    """Every registered policy with its default options, and FairBatching-PAB."""
+    listed = [Contender(name, name) for name in POLICIES]
+    listed.append(Contender("fairbatching_pab", "fairbatching", rejecting=True))
+    return listed
+
+
+def measure(
+    make: Make, setup: Setup, rate: float, requests: int, contender: Contender, seed: int
+) -> Mapping[str, float]:
+    """The figures of one run."""
+    return figures(run(make(setup, rate, requests, seed), contender, setup, seed))
+
+
+def cells(plan: Plan) -> list[Cell]:
+    """Workloads x setups x loads x policies."""
+    makes = dict(GENERATED)
+    if plan.scale == "quick":
+        makes = {name: makes[name] for name in QUICK_WORKLOADS}
+    makes |= recorded(plan.traces)
+    setups = plan.pick(["8b"], ["8b", "70b-short"], list(SETUPS))
+    loads = plan.pick([1.1], [0.8, 1.1, 1.5], [0.6, 0.8, 1.0, 1.2, 1.5, 2.0])
+    seconds = plan.pick(5.0, 60.0, 180.0)
+    least, most = plan.pick((20, 40), (150, 800), (300, 4_000))
+    grid = []
+    for workload, make in makes.items():
+        for setup in (SETUPS[name] for name in setups):
+            full = full_load_rate(make, setup)
+            for load in loads:
+                rate = load * full
+                requests = round(min(max(rate * seconds, least), most))
+                for contender in contenders():
+                    labels: dict[str, Value] = {
+                        "workload": workload,
+                        "setup": setup.name,
+                        "load": load,
+                        "policy": contender.label,
+                    }
+                    call = partial(measure, make, setup, rate, requests, contender)
+                    grid.append(Cell(labels, call))
+    return grid
+
+
+def findings(rows: Sequence[Row]) -> Findings:
+    """Means, the comparison with the best single policy, and where the default is worst."""
+    return Findings(
+        (_overall(rows), _headline(rows), _by_workload(rows), _worst(rows)),
+        [_by_load(rows, figure, words) for figure, words in METRICS.items()],
+    )
+
+
+def best_single(rows: Sequence[Row], figure: str) -> str:
+    """The policy, other than the default, with the highest mean of a figure over ``rows``."""
+    means = {
+        str(policy): estimate(own, figure).mean
+        for (policy,), own in grouped(rows, "policy").items()
+        if policy != DEFAULT
+    }
+    return max(means, key=lambda policy: means[policy])
+
+
+def of_policy(rows: Sequence[Row], policy: str) -> list[Row]:
+    """The rows of one policy."""
+    return [row for row in rows if row["policy"] == policy]
+
+
+def _overall(rows: Sequence[Row]) -> Table:
+    lines = []
+    for (policy,), own in grouped(rows, "policy").items():
+        shown = [estimate(own, figure).shown(4) for figure in METRICS]
+        wait_s = max(float(row["longest_wait_s"]) for row in own)
+        lines.append((str(policy), *shown, f"{wait_s:.0f}"))
+    return Table(
+        "All cells: mean over workloads, setups and loads",
+        ("policy", *METRICS.values(), "longest wait for a first token, s"),
+        lines,
+        "FairBatching-PAB refuses requests at arrival. A refused one counts as missed; its wait "
+        "ends when the engine has nothing else to do.",
+    )
+
+
+def _headline(rows: Sequence[Row]) -> Table:
+    lines = []
+    cells_of = grouped(rows, *CELL)
+    for figure, words in METRICS.items():
+        best = best_single(rows, figure)
+        ours = 1 - estimate(of_policy(rows, DEFAULT), figure).mean
+        theirs = 1 - estimate(of_policy(rows, best), figure).mean
+        change = f"{(ours / theirs - 1) * 100:+.0f} %" if theirs > 0 else "-"
+        gaps = [_gap(own, figure) for own in cells_of.values()]
+        fixed = [
+            difference(of_policy(own, DEFAULT), of_policy(own, best), figure).mean
+            for own in cells_of.values()
+        ]
+        below = sum(gap < -0.01 for gap in gaps)
+        lines.append(
+            (
+                words,
+                best,
+                f"{ours * 100:.2f} %",
+                f"{theirs * 100:.2f} %",
+                change,
+                f"{min(fixed) * 100:+.2f}",
+                f"{min(gaps) * 100:+.2f}",
+                f"{below} of {len(gaps)}",
+            )
+        )
+    return Table(
+        "The default policy against the best single policy",
+        (
+            "figure",
+            "best single policy",
+            "misses, default",
+            "misses, best single",
+            "change",
+            "worst cell against it, points",
+            "worst against the cell's best",
+            "cells > 1 point below their best",
+        ),
+        lines,
+        "Best single: highest mean over all cells. Best of a cell: highest there, after the fact, "
+        "over all other policies; a maximum of noisy means favours them.",
+    )
+
+
+def _gap(own: Sequence[Row], figure: str) -> float:
+    """The default less the best other policy of one cell."""
+    best = best_single(own, figure)
+    return difference(of_policy(own, DEFAULT), of_policy(own, best), figure).mean
+
+
+def _by_workload(rows: Sequence[Row]) -> Table:
+    lines = []
+    for (workload, setup), own in grouped(rows, "workload", "setup").items():
+        line = [f"{workload}, {setup}"]
+        for figure in METRICS:
+            best = best_single(own, figure)
+            value = estimate(of_policy(own, DEFAULT), figure)
+            gap = difference(of_policy(own, DEFAULT), of_policy(own, best), figure)
+            line.append(f"{value.mean:.3f} ({gap.shown(3)} {best})")
+        lines.append(line)
+    return Table(
+        "By workload and setup, mean over loads: the default (its lead over the best other)",
+        ("workload, setup", *METRICS.values()),
+        lines,
+    )
+
+
+def _worst(rows: Sequence[Row]) -> Table:
+    gaps = []
+    for labels, own in grouped(rows, *CELL).items():
+        for figure, words in METRICS.items():
+            best = best_single(own, figure)
+            gap = difference(of_policy(own, DEFAULT), of_policy(own, best), figure)
+            value = estimate(of_policy(own, DEFAULT), figure).shown(3)
+            gaps.append((gap.mean, [*map(str, labels), words, value, best, gap.shown(4)]))
+    gaps.sort(key=lambda entry: entry[0])
+    return Table(
+        "Where the default is furthest below the best of the cell",
+        (*CELL, "figure", "default", "best of the cell", "difference"),
+        [line for _, line in gaps[:12]],
+    )
+
+
+def _by_load(rows: Sequence[Row], figure: str, words: str) -> Chart:
+    lines = {
+        str(policy): [
+            Point(float(load), *estimate(cell, figure)[:2])
+            for (load,), cell in grouped(own, "load").items()
+        ]
+        for (policy,), own in grouped(rows, "policy").items()
+    }
+    return Chart(f"{words}: mean over workloads and setups", "load", words, lines)
+
+
+EXPERIMENT = Experiment(
+    name="default_policy",
+    source="ours; the workloads and objectives are those of the five papers",
+    question="Does the default policy lose to any single paper's policy anywhere, and how much "
+    "does it gain in the mean?",
+    setting={
+        "TPOT": "mean since the first token, and its strict running maximum; TDG by the envelope",
+        "Arrivals": f"generated, or recorded and thinned or stretched as named; {LOAD_WORDS}",
+        "Objectives and priorities": "each workload's own, see benchmarks/workloads/settings.py; "
+        "recorded: TTFT 0.8 s, TPOT 80 ms, priorities 2 and 1 with equal chance; with prompts of "
+        "4,000 tokens or more on average TTFT 3 times the idle engine's, at least 0.8 s",
+        "Latency": "setups of benchmarks/experiments/engines.py; 3 % noise, 5 % head-room, online "
+        "correction",
+        "Output lengths": "learnt per task class while running, for every policy alike",
+        "Policies": "default options; one engine",
+    },
+    seeds=3,
+    cells=cells,
+    findings=findings,
+)

@@ -1,0 +1,85 @@
+"""FairBatching-PAB on one node: an engine that refuses what its budget does not hold."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+
+from scheduling.admission.pab import replica_pab_tokens
+from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
+from scheduling.batching.base import BatchBuilder
+from scheduling.kernels import ARRIVAL, PENDING, RUNNING, TTFT
+from scheduling.latency import LatencyModel
+from scheduling.request import QueueView
+from simulation.mirror import state_rows
+
+REFERENCE_TPOT_S = 0.1
+"""Pace in the budget of decodes that state none."""
+
+
+class Rejecting(BatchPolicy):
+    """Refuses, at first sight, a request whose prompt is above the prefill admission budget within
+    its TTFT (FairBatching §3.4), and plans the others as ``inner`` does.
+
+    A refused request would end with an error. Here it stays in the queue and runs, first come,
+    first served, only while nothing else is there, so that every request of a simulated run ends;
+    what it still attains is little, and counts. A request without a TTFT is always accepted.
+
+    Args:
+        inner: plans what was accepted.
+    """
+
+    name = "rejecting"
+    source = "FairBatching §3.4, FairBatching-PAB"
+
+    def __init__(self, inner: BatchPolicy) -> None:
+        super().__init__()
+        self._inner = inner
+        self._idle = make_policy("fcfs")
+        self._known: set[int] = set()
+        self._refused: set[int] = set()
+
+    def plan(
+        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
+    ) -> BatchPlan:
+        """Decide on new requests; plan the accepted ones, or the refused ones if there are none."""
+        keys: list[int] = queue.keys.tolist()
+        self._known.intersection_update(keys)
+        self._refused.intersection_update(keys)
+        for row, key in enumerate(keys):
+            if key not in self._known:
+                if not self._holds(queue, row, now_s, latency):
+                    self._refused.add(key)
+                self._known.add(key)
+        if not self._refused:
+            return self._inner.plan(queue, now_s, latency, budget)
+        refused = np.array([key in self._refused for key in keys])
+        # One that was begun in an idle moment holds KV, and goes on.
+        rows = np.flatnonzero(~refused | (queue.table[:, RUNNING] > 0))
+        if not len(rows):
+            return self._idle.plan(queue, now_s, latency, budget)
+        part = QueueView.of_table(queue.keys[rows], queue.table[rows], ())
+        plan = self._inner.plan(part, now_s, latency, budget)
+        return BatchPlan(queue, rows[plan.rows], plan.tokens, plan.predicted_s)
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """As ``inner``, without refusals."""
+        self._inner.fill(batch, queue, now_s, latency)
+
+    def _holds(self, queue: QueueView, row: int, now_s: float, latency: LatencyModel) -> bool:
+        """Whether the budget, over the requests accepted before, holds the request in ``row``."""
+        table = queue.table
+        left_s = float(table[row, ARRIVAL] + table[row, TTFT]) - now_s
+        if left_s == inf:
+            return True
+        before = [
+            place
+            for place, key in enumerate(queue.keys.tolist())
+            if key in self._known and key not in self._refused
+        ]
+        rows = state_rows(table[before])
+        room = replica_pab_tokens(rows, now_s, latency, left_s, REFERENCE_TPOT_S)
+        return float(table[row, PENDING]) <= room

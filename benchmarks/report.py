@@ -1,0 +1,182 @@
+"""Results as JSON, Markdown, plots and terminal tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rich import table as rich_table
+from rich.console import Console
+
+MATPLOTLIB_MISSING = (
+    "plots need matplotlib, which is not installed: pip install 'sluice[bench]', or leave them out "
+    "with --no-plots"
+)
+
+
+WIDE = 160
+"""Columns of text where the output is no terminal."""
+
+
+class ReportError(RuntimeError):
+    """A report cannot be written; the message says why."""
+
+
+class Table(NamedTuple):
+    """Cells as they are shown; the figures behind them are in a report's rows."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+class Point(NamedTuple):
+    """A point of a chart; ``error`` is half of its range, nan if unknown."""
+
+    x: float
+    y: float
+    error: float
+
+
+class Chart(NamedTuple):
+    """Lines over a common axis."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Sequence[Point]]
+
+
+class Report(NamedTuple):
+    """All of one experiment's results.
+
+    Attributes:
+        name, source, question, setting: of the experiment.
+        method: how ranges were computed.
+        command: what repeats it.
+        tables, charts: what it shows.
+        rows: every measured cell and seed.
+    """
+
+    name: str
+    source: str
+    question: str
+    setting: Mapping[str, str]
+    method: str
+    command: str
+    tables: Sequence[Table]
+    charts: Sequence[Chart]
+    rows: Sequence[Mapping[str, Any]]
+
+    def as_json(self) -> str:
+        """Everything but the charts, which show the same figures. Values that JSON has no number
+        for are ``null``."""
+        fields = {key: value for key, value in self._asdict().items() if key != "charts"}
+        fields["tables"] = [table._asdict() for table in self.tables]
+        fields["rows"] = [
+            {
+                name: None if isinstance(value, float) and not isfinite(value) else value
+                for name, value in row.items()
+            }
+            for row in self.rows
+        ]
+        return json.dumps(fields, indent=1, allow_nan=False)
+
+    def as_markdown(self) -> str:
+        """The setting and the tables."""
+        lines = [f"## {self.name}", "", self.question, "", f"`{self.command}`", ""]
+        lines += [f"- Source: {self.source}."]
+        lines += [f"- {what}: {words}" for what, words in self.setting.items()]
+        lines += [f"- Ranges: {self.method}.", ""]
+        for table in self.tables:
+            lines += [f"### {table.title}", "", *markdown(table), ""]
+        return "\n".join(lines)
+
+    def write(self, folder: Path, plots: bool = True) -> list[Path]:
+        """Write ``<name>.json``, ``<name>.md`` and a PNG per chart; return their paths.
+
+        Raises:
+            ReportError: the folder cannot be written to, or plots are wanted without matplotlib.
+        """
+        texts = {f"{self.name}.json": self.as_json(), f"{self.name}.md": self.as_markdown()}
+        written = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                path = folder / name
+                path.write_text(text + "\n", encoding="utf-8")
+                written.append(path)
+        except OSError as error:
+            raise ReportError(f"cannot write to {folder}: {error.strerror}") from error
+        if plots:
+            for number, chart in enumerate(self.charts, 1):
+                path = folder / f"{self.name}-{number}.png"
+                draw(chart, path)
+                written.append(path)
+        return written
+
+    def show(self) -> None:
+        """Print the tables; wide where no terminal sets a width."""
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=WIDE)
+        for table in self.tables:
+            shown = rich_table.Table(title=table.title, caption=table.note or None)
+            for index, column in enumerate(table.columns):
+                justify: Literal["left", "right"] = "left" if index == 0 else "right"
+                shown.add_column(column, justify=justify, overflow="fold")
+            for row in table.rows:
+                shown.add_row(*row)
+            console.print(shown)
+
+
+def markdown(table: Table) -> list[str]:
+    """The lines of a table in Markdown, with its note."""
+    lines = [
+        f"| {' | '.join(table.columns)} |",
+        f"|{'---|' * len(table.columns)}",
+        *(f"| {' | '.join(row)} |" for row in table.rows),
+    ]
+    return [*lines, "", table.note] if table.note else lines
+
+
+def require_matplotlib() -> None:
+    """Fail before hours of work, not after.
+
+    Raises:
+        ReportError: matplotlib is not there.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ReportError(MATPLOTLIB_MISSING) from error
+
+
+def draw(chart: Chart, path: Path) -> None:
+    """Draw a chart into a PNG.
+
+    Raises:
+        ReportError: matplotlib is not there, or the file cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, points in chart.lines.items():
+        errors = [point.error if isfinite(point.error) else 0.0 for point in points]
+        xs, ys = [point.x for point in points], [point.y for point in points]
+        axes.errorbar(xs, ys, yerr=errors, label=name, marker="o", markersize=3, capsize=2)
+    axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ReportError(f"cannot write {path}: {error.strerror}") from error
