@@ -23,6 +23,7 @@ from scheduling.batching.sarathi import Sarathi
 from scheduling.batching.sarathi_priority import SarathiPriority
 from scheduling.batching.sjf import SJF
 from scheduling.batching.slidebatching import SlideBatching
+from scheduling.batching.slos_serve import SLOsServe
 from scheduling.batching.weighted_vtc import WeightedVTC
 from scheduling.policy import make
 
@@ -50,6 +51,7 @@ POLICIES: dict[str, type[BatchPolicy]] = {
         SEDF,
         FairBatching,
         SlideBatching,
+        SLOsServe,
         DeadlineTriage,
     )
 }

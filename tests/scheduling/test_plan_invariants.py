@@ -51,6 +51,9 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("d_edf", {"late": "in_order", "batch_tokens": 300}),
     ("s_edf", {"chunk_tokens": 100}),
     ("s_edf", {"ttft_coefficients": (0.01, 1e-4)}),
+    ("slos_serve", {}),
+    ("slos_serve", {"anchor": "envelope", "expected_tokens": 16}),
+    ("slos_serve", {"anchor": "first_token", "margin": 0.0}),
     ("deadline_triage", {}),
 ]
 
