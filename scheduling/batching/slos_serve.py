@@ -89,9 +89,9 @@ class SLOsServe(BatchPolicy):
       ``deadline < end of this batch + t0``, Alg. 2's line 9 with ``schDDL < (i + 1) t0``. The
       printed ``>=`` would schedule those that are not due.
     - A batch that ends a promised prefill is not padded beyond that prefill's deadline.
-    - Alg. 1 forgets declined requests. Here one that has no output yet is asked again when requests
-      have come or gone, as long as its deadline is ahead: at most ten with the new ones, those of
-      most worth per predicted second first.
+    - Alg. 1 forgets declined requests. Here one that is not answering yet is asked again when
+      requests have come or gone, as long as its deadline is ahead: at most ten with the new ones,
+      those of most worth per predicted second first.
     - The tightest stage of a request counts as long as its row says so; when the row's objective
       changes with the stage, that is decided anew. A promise is kept in the later stages.
     - A request whose TPOT no batch with a useful share of prefill could hold
@@ -111,6 +111,8 @@ class SLOsServe(BatchPolicy):
     name = "slos_serve"
     source = "SLOs-Serve §3.2, §4.1, Algorithms 1 and 2, appendix C"
     Options = SLOsServeOptions
+
+    _budget: BatchBudget
 
     def __init__(self, options: SLOsServeOptions | None = None) -> None:
         options = options or SLOsServeOptions()
@@ -152,7 +154,8 @@ class SLOsServe(BatchPolicy):
         tightest_s = float(tpot_s.min(initial=inf))
         until_s = tightest_s * self._within
         urgent = int(np.searchsorted(due_s[decodes], now_s + until_s + tightest_s))
-        growth = _blocks(table[:, COMPUTED] + table[:, PENDING], self._budget) - table[:, KV_BLOCKS]
+        growth = _blocks(table[:, COMPUTED] + table[:, PENDING], self._budget)
+        growth = np.maximum(0.0, growth - table[:, KV_BLOCKS])
         if growth[decodes].sum() > batch.free_blocks:
             # An engine that runs out of blocks takes them from what is not in the plan.
             urgent = len(decodes)
@@ -209,7 +212,7 @@ class SLOsServe(BatchPolicy):
         begun, waiting = rows[running], rows[~running]
         needs = growth[begun]
         room = self._budget.kv_blocks - claims[self._promised].sum() - claims[begun].sum()
-        begun = begun[(needs <= 0) | (np.cumsum(needs) <= free_blocks)]
+        begun = begun[(needs == 0) | (np.cumsum(needs) <= free_blocks)]
         return np.concatenate((begun, waiting[np.cumsum(claims[waiting]) <= room]))
 
     def _promise(
@@ -229,7 +232,10 @@ class SLOsServe(BatchPolicy):
         promised |= ~seen & holdable & (table[:, RUNNING] > 0)
         pieces = latency.pieces / self._within
         work_s = pending_work_s(table, pieces)
-        asking = ~promised & holdable & (~seen | (table[:, EMITTED] == 0))
+        # One that begins here with a decode has no prefill to end in time.
+        left_s = np.where(is_prefill(table), left_s, inf)
+        begun = (table[:, EMITTED] > 0) & (table[:, RUNNING] > 0)
+        asking = ~promised & holdable & ~(seen & begun)
         asking &= left_s >= work_s + pieces[:, FIXED].max()
         new = np.flatnonzero(asking & ~seen)
         again = np.flatnonzero(asking & seen)

@@ -196,6 +196,17 @@ def test_an_arrival_does_not_take_a_promise_back_and_what_has_left_is_forgotten(
     assert promised(chosen, better, held) == {"better"}
 
 
+def test_a_decode_whose_prefill_ran_elsewhere_is_promised_by_its_pace_alone() -> None:
+    # Its next token is late already, as its KV had to travel.
+    arrived = decode("arrived", FAST, context=40)._replace(running=False, first_token_s=-1.0)
+    assert promised(policy(), arrived) == {"arrived"}
+    # 45 of 50 ms are taken by 45 others: it is declined, and asked again when one has left.
+    others = [decode(f"d{index}", FAST, context=40) for index in range(45)]
+    chosen = policy()
+    assert "arrived" not in promised(chosen, *others, arrived)
+    assert "arrived" in promised(chosen, *others[1:], arrived)
+
+
 def test_a_promise_survives_the_loss_of_the_kv() -> None:
     chosen = policy()
     running = decode("r", FAST, emitted=20, context=50)
