@@ -64,6 +64,9 @@ def states_of(
 @compiled
 def set_rates(
     rates: Floats,
+    score: Floats,
+    alive: NDArray[np.bool_],
+    every: bool,
     decoding_s: Floats,
     present: Ints,
     pace: Floats,
@@ -73,7 +76,8 @@ def set_rates(
     tightest: Ints,
     taken: Floats,
 ) -> None:
-    """Each state's rate beside the decodes of what is promised: ``decoding_s[tier, piece]``."""
+    """The rate of each living state, or of ``every`` one, beside the decodes of what is promised,
+    ``decoding_s[tier, piece]``; and end those whose decodes can no longer be held."""
     tiers, pieces = decoding_s.shape
     base = np.zeros((tiers, pieces))
     first = tiers - 1
@@ -84,28 +88,47 @@ def set_rates(
             for piece in range(pieces):
                 base[tier, piece] += decoding_s[other, piece] * pace[other, tier]
     for state in range(rates.shape[0]):
+        if not (every or alive[state]):
+            continue
         tier = min(first, tightest[state])
         rates[state] = rate_of(fixed_s, share, step_s[tier], base[tier], taken[state, tier])
+        if rates[state] < min(0.0, rates[0]) - SLIP_S:
+            score[state] = -inf
+            alive[state] = False
 
 
 @compiled
-def force(score: Floats, rates: Floats, need_s: float, limit: float, at_due: bool) -> None:
+def force(
+    score: Floats,
+    alive: NDArray[np.bool_],
+    rates: Floats,
+    need_s: float,
+    limit: float,
+    at_due: bool,
+) -> None:
     """Let every state serve a promised prefill, and end those in which it is late by what is new.
 
     State 0, with nothing new, goes on where it is late. A state with new requests can only be later
     than that, so it has no pardon.
     """
     for state in range(score.shape[0]):
+        if not alive[state]:
+            continue
         price = need_s if at_due else (need_s / rates[state] if rates[state] > 0.0 else inf)
-        for level in range(score.shape[1]):
-            score[state, level] -= price
-            if state > 0 and score[state, level] < limit - SLIP_S:
-                score[state, level] = -inf
+        score[state] -= price
+        if state > 0:
+            alive[state] = False
+            for level in range(score.shape[1]):
+                if score[state, level] < limit - SLIP_S:
+                    score[state, level] = -inf
+                else:
+                    alive[state] = True
 
 
 @compiled
 def offer(
     score: Floats,
+    alive: NDArray[np.bool_],
     rates: Floats,
     mark: NDArray[np.bool_],
     count: Ints,
@@ -124,14 +147,16 @@ def offer(
         if state // stride % (size + 1) == 0:
             continue
         source = state - stride
-        if count[state] > places or rates[state] < -SLIP_S or (rates[source] <= 0.0 and not at_due):
+        if not alive[source] or count[state] > places or rates[state] < -SLIP_S:
+            continue
+        if rates[source] <= 0.0 and not at_due:
             continue
         price = need_s if at_due else need_s / rates[source]
         for level in range(levels - 1, memory - 1, -1):
             after = score[source, level - memory] - price
             if after >= limit - SLIP_S and after > score[state, level]:
                 score[state, level] = after
-                mark[state, level] = True
+                mark[state, level] = alive[state] = True
 
 
 @compiled
@@ -167,31 +192,43 @@ def solve(
     offered = 0
     score = np.full((states, levels + 1), -inf)
     score[0, 0] = -fixed_s.max()
+    alive = np.zeros(states, np.bool_)
+    alive[0] = True
     rates = np.empty(states)
-    set_rates(rates, decoding_s, present, pace, step_s, fixed_s, share, tightest, taken)
+    stale = True
     time_s = 0.0
     for index in range(requests):
+        own = kind[index]
+        if stale:
+            # An offer needs the rates of the states that it can reach, too.
+            set_rates(
+                rates, score, alive, own >= 0, decoding_s, present, pace, step_s, fixed_s, share,
+                tightest, taken,
+            )  # fmt: skip
+            stale = own < 0
         limit = 0.0 if at_due else -due_s[index]
         if at_due and due_s[index] > time_s:
             for state in range(states):
-                score[state] += (due_s[index] - time_s) * rates[state]
+                if alive[state]:
+                    score[state] += (due_s[index] - time_s) * rates[state]
             time_s = due_s[index]
-        if kind[index] >= 0:
-            own = kind[index]
+        if own >= 0:
             offer(
-                score, rates, mark[offered], count, stride[own], sizes[own], memory[index],
-                places, need_s[index], limit, at_due,
+                score, alive, rates, mark[offered], count, stride[own], sizes[own],
+                memory[index], places, need_s[index], limit, at_due,
             )  # fmt: skip
             offered += 1
             continue
-        force(score, rates, need_s[index], limit, at_due)
+        force(score, alive, rates, need_s[index], limit, at_due)
         if tier[index] < step_s.shape[0] - 1:
             decoding_s[tier[index]] += decode_s[index]
             present[tier[index]] = 1
-            set_rates(rates, decoding_s, present, pace, step_s, fixed_s, share, tightest, taken)
-            for state in range(1, states):
-                if rates[state] < min(0.0, rates[0]) - SLIP_S:
-                    score[state] = -inf
+            stale = True
+    if stale:
+        set_rates(
+            rates, score, alive, False, decoding_s, present, pace, step_s, fixed_s, share,
+            tightest, taken,
+        )  # fmt: skip
     return backtrack(score, mark, worth, kind, stride, memory)
 
 
