@@ -197,8 +197,8 @@ def solve(
     rates = np.empty(states)
     stale = True
     time_s = 0.0
-    for index in range(requests):
-        own = kind[index]
+    for index in range(requests + 1):
+        own = kind[index] if index < requests else -1
         if stale:
             # An offer needs the rates of the states that it can reach, too.
             set_rates(
@@ -206,6 +206,8 @@ def solve(
                 tightest, taken,
             )  # fmt: skip
             stale = own < 0
+        if index == requests:
+            break
         limit = 0.0 if at_due else -due_s[index]
         if at_due and due_s[index] > time_s:
             for state in range(states):
@@ -224,11 +226,6 @@ def solve(
             decoding_s[tier[index]] += decode_s[index]
             present[tier[index]] = 1
             stale = True
-    if stale:
-        set_rates(
-            rates, score, alive, False, decoding_s, present, pace, step_s, fixed_s, share,
-            tightest, taken,
-        )  # fmt: skip
     return backtrack(score, mark, worth, kind, stride, memory)
 
 
