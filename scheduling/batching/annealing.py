@@ -1,0 +1,196 @@
+"""Simulated-annealing priority mapping of 002, mapped onto continuous batching."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from scheduling import kernels
+from scheduling.batching.base import BatchBuilder, BatchPolicy
+from scheduling.batching.priority_mapping import Jobs, Schedule, Times, anneal, levels, predict
+from scheduling.kernels import Floats, Ints
+from scheduling.latency import LatencyModel
+from scheduling.latency_request import Interaction, InteractionLatency
+from scheduling.policy import PolicyOptions
+from scheduling.request import QueueView
+
+MOST_STEPS = 50_000
+"""Most steps of one search, about ten milliseconds at 40 requests."""
+
+
+class AnnealingOptions(PolicyOptions):
+    """Options of :class:`Annealing`."""
+
+    batch_size: int = Field(
+        default=32,
+        ge=1,
+        le=256,
+        description="Most requests that run at once. Waiting ones are admitted up to it; those "
+        "that run already continue. The engine's own limit of sequences holds beside it.",
+    )
+    annealed: int = Field(
+        default=40,
+        ge=1,
+        le=64,
+        description="Most waiting requests that are mapped, the first to arrive. The others wait "
+        "behind them in order of arrival.",
+    )
+    expected_tokens: float = Field(
+        default=256.0,
+        ge=1,
+        le=1_000_000,
+        description="Output length of a request for which nothing is predicted, tokens.",
+    )
+    prefill: Interaction | None = Field(
+        default=None,
+        description="Coefficients alpha, beta, gamma, delta of the prefill time (Eq. 14), seconds. "
+        "Left out, they and those of `decode` follow from the engine's latency model.",
+    )
+    decode: Interaction | None = Field(
+        default=None,
+        description="Coefficients alpha, beta, gamma, delta of the decode time per token (Eq. 15), "
+        "seconds. Stated with `prefill` or not at all.",
+    )
+    initial_temperature: float = Field(
+        default=500.0, gt=0, le=1_000_000, description="Temperature at the start of a search."
+    )
+    threshold: float = Field(
+        default=20.0, gt=0, le=1_000_000, description="A search ends below this temperature."
+    )
+    iterations: int = Field(
+        default=100, ge=1, le=MOST_STEPS, description="Steps of a search at each temperature."
+    )
+    decay: float = Field(
+        default=0.95, gt=0, lt=1, description="Factor from one temperature to the next."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the random steps.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.threshold > self.initial_temperature:
+            raise ValueError(
+                f"threshold must be at most initial_temperature ({self.initial_temperature:g}), "
+                f"got {self.threshold:g}"
+            )
+        steps = self.iterations * levels(self.initial_temperature, self.threshold, self.decay)
+        if steps > MOST_STEPS:
+            raise ValueError(
+                f"initial_temperature, threshold, decay and iterations make {steps:,} steps a "
+                f"search, at most {MOST_STEPS:,} are allowed"
+            )
+        if (self.prefill is None) != (self.decode is None):
+            raise ValueError("prefill and decode must be stated together, or neither")
+        if self.prefill is not None and self.decode is not None:
+            InteractionLatency(self.prefill, self.decode)
+        return self
+
+
+class Annealing(BatchPolicy):
+    """Admits waiting requests by a priority mapping that maximises attainment over mean latency.
+
+    The mapping (:mod:`scheduling.batching.priority_mapping`) puts the waiting requests into a
+    sequence of batches. The paper runs them one after the other; an engine with continuous batching
+    need not, so our reading is:
+
+    - Running requests continue, decodes before prefills. They are in the mapping's first batch:
+      with what is left of them, and as late as they are already.
+    - The other requests of the first batch are admitted, in its order. Those of later batches wait,
+      as running beside the first would cost more than it is worth.
+    - Whenever a request arrives, ends or is preempted, the mapping is made anew, as the paper does
+      for the requests in its pool. So a later batch rarely comes as mapped: its requests are
+      offered every place that frees.
+    - Where nothing runs and none of the first batch fits the memory, the first that does is taken.
+
+    The paper has no rule of ageing, and neither has this: a request that cannot meet its objective,
+    or takes long, is passed over while others come that fit better. It has no preemption either.
+
+    Cost: ``O(n)`` in a call that finds the mapping of the last one valid, else ``O(batch_size *
+    annealed + steps * annealed)``. State: the last mapping, ``O(n)``.
+    """
+
+    name = "annealing"
+    source = "SLO-Aware Scheduling for LLM Inferences (arXiv 2504.14966) §4.2, §4.3, Algorithm 1"
+    Options = AnnealingOptions
+
+    def __init__(self, options: AnnealingOptions | None = None) -> None:
+        options = options or AnnealingOptions()
+        super().__init__(options)
+        self._batch_size = options.batch_size
+        self._annealed = options.annealed
+        self._expected_tokens = options.expected_tokens
+        self._stated: InteractionLatency | None = None
+        if options.prefill is not None and options.decode is not None:
+            self._stated = InteractionLatency(options.prefill, options.decode)
+        self._schedule = Schedule.of(
+            options.initial_temperature,
+            options.threshold,
+            options.iterations,
+            options.decay,
+            options.seed,
+        )
+        self._keys: Ints = np.empty(0, np.int64)
+        self._waiting = np.empty(0, np.bool_)
+        self._first: Ints = np.empty(0, np.int64)
+        self._later: Ints = np.empty(0, np.int64)
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        """Take what runs, then the first batch of the mapping."""
+        table = queue.table
+        waiting = table[:, kernels.RUNNING] == 0
+        running = np.flatnonzero(~waiting)
+        prefill = kernels.is_prefill(table)[running]
+        decodes, prefills = running[~prefill], running[prefill]
+        batch.take(decodes)
+        batch.take(prefills)
+        if len(running) == len(table):
+            return
+        # Rows keep their places while the keys are the same.
+        if not np.array_equal(queue.keys, self._keys) or (waiting & ~self._waiting).any():
+            self._keys, self._waiting = queue.keys.copy(), waiting
+            rows = np.flatnonzero(waiting)
+            free = self._batch_size - len(running)
+            mapped = rows[: self._annealed] if free > 0 else rows[:0]
+            order, admitted = self._map(table, decodes, prefills, mapped, now_s, latency)
+            self._first = order[:admitted]
+            self._later = np.concatenate((order[admitted:], rows[len(mapped) :]))
+        batch.take(self._first)
+        batch.ensure_progress(self._later)
+
+    def _map(
+        self,
+        table: Floats,
+        decodes: Ints,
+        prefills: Ints,
+        waiting: Ints,
+        now_s: float,
+        latency: LatencyModel,
+    ) -> tuple[Ints, int]:
+        """The rows of ``waiting`` in order, and how many of them the first batch has."""
+        if not len(waiting):
+            return waiting, 0
+        model = self._stated or InteractionLatency.of_steps(latency)
+        times = partial(
+            predict,
+            now_s=now_s,
+            model=model,
+            most=self._batch_size,
+            expected_tokens=self._expected_tokens,
+        )
+        rows = np.concatenate((decodes, prefills, waiting))
+        jobs = Jobs(
+            times(table[waiting]), waited_s=float(np.sum(now_s - table[rows, kernels.ARRIVAL]))
+        )
+        running = len(rows) - len(waiting)
+        if running:
+            exec_s, latest_s = times(table[rows], decoding=len(decodes))
+            jobs = jobs._replace(
+                running=Times(exec_s[:running], latest_s[:running]),
+                joining=Times(exec_s[running:], latest_s[running:]),
+            )
+        found = anneal(jobs, self._schedule)
+        return waiting[found.order], int(found.sizes[0])

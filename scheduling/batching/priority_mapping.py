@@ -1,0 +1,251 @@
+"""Priority mapping by simulated annealing: which requests run together, and in which order (002).
+
+A mapping is a sequence of batches. A batch starts when the one before has ended, which is when its
+longest request has; a request's times depend on how many share its batch. The search looks for the
+mapping with the greatest ``G = met requests / sum of end-to-end latencies`` (Eq. 2 to 4), that is,
+attainment over mean latency. All times are seconds.
+"""
+
+from __future__ import annotations
+
+from math import floor, inf, log
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduling import kernels
+from scheduling.batching.priority_search import (
+    COLUMNS,
+    LATENCY,
+    MET,
+    WAIT,
+    Problem,
+    evaluate,
+    objective,
+    search,
+)
+from scheduling.kernels import Floats, Ints
+from scheduling.latency_request import InteractionLatency
+
+
+class Times(NamedTuple):
+    """What requests take, and may wait, in a batch of each size.
+
+    Attributes:
+        exec_s: ``float64[requests, most]``: time without waiting in a batch of ``column + 1``.
+        latest_s: same shape: the longest wait with which the request still meets its objective,
+            negative if it cannot.
+    """
+
+    exec_s: Floats
+    latest_s: Floats
+
+
+class Jobs(NamedTuple):
+    """Requests to map.
+
+    Attributes:
+        waiting: times of those that can be in any batch.
+        running: times of those that run already, and so stay in the first batch; ``None`` if none.
+        joining: times of the waiting ones in that first batch; ``None`` where it is as any other.
+        waited_s: time that all the requests together have waited already.
+    """
+
+    waiting: Times
+    running: Times | None = None
+    joining: Times | None = None
+    waited_s: float = 0.0
+
+
+class Schedule(NamedTuple):
+    """The annealing schedule and its random numbers; both bound the cost of a search.
+
+    Attributes:
+        temperatures: ``float64[levels]``, descending.
+        draws: ``float64[levels, iterations, 4]`` in [0, 1): the move, its two requests, acceptance.
+    """
+
+    temperatures: Floats
+    draws: Floats
+
+    @classmethod
+    def of(
+        cls, initial: float, threshold: float, iterations: int, decay: float, seed: int
+    ) -> Schedule:
+        """Levels from ``initial``, each ``decay`` times the one before, until below ``threshold``.
+
+        The random numbers are drawn once and serve every search: what a search finds depends on
+        its requests and the seed, not on the searches before it.
+        """
+        temperatures = initial * np.power(
+            decay, np.arange(levels(initial, threshold, decay), dtype=np.float64)
+        )
+        draws = np.random.default_rng(seed).random((len(temperatures), iterations, 4))
+        return cls(temperatures, draws)
+
+
+def levels(initial: float, threshold: float, decay: float) -> int:
+    """How many temperatures there are from ``initial`` down to ``threshold``, both above 0, each
+    ``decay`` (between 0 and 1) times the one before."""
+    return 0 if initial < threshold else floor(log(threshold / initial) / log(decay)) + 1
+
+
+class Mapping(NamedTuple):
+    """What a search found.
+
+    Attributes:
+        order: ``int64[waiting]``: the waiting requests in order, counted from the first of them.
+        sizes: ``int64[batches]``: how many of them are in each batch. The first batch also has the
+            running ones, and can have none of these.
+        met: requests that meet their objective, running ones included.
+        latency_s: sum of the end-to-end latencies, running ones included.
+    """
+
+    order: Ints
+    sizes: Ints
+    met: int
+    latency_s: float
+
+    @property
+    def g(self) -> float:
+        """The objective, met requests per second of latency."""
+        return self.met / self.latency_s if self.latency_s > 0 else inf
+
+
+def predict(
+    table: Floats,
+    now_s: float,
+    model: InteractionLatency,
+    most: int,
+    expected_tokens: float,
+    decoding: int = 0,
+) -> Times:
+    """The times of the requests of ``table`` at ``now_s``. ``O(requests * most)``.
+
+    Eq. 14 to 19 with what is left of a request: its pending prefill, and the predicted output not
+    yet emitted (at least one token). Before the first token, TTFT, TPOT and end-to-end time are
+    judged as in the paper, each where it is stated (Eq. 5 to 9); the time since arrival counts as
+    waiting. Afterwards TTFT is known, and the mean TPOT since the first token and the end-to-end
+    time decide.
+
+    Args:
+        table: rows of :mod:`scheduling.kernels`.
+        model: predictor of prefill and decode time.
+        most: largest batch size.
+        expected_tokens: output length of a request of which nothing is known.
+        decoding: so many of the batch decode already and take no part in a prefill.
+    """
+    column = table.T[:, :, np.newaxis]
+    batch = np.arange(1, most + 1, dtype=np.float64)
+    prefill_of, decode_of = model.coefficients
+    expected = np.where(
+        np.isnan(column[kernels.EXPECTED]), expected_tokens, column[kernels.EXPECTED]
+    )
+    emitted, pending, arrival_s = (
+        column[field] for field in (kernels.EMITTED, kernels.PENDING, kernels.ARRIVAL)
+    )
+    left = np.maximum(expected - emitted, 1.0)
+    context = column[kernels.COMPUTED] + pending + (left + 1) / 2
+    prefill_s = _interaction(prefill_of, np.maximum(batch - decoding, 0.0), pending)
+    prefill_s *= kernels.is_prefill(table)[:, np.newaxis]
+    decode_s = left * _interaction(decode_of, batch, context)
+    exec_s = prefill_s + decode_s
+
+    begun = emitted > 0
+    first_due_s = arrival_s + column[kernels.TTFT]
+    first_s = column[kernels.FIRST_TOKEN]
+    last_due_s = first_s + (emitted + left - 1) * column[kernels.TPOT]
+    # fmin passes over the unknown first token of a request that has none.
+    until_s = np.where(begun, np.fmin(last_due_s, inf) - exec_s, first_due_s - prefill_s)
+    missed = np.where(begun, first_s > first_due_s, decode_s > left * column[kernels.TPOT])
+    latest_s = np.minimum(until_s, arrival_s + column[kernels.E2E] - exec_s) - now_s
+    latest_s[missed] = -inf
+    return Times(exec_s, latest_s)
+
+
+def _interaction(coefficients: Floats, batch: Floats, length: Floats) -> Floats:
+    both, by_batch, by_length, fixed_s = coefficients
+    seconds: Floats = (both * length + by_batch) * batch + (by_length * length + fixed_s)
+    return seconds
+
+
+def anneal(jobs: Jobs, schedule: Schedule) -> Mapping:
+    """Search the mapping with the greatest G (002 §4.3, Algorithm 1).
+
+    Starts are the given order and the order of ascending execution time, both in batches of full
+    size. If the second meets every objective it is returned at once; G can still be improvable then
+    (smaller batches may be faster), as the paper accepts. Otherwise the better one is annealed and
+    the best mapping seen is returned. A step does one of three things at random: it pulls a request
+    into the batch before, pushes it into the next one, or swaps two.
+
+    ``O(levels * iterations * waiting)`` at most: a step evaluates the batches from the first one
+    that it changed.
+
+    Our readings:
+
+    - Pushing out of the last batch opens a new one, else the number of batches could never grow
+      (Fig. 4 needs it). A pull or push for which there is no room becomes a swap.
+    - A worse mapping is accepted with ``exp(LOSS_SCALE * change / T)``, where ``change`` is that of
+      G relative to G and times the number of requests, so that it is -1 where one request's share
+      of G is lost. The paper's ``exp(change of G / T)``, with temperatures of 500 to 20 and a G
+      far below 1, accepts nearly everything to the end, which is a random walk.
+    - While no request meets its objective, less latency is better.
+
+    Raises:
+        ValueError: more requests run already than the largest batch may have.
+    """
+    problem = _problem(jobs)
+    _, most, waiting = problem.exec_s.shape
+    sizes, batches = _full_batches(waiting, most, problem.running)
+    before = np.zeros((2, waiting + 3, COLUMNS))
+    before[:, 0, LATENCY] = jobs.waited_s
+    starts = (np.arange(waiting), np.argsort(problem.exec_s[1, -1], kind="stable"))
+    for order, rows in zip(starts, before, strict=True):
+        evaluate(*problem, order, sizes, 0, batches, batches, rows, rows)
+    ends = before[:, batches]
+    all_met = bool(ends[1, MET] == waiting + problem.running)
+    best = int(all_met or objective(*ends[1, :2]) > objective(*ends[0, :2]))
+    order, rows = starts[best], before[best]
+    if waiting and not all_met:
+        found_order, found_sizes = order.copy(), sizes.copy()
+        batches = search(
+            problem,
+            found_order,
+            found_sizes,
+            order,
+            sizes,
+            batches,
+            rows,
+            before[1 - best],
+            schedule.temperatures,
+            schedule.draws,
+        )
+        order, sizes = found_order, found_sizes
+        evaluate(*problem, order, sizes, 0, batches, batches, rows, rows)
+    return Mapping(order, sizes[:batches], int(rows[batches, MET]), float(rows[batches, LATENCY]))
+
+
+def _problem(jobs: Jobs) -> Problem:
+    most = jobs.waiting.exec_s.shape[1]
+    running = 0 if jobs.running is None else len(jobs.running.exec_s)
+    if running > most:
+        raise ValueError(f"at most {most} requests can run in a batch, {running} run already")
+    under_way = np.zeros((most, 3))
+    if jobs.running is not None:
+        under_way[:, MET] = (jobs.running.latest_s >= 0).sum(axis=0)
+        under_way[:, LATENCY] = jobs.running.exec_s.sum(axis=0)
+        under_way[:, WAIT] = jobs.running.exec_s.max(axis=0, initial=0.0)
+    first = jobs.joining or jobs.waiting
+    return Problem(
+        np.array((first.exec_s.T, jobs.waiting.exec_s.T)),
+        np.array((first.latest_s.T, jobs.waiting.latest_s.T)),
+        under_way,
+        running,
+    )
+
+
+def _full_batches(waiting: int, most: int, running: int) -> tuple[Ints, int]:
+    """Sizes of batches that are filled up one by one, with room for as many as there can be, and
+    how many they are."""
+    ends = np.minimum(max(most - running, 0) + most * np.arange(waiting + 2), waiting)
+    return np.diff(ends, prepend=0), int(np.count_nonzero(ends < waiting)) + 1
