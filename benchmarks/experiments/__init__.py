@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from benchmarks.experiments import default_policy
+from benchmarks.experiments import default_policy, fairbatching, proserve
 from benchmarks.experiments.base import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment for experiment in (default_policy.EXPERIMENT,)
+    experiment.name: experiment
+    for experiment in (
+        default_policy.EXPERIMENT,
+        proserve.POLICIES,
+        proserve.ABLATION,
+        proserve.WEIGHTS,
+        fairbatching.PEAK,
+        fairbatching.LATENCY,
+        fairbatching.OBJECTIVES,
+        fairbatching.STEPS,
+    )
 }

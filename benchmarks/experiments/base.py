@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from benchmarks.experiments.estimate import Estimate
-from benchmarks.report import Chart, Table
+from benchmarks.report import Chart, Point, Table
 
 Scale = Literal["quick", "normal", "full"]
 """How much to run: seconds (a smoke test whose figures mean nothing), minutes, or longer."""
@@ -140,3 +140,39 @@ def difference(rows: Iterable[Row], others: Iterable[Row], figure: str) -> Estim
     """The estimate of ``rows`` less ``others``, paired by seed."""
     ours, theirs = by_seed(rows, figure), by_seed(others, figure)
     return Estimate.of([ours[seed] - theirs[seed] for seed in ours])
+
+
+def pivot(
+    title: str,
+    rows: Sequence[Row],
+    down: Sequence[str],
+    across: str,
+    figure: str,
+    digits: int = 3,
+    note: str = "",
+) -> Table:
+    """A table of one figure: a line per value of the labels ``down``, a column per value of
+    ``across``."""
+    columns = [value for (value,) in grouped(rows, across)]
+    lines = []
+    for labels, own in grouped(rows, *down).items():
+        of_column = grouped(own, across)
+        shown = [estimate(of_column.get((value,), []), figure).shown(digits) for value in columns]
+        lines.append((*map(str, labels), *shown))
+    return Table(title, (*down, *map(str, columns)), lines, note)
+
+
+def chart(title: str, rows: Sequence[Row], line: str, x: str, figure: str, words: str) -> Chart:
+    """A chart of one figure over the label ``x``, with a line per value of the label ``line``."""
+    return Chart(
+        title,
+        x,
+        words,
+        {
+            str(name): [
+                Point(float(at), *estimate(cell, figure)[:2])
+                for (at,), cell in grouped(own, x).items()
+            ]
+            for (name,), own in grouped(rows, line).items()
+        },
+    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from benchmarks.experiments.base import (
     Cell,
@@ -11,20 +10,14 @@ from benchmarks.experiments.base import (
     Findings,
     Plan,
     Row,
-    Value,
+    chart,
     difference,
     estimate,
     grouped,
 )
-from benchmarks.experiments.engines import SETUPS, Contender, Setup, figures, run
-from benchmarks.experiments.loads import (
-    GENERATED,
-    LOAD_WORDS,
-    Make,
-    full_load_rate,
-    recorded,
-)
-from benchmarks.report import Chart, Point, Table
+from benchmarks.experiments.engines import SETUPS, Contender
+from benchmarks.experiments.loads import GENERATED, LOAD_WORDS, Span, load_cells, recorded
+from benchmarks.report import Table
 from scheduling.batching import POLICIES
 
 DEFAULT = "deadline_triage"
@@ -47,13 +40,6 @@ def contenders() -> list[Contender]:
     return listed
 
 
-def measure(
-    make: Make, setup: Setup, rate: float, requests: int, contender: Contender, seed: int
-) -> Mapping[str, float]:
-    """The figures of one run."""
-    return figures(run(make(setup, rate, requests, seed), contender, setup, seed))
-
-
 def cells(plan: Plan) -> list[Cell]:
     """Workloads x setups x loads x policies."""
     makes = dict(GENERATED)
@@ -62,32 +48,25 @@ def cells(plan: Plan) -> list[Cell]:
     makes |= recorded(plan.traces)
     setups = plan.pick(["8b"], ["8b", "70b-short"], list(SETUPS))
     loads = plan.pick([1.1], [0.8, 1.1, 1.5], [0.6, 0.8, 1.0, 1.2, 1.5, 2.0])
-    seconds = plan.pick(5.0, 60.0, 180.0)
-    least, most = plan.pick((20, 40), (150, 800), (300, 4_000))
-    grid = []
-    for workload, make in makes.items():
-        for setup in (SETUPS[name] for name in setups):
-            full = full_load_rate(make, setup)
-            for load in loads:
-                rate = load * full
-                requests = round(min(max(rate * seconds, least), most))
-                for contender in contenders():
-                    labels: dict[str, Value] = {
-                        "workload": workload,
-                        "setup": setup.name,
-                        "load": load,
-                        "policy": contender.label,
-                    }
-                    call = partial(measure, make, setup, rate, requests, contender)
-                    grid.append(Cell(labels, call))
-    return grid
+    span = plan.pick(Span(3.0, 10, 20), Span(60.0, 150, 800), Span(180.0, 300, 4_000))
+    return [
+        cell
+        for workload, make in makes.items()
+        for setup in (SETUPS[name] for name in setups)
+        for cell in load_cells(
+            {"workload": workload, "setup": setup.name}, make, setup, loads, contenders(), span
+        )
+    ]
 
 
 def findings(rows: Sequence[Row]) -> Findings:
     """Means, the comparison with the best single policy, and where the default is worst."""
     return Findings(
         (_overall(rows), _headline(rows), _by_workload(rows), _worst(rows)),
-        [_by_load(rows, figure, words) for figure, words in METRICS.items()],
+        [
+            chart(f"{words}: mean over workloads and setups", rows, "policy", "load", figure, words)
+            for figure, words in METRICS.items()
+        ],
     )
 
 
@@ -202,17 +181,6 @@ def _worst(rows: Sequence[Row]) -> Table:
         (*CELL, "figure", "default", "best of the cell", "difference"),
         [line for _, line in gaps[:12]],
     )
-
-
-def _by_load(rows: Sequence[Row], figure: str, words: str) -> Chart:
-    lines = {
-        str(policy): [
-            Point(float(load), *estimate(cell, figure)[:2])
-            for (load,), cell in grouped(own, "load").items()
-        ]
-        for (policy,), own in grouped(rows, "policy").items()
-    }
-    return Chart(f"{words}: mean over workloads and setups", "load", words, lines)
 
 
 EXPERIMENT = Experiment(

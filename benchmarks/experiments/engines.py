@@ -9,16 +9,26 @@ correction of production.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.experiments.pab_admission import Rejecting
-from scheduling.batching import BatchPolicy, make_policy
+from scheduling.batching import make_policy
 from scheduling.latency import LatencyModel, LinearLatency
-from scheduling.length import TaskLengths
+from scheduling.length import OracleLengths, TaskLengths
 from simulation.config import EngineConfig
-from simulation.metrics import TPOTMetric, attained, column, deadline_gain, stages
+from simulation.metrics import (
+    Flags,
+    Stages,
+    TPOTMetric,
+    attained,
+    column,
+    deadline_gain,
+    stages,
+    worst_by_request,
+)
 from simulation.run import HEADROOM, Result, simulate
 from simulation.truth import Belief, Truth
 from simulation.workload import Workload
@@ -101,56 +111,100 @@ class Contender(NamedTuple):
         options: its options.
         rejecting: whether requests that the prefill admission budget does not hold are refused at
             their arrival (FairBatching-PAB on one node).
+        batch_tokens: a token limit of the engine in place of the setup's.
     """
 
     label: str
     policy: str
     options: Mapping[str, Any] = {}
     rejecting: bool = False
-
-    def make(self) -> BatchPolicy:
-        """A new one."""
-        policy = make_policy(self.policy, self.options)
-        return Rejecting(policy) if self.rejecting else policy
+    batch_tokens: int | None = None
 
 
-def run(workload: Workload, contender: Contender, setup: Setup, seed: int) -> Result:
-    """One run. Output lengths are learnt per task class from what has finished."""
-    return simulate(
+class Run(NamedTuple):
+    """A run, and the keys of the requests that were refused."""
+
+    result: Result
+    refused: frozenset[int] = frozenset()
+
+
+def run(
+    workload: Workload, contender: Contender, setup: Setup, seed: int, oracle: bool = False
+) -> Run:
+    """One run.
+
+    Args:
+        workload: what arrives.
+        contender: the policy.
+        setup: the engine.
+        seed: of the noise.
+        oracle: whether policies know output lengths; otherwise they are learnt per task class from
+            what has finished.
+    """
+    policy = make_policy(contender.policy, contender.options)
+    rejecting = Rejecting(policy) if contender.rejecting else None
+    config = setup.engine
+    if contender.batch_tokens is not None:
+        config = config.model_copy(update={"max_batch_tokens": contender.batch_tokens})
+    lengths = (arrival.output_tokens for arrival in workload.arrivals)
+    result = simulate(
         workload,
-        contender.make(),
+        rejecting or policy,
         Truth(setup.truth, NOISE),
         Belief(setup.believed.with_headroom(HEADROOM)),
-        setup.engine,
+        config,
         seed,
-        TaskLengths(),
+        OracleLengths(lengths, 0.0, seed) if oracle else TaskLengths(),
     )
+    return Run(result, frozenset(rejecting.refused if rejecting else ()))
 
 
-def figures(result: Result) -> dict[str, float]:
-    """What experiments show of a run: attainment by each TPOT metric, the TDG ratio (envelope),
-    tail latencies, the longest wait for a first token, preemptions per request."""
-    requests = result.requests
+def figures(run: Run) -> dict[str, float]:
+    """What experiments show of a run.
+
+    Attainment by each TPOT metric and the TDG ratio (envelope), both also by priority where there
+    are several; latencies of the accepted requests, TPOT by its running maximum; the longest wait
+    for a first token; preemptions per request. A refused request attains and gains nothing.
+    """
+    requests = run.result.requests
     measured = stages(requests)
+    accepted = np.ones(len(requests), np.bool_)
+    accepted[list(run.refused)] = False
+    first = requests.first_stage[:-1]
+    priority = column(requests, 3)[first]
+    levels = np.unique(priority) if np.ptp(priority) else np.empty(0)
+    gain = deadline_gain(requests, measured)
+    won = gain.gain * accepted
+    found = {"tdg": float(won.sum() / gain.ideal.sum()), "refused": float((~accepted).mean())}
+    for level in levels:
+        of_level = priority == level
+        found[f"tdg_priority_{level:g}"] = float(won[of_level].sum() / gain.ideal[of_level].sum())
+    for metric in TPOTMetric:
+        met = attained(requests, measured, metric) & accepted
+        found[f"attainment_{metric.value}"] = float(met.mean())
+        for level in levels if metric is TPOTMetric.MEAN else ():
+            found[f"attainment_priority_{level:g}"] = float(met[priority == level].mean())
+    return found | _latencies(run.result, measured, accepted)
+
+
+def _latencies(result: Result, measured: Stages, accepted: Flags) -> dict[str, float]:
+    requests = result.requests
     arrival_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
     first_s = measured.ttft_s[requests.first_stage[:-1]]
     waited_s = np.where(np.isnan(first_s), result.end_s - arrival_s, first_s)
-    found: dict[str, float] = {}
-    priority = column(requests, 3)[requests.first_stage[:-1]]
-    for metric in TPOTMetric:
-        met = attained(requests, measured, metric)
-        found[f"attainment_{metric.value}"] = float(met.mean())
-        if metric is TPOTMetric.MEAN:
-            for level in np.unique(priority) if np.ptp(priority) else ():
-                found[f"attainment_priority_{level:g}"] = float(met[priority == level].mean())
-    tpot_s = measured.tpot_s[TPOTMetric.MEAN]
-    return found | {
-        "tdg": deadline_gain(requests, measured).ratio,
+    pace_s = worst_by_request(requests, measured, measured.tpot_s[TPOTMetric.RUNNING_MAX])
+    last_s = result.end_s - float(arrival_s[0])
+    found = {
         "rate": requests.workload.rate,
-        "ttft_p99_s": float(np.quantile(waited_s, 0.99)),
-        "tpot_p99_s": float(np.nanquantile(tpot_s, 0.99)) if (~np.isnan(tpot_s)).any() else 0.0,
+        "throughput": len(requests) / last_s,
         "longest_wait_s": float(waited_s.max()),
         "preemptions": result.preemptions / len(requests),
         "recomputed_share": result.recomputed_tokens / max(result.computed_tokens, 1),
         "steps": float(sum(result.steps)),
     }
+    for name, values in (("ttft", waited_s[accepted]), ("tpot", pace_s[accepted])):
+        known = values[~np.isnan(values)]
+        for percent in (50, 95, 99):
+            value = float(np.percentile(known, percent)) if len(known) else nan
+            found[f"{name}_p{percent}_s"] = value
+    return found

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.experiments.engines import Setup
+from benchmarks.experiments.base import Cell, Value
+from benchmarks.experiments.engines import Contender, Setup, figures, run
 from benchmarks.workloads.arrivals import OnOff
 from benchmarks.workloads.generators import Slowdown
 from benchmarks.workloads.lengths import LengthDistribution
@@ -162,3 +164,57 @@ def full_load_rate(make: Make, setup: Setup) -> float:
         return 1 / work_s
     busy = (1 - min(model.fixed_s / tpot_s, 0.7)) / work_s
     return min(busy, setup.engine.kv_tokens / (held_tokens * tpot_s))
+
+
+def measure(
+    make: Make,
+    setup: Setup,
+    rate: float,
+    requests: int,
+    contender: Contender,
+    oracle: bool,
+    seed: int,
+) -> Mapping[str, float]:
+    """The figures of one run of a cell, see :func:`benchmarks.experiments.engines.run`."""
+    return figures(run(make(setup, rate, requests, seed), contender, setup, seed, oracle))
+
+
+class Span(NamedTuple):
+    """How long a run's arrivals last: ``seconds``, but within these numbers of requests."""
+
+    seconds: float
+    least: int
+    most: int
+
+    def requests(self, rate: float) -> int:
+        """Requests at a rate."""
+        return round(min(max(rate * self.seconds, self.least), self.most))
+
+
+def load_cells(
+    labels: Mapping[str, Value],
+    make: Make,
+    setup: Setup,
+    loads: Sequence[float],
+    contenders: Sequence[Contender],
+    span: Span,
+    oracle: bool = False,
+) -> list[Cell]:
+    """A cell per load and contender, with the labels ``load`` and ``policy`` added."""
+    full = full_load_rate(make, setup)
+    return [
+        Cell(
+            {**labels, "load": load, "policy": contender.label},
+            partial(
+                measure, make, setup, load * full, span.requests(load * full), contender, oracle
+            ),
+        )
+        for load in loads
+        for contender in contenders
+    ]
+
+
+def profiled_budget(setup: Setup, tpot_s: float) -> int:
+    """Sarathi's static budget: the most tokens of a fresh prompt that a batch takes within the
+    TPOT objective; at least 64."""
+    return max(64, setup.truth.tokens_within(tpot_s - setup.truth.fixed_s, 0))

@@ -23,11 +23,14 @@ class Rejecting(BatchPolicy):
     its TTFT (FairBatching §3.4), and plans the others as ``inner`` does.
 
     A refused request would end with an error. Here it stays in the queue and runs, first come,
-    first served, only while nothing else is there, so that every request of a simulated run ends;
-    what it still attains is little, and counts. A request without a TTFT is always accepted.
+    first served, only while nothing else is there, so that every request of a simulated run ends.
+    A request without a TTFT is always accepted.
 
     Args:
         inner: plans what was accepted.
+
+    Attributes:
+        refused: keys of all refused requests, for the one run that this policy serves.
     """
 
     name = "rejecting"
@@ -37,8 +40,8 @@ class Rejecting(BatchPolicy):
         super().__init__()
         self._inner = inner
         self._idle = make_policy("fcfs")
+        self.refused: set[int] = set()
         self._known: set[int] = set()
-        self._refused: set[int] = set()
 
     def plan(
         self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
@@ -46,15 +49,14 @@ class Rejecting(BatchPolicy):
         """Decide on new requests; plan the accepted ones, or the refused ones if there are none."""
         keys: list[int] = queue.keys.tolist()
         self._known.intersection_update(keys)
-        self._refused.intersection_update(keys)
         for row, key in enumerate(keys):
             if key not in self._known:
                 if not self._holds(queue, row, now_s, latency):
-                    self._refused.add(key)
+                    self.refused.add(key)
                 self._known.add(key)
-        if not self._refused:
+        if self.refused.isdisjoint(keys):
             return self._inner.plan(queue, now_s, latency, budget)
-        refused = np.array([key in self._refused for key in keys])
+        refused = np.array([key in self.refused for key in keys])
         # One that was begun in an idle moment holds KV, and goes on.
         rows = np.flatnonzero(~refused | (queue.table[:, RUNNING] > 0))
         if not len(rows):
@@ -78,7 +80,7 @@ class Rejecting(BatchPolicy):
         before = [
             place
             for place, key in enumerate(queue.keys.tolist())
-            if key in self._known and key not in self._refused
+            if key in self._known and key not in self.refused
         ]
         rows = state_rows(table[before])
         room = replica_pab_tokens(rows, now_s, latency, left_s, REFERENCE_TPOT_S)
