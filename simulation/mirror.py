@@ -118,8 +118,8 @@ class Mirror:
                 break
             self.release(key)
         willing = [(n, k) for n, k in self._known.items() if not k.report.draining]
-        limit_s = now_s - self._config.stale_after_s
-        fresh = [(name, known) for name, known in willing if known.arrived_s > limit_s]
+        patience_s = self._config.stale_after_s
+        fresh = [(name, known) for name, known in willing if now_s < known.arrived_s + patience_s]
         return [self._view(name, known) for name, known in fresh or willing]
 
     def _view(self, name: str, known: _Known) -> ReplicaView:

@@ -69,7 +69,7 @@ incidents = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     load=workloads,
     what_happens=incidents,
@@ -245,6 +245,19 @@ def test_a_dying_prefill_replica_takes_the_kv_in_flight_with_it() -> None:
         load, batch(), route("round_robin"), EXACT, None, None, cluster, [Failure(0.5, 0)]
     )
     assert result.requests.failures == {0: REPLICA_FAILED}
+
+
+def test_a_leaving_prefill_replica_stays_until_its_kv_has_been_sent() -> None:
+    cluster = ClusterConfig(replicas=2, decoders=1, transfer_s=0.5, dispatch_s=0)
+    load = workload((0.0, 90, 200), (0.0, 90, 200))
+    leaving = [Resize(0.1, -1, "prefill")]
+    result = simulate_cluster(
+        load, batch(), route("round_robin"), EXACT, None, None, cluster, leaving
+    )
+    assert not result.requests.failures
+    left_s = result.up_s - 2 * result.end_s
+    assert left_s == pytest.approx(result.requests.emitted_s[0] + 0.5 + 90 / 200_000)
+    assert left_s < result.end_s
 
 
 def test_admission_by_budget_refuses_what_would_be_late_and_keeps_the_rest_in_time() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduling.batching import make_policy
+from scheduling.latency import LinearLatency
 from scheduling.objective import SLO, Anchor, GainWeights, TokenClock
 from simulation.config import EngineConfig
 from simulation.metrics import TPOTMetric, attained, deadline_gain, stages, worst_by_request
@@ -78,6 +79,9 @@ def test_the_gain_counts_priority_and_the_workload_sets_the_weights() -> None:
     assert deadline_gain(requests, measured).gain[0] == 0
     relaxed = emitted([1.6, 1.61, 1.62], replace(slo, tpot_s=0.2))
     assert deadline_gain(relaxed, stages(relaxed)).gain[0] == 3 * 2 * 3
+    # In time is before the deadline, as for the token clock, not at it.
+    exact = emitted([1.25, 1.5, 1.75], SLO(ttft_s=0.25, tpot_s=0.25))
+    assert deadline_gain(exact, stages(exact)).gain[0] == 0
     with pytest.raises(ValueError, match="not the last token"):
         deadline_gain(requests, measured, anchor=Anchor.LAST_TOKEN)
 
@@ -102,7 +106,9 @@ def clocks_of(requests: Requests, weights: GainWeights, anchor: Anchor) -> list[
 @given(load=workloads, anchor=st.sampled_from([Anchor.ENVELOPE, Anchor.FIRST_TOKEN]))
 def test_measurements_agree_with_the_token_clock(load: Workload, anchor: Anchor) -> None:
     config = EngineConfig(max_batch_tokens=64, max_sequences=3)
-    requests = simulate(load, make_policy("slidebatching"), MODEL, config=config).requests
+    # So slow that tokens are late by little, by much, and not at all.
+    slow = LinearLatency(a=0.018, b=2e-4, c=1e-6)
+    requests = simulate(load, make_policy("slidebatching"), slow, config=config).requests
     measured = stages(requests)
     weights = GainWeights(first=5.0, later=1.5)
     clocks = clocks_of(requests, weights, anchor)
