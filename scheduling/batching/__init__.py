@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from scheduling.batching.annealing import Annealing
 from scheduling.batching.base import (
     BatchBudget,
     BatchBuilder,
@@ -51,6 +52,7 @@ POLICIES: dict[str, type[BatchPolicy]] = {
         SEDF,
         FairBatching,
         SlideBatching,
+        Annealing,
         SLOsServe,
         DeadlineTriage,
     )

@@ -55,6 +55,8 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("slos_serve", {"anchor": "envelope", "expected_tokens": 16}),
     ("slos_serve", {"anchor": "first_token", "margin": 0.0}),
     ("deadline_triage", {}),
+    ("annealing", {"iterations": 5}),
+    ("annealing", {"batch_size": 3, "annealed": 4, "iterations": 5}),
 ]
 
 # They run one task of prefills at a time.
