@@ -61,17 +61,20 @@ class TrackedRequest:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A batch that the engine is running. ``preempted`` lists the requests that lost their KV."""
+    """A batch that the engine is running. ``preempted`` lists the requests that lost their KV, and
+    ``record`` is its line in the batch log."""
 
     started_s: float
     plan: BatchPlan
     work: StepSample
     uncorrected_s: float
     preempted: Sequence[str] = ()
+    record: dict[str, object] | None = None
 
 
 class BatchLog:
-    """Planned and run batches as JSON lines, up to a bound; for tests and diagnosis."""
+    """Planned and run batches with their times as JSON lines, up to a bound; for tests and
+    diagnosis."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,9 +227,9 @@ class LocalScheduler:
         actual = {request_id: tokens for request_id, tokens, _ in ran}
         if planned != actual:
             self._mismatches += 1
-        if self._log is not None:
-            self._log.write(self._record(plan, ran, now_s, preempted))
-        return StepInFlight(now_s, plan, work, uncorrected, preempted)
+        # Made now, as requests that end with the batch are forgotten before it is over.
+        record = self._record(plan, ran, now_s, preempted) if self._log is not None else None
+        return StepInFlight(now_s, plan, work, uncorrected, preempted, record)
 
     def end_step(
         self,
@@ -244,6 +247,8 @@ class LocalScheduler:
         """
         seconds = now_s - max(step.started_s, self._last_end_s)
         self._last_end_s = now_s
+        if self._log is not None and step.record is not None:
+            self._log.write({**step.record, "seconds": seconds})
         predicted_s = step.uncorrected_s * self._correction.factor
         if step.work.new_tokens > 0 and seconds > 0:
             ratio = seconds / predicted_s

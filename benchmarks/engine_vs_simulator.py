@@ -1,0 +1,318 @@
+"""The simulator against real vLLM: the same requests through the engine and through the simulation
+of its profile, compared by median time to first token and median time per output token.
+
+Run with ``python -m benchmarks.engine_vs_simulator [--windows 3] [--seconds 30] [--json]``. The
+engine profiles itself first. Two times are no part of a step, as the scheduler measures it, and are
+measured in a load of their own before the comparison, never fitted to it:
+
+- ``request_overhead_s``: what a request costs outside the engine's steps (its way through vLLM's
+  serving layer and back), from single requests on an idle engine: time to first token minus the
+  step. The simulator has no serving layer, so it is added to its times to first token.
+- ``step_overhead_s``: from the end of one step to the start of the next, with a request running in
+  both: the scheduler itself and the engine's queues. It is added to the fixed time of the
+  simulated steps.
+
+What is left is the error of the latency model and of the simulated engine, and the machine: where
+it is slower in a window than while it was profiled, every figure of that window is. ``drift`` is
+the median of real over predicted step times, and the second simulation corrects the profile by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from replica.config import EngineConfig
+from replica.engine import EngineInfo, EngineRequest, ResponseTail
+from replica.vllm_engine import VllmEngine
+from scheduling.batching import POLICIES, make_policy
+from scheduling.latency import LatencyModel, LinearLatency, StepSample
+from scheduling.objective import SLO
+from simulation.config import EngineConfig as SimulatedConfig
+from simulation.run import simulate
+from simulation.summary import summarise
+from simulation.truth import Belief, Truth
+from simulation.workload import Arrival, Workload
+
+VLLM_ARGS: dict[str, Any] = {
+    "max-model-len": 2048,
+    "max-num-batched-tokens": 512,
+    "max-num-seqs": 64,
+    "block-size": 32,
+    "enable-prefix-caching": False,
+}
+_PROMPT_TOKENS = (50, 800)
+_OUTPUT_TOKENS = (16, 64)
+_OBJECTIVES = (SLO(ttft_s=1.0, tpot_s=0.1, priority=2), SLO(ttft_s=3.0, tpot_s=0.2), SLO())
+_SINGLES = 20
+_VOCABULARY = (300, 1000)
+_GOAL = 0.15
+
+
+class Served(NamedTuple):
+    """A request as the engine served it: when it came, and when its tokens left after that."""
+
+    arrival: Arrival
+    offsets_s: tuple[float, ...]
+
+
+@dataclass
+class Window:
+    """One comparison. Errors are ``simulated / real - 1`` of the medians; ``corrected`` are those
+    of the simulation whose profile was corrected by ``drift``."""
+
+    requests: int
+    real_ttft_ms: float
+    real_tpot_ms: float
+    simulated_ttft_ms: float
+    simulated_tpot_ms: float
+    ttft_error: float
+    tpot_error: float
+    corrected_ttft_error: float
+    corrected_tpot_error: float
+    drift: float
+    load_average: float
+
+
+@click.command()
+@click.option("--policy", default="slidebatching", type=click.Choice(sorted(POLICIES)))
+@click.option("--windows", default=3, show_default=True, type=click.IntRange(1, 100))
+@click.option("--seconds", default=30.0, show_default=True, type=click.FloatRange(5, 600))
+@click.option("--rate", default=4.0, show_default=True, type=click.FloatRange(0.1, 1000))
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def main(policy: str, windows: int, seconds: float, rate: float, seed: int, as_json: bool) -> None:
+    """Compare the two, in several windows of Poisson arrivals at RATE requests per second."""
+    say = Console(stderr=True).print
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as directory:
+        config = EngineConfig(
+            policy=policy,
+            vllm_args=VLLM_ARGS,
+            batch_log=Path(directory),
+            profile_budget_s=20.0,
+        )
+        comparison = _Comparison(config, say)
+        results = asyncio.run(comparison.run(windows, seconds, rate, seed))
+    if as_json:
+        click.echo(json.dumps(comparison.as_dict(results), indent=2))
+    else:
+        Console().print(_table(results))
+
+
+class _Comparison:
+    """A running engine, what was measured of it, and its simulation."""
+
+    def __init__(self, config: EngineConfig, say: Any) -> None:
+        self._config = config
+        self._say = say
+        self._serial = 0
+        self._steps_read = 0
+        self._model: LatencyModel = LinearLatency(1.0, 1.0)
+        self._noise = 0.0
+        self.request_overhead_s = 0.0
+        self.step_overhead_s = 0.0
+
+    def as_dict(self, results: list[Window]) -> dict[str, Any]:
+        return {
+            "policy": self._config.policy,
+            "model": repr(self._model),
+            "request_overhead_ms": round(1e3 * self.request_overhead_s, 3),
+            "step_overhead_ms": round(1e3 * self.step_overhead_s, 3),
+            "windows": [asdict(window) for window in results],
+        }
+
+    async def run(self, windows: int, seconds: float, rate: float, seed: int) -> list[Window]:
+        engine = VllmEngine(self._config, "compared", 1024)
+        info = await engine.start()
+        try:
+            await self._measure_overheads(engine, info, seconds, rate, seed)
+            results = []
+            for number in range(windows):
+                jobs = make_jobs(seconds, rate, f"{seed}/{number}")
+                served = await self._serve(engine, jobs)
+                drift = self._drift(self._new_steps())
+                results.append(self._compare(served, info, drift, seed))
+                self._say(f"window {number + 1} of {windows}: {results[-1]}")
+            return results
+        finally:
+            await engine.stop()
+
+    async def _measure_overheads(
+        self, engine: VllmEngine, info: EngineInfo, seconds: float, rate: float, seed: int
+    ) -> None:
+        self._model = info.profile.model
+        report = info.profile.report
+        if report is None or not isinstance(self._model, LinearLatency):
+            raise click.ClickException("the engine could not be profiled with the linear model")
+        self._noise = report.mape
+        self._new_steps()
+        outside = []
+        for _ in range(_SINGLES):
+            (served,) = await self._serve(engine, [Arrival(0.0, 200, 1, SLO())])
+            name = f"compared-{self._serial}"
+            inside = [s["seconds"] for s in self._new_steps() if name in {r[0] for r in s["ran"]}]
+            outside.append(served.offsets_s[0] - sum(inside))
+        self.request_overhead_s = median(outside)
+        await self._serve(engine, make_jobs(seconds, rate, f"{seed}/overhead"))
+        self.step_overhead_s = median(_gaps(self._new_steps()))
+        self._say(
+            f"{self._model!r}, mean error {report.mape:.1%}; outside steps: "
+            f"{1e3 * self.request_overhead_s:.2f} ms a request, "
+            f"{1e3 * self.step_overhead_s:.2f} ms a step"
+        )
+
+    async def _serve(self, engine: VllmEngine, jobs: list[Arrival]) -> list[Served]:
+        """Send each job at its time; arrivals are when they were really sent."""
+        started_s = time.monotonic()
+
+        async def one(job: Arrival) -> Served:
+            await asyncio.sleep(max(0.0, started_s + job.arrival_s - time.monotonic()))
+            self._serial += 1
+            sent_s = time.monotonic() - started_s
+            request = self._request(job)
+            async for item in engine.generate(request):
+                if isinstance(item, ResponseTail):
+                    return Served(job._replace(arrival_s=sent_s), item.token_offsets_s)
+            raise click.ClickException("a request ended without its tail")
+
+        served = await asyncio.gather(*(one(job) for job in jobs))
+        return sorted(served, key=lambda each: each.arrival.arrival_s)
+
+    def _request(self, job: Arrival) -> EngineRequest:
+        chance = random.Random(self._serial)
+        body = {
+            "model": "local",
+            "prompt": [chance.randrange(*_VOCABULARY) for _ in range(job.prompt_tokens)],
+            "max_tokens": job.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        return EngineRequest(f"compared-{self._serial}", "completions", body, job.slo)
+
+    def _new_steps(self) -> list[dict[str, Any]]:
+        """The logged steps since the last call."""
+        directory = self._config.batch_log
+        assert directory is not None
+        lines = (directory / "compared.jsonl").read_text(encoding="utf-8").splitlines()
+        new = lines[self._steps_read :]
+        self._steps_read = len(lines)
+        return [json.loads(line) for line in new]
+
+    def _drift(self, steps: list[dict[str, Any]]) -> float:
+        ratios: list[float] = []
+        for step in steps:
+            work = StepSample.of((new, computed) for _, new, computed in step["ran"])
+            ratios.append(step["seconds"] / self._model.step_s(work))
+        return median(ratios)
+
+    def _compare(self, served: list[Served], info: EngineInfo, drift: float, seed: int) -> Window:
+        offsets = [each.offsets_s for each in served]
+        ttft_s = median(times[0] for times in offsets)
+        tpot_s = median((times[-1] - times[0]) / (len(times) - 1) for times in offsets)
+        arrivals = tuple(each.arrival for each in served)
+        plain = self._simulate(arrivals, info, 1.0, seed)
+        corrected = self._simulate(arrivals, info, drift, seed)
+        return Window(
+            requests=len(served),
+            real_ttft_ms=round(1e3 * ttft_s, 2),
+            real_tpot_ms=round(1e3 * tpot_s, 2),
+            simulated_ttft_ms=round(1e3 * plain[0], 2),
+            simulated_tpot_ms=round(1e3 * plain[1], 2),
+            ttft_error=round(plain[0] / ttft_s - 1, 4),
+            tpot_error=round(plain[1] / tpot_s - 1, 4),
+            corrected_ttft_error=round(corrected[0] / ttft_s - 1, 4),
+            corrected_tpot_error=round(corrected[1] / tpot_s - 1, 4),
+            drift=round(drift, 3),
+            load_average=round(os.getloadavg()[0], 2),
+        )
+
+    def _simulate(
+        self, arrivals: tuple[Arrival, ...], info: EngineInfo, correction: float, seed: int
+    ) -> tuple[float, float]:
+        """Median time to first token and per output token, seconds."""
+        model = self._model.corrected(correction)
+        assert isinstance(model, LinearLatency)
+        real = replace(model, a=model.a + self.step_overhead_s / correction)
+        result = simulate(
+            Workload("compared", arrivals),
+            make_policy(self._config.policy, self._config.policy_options),
+            Truth(real, self._noise),
+            Belief(model, online=False),
+            SimulatedConfig(
+                kv_blocks=info.kv_blocks,
+                block_tokens=info.block_tokens,
+                max_batch_tokens=info.max_batch_tokens,
+                max_sequences=info.max_sequences,
+            ),
+            seed,
+        )
+        summary = summarise(result)
+        return summary.ttft_p50_s + self.request_overhead_s, summary.tpot_p50_s
+
+
+def make_jobs(seconds: float, rate: float, seed: str) -> list[Arrival]:
+    """Poisson arrivals with prompt lengths even on a logarithmic scale, and three objectives."""
+    chance = random.Random(seed)
+    jobs = []
+    now_s = chance.expovariate(rate)
+    while now_s < seconds:
+        low, high = _PROMPT_TOKENS
+        prompt = round(low * (high / low) ** chance.random())
+        output = chance.randint(*_OUTPUT_TOKENS)
+        jobs.append(Arrival(now_s, prompt, output, chance.choice(_OBJECTIVES)))
+        now_s += chance.expovariate(rate)
+    return jobs
+
+
+def _gaps(steps: list[dict[str, Any]]) -> list[float]:
+    """Times between the end of a step and the start of the next one with the same request in it:
+    the engine had work all the while."""
+    gaps = []
+    for step, after in pairwise(steps):
+        if {ran[0] for ran in step["ran"]} & {ran[0] for ran in after["ran"]}:
+            gaps.append(after["now_s"] - step["now_s"] - step["seconds"])
+    return gaps
+
+
+def _table(results: list[Window]) -> Table:
+    table = Table(title=f"simulated / real - 1 of the medians; the goal is {_GOAL:.0%}")
+    for heading in (
+        "requests",
+        "TTFT ms\nreal / simulated",
+        "error",
+        "TPOT ms\nreal / simulated",
+        "error",
+        "drift",
+        "errors with\ndrift corrected",
+        "load",
+    ):
+        table.add_column(heading, justify="right")
+    for window in results:
+        table.add_row(
+            str(window.requests),
+            f"{window.real_ttft_ms:.1f} / {window.simulated_ttft_ms:.1f}",
+            f"{window.ttft_error:+.1%}",
+            f"{window.real_tpot_ms:.2f} / {window.simulated_tpot_ms:.2f}",
+            f"{window.tpot_error:+.1%}",
+            f"{window.drift:.2f}",
+            f"{window.corrected_ttft_error:+.1%} / {window.corrected_tpot_error:+.1%}",
+            f"{window.load_average:.1f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
