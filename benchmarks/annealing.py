@@ -127,7 +127,7 @@ def ends_early(jobs: Jobs) -> bool:
     ascending = np.argsort(jobs.waiting.exec_s[:, -1], kind="stable")
     batches = [[int(ascending[job]) for job in batch] for batch in in_order(requests, most)]
     met, _ = score(jobs, batches)
-    return met == requests
+    return bool(met == requests)
 
 
 def against_exhaustive(

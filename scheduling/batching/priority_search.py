@@ -112,7 +112,11 @@ def objective(met: float, latency_s: float) -> float:
 def acceptance(change: float, waiting: int, temperature: float) -> float:
     """Probability of going on from a mapping whose G differs by ``change``, relative to G, with
     ``waiting`` requests to map. 1 where it is no worse."""
-    return exp(min(0.0, LOSS_SCALE * waiting * change / temperature))
+    if change >= 0.0:
+        return 1.0
+    exponent = LOSS_SCALE * waiting * change / temperature
+    # Most moves are hopeless when it is cold, and an exponential takes as long as ten requests.
+    return exp(exponent) if exponent > -40.0 else 0.0
 
 
 @compiled
