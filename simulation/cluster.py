@@ -176,7 +176,6 @@ class Cluster:
             if replica.role == "prefill" and not self._requests.one_token(key):
                 self._send(replica, key)
             else:
-                self._requests.finished(key)
                 self._end(key)
 
     def _end(self, key: int, failure: str | None = None) -> None:
@@ -308,7 +307,7 @@ def simulate_cluster(
     def make_engine(role: Role) -> Engine:
         rng = np.random.default_rng(seeds.spawn(1)[0])
         config = engine or EngineConfig()
-        return Engine(config, make_batch(role), believed, true, requests, rng)
+        return Engine(config, make_batch(role), believed, true, requests, rng, role == "prefill")
 
     run = Cluster(requests, make_engine, make_route, cluster or ClusterConfig(), network, admit)
     end_s = run.run(incidents)

@@ -48,6 +48,7 @@ class Engine:
         truth: how long its steps take.
         requests: the requests of the run; their emission times are written there.
         rng: source of its noise and of accepted drafts.
+        prefill_only: whether requests end here with their first token, to go on elsewhere.
 
     Raises:
         ValueError: the workload's hashed blocks do not fit the KV blocks.
@@ -61,6 +62,7 @@ class Engine:
         truth: Truth,
         requests: Requests,
         rng: np.random.Generator,
+        prefill_only: bool = False,
     ) -> None:
         self.config = config
         self.planner = Planner(belief)
@@ -74,6 +76,7 @@ class Engine:
         self._requests = requests
         self._noise = Noise(truth.noise, rng)
         self._rng = rng
+        self._prefill_only = prefill_only
         self._fallback = make_policy("fcfs")
         self._rows = Rows()
         self._counters = self._rows.counters
@@ -81,6 +84,7 @@ class Engine:
         self._shown_keys: Ints = self._rows.keys[:0]
         self._seconds: Floats = np.zeros(2)
         self._ran_count = 0
+        self._begun_s = 0.0
         self._lookahead = config.speculation.length if config.speculation is not None else 0
         if config.prefix_cache and requests.hashed:
             tokens = requests.workload.block_tokens
@@ -132,24 +136,16 @@ class Engine:
         table = self._rows.table[: self.live]
         return QueueView.of_table(self._shown_keys, table, self._requests.slos)
 
-    def submit(self, key: int, prefill_only: bool = False) -> bool:
-        """Queue a request of the run.
-
-        Args:
-            key: which.
-            prefill_only: it ends with its first token, to go on at another engine.
-
-        Returns:
-            ``False`` if it is longer than the KV and can never run.
-        """
+    def submit(self, key: int) -> bool:
+        """Queue a request of the run. ``False``: it is longer than the KV and can never run."""
         requests = self._requests
         tokens = requests.whole_tokens(key)
-        if prefill_only:
+        if self._prefill_only:
             tokens = requests.arrivals[key].prompt_tokens + 1
         if tokens > self.config.kv_tokens:
             return False
         row = self._rows.append(key, requests.rows[key], requests.private[key])
-        if prefill_only:
+        if self._prefill_only:
             self._rows.private[row, steps.TARGET] = 1
             self._rows.private[row, steps.STAGES_LEFT] = 0
         self._entered(row)
@@ -200,7 +196,7 @@ class Engine:
                 )
             self.fallbacks += 1
         real_s = float(self._seconds[0]) * self._noise.next()
-        self.planner.observe(float(self._seconds[1]), real_s)
+        self._begun_s = now_s
         self.steps += 1
         self.busy_s += real_s
         return real_s
@@ -248,6 +244,7 @@ class Engine:
     def complete(self, now_s: float) -> list[int]:
         """End the step; return the keys of the requests that have all their output."""
         rows, counters = self._rows, self._counters
+        self.planner.observe(float(self._seconds[1]), now_s - self._begun_s)
         if self.cache is not None:
             self.cache.fill(rows, rows.ran[: self._ran_count])
         steps.complete(
@@ -261,31 +258,35 @@ class Engine:
             self.config.block_tokens,
             now_s,
             self._requests.emitted_s,
-            rows.finished,
-            rows.staged,
-            rows.outgrown,
+            rows.turns,
         )
         self._ran_count = 0
-        if counters[steps.STAGED]:
-            for row in self._places(rows.staged[: counters[steps.STAGED]]):
-                key = int(rows.keys[row])
-                self._requests.next_stage(key, rows.table[row], rows.private[row], now_s)
-        if counters[steps.OUTGROWN]:
-            for row in self._places(rows.outgrown[: counters[steps.OUTGROWN]]):
-                self._requests.prolong(int(rows.keys[row]), rows.table[row], rows.private[row])
-        if not counters[steps.FINISHED]:
+        if not counters[steps.TURNS]:
             return []
-        finished: list[int] = rows.finished[: counters[steps.FINISHED]].tolist()
-        if self.cache is not None:
-            self.cache.leave(rows, finished)
-        self._shown_keys = rows.keys[: counters[steps.LIVE]].copy()
+        finished = self._take_turns(rows.turns[: counters[steps.TURNS]].tolist(), now_s)
+        if finished:
+            if self.cache is not None:
+                self.cache.leave(rows, finished)
+            self._shown_keys = rows.keys[: counters[steps.LIVE]].copy()
         return finished
 
-    def _places(self, keys: Ints) -> list[int]:
-        """The rows of some requests."""
-        rows = self._rows
-        places: list[int] = np.flatnonzero(np.isin(rows.keys[: rows.live], keys)).tolist()
-        return places
+    def _take_turns(self, turns: list[list[int]], now_s: float) -> list[int]:
+        """Do what the end of a step means to some requests, in order; return which have ended."""
+        rows, requests = self._rows, self._requests
+        keys = rows.keys[: self.live]
+        finished = []
+        for key, turn in turns:
+            if turn == steps.FINISHED:
+                finished.append(key)
+                if not self._prefill_only or requests.one_token(key):
+                    requests.finished(key)
+                continue
+            row = int(np.flatnonzero(keys == key)[0])
+            if turn == steps.STAGED:
+                requests.next_stage(key, rows.table[row], rows.private[row], now_s)
+            else:
+                requests.prolong(key, rows.table[row], rows.private[row])
+        return finished
 
     def hold(self, blocks: int) -> int:
         """Keep up to ``blocks`` free ones from plans, for KV that is being sent away; return how

@@ -61,7 +61,7 @@ class Replica:
 
     def submit(self, key: int) -> bool:
         """Take a request; ``False`` if it can never run here."""
-        return self._took(key, self.engine.submit(key, prefill_only=self.role == "prefill"))
+        return self._took(key, self.engine.submit(key))
 
     def take_over(self, key: int, first_token_s: float) -> bool:
         """Take a request with the KV of its prompt; ``False`` if it can never run here."""

@@ -26,8 +26,7 @@ class Rows:
         ran: of the step under way, its rows and their tokens, ``int64[capacity, 2]``.
         accepted: of that step, drafted tokens that were right, by place in ``ran``.
         victims: rows that it preempted.
-        finished, staged: keys of the requests of which it ended the last or another stage.
-        outgrown: keys of those that go on longer than was expected.
+        turns: keys of the requests to which its end was more than that of a step, and what it was.
     """
 
     def __init__(self) -> None:
@@ -38,9 +37,7 @@ class Rows:
         self.ran: Ints = np.zeros((_CAPACITY, 2), np.int64)
         self.accepted: Ints = np.zeros(_CAPACITY, np.int64)
         self.victims: Ints = np.zeros(_CAPACITY, np.int64)
-        self.finished: Ints = np.zeros(_CAPACITY, np.int64)
-        self.staged: Ints = np.zeros(_CAPACITY, np.int64)
-        self.outgrown: Ints = np.zeros(_CAPACITY, np.int64)
+        self.turns: Ints = np.zeros((_CAPACITY, 2), np.int64)
 
     @property
     def live(self) -> int:
@@ -71,9 +68,7 @@ class Rows:
         self.ran = _doubled(self.ran)
         self.accepted = _doubled(self.accepted)
         self.victims = _doubled(self.victims)
-        self.finished = _doubled(self.finished)
-        self.staged = _doubled(self.staged)
-        self.outgrown = _doubled(self.outgrown)
+        self.turns = _doubled(self.turns)
 
 
 def _doubled(array: Array) -> Array:

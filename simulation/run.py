@@ -129,8 +129,7 @@ def drive(engine: Engine, requests: Requests) -> float:
             arrived += 1
         if engine.live:
             now_s += engine.begin(now_s)
-            for key in engine.complete(now_s):
-                requests.finished(key)
+            engine.complete(now_s)
         elif arrived < count:
             now_s = arrival_s[arrived]
         else:

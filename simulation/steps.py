@@ -44,11 +44,14 @@ PREEMPTIONS = 4
 LOST_TOKENS = 5  # computed tokens that preemptions threw away
 DONE_TOKENS = 6  # computed tokens in all
 DROPPED = 7  # planned entries of the last step that the engine could not run
-FINISHED = 8  # requests that finished in the last step
-STAGED = 9  # requests that go on with another stage after the last step
-VICTIMS = 10  # requests preempted in the last step
-OUTGROWN = 11  # requests that go on after as many tokens as they were expected to have
-COUNTERS = 12
+VICTIMS = 8  # requests preempted in the last step
+TURNS = 9  # requests to which the last step was more than a step
+COUNTERS = 10
+
+# What the end of a step was to a request.
+FINISHED = 1  # it has all its output
+STAGED = 2  # it goes on with another stage
+OUTGROWN = 3  # it goes on after as many tokens as it was expected to have
 
 
 @compiled
@@ -177,20 +180,17 @@ def complete(
     block_tokens: int,
     now_s: float,
     emitted_s: Floats,
-    finished: Ints,
-    staged: Ints,
-    outgrown: Ints,
+    turns: Ints,
 ) -> None:
     """End a step: count its tokens, write when they left, and take out what is finished.
 
-    ``accepted`` are drafted tokens that come on top, per place of ``ran``. Written are the keys of
-    the requests that ``finished``, of those ``staged`` that have another stage before them, and of
-    those that have ``outgrown`` what was expected of them. ``O(ran)``, and ``O(live)`` where
-    something finished.
+    ``accepted`` are drafted tokens that come on top, per place of ``ran``. Written to ``turns`` are
+    the keys of the requests that finished, go on with another stage or have outgrown what was
+    expected, and which of it, in the order of ``ran``. ``O(ran)``, and ``O(live)`` where something
+    finished.
     """
-    counters[FINISHED] = 0
-    counters[STAGED] = 0
-    counters[OUTGROWN] = 0
+    ended = False
+    counters[TURNS] = 0
     for place in range(count):
         row, new = ran[place, 0], ran[place, 1]
         counters[DONE_TOKENS] += new
@@ -214,20 +214,22 @@ def complete(
         table[row, LAST_TOKEN] = now_s
         table[row, EMITTED] = emitted + leave
         table[row, PENDING] = 1.0
-        if emitted + leave == target:
-            if private[row, STAGES_LEFT] > 0:
-                staged[counters[STAGED]] = keys[row]
-                counters[STAGED] += 1
-            else:
-                finished[counters[FINISHED]] = keys[row]
-                counters[FINISHED] += 1
-                counters[FREE_BLOCKS] += int(table[row, KV_BLOCKS]) - private[row, SHARED]
-                counters[SEQUENCES] -= 1
-                private[row, TARGET] = 0
+        turn = 0
+        if emitted + leave == target and private[row, STAGES_LEFT] > 0:
+            turn = STAGED
+        elif emitted + leave == target:
+            turn = FINISHED
+            counters[FREE_BLOCKS] += int(table[row, KV_BLOCKS]) - private[row, SHARED]
+            counters[SEQUENCES] -= 1
+            private[row, TARGET] = 0
+            ended = True
         elif table[row, EMITTED] >= table[row, EXPECTED]:
-            outgrown[counters[OUTGROWN]] = keys[row]
-            counters[OUTGROWN] += 1
-    if counters[FINISHED] > 0:
+            turn = OUTGROWN
+        if turn > 0:
+            turns[counters[TURNS], 0] = keys[row]
+            turns[counters[TURNS], 1] = turn
+            counters[TURNS] += 1
+    if ended:
         remove_ended(table, private, keys, counters)
 
 

@@ -132,7 +132,8 @@ def test_engines_are_empty_when_all_has_ended(decoders: int) -> None:
 
     def make_engine(role: Role) -> Engine:
         rng = np.random.default_rng(3)
-        return Engine(config, make_policy("fcfs"), Belief(MODEL), EXACT, requests, rng)
+        policy, belief = make_policy("fcfs"), Belief(MODEL)
+        return Engine(config, policy, belief, EXACT, requests, rng, role == "prefill")
 
     cluster_config = ClusterConfig(replicas=2, decoders=decoders)
     cluster = Cluster(requests, make_engine, route(), cluster_config, np.random.default_rng(0))
