@@ -1,4 +1,4 @@
-"""``sluice bench``: measurements and experiments."""
+"""``sluice bench``: measurements and experiments; and ``sluice simulate``, beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.base import Experiment, Plan, Row, Scale, measured
 from benchmarks.experiments.estimate import METHOD
 from benchmarks.report import Report, ReportError, require_matplotlib
+from benchmarks.simulate import simulate
 from benchmarks.workloads.traces import TraceError
+
+__all__ = ["bench", "simulate"]
 
 MOST_SEEDS = 1_000
 MOST_JOBS = 256

@@ -1,4 +1,5 @@
-"""The command line: ``sluice serve``, ``sluice policies``, ``sluice config``, ``sluice bench``."""
+"""The command line: ``sluice serve``, ``sluice policies``, ``sluice config``, ``sluice bench``,
+``sluice simulate``."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cli import bench
+from benchmarks.cli import bench, simulate
 from deploy.config import SluiceConfig, load_config
 from deploy.local import StartError, StoppedError, base_url, curl_line, running, stop_signals
 from scheduling import batching, routing
@@ -31,6 +32,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(simulate)
 
 
 @main.command()

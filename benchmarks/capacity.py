@@ -1,0 +1,296 @@
+"""What ``sluice simulate`` measures: recorded traffic on a simulated fleet of replicas."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+from math import nan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.workloads.traces import MAX_REQUESTS, load
+from scheduling import batching, routing
+from scheduling.batching import BatchBudget, BatchBuilder, BatchPlan, BatchPolicy
+from scheduling.kernels import Floats
+from scheduling.latency import LatencyModel
+from scheduling.objective import SLO
+from scheduling.request import QueueView
+from simulation.cluster import simulate_cluster
+from simulation.config import ClusterConfig, EngineConfig, Role
+from simulation.metrics import Flags, TPOTMetric, attained, stages, worst_by_request
+from simulation.truth import Belief, Truth
+from simulation.workload import (
+    AS_RECORDED,
+    Arrival,
+    Workload,
+    merged,
+    stretched,
+    thinned,
+    with_objectives,
+)
+
+NOISE = 0.03
+"""Standard deviation of the logarithm of a step's time around the profile."""
+
+LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
+
+Figures = dict[str, float]
+
+
+class OutOfTimeError(RuntimeError):
+    """A run was stopped, as the time for the search was up."""
+
+
+class SharedClass(NamedTuple):
+    """A service class: its objective, and its share of the requests relative to the others'."""
+
+    slo: SLO
+    share: float
+
+
+class Traffic(NamedTuple):
+    """What arrives: a trace, its rate changed, its requests spread over service classes.
+
+    Attributes:
+        path: the trace's file.
+        limit: most requests that are read of it.
+        rate_scale: factor on the rate, see :func:`scaled`.
+        stretch: factor on all arrival times before that.
+        classes: every request is drawn into one of them, independently.
+    """
+
+    path: Path
+    limit: int
+    rate_scale: float
+    stretch: float
+    classes: tuple[SharedClass, ...]
+
+    def workload(self, seed: int) -> Workload:
+        """The requests, with what is drawn by ``seed``.
+
+        A request's task class, by which output lengths are predicted, is its service class, as in
+        a replica.
+
+        Raises:
+            TraceError: the trace cannot be read.
+            ValueError: scaling leaves no request, or too many.
+        """
+        made = _trace(self.path, self.limit)
+        if self.stretch != 1:
+            made = stretched(made, self.stretch)
+        made = scaled(made, self.rate_scale, seed)
+        if not len(made):
+            raise ValueError(f"a rate scale of {self.rate_scale:g} leaves no request of the trace")
+        rng = random.Random(f"classes {seed}")
+        slos = [each.slo for each in self.classes]
+        drawn = iter(rng.choices(slos, [each.share for each in self.classes], k=len(made)))
+        made = with_objectives(made, lambda _: next(drawn), "Service classes drawn by share.")
+        named = tuple(a._replace(task=a.slo.service_class) for a in made.arrivals)
+        return replace(made, arrivals=named)
+
+
+@lru_cache(maxsize=1)
+def _trace(path: Path, limit: int) -> Workload:
+    return load(path, limit=limit)
+
+
+def scaled(workload: Workload, factor: float, seed: int) -> Workload:
+    """``factor`` times as many requests in the same time, as from so many more or fewer users.
+
+    Below 1 requests are thinned out. Above 1 whole copies are laid over the workload, and of a last
+    one a part. Each copy is turned in time by an amount of its own, so that bursts do not coincide;
+    copies share no prefixes with each other.
+
+    Raises:
+        ValueError: more than :data:`~benchmarks.workloads.traces.MAX_REQUESTS` come of it.
+    """
+    if factor == 1 or not len(workload):
+        return workload
+    if factor < 1:
+        return thinned(workload, factor, seed)
+    if factor * len(workload) > MAX_REQUESTS:
+        raise ValueError(
+            f"{factor:g} times {len(workload)} requests are more than {MAX_REQUESTS}; take fewer "
+            "of the trace, or a smaller factor"
+        )
+    rng = random.Random(f"copies {seed}")
+    copies = [workload]
+    while len(copies) < int(factor):
+        copies.append(_turned(workload, rng.random()))
+    if rest := factor - int(factor):
+        copies.append(_turned(thinned(workload, rest, seed), rng.random()))
+    how = f"rate times {factor:g} by copies turned in time (seed {seed})"
+    if workload.scaling != AS_RECORDED:
+        how = f"{workload.scaling}, then {how}"
+    whole = merged(workload.name, copies)
+    return replace(whole, scaling=how, description=workload.description)
+
+
+def _turned(workload: Workload, share: float) -> Workload:
+    """Begin at ``share`` of the time; what comes before it follows at the end."""
+    span_s = workload.duration_s
+    by_s = share * span_s
+
+    def moved(arrival: Arrival) -> Arrival:
+        at_s = arrival.arrival_s - by_s
+        return arrival._replace(arrival_s=at_s if at_s >= 0 else at_s + span_s)
+
+    arrivals = sorted(map(moved, workload.arrivals), key=lambda arrival: arrival.arrival_s)
+    return replace(workload, arrivals=tuple(arrivals))
+
+
+class Fleet(NamedTuple):
+    """How it is served: every replica alike, behind one router.
+
+    Attributes:
+        model: step times, which planners believe in and correct online; real ones have noise.
+        engine: limits of a replica.
+        cluster: how the router learns of replicas; their number is set by the run.
+        policy, policy_options: the replicas' batch policy.
+        routing, routing_options: the routing policy.
+    """
+
+    model: LatencyModel
+    engine: EngineConfig
+    cluster: ClusterConfig
+    policy: str
+    policy_options: Mapping[str, Any]
+    routing: str
+    routing_options: Mapping[str, Any]
+
+
+class Run(NamedTuple):
+    """One simulated run.
+
+    Attributes:
+        traffic, fleet: what arrives, and what serves it.
+        metric: which TPOT is judged.
+        replicas: how many.
+        seed: of all that is drawn.
+        stop_at_s: on the host's monotonic clock; a run that lasts longer is given up.
+    """
+
+    traffic: Traffic
+    fleet: Fleet
+    metric: TPOTMetric
+    replicas: int
+    seed: int
+    stop_at_s: float
+
+
+class Measured(NamedTuple):
+    """The figures of a run, of all requests and of those of each service class.
+
+    Each has ``requests``, ``attainment`` and :data:`LATENCIES`, of the requests that have the
+    figure; all together also ``utilisation`` (share of the replicas' time in steps),
+    ``failed`` (requests that ended without all their output) and ``preemptions``.
+    """
+
+    whole: Figures
+    classes: dict[str, Figures]
+
+
+class _Timed(BatchPolicy):
+    """Plans as ``inner`` does, until the time is up."""
+
+    name = "timed"
+    source = "ours"
+
+    def __init__(self, inner: BatchPolicy, stop_at_s: float) -> None:
+        super().__init__()
+        self._inner = inner
+        self._stop_at_s = stop_at_s
+
+    def plan(
+        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
+    ) -> BatchPlan:
+        if time.monotonic() >= self._stop_at_s:
+            raise OutOfTimeError("the time limit was reached")
+        return self._inner.plan(queue, now_s, latency, budget)
+
+    def fill(
+        self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+    ) -> None:
+        self._inner.fill(batch, queue, now_s, latency)
+
+
+def measure(run: Run) -> Measured:
+    """Simulate ``run``.
+
+    Raises:
+        OutOfTimeError: it lasted longer than it may.
+        StuckError: a replica could run nothing, as when one request needs more KV than there is.
+    """
+    workload, fleet = run.traffic.workload(run.seed), run.fleet
+
+    def batch(role: Role) -> BatchPolicy:
+        policy = batching.make_policy(fleet.policy, fleet.policy_options)
+        return _Timed(policy, run.stop_at_s)
+
+    result = simulate_cluster(
+        workload,
+        batch,
+        lambda role: routing.make_policy(fleet.routing, fleet.routing_options),
+        Truth(fleet.model, NOISE),
+        Belief(fleet.model),
+        fleet.engine,
+        fleet.cluster.model_copy(update={"replicas": run.replicas}),
+        seed=run.seed,
+    )
+    requests = result.requests
+    measured = stages(requests)
+    met = attained(requests, measured, run.metric)
+    ttft_s = measured.ttft_s[requests.first_stage[:-1]]
+    tpot_s = worst_by_request(requests, measured, measured.tpot_s[run.metric])
+    names = np.array([slo.service_class for slo in requests.slos])
+    whole = _figures(met, ttft_s, tpot_s, np.ones(len(requests), np.bool_))
+    whole["utilisation"] = result.busy_s / result.up_s if result.up_s > 0 else nan
+    whole["failed"] = float(len(requests.failures))
+    whole["preemptions"] = float(result.preemptions)
+    classes = {
+        each.slo.service_class: _figures(met, ttft_s, tpot_s, names == each.slo.service_class)
+        for each in run.traffic.classes
+    }
+    return Measured(whole, classes)
+
+
+def _figures(met: Flags, ttft_s: Floats, tpot_s: Floats, chosen: Flags) -> Figures:
+    """Of the ``chosen`` requests; nan where none of them has the figure."""
+    count = int(chosen.sum())
+    found = {"requests": float(count), "attainment": float(met[chosen].mean()) if count else nan}
+    latencies = []
+    for values in (ttft_s[chosen], tpot_s[chosen]):
+        known = values[~np.isnan(values)]
+        quantiles = np.quantile(known, (0.5, 0.99)) if len(known) else np.full(2, nan)
+        latencies += (1e3 * quantiles).tolist()
+    return found | dict(zip(LATENCIES, latencies, strict=True))
+
+
+Measure = Callable[[Sequence[Run]], Iterator[Measured]]
+
+
+@contextmanager
+def measuring(jobs: int) -> Iterator[Measure]:
+    """Gives a function that simulates runs in ``jobs`` processes and yields their figures in order.
+
+    With one job everything runs in this process. What is not yet begun when the block is left is
+    not begun any more.
+    """
+    if jobs == 1:
+        yield partial(map, measure)
+        return
+    # Forked processes would inherit threads; new ones load the compiled loops from their cache.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        try:
+            yield partial(pool.map, measure)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

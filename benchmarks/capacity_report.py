@@ -1,0 +1,344 @@
+"""What ``sluice simulate`` answers, as JSON, as a table and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite, isnan, nan
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.capacity import LATENCIES, NOISE, Fleet, Measured, SharedClass
+from benchmarks.experiments.estimate import METHOD, Estimate
+from benchmarks.report import WIDE, Chart, Point, ReportError, draw
+from simulation.config import EngineConfig
+from simulation.metrics import TPOTMetric
+from simulation.workload import Workload
+
+Status = Literal["reached", "not_reachable", "out_of_time"]
+
+NOT_MODELLED = (
+    "other traffic than this trace: the ranges are over drawn classes, scaling and step times only",
+    "clients that react: requests arrive when they arrived, however slow the answers are",
+    "the edge: HTTP, tokenisation and the network beyond the time of a dispatch",
+    "failures, starts, stops and updates of replicas, which need spare ones",
+    "refusals at the edge and at full replicas: everything is queued",
+    "prefixes that prompts share, unless the trace names their blocks",
+    "step times beyond what the latency profile holds and "
+    f"{NOISE:.0%} of noise: interference, garbage collection, clock changes",
+    "speculative decoding, disaggregated prefill, and models of several engines",
+)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Range(_Part):
+    """A mean over seeds and half of its 95 % range; null where nothing has the figure, or where one
+    seed alone gives no range."""
+
+    mean: float | None
+    half_width: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """The range of one value per seed; nan means that a seed lacks the figure."""
+        estimate = Estimate.of(values)
+        return cls(mean=_known(estimate.mean), half_width=_known(estimate.half_width))
+
+    def shown(self, scale: float, digits: int) -> str:
+        """As it stands in a table."""
+        mean, half = (nan if v is None else v * scale for v in (self.mean, self.half_width))
+        return Estimate(mean, half, 0).shown(digits)
+
+
+def _known(value: float) -> float | None:
+    return None if isnan(value) else value
+
+
+class Group(_Part):
+    """Figures of a group of requests: how many, the share that met every objective, and quantiles
+    of those with a first token, and with two."""
+
+    requests: Range
+    attainment: Range
+    ttft_p50_ms: Range
+    ttft_p99_ms: Range
+    tpot_p50_ms: Range
+    tpot_p99_ms: Range
+
+
+class CapacityPoint(Group):
+    """One count of replicas."""
+
+    replicas: int
+    utilisation: Range = Field(description="Share of the replicas' time in steps.")
+    failed: Range = Field(description="Requests that ended without all their output.")
+    preemptions: Range = Field(description="Times that a request lost its KV.")
+    classes: dict[str, Group] = Field(description="By service class.")
+
+    @classmethod
+    def of(cls, replicas: int, runs: Sequence[Measured]) -> Self:
+        """The point of one run per seed."""
+        classes = {
+            name: Group(**_ranges([run.classes[name] for run in runs])) for name in runs[0].classes
+        }
+        whole = _ranges([run.whole for run in runs])
+        return cls(replicas=replicas, classes=classes, **whole)
+
+
+def _ranges(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    return {figure: Range.of([run[figure] for run in runs]) for figure in runs[0]}
+
+
+class TrafficFacts(_Part):
+    """What arrived, by the first seed."""
+
+    name: str
+    description: str
+    scaling: str
+    requests: int
+    rate: float | None = Field(description="Requests per second; null if all come at once.")
+    duration_s: float
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+
+    @classmethod
+    def of(cls, workload: Workload) -> Self:
+        """The facts of a workload."""
+        return cls(
+            name=workload.name,
+            description=workload.description,
+            scaling=workload.scaling,
+            requests=len(workload),
+            rate=workload.rate if isfinite(workload.rate) else None,
+            duration_s=workload.duration_s,
+            mean_prompt_tokens=workload.mean_prompt_tokens,
+            mean_output_tokens=workload.mean_output_tokens,
+        )
+
+
+class ClassFacts(_Part):
+    """A service class, and its share of the requests."""
+
+    name: str
+    share: float
+    ttft_ms: float | None
+    tpot_ms: float | None
+    e2e_ms: float | None
+    priority: int
+
+    @classmethod
+    def of(cls, shared: SharedClass, total: float) -> Self:
+        """The facts of a class; ``total`` is the sum of all shares."""
+        slo = shared.slo
+        objectives = {
+            name: None if value is None else 1e3 * value
+            for name, value in (
+                ("ttft_ms", slo.ttft_s),
+                ("tpot_ms", slo.tpot_s),
+                ("e2e_ms", slo.e2e_s),
+            )
+        }
+        share = shared.share / total
+        return cls(name=slo.service_class, share=share, priority=slo.priority, **objectives)
+
+
+class FleetFacts(_Part):
+    """What a replica is, and the router."""
+
+    policy: str
+    policy_options: dict[str, Any]
+    routing: str
+    routing_options: dict[str, Any]
+    latency_family: str
+    latency_coefficients: tuple[float, ...]
+    engine: EngineConfig
+
+    @classmethod
+    def of(cls, fleet: Fleet) -> Self:
+        """The facts of a fleet."""
+        return cls(
+            policy=fleet.policy,
+            policy_options=dict(fleet.policy_options),
+            routing=fleet.routing,
+            routing_options=dict(fleet.routing_options),
+            latency_family=fleet.model.family,
+            latency_coefficients=fleet.model.coefficients,
+            engine=fleet.engine,
+        )
+
+
+class CapacityReport(_Part):
+    """The answer, and all that it rests on."""
+
+    status: Status
+    replicas: int | None = Field(description="The answer; null if there is none.")
+    target: float
+    max_replicas: int
+    tpot_metric: TPOTMetric
+    traffic: TrafficFacts
+    classes: tuple[ClassFacts, ...]
+    fleet: FleetFacts
+    seeds: tuple[int, ...]
+    points: tuple[CapacityPoint, ...] = Field(description="Every count that was tried, ascending.")
+    method: str = METHOD
+    not_modelled: tuple[str, ...] = NOT_MODELLED
+
+    @property
+    def best(self) -> CapacityPoint | None:
+        """The point of the answer, else the one with the highest attainment, if there is any."""
+        for point in self.points:
+            if point.replicas == self.replicas:
+                return point
+        return max(self.points, key=lambda point: point.attainment.mean or 0.0, default=None)
+
+    def verdict(self) -> str:
+        """The answer in a sentence or two."""
+        best = self.best
+        if best is None:
+            return "The time limit was reached before any count of replicas was measured."
+        reached = f"{best.attainment.shown(100, 2)} % with {_counted(best.replicas)}"
+        if self.status == "reached":
+            text = f"The target of {self.target:.2%} needs {_counted(best.replicas)}: {reached}."
+            mean, half = best.attainment.mean or 0.0, best.attainment.half_width
+            if half is not None and mean - half < self.target:
+                text += " The range reaches below the target: take more seeds, or one replica more."
+            return text
+        if self.status == "out_of_time":
+            return f"The time limit was reached before the answer. Best so far: {reached}."
+        text = (
+            f"The target of {self.target:.2%} is not reached with up to "
+            f"{_counted(self.max_replicas)}: at best {reached}."
+        )
+        if best.failed.mean:
+            text += (
+                f" {best.failed.mean:g} requests failed there, those longer than a replica's KV of "
+                f"{self.fleet.engine.kv_tokens} tokens among them."
+            )
+        return text
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write ``simulate.json`` and ``simulate.png``; return their paths.
+
+        Raises:
+            ReportError: the folder cannot be written to, or matplotlib is not there.
+        """
+        path = folder / "simulate.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ReportError(f"cannot write to {folder}: {error.strerror}") from error
+        if not self.points:
+            return [path]
+        plot = folder / "simulate.png"
+        draw(self.chart(), plot)
+        return [path, plot]
+
+    def chart(self) -> Chart:
+        """Attainment over replicas, of all requests and of each class, and the target."""
+        groups: dict[str, list[tuple[int, Group]]] = {"all requests": []}
+        for point in self.points:
+            groups["all requests"].append((point.replicas, point))
+            if len(point.classes) > 1:
+                for name, group in point.classes.items():
+                    groups.setdefault(name, []).append((point.replicas, group))
+        lines = {
+            name: [
+                Point(
+                    count,
+                    100 * group.attainment.mean,
+                    100 * (group.attainment.half_width or 0.0),
+                )
+                for count, group in members
+                if group.attainment.mean is not None
+            ]
+            for name, members in groups.items()
+        }
+        ends = (self.points[0].replicas, self.points[-1].replicas)
+        lines["target"] = [Point(end, 100 * self.target, nan) for end in ends]
+        title = f"{self.traffic.name} ({self.traffic.scaling}), {self.fleet.policy}"
+        label = f"requests that meet their objectives, % (TPOT: {self.tpot_metric.value})"
+        return Chart(title, "replicas", label, lines)
+
+    def show(self) -> None:
+        """Print the setting, the curve, the classes at the answer, and what is left out."""
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=WIDE)
+        for line in self._setting():
+            console.print(line, highlight=False, markup=False)
+        if self.points:
+            console.print(self._curve())
+        best = self.best
+        if best is not None and len(best.classes) > 1:
+            console.print(_classes(best))
+        console.print("Not modelled:", highlight=False)
+        for words in self.not_modelled:
+            console.print(f"- {words}", highlight=False, markup=False)
+        console.print(self.verdict(), highlight=False, markup=False, style="bold")
+
+    def _setting(self) -> list[str]:
+        traffic, fleet = self.traffic, self.fleet
+        rate = "all at once" if traffic.rate is None else f"{traffic.rate:.3g} a second"
+        classes = "; ".join(_words(each) for each in self.classes)
+        model = ", ".join(f"{value:g}" for value in fleet.latency_coefficients)
+        options = "".join(f", {name} {value}" for name, value in fleet.policy_options.items())
+        return [
+            f"Traffic: {traffic.description} Rate: {rate}, {traffic.scaling}; mean prompt "
+            f"{traffic.mean_prompt_tokens:.0f}, output {traffic.mean_output_tokens:.0f} tokens.",
+            f"Classes: {classes}. TPOT: {self.tpot_metric.value}.",
+            f"Replica: {fleet.policy}{options}; latency {fleet.latency_family} ({model}); KV of "
+            f"{fleet.engine.kv_blocks} blocks of {fleet.engine.block_tokens}; at most "
+            f"{fleet.engine.max_batch_tokens} tokens and {fleet.engine.max_sequences} sequences. "
+            f"Router: {fleet.routing}.",
+            f"Seeds: {', '.join(map(str, self.seeds))}; {self.method}.",
+        ]
+
+    def _curve(self) -> Table:
+        headings = ("replicas", "attainment, %", *map(_heading, LATENCIES), "utilisation, %")
+        table = Table(*headings, "failed", "preemptions", title="Attainment over replicas")
+        for point in self.points:
+            table.add_row(
+                str(point.replicas),
+                point.attainment.shown(100, 2),
+                *(getattr(point, figure).shown(1, 0) for figure in LATENCIES),
+                point.utilisation.shown(100, 0),
+                point.failed.shown(1, 0),
+                point.preemptions.shown(1, 0),
+                style="bold" if point.replicas == self.replicas else None,
+            )
+        return table
+
+
+def _counted(replicas: int) -> str:
+    return "1 replica" if replicas == 1 else f"{replicas} replicas"
+
+
+def _classes(point: CapacityPoint) -> Table:
+    title = f"Classes with {point.replicas} replicas"
+    table = Table("class", "requests", "attainment, %", *map(_heading, LATENCIES), title=title)
+    for name, group in point.classes.items():
+        figures = (getattr(group, figure).shown(1, 0) for figure in LATENCIES)
+        table.add_row(name, group.requests.shown(1, 0), group.attainment.shown(100, 2), *figures)
+    return table
+
+
+def _heading(figure: str) -> str:
+    kind, percentile, _ = figure.split("_")
+    return f"{kind.upper()} {percentile}, ms"
+
+
+def _words(each: ClassFacts) -> str:
+    objectives = [
+        f"{name.upper()} {value:g} ms"
+        for name, value in (("ttft", each.ttft_ms), ("tpot", each.tpot_ms), ("e2e", each.e2e_ms))
+        if value is not None
+    ]
+    promised = ", ".join(objectives) or "no objective"
+    return f"{each.name} {each.share:.0%} ({promised}, priority {each.priority})"

@@ -1,0 +1,361 @@
+"""``sluice simulate``: how many replicas hold the objectives of recorded traffic."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import simulate_options
+from benchmarks.capacity import Fleet, Measured, OutOfTimeError, Run, Traffic, measuring
+from benchmarks.capacity_report import (
+    CapacityPoint,
+    CapacityReport,
+    ClassFacts,
+    FleetFacts,
+    Status,
+    TrafficFacts,
+)
+from benchmarks.report import ReportError, require_matplotlib
+from benchmarks.simulate_options import OptionError
+from benchmarks.workloads.traces import MAX_REQUESTS, TraceError
+from deploy.config import load_config
+from scheduling import batching, routing
+from simulation.capacity import MOST_REPLICAS, least_busy, search
+from simulation.engine import StuckError
+from simulation.metrics import TPOTMetric
+
+NO_ANSWER = 3
+"""Exit code where no count of replicas was found that holds the target."""
+
+MOST_SEEDS = 100
+MOST_JOBS = 256
+
+_METRICS = {
+    "mean": TPOTMetric.MEAN,
+    "max": TPOTMetric.RUNNING_MAX,
+    "window": TPOTMetric.WINDOW,
+    "envelope": TPOTMetric.ENVELOPE,
+}
+
+
+class Question(NamedTuple):
+    """What is asked.
+
+    Attributes:
+        traffic, fleet: what arrives, and what serves it.
+        metric: which TPOT is judged.
+        target: attainment that is wanted, a share.
+        most: largest count of replicas that may be tried.
+        seeds: each count is simulated once for each.
+        time_limit_s: of the whole search.
+        jobs: processes.
+    """
+
+    traffic: Traffic
+    fleet: Fleet
+    metric: TPOTMetric
+    target: float
+    most: int
+    seeds: tuple[int, ...]
+    time_limit_s: float
+    jobs: int
+
+
+def answered(question: Question, progress: Progress) -> CapacityReport:
+    """Search for the answer, showing each count as it is tried.
+
+    Raises:
+        TraceError, ValueError, StuckError: the trace cannot be read or run.
+        BrokenProcessPool: a process was killed.
+    """
+    workload = question.traffic.workload(question.seeds[0])
+    stop_at_s = time.monotonic() + question.time_limit_s
+    points: dict[int, CapacityPoint] = {}
+    found: int | None = None
+    status: Status = "out_of_time"
+    with measuring(min(question.jobs, len(question.seeds))) as measure:
+
+        def attainment(replicas: int) -> float:
+            runs = [
+                Run(question.traffic, question.fleet, question.metric, replicas, seed, stop_at_s)
+                for seed in question.seeds
+            ]
+            task = progress.add_task(f"{replicas} replicas", total=len(runs))
+            done: list[Measured] = []
+            for measured in measure(runs):
+                done.append(measured)
+                progress.advance(task)
+            point = points[replicas] = CapacityPoint.of(replicas, done)
+            shown = point.attainment.shown(100, 2)
+            progress.update(task, description=f"{replicas} replicas: {shown} %")
+            assert point.attainment.mean is not None  # A workload has requests.
+            return point.attainment.mean
+
+        try:
+            start = least_busy(workload, question.fleet.model)
+            found = search(attainment, question.target, start, question.most).replicas
+            status = "reached" if found is not None else "not_reachable"
+            if found is not None and found < question.most and found + 1 not in points:
+                attainment(found + 1)  # What one replica more would give.
+        except OutOfTimeError:
+            pass
+    total = sum(each.share for each in question.traffic.classes)
+    return CapacityReport(
+        status=status,
+        replicas=found,
+        target=question.target,
+        max_replicas=question.most,
+        tpot_metric=question.metric,
+        traffic=TrafficFacts.of(workload),
+        classes=tuple(ClassFacts.of(each, total) for each in question.traffic.classes),
+        fleet=FleetFacts.of(question.fleet),
+        seeds=question.seeds,
+        points=tuple(points[count] for count in sorted(points)),
+    )
+
+
+def _question(
+    trace: Path,
+    requests: int,
+    rate_scale: float,
+    stretch: float,
+    config: Path | None,
+    slos: Sequence[str],
+    shares: Sequence[str],
+    profile: Path | None,
+    latency: str | None,
+    policy: str | None,
+    policy_options: str | None,
+    router: str | None,
+    target: float,
+    metric: str,
+    seeds: int,
+    first_seed: int,
+    max_replicas: int,
+    time_limit: float,
+    jobs: int,
+    **limits: int | None,
+) -> Question:
+    """The question that the command's options ask.
+
+    Raises:
+        OptionError: they cannot be understood, or contradict each other.
+    """
+    try:
+        loaded = load_config(config)
+    except (ValueError, OSError) as error:
+        raise OptionError(str(error)) from error
+    classes = simulate_options.classes(loaded, slos, shares)
+    if all(each.slo.columns[:3] == (float("inf"),) * 3 for each in classes):
+        raise OptionError("no class states an objective, so any number of replicas holds them")
+    model = simulate_options.latency(loaded, profile, latency)
+    return Question(
+        Traffic(trace, requests, rate_scale, stretch, classes),
+        simulate_options.fleet(loaded, model, policy, policy_options, router, limits),
+        _METRICS[metric],
+        target,
+        max_replicas,
+        tuple(range(first_seed, first_seed + seeds)),
+        time_limit,
+        jobs,
+    )
+
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FACTOR = click.FloatRange(0.001, 1000)
+
+
+def _traffic_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(
+        (
+            click.option(
+                "--trace", required=True, type=_FILE, help="Recorded traffic: CSV or JSON lines."
+            ),
+            click.option(
+                "--requests",
+                default=5_000,
+                show_default=True,
+                type=click.IntRange(1, MAX_REQUESTS),
+                help="Most requests of the trace, from its start.",
+            ),
+            click.option(
+                "--rate-scale",
+                default=1.0,
+                show_default=True,
+                type=_FACTOR,
+                help="So many times the requests in the same time: below 1 thinned at random, "
+                "above 1 with copies at other times.",
+            ),
+            click.option(
+                "--stretch",
+                default=1.0,
+                show_default=True,
+                type=_FACTOR,
+                help="Factor on arrival times: above 1 the same bursts are slower.",
+            ),
+            click.option(
+                "--slo",
+                "slos",
+                multiple=True,
+                metavar="NAME=VALUE,...",
+                help="A service class: ttft_ms, tpot_ms, e2e_ms, priority, share, name. Repeat it "
+                "for several; they take the place of those of --config.",
+            ),
+            click.option(
+                "--share",
+                "shares",
+                multiple=True,
+                metavar="CLASS=SHARE",
+                help="A class of --config and its share of the requests. Repeat it for several; "
+                "without any, every request is of the default class.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(
+        (
+            click.option("--config", type=_FILE, help="YAML configuration of the fleet."),
+            click.option("--profile", type=_FILE, help="Latency profile that a replica keeps."),
+            click.option(
+                "--latency",
+                metavar="a=..,b=..,c=..,d=..",
+                help="Latency in place of a profile, seconds: a a step, b a new token, c a "
+                "context token, d a pair of tokens.",
+            ),
+            click.option(
+                "--policy", type=click.Choice(sorted(batching.POLICIES)), help="Batch policy."
+            ),
+            click.option("--policy-options", metavar="JSON", help="Its options, an object."),
+            click.option(
+                "--routing",
+                "router",
+                type=click.Choice(sorted(routing.POLICIES)),
+                help="Routing policy.",
+            ),
+            click.option(
+                "--kv-blocks",
+                type=click.IntRange(1, 100_000_000),
+                help="KV blocks of a replica.",
+            ),
+            click.option(
+                "--block-tokens", type=click.IntRange(1, 4096), help="Tokens of a KV block."
+            ),
+            click.option(
+                "--max-batch-tokens",
+                type=click.IntRange(1, 10_000_000),
+                help="Token limit of a batch.",
+            ),
+            click.option(
+                "--max-sequences",
+                type=click.IntRange(1, 65_536),
+                help="Most running sequences of a replica.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _search_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(
+        (
+            click.option(
+                "--target",
+                default=0.95,
+                show_default=True,
+                type=click.FloatRange(0, 1, min_open=True),
+                help="Share of the requests that must meet every objective.",
+            ),
+            click.option(
+                "--tpot-metric",
+                "metric",
+                default="mean",
+                show_default=True,
+                type=click.Choice(tuple(_METRICS)),
+                help="Which TPOT is judged: a request's mean, its running maximum, 10-token "
+                "windows, or every token's deadline.",
+            ),
+            click.option(
+                "--seeds", default=3, show_default=True, type=click.IntRange(1, MOST_SEEDS)
+            ),
+            click.option(
+                "--first-seed", default=1, show_default=True, type=click.IntRange(0, 2**31)
+            ),
+            click.option(
+                "--max-replicas",
+                default=64,
+                show_default=True,
+                type=click.IntRange(1, MOST_REPLICAS),
+                help="Largest count to try.",
+            ),
+            click.option(
+                "--time-limit",
+                default=3600.0,
+                show_default=True,
+                type=click.FloatRange(1, 7 * 86_400),
+                help="Seconds after which the search is given up.",
+            ),
+            click.option(
+                "--jobs",
+                default=min(os.cpu_count() or 1, MOST_JOBS),
+                show_default="processors",
+                type=click.IntRange(1, MOST_JOBS),
+                help="Processes; seeds run in parallel.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@_traffic_options
+@_fleet_options
+@_search_options
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for simulate.json and simulate.png.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def simulate(out: Path | None, as_json: bool, **options: Any) -> None:
+    """Find how many replicas hold the objectives of recorded traffic, in the simulator.
+
+    Exit code 3 says that no count within --max-replicas and --time-limit does.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    try:
+        if out is not None:
+            require_matplotlib()
+        question = _question(**options)
+        with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+            report = answered(question, progress)
+        written = report.write(out) if out is not None else []
+    except BrokenProcessPool as error:
+        raise click.ClickException(
+            "a process was killed, most often for want of memory; try fewer --jobs or --requests"
+        ) from error
+    except (OptionError, ReportError, StuckError, TraceError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(report.model_dump_json(indent=2))
+    else:
+        report.show()
+    for path in written:
+        click.echo(f"wrote {path}", err=True)
+    if report.status != "reached":
+        if as_json:
+            click.echo(report.verdict(), err=True)
+        raise click.exceptions.Exit(NO_ANSWER)
