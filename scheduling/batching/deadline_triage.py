@@ -13,6 +13,7 @@ from scheduling.batching.base import BatchBuilder, BatchPolicy
 from scheduling.batching.moore_hodgson import fitting, keep
 from scheduling.batching.prefill_share import PREFILL_SHARE, least_useful_s
 from scheduling.batching.triage_rows import (
+    UNKNOWN_OUTPUT_TOKENS,
     UNPACED_S,
     blocks_needed,
     capacity_s,
@@ -191,11 +192,14 @@ class DeadlineTriage(BatchPolicy):
         batch.spare(growth)
         kept, shed = self._triage(table, prefills, left_s, work_s, decodes, latency)
         room = batch.free_blocks - growth
-        admissible = _admissible(table, kept, batch.sequences_left, room, batch.block_tokens)
+        step_s = fixed_s + float(decodes.work_s.sum())
+        answer_s = UNKNOWN_OUTPUT_TOKENS * step_s / (len(decodes.rows) + 1)
+        admissible = _admissible(
+            table, kept, batch.sequences_left, room, batch.block_tokens, work_s, answer_s
+        )
 
         scarce = room < growth or batch.sequences_left < self._tail_reserve * len(table)
         urgent = len(decodes.rows)
-        step_s = fixed_s + float(decodes.work_s.sum())
         if not scarce and not fit_beside(
             kept, left_s, work_s, step_s, decodes.least_pace_s, self._usable
         ):
@@ -373,13 +377,24 @@ class DeadlineTriage(BatchPolicy):
         return tail[~waiting | (np.cumsum(waiting) <= places)]
 
 
-def _admissible(table: Floats, kept: Ints, places: int, room: int, block_tokens: int) -> Ints:
+def _admissible(
+    table: Floats,
+    kept: Ints,
+    places: int,
+    room: int,
+    block_tokens: int,
+    work_s: Floats,
+    answer_s: float,
+) -> Ints:
     """Those of ``kept`` for which there are sequences and KV blocks now, the worthiest if not for
-    all: by priority for sequences, by priority per block for blocks."""
+    all: by priority per time for sequences, by priority per block for blocks.
+
+    ``answer_s`` is the share of the engine's time that one sequence takes for its answer.
+    """
     waiting = kept[table[kept, RUNNING] == 0]
     if len(waiting) > places:
-        worthiest = np.argsort(-table[waiting, PRIORITY], kind="stable")
-        left_out = waiting[worthiest[max(0, places) :]]
+        value = table[waiting, PRIORITY] / (work_s[waiting] + answer_s)
+        left_out = waiting[np.argsort(-value, kind="stable")[max(0, places) :]]
         kept = kept[~np.isin(kept, left_out)]
     blocks = blocks_needed(table, kept, block_tokens)
     if float(blocks.sum()) > room:
