@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.experiments import default_policy, fairbatching, proserve
+from benchmarks.experiments import (
+    annealing,
+    default_policy,
+    fairbatching,
+    flowprefill,
+    proserve,
+    slos_serve,
+)
 from benchmarks.experiments.base import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -16,5 +23,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         fairbatching.LATENCY,
         fairbatching.OBJECTIVES,
         fairbatching.STEPS,
+        slos_serve.CAPACITY,
+        slos_serve.SCALING,
+        slos_serve.ABLATION,
+        annealing.EXPERIMENT,
+        flowprefill.SYSTEMS,
+        flowprefill.PARTS,
     )
 }

@@ -158,8 +158,12 @@ def pivot(
     for labels, own in grouped(rows, *down).items():
         of_column = grouped(own, across)
         shown = [estimate(of_column.get((value,), []), figure).shown(digits) for value in columns]
-        lines.append((*map(str, labels), *shown))
-    return Table(title, (*down, *map(str, columns)), lines, note)
+        lines.append((*map(_shown, labels), *shown))
+    return Table(title, (*down, *map(_shown, columns)), lines, note)
+
+
+def _shown(label: Value) -> str:
+    return label if isinstance(label, str) else f"{label:g}"
 
 
 def chart(title: str, rows: Sequence[Row], line: str, x: str, figure: str, words: str) -> Chart:

@@ -1,0 +1,182 @@
+"""Simulated-annealing priority mapping (002): G against FCFS and an exhaustive search, time to
+decide, and what the policy does inside an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from benchmarks.annealing import exhaustive, in_order, make_jobs, score
+from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, grouped, pivot
+from benchmarks.experiments.engines import SETUPS, Contender, Setup, run
+from benchmarks.workloads.settings import chat_and_code
+from scheduling.batching.annealing import AnnealingOptions
+from scheduling.batching.priority_mapping import Schedule, anneal
+from simulation.metrics import TPOTMetric, attained, stages
+
+REPEATS = 5
+MOST_EXHAUSTIVE = 6
+"""Requests that an exhaustive search takes a second for."""
+
+
+def _schedule() -> Schedule:
+    options = AnnealingOptions()
+    return Schedule.of(
+        options.initial_temperature,
+        options.threshold,
+        options.iterations,
+        options.decay,
+        options.seed,
+    )
+
+
+def mapping(requests: int, most: int, tighten: float, seed: int) -> Mapping[str, float]:
+    """Figures of one set of requests: what is found, predicted by the paper's model."""
+    jobs = make_jobs(requests, most, seed, tighten)
+    schedule = _schedule()
+    times_ms = []
+    # The first call may load the compiled loops.
+    for _ in range(1 + REPEATS):
+        started = time.perf_counter_ns()
+        found = anneal(jobs, schedule)
+        times_ms.append((time.perf_counter_ns() - started) / 1e6)
+    met, latency_s = score(jobs, in_order(requests, most))
+    figures = {
+        "decide_ms": float(np.median(times_ms[1:])),
+        "g": found.g,
+        "g_fcfs": met / latency_s,
+        "attained": found.met / requests,
+        "attained_fcfs": met / requests,
+    }
+    if requests <= MOST_EXHAUSTIVE:
+        figures["g_exhaustive"] = exhaustive(jobs)
+    return figures
+
+
+def engine(setup: Setup, requests: int, contender: Contender, seed: int) -> Mapping[str, float]:
+    """Figures of the same mix in a simulated engine, all requests at once."""
+    result = run(chat_and_code(requests, seed), contender, setup, seed, oracle=True).result
+    measured = stages(result.requests)
+    met = attained(result.requests, measured, TPOTMetric.MEAN)
+    latency_s = float(measured.e2e_s.sum())
+    return {"g": float(met.sum()) / latency_s, "attained": float(met.mean())}
+
+
+def cells(plan: Plan) -> list[Cell]:
+    """Mappings by requests, batch size and objectives; engines by requests and batch size."""
+    grid = []
+    for requests in plan.pick([4, 10], [4, 6, 10, 20, 40], [4, 6, 10, 20, 40]):
+        for most in plan.pick([2], [1, 2, 4], [1, 2, 4, 32]):
+            for tighten in (1.0, 4.0):
+                labels: dict[str, Value] = {
+                    "what": "mapping",
+                    "requests": float(requests),
+                    "batch": float(most),
+                    "objectives": "paper" if tighten == 1 else f"paper / {tighten:g}",
+                }
+                grid.append(Cell(labels, partial(mapping, requests, most, tighten)))
+    contenders = [
+        Contender("fcfs", "fcfs"),
+        Contender("annealing", "annealing"),
+        Contender("sjf", "sjf"),
+        Contender("deadline_triage", "deadline_triage"),
+    ]
+    base = SETUPS["8b"]
+    for requests in plan.pick([10], [40, 100], [40, 100, 300]):
+        for most in plan.pick([4], [4, 16], [1, 4, 16, 64]):
+            config = base.engine.model_copy(update={"max_sequences": most})
+            setup = base._replace(engine=config)
+            for contender in contenders:
+                named: dict[str, Value] = {
+                    "what": "engine",
+                    "requests": float(requests),
+                    "batch": float(most),
+                    "policy": contender.label,
+                }
+                grid.append(Cell(named, partial(engine, setup, requests, contender)))
+    return grid
+
+
+def findings(rows: Sequence[Row]) -> Findings:
+    """G and the time to decide."""
+    of_what = {str(what): own for (what,), own in grouped(rows, "what").items()}
+    mapped: list[Row] = [
+        {
+            **row,
+            "over_fcfs": float(row["g"]) / max(float(row["g_fcfs"]), 1e-12),
+            "batch size": f"{row['objectives']}, batch {row['batch']:g}",
+        }
+        for row in of_what["mapping"]
+        if float(row["g_fcfs"]) > 0
+    ]
+    compared: list[Row] = [
+        {**row, "share": float(row["g"]) / float(row["g_exhaustive"])}
+        for row in of_what["mapping"]
+        if float(row.get("g_exhaustive", 0.0)) > 0
+    ]
+    tables = [
+        pivot("G over that of FCFS", mapped, ["batch size"], "requests", "over_fcfs"),
+        pivot("Share of requests that attain", mapped, ["batch size"], "requests", "attained"),
+        pivot("The same by FCFS", mapped, ["batch size"], "requests", "attained_fcfs"),
+        pivot(
+            "Table 1: time to decide, ms",
+            mapped,
+            ["batch"],
+            "requests",
+            "decide_ms",
+            note="On a shared machine; measure with --jobs 1 on a quiet one.",
+        ),
+        pivot(
+            "G over that of an exhaustive search",
+            compared,
+            ["objectives", "batch"],
+            "requests",
+            "share",
+            4,
+            _worst(compared),
+        ),
+        pivot(
+            "In a simulated engine, all requests at once: met requests per second of latency",
+            of_what["engine"],
+            ["requests", "batch"],
+            "policy",
+            "g",
+            4,
+        ),
+        pivot(
+            "The same: attainment", of_what["engine"], ["requests", "batch"], "policy", "attained"
+        ),
+    ]
+    return Findings(tables)
+
+
+def _worst(compared: Sequence[Row]) -> str:
+    shares = [float(row["share"]) for row in compared]
+    if not shares:
+        return ""
+    exact = sum(share > 1 - 1e-9 for share in shares)
+    return f"Worst case {min(shares):.4f}; the greatest G in {exact} of {len(shares)} cases."
+
+
+EXPERIMENT = Experiment(
+    name="annealing",
+    source="002 (simulated annealing), Fig. 7 and Table 1",
+    question="How near does annealing come to the best mapping, how much does it gain over FCFS, "
+    "and how long does it take?",
+    setting={
+        "TPOT": "mapping: predicted decode time over output tokens, as in the paper; engine: mean "
+        "since the first token",
+        "Arrivals": "all at once",
+        "Objectives and priorities": "half chat (TTFT 10 s, TPOT 50 ms), half code (30 s end to "
+        "end), in random order; divided by 4 where named (TPOT stays); one priority",
+        "Latency": "mapping: the paper's Table 2 (2 V100, Qwen2.5-7B); engine: setup 8b of "
+        "benchmarks/experiments/engines.py, the policy's predictor derived from its step times",
+        "Output lengths": "known",
+    },
+    seeds=10,
+    cells=cells,
+    findings=findings,
+)

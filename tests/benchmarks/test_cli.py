@@ -1,0 +1,110 @@
+"""``sluice bench`` from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.experiments import EXPERIMENTS
+from deploy.cli import main
+from scheduling import batching, routing
+
+QUICK = ["--scale", "quick", "--seeds", "1", "--jobs", "1"]
+SMALL = "proserve_ablation"
+
+
+def test_list_names_every_experiment() -> None:
+    result = CliRunner().invoke(main, ["bench", "list"])
+    assert result.exit_code == 0, result.output
+    for name in EXPERIMENTS:
+        assert name in result.output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "names", "sizes"),
+    [
+        ("planning", batching.POLICIES, {"32", "128", "512"}),
+        ("choosing", routing.POLICIES, {"8", "64"}),
+    ],
+)
+def test_times_are_by_policy_and_size(command: str, names: list[str], sizes: set[str]) -> None:
+    result = CliRunner().invoke(
+        main, ["bench", command, "--json", "--repeats", "1", "--seeds", "1"]
+    )
+    assert result.exit_code == 0, result.output
+    times = json.loads(result.output)
+    assert list(times) == list(names)
+    for by_size in times.values():
+        assert set(by_size) == sizes
+        for row in by_size.values():
+            assert set(row) == {"median_ms", "p99_ms"}
+            assert 0 < row["median_ms"] <= row["p99_ms"]
+
+
+def test_an_experiment_prints_tables_and_writes_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["bench", SMALL, *QUICK, "--first-seed", "3", "--out", str(tmp_path)]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert "only density" in result.output
+    written = json.loads((tmp_path / f"{SMALL}.json").read_text())
+    assert {row["seed"] for row in written["rows"]} == {3}
+    assert "--first-seed 3" in written["command"]
+    assert "only density" in (tmp_path / f"{SMALL}.md").read_text()
+    assert (tmp_path / f"{SMALL}-1.png").stat().st_size > 1_000
+
+
+def test_json_alone_goes_to_standard_output() -> None:
+    result = CliRunner().invoke(main, ["bench", SMALL, *QUICK, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["policy"] for row in rows} >= {"slidebatching", "only deadline"}
+
+
+def test_missing_matplotlib_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(main, ["bench", SMALL, *QUICK, "--out", str(tmp_path)])
+    assert result.exit_code != 0
+    assert "pip install 'sluice[bench]'" in result.output
+    assert "--no-plots" in result.output
+    assert not list(tmp_path.iterdir())
+    without = [*QUICK, "--out", str(tmp_path), "--no-plots"]
+    assert CliRunner().invoke(main, ["bench", SMALL, *without]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([SMALL, "--seeds", "0"], "1<=x<=1000"),
+        ([SMALL, "--jobs", "0"], "1<=x<=256"),
+        ([SMALL, "--scale", "huge"], "'quick', 'normal', 'full'"),
+        ([SMALL, "--traces", "nowhere"], "nowhere"),
+        (["no_such"], "no_such"),
+    ],
+)
+def test_refuses_by_name(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(main, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_a_bad_trace_is_an_error_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    result = CliRunner().invoke(
+        main, ["bench", "default_policy", *QUICK, "--traces", str(tmp_path)]
+    )
+    assert result.exit_code == 1
+    assert "bad.csv" in result.output
+    assert "ContextTokens" in result.output
+
+
+def test_help_states_the_setting() -> None:
+    result = CliRunner().invoke(main, ["bench", "fairbatching_peak", "--help"])
+    assert "running maximum" in result.output.replace("\n", " ")
+    assert "load 1 is the rate" in " ".join(result.output.split())

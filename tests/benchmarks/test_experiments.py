@@ -1,0 +1,297 @@
+"""The machinery of experiments, on experiments small enough to check by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.experiments import EXPERIMENTS
+from benchmarks.experiments.base import (
+    Cell,
+    Plan,
+    Row,
+    difference,
+    grouped,
+    measured,
+    pivot,
+)
+from benchmarks.experiments.capacity import LEAST_LOAD, MOST_LOAD, greatest_loads
+from benchmarks.experiments.default_policy import DEFAULT, best_single, findings
+from benchmarks.experiments.engines import SETUPS, Contender, figures, run
+from benchmarks.experiments.estimate import Estimate
+from benchmarks.experiments.fairbatching import peaks
+from benchmarks.experiments.loads import GENERATED, Span, full_load_rate, profiled_budget, recorded
+from benchmarks.report import Chart, Point, Report, Table, markdown
+from benchmarks.workloads.arrivals import Poisson
+from benchmarks.workloads.generators import fixed
+from benchmarks.workloads.traces import TraceError
+from scheduling.objective import SLO
+from simulation.workload import Arrival, Workload
+
+QUICK = Plan("quick", (7,))
+
+
+def product(factor: float, seed: int) -> Mapping[str, float]:
+    """A figure that can be checked: in a module, so that it reaches other processes."""
+    if factor < 0:
+        raise ValueError("factor must be positive")
+    return {"product": factor * seed}
+
+
+def grid(*factors: float) -> list[Cell]:
+    return [Cell({"factor": factor}, partial(product, factor)) for factor in factors]
+
+
+class TestEstimate:
+    def test_is_a_t_interval(self) -> None:
+        # Mean 3, standard deviation sqrt(2.5), t of 4 degrees of freedom 2.776.
+        found = Estimate.of([1.0, 2.0, 3.0, 4.0, 5.0])
+        assert found.mean == 3.0
+        assert found.half_width == pytest.approx(2.776 * math.sqrt(2.5) / math.sqrt(5))
+        assert found.shown(2) == "3.00 ± 1.96"
+
+    def test_covers_the_true_mean_as_often_as_it_says(self) -> None:
+        rng = np.random.default_rng(1)
+        samples = rng.normal(5.0, 2.0, (2_000, 4))
+        found = [Estimate.of(list(sample)) for sample in samples]
+        covered = np.mean([abs(one.mean - 5.0) <= one.half_width for one in found])
+        assert 0.935 < covered < 0.965
+
+    def test_one_seed_has_no_range_and_none_has_nothing(self) -> None:
+        assert Estimate.of([0.5]).shown() == "0.500"
+        assert Estimate.of([]).shown() == "-"
+        assert Estimate.of([math.nan, 2.0]).seeds == 1
+
+
+class TestRows:
+    def test_come_in_order_with_labels_and_seed(self) -> None:
+        rows = list(measured(grid(2.0, 3.0), (1, 2), jobs=1))
+        assert [row["product"] for row in rows] == [2.0, 4.0, 3.0, 6.0]
+        assert rows[0] == {"factor": 2.0, "seed": 1, "product": 2.0}
+
+    def test_are_the_same_from_several_processes(self) -> None:
+        cells = grid(*map(float, range(9)))
+        assert list(measured(cells, (1, 2), jobs=2)) == list(measured(cells, (1, 2), jobs=1))
+
+    def test_a_failing_cell_is_named(self) -> None:
+        with pytest.raises(ValueError, match="positive") as caught:
+            list(measured(grid(-1.0), (5,), jobs=1))
+        assert any("factor -1.0, seed 5" in note for note in caught.value.__notes__)
+
+    def test_a_difference_is_paired_by_seed(self) -> None:
+        rows = list(measured(grid(2.0, 3.0), (1, 2, 3), jobs=1))
+        parts = grouped(rows, "factor")
+        found = difference(parts[(3.0,)], parts[(2.0,)], "product")
+        # 3 s - 2 s over the seeds s: 1, 2, 3.
+        assert found == Estimate.of([1.0, 2.0, 3.0])
+
+    def test_a_pivot_has_a_line_and_a_column_per_label(self) -> None:
+        rows = [
+            {"policy": policy, "load": load, "seed": 1, "x": load * 2}
+            for policy in ("a", "b")
+            for load in (0.5, 1.0)
+        ]
+        table = pivot("title", rows, ["policy"], "load", "x", 1)
+        assert table.columns == ("policy", "0.5", "1")
+        assert table.rows == [("a", "1.0", "2.0"), ("b", "1.0", "2.0")]
+
+
+class TestCapacity:
+    @given(knee=st.floats(LEAST_LOAD * 1.001, MOST_LOAD * 0.999))
+    def test_is_found_within_its_resolution(self, knee: float) -> None:
+        found = greatest_loads(lambda load: 1.0 if load <= knee else 0.0, (0.9,))[0.9]
+        assert found <= knee
+        assert found > knee / (MOST_LOAD / LEAST_LOAD) ** (2**-7) / 1.000001
+
+    def test_has_its_ends(self) -> None:
+        assert greatest_loads(lambda load: 1.0, (0.9,))[0.9] == MOST_LOAD
+        assert greatest_loads(lambda load: 0.0, (0.9,))[0.9] == 0.0
+
+    def test_a_stricter_share_has_no_more_of_it(self) -> None:
+        found = greatest_loads(lambda load: max(0.0, 1 - load / 10), (0.9, 0.98))
+        assert found[0.98] == pytest.approx(0.2, rel=0.04)
+        assert found[0.9] == pytest.approx(1.0, rel=0.04)
+
+
+class TestLoads:
+    def test_full_load_is_where_paced_steps_are_full(self) -> None:
+        setup = SETUPS["8b"]
+        slo = SLO(ttft_s=1.0, tpot_s=0.1)
+
+        def make(setup: object, rate: float, requests: int, seed: int) -> Workload:
+            return fixed(1_000, 101, Poisson(rate), requests, seed, slo)
+
+        model = setup.truth
+        work_s = model.work_s(1_000, 0) + 101 * model.work_s(1, 1_050)
+        expected = (1 - model.fixed_s / 0.1) / work_s
+        assert full_load_rate(make, setup) == pytest.approx(expected)
+
+    def test_little_kv_lowers_it(self) -> None:
+        make = GENERATED["proserve sharegpt"]
+        assert full_load_rate(make, SETUPS["8b-short"]) < full_load_rate(make, SETUPS["8b"])
+
+    def test_a_span_is_bounded(self) -> None:
+        span = Span(10.0, 5, 100)
+        assert [span.requests(rate) for rate in (0.1, 2.0, 50.0)] == [5, 20, 100]
+
+    @pytest.mark.parametrize("name", SETUPS)
+    def test_a_profiled_budget_fits_the_objective(self, name: str) -> None:
+        setup = SETUPS[name]
+        budget = profiled_budget(setup, 0.08)
+        step_s = setup.truth.fixed_s + setup.truth.work_s(budget, 0)
+        assert step_s <= 0.08 < step_s + 2 * setup.truth.work_s(1, budget)
+
+    @pytest.mark.parametrize("scaling", ["stretched", "thinned"])
+    def test_a_trace_runs_at_the_wanted_rate(self, tmp_path: Path, scaling: str) -> None:
+        lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+        lines += [f"2023-11-16 18:{i // 60:02}:{i % 60:02}.0,{100 + i % 7},20" for i in range(900)]
+        (tmp_path / "azure.csv").write_text("\n".join(lines))
+        make = recorded(tmp_path)[f"azure ({scaling})"]
+        workload = make(SETUPS["8b"], 0.5, 200, 3)
+        assert workload.rate == pytest.approx(0.5)
+        assert len(workload) == pytest.approx(200, abs=40)
+        assert "stretched" in workload.scaling
+        assert ("thinned" in workload.scaling) == (scaling == "thinned")
+        assert {arrival.slo.priority for arrival in workload.arrivals} == {1, 2}
+
+    def test_a_folder_without_traces_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(TraceError, match=r"no \.csv or \.jsonl"):
+            recorded(tmp_path)
+
+
+class TestEngineRuns:
+    def test_an_idle_engine_attains_everything(self) -> None:
+        slo = SLO(ttft_s=1.0, tpot_s=0.1)
+        arrivals = tuple(Arrival(10.0 * i, 100, 10, slo) for i in range(5))
+        for policy in ("fcfs", "deadline_triage"):
+            served = run(Workload("idle", arrivals), Contender("", policy), SETUPS["8b"], 1)
+            found = figures(served)
+            assert found["attainment_mean"] == found["attainment_window"] == found["tdg"] == 1.0
+            # One step of 100 prompt tokens: 9 ms + 100 * 80 us, with 3 % noise.
+            assert found["ttft_p50_s"] == pytest.approx(0.017, rel=0.1)
+
+    def test_a_budget_refuses_what_it_cannot_hold_and_counts_it_as_missed(self) -> None:
+        slo = SLO(ttft_s=0.5, tpot_s=0.1)
+        # Two prompts of 0.32 s each at once: only the first can be in time.
+        arrivals = (Arrival(0.0, 4_000, 5, slo), Arrival(0.0, 4_000, 5, slo))
+        contender = Contender("", "fairbatching", rejecting=True)
+        served = run(Workload("two", arrivals), contender, SETUPS["8b"], 1)
+        assert served.refused == {1}
+        found = figures(served)
+        assert found["attainment_mean"] == 0.5
+        assert found["refused"] == 0.5
+        assert found["ttft_p99_s"] < 0.5
+        assert not served.result.requests.failures
+
+
+def outcome(policy: str, seed: int, value: float, load: float = 1.0) -> Row:
+    names = ("attainment_mean", "attainment_running_max", "tdg")
+    labels: Row = {"workload": "w", "setup": "s", "load": load, "policy": policy, "seed": seed}
+    return {**labels, **dict.fromkeys(names, value), "longest_wait_s": 1.0}
+
+
+class TestDefaultPolicy:
+    def test_the_headline_counts_misses_and_cells(self) -> None:
+        rows = [
+            *(outcome(DEFAULT, seed, 0.9) for seed in (1, 2)),
+            *(outcome("edf", seed, 0.8) for seed in (1, 2)),
+            *(outcome("fcfs", seed, 0.6) for seed in (1, 2)),
+            *(outcome(DEFAULT, seed, 0.7, 2.0) for seed in (1, 2)),
+            *(outcome("edf", seed, 0.4, 2.0) for seed in (1, 2)),
+            *(outcome("fcfs", seed, 0.75, 2.0) for seed in (1, 2)),
+        ]
+        assert best_single(rows, "tdg") == "fcfs"
+        headline = findings(rows).tables[1].rows[0]
+        assert headline[1:] == (
+            "fcfs",
+            "20.00 %",
+            "32.50 %",
+            "-38 %",
+            "-5.00",
+            "-5.00",
+            "1 of 2",
+        )
+
+
+def test_a_peak_is_that_of_the_best_tuned_variant() -> None:
+    rows: list[Row] = [
+        {"policy": policy, "seed": 1, "rate": rate, "attainment_running_max": met}
+        for policy, rate, met in (
+            ("a", 1.0, 1.0),
+            ("a", 4.0, 0.5),
+            ("b", 1.0, 1.0),
+            ("b", 3.0, 0.9),
+        )
+    ]
+    assert peaks(rows, ("a",)) == {1: 2.0}
+    assert peaks(rows, ("a", "b")) == {1: pytest.approx(2.7)}
+
+
+REPORT = Report(
+    "some",
+    "a paper",
+    "Does it work?",
+    {"TPOT": "mean"},
+    "a method",
+    "sluice bench some",
+    [Table("A table", ("policy", "share"), [("edf", "0.5")], "A note.")],
+    [Chart("A chart", "x", "y", {"edf": [Point(1.0, 0.5, math.nan), Point(2.0, 0.4, 0.1)]})],
+    [{"policy": "edf", "seed": 1, "share": 0.5, "unknown": math.nan}],
+)
+
+
+class TestReport:
+    def test_json_has_every_row_and_no_number_that_json_lacks(self) -> None:
+        written = json.loads(REPORT.as_json())
+        assert written["rows"] == [{"policy": "edf", "seed": 1, "share": 0.5, "unknown": None}]
+        assert written["command"] == "sluice bench some"
+        assert written["setting"] == {"TPOT": "mean"}
+
+    def test_markdown_says_how_it_was_made(self) -> None:
+        text = REPORT.as_markdown()
+        for part in ("`sluice bench some`", "TPOT: mean", "a method", "| edf | 0.5 |", "A note."):
+            assert part in text
+        assert markdown(REPORT.tables[0])[:2] == ["| policy | share |", "|---|---|"]
+
+    def test_writes_json_markdown_and_plots(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        written = REPORT.write(tmp_path / "deep" / "er")
+        assert [path.name for path in written] == ["some.json", "some.md", "some-1.png"]
+        assert written[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_experiments_say_what_they_measure() -> None:
+    for name, experiment in EXPERIMENTS.items():
+        assert experiment.name == name
+        assert {"TPOT", "Arrivals", "Latency"} <= set(experiment.setting)
+        assert any(
+            "riorit" in words for words in (*experiment.setting, *experiment.setting.values())
+        )
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_cells_of_every_experiment_are_named_apart(name: str) -> None:
+    cells = EXPERIMENTS[name].cells(QUICK)
+    assert len({tuple(cell.labels.items()) for cell in cells}) == len(cells) > 1
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs_and_repeats_itself(name: str) -> None:
+    experiment = EXPERIMENTS[name]
+    cells = experiment.cells(QUICK)
+    rows = list(measured(cells, QUICK.seeds, jobs=1))
+    tables, _ = experiment.findings(rows)
+    assert tables
+    for table in tables:
+        assert table.rows
+        assert all(len(row) == len(table.columns) for row in table.rows)
+    (again,) = measured(cells[-1:], QUICK.seeds, jobs=1)
+    assert again == rows[-1]
