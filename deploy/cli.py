@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,8 @@ from rich.table import Table
 from benchmarks.cli import bench, simulate
 from deploy.config import SluiceConfig, load_config
 from deploy.local import StartError, StoppedError, base_url, curl_line, running, stop_signals
-from scheduling import batching, routing
-from scheduling.policy import Policy
+from deploy.policies import policies as all_policies
 
-_REGISTRIES: dict[str, Mapping[str, type[Policy]]] = {
-    "batch": batching.POLICIES,
-    "routing": routing.POLICIES,
-}
 _err = Console(stderr=True)
 
 
@@ -72,19 +66,7 @@ def serve(path: Path | None, **flags: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def policies(as_json: bool) -> None:
     """List every policy with its source and its options."""
-    listed: list[dict[str, Any]] = [
-        {
-            "kind": kind,
-            "name": policy.name,
-            "source": policy.source,
-            "options": {
-                name: {"default": field.default, "description": field.description or ""}
-                for name, field in policy.Options.model_fields.items()
-            },
-        }
-        for kind, registry in _REGISTRIES.items()
-        for policy in registry.values()
-    ]
+    listed = [policy._asdict() for policy in all_policies()]
     if as_json:
         click.echo(json.dumps(listed, indent=2, default=str))
         return

@@ -20,8 +20,11 @@ def test_policies_lists_every_policy_with_source_and_options() -> None:
     assert result.exit_code == 0, result.output
     listed = json.loads(result.output)
     names = {(entry["kind"], entry["name"]) for entry in listed}
-    assert names == {("batch", name) for name in batching.POLICIES} | {
-        ("routing", name) for name in routing.POLICIES
+    assert names == {
+        *(("batch", name) for name in batching.POLICIES),
+        *(("routing", name) for name in routing.POLICIES),
+        ("admission", "pab"),
+        ("admission", "slos_serve"),
     }
     assert all(entry["source"] for entry in listed)
     assert all(option["description"] for entry in listed for option in entry["options"].values())
