@@ -126,7 +126,7 @@ def scaled(workload: Workload, factor: float, seed: int) -> Workload:
     while len(copies) < int(factor):
         copies.append(_turned(workload, rng.random()))
     if rest := factor - int(factor):
-        copies.append(_turned(thinned(workload, rest, seed), rng.random()))
+        copies.append(thinned(_turned(workload, rng.random()), rest, seed))
     how = f"rate times {factor:g} by copies turned in time (seed {seed})"
     if workload.scaling != AS_RECORDED:
         how = f"{workload.scaling}, then {how}"
@@ -135,8 +135,8 @@ def scaled(workload: Workload, factor: float, seed: int) -> Workload:
 
 
 def _turned(workload: Workload, share: float) -> Workload:
-    """Begin at ``share`` of the time; what comes before it follows at the end."""
-    span_s = workload.duration_s
+    """Begin at ``share`` of the time; what comes before it follows at the end, a mean gap later."""
+    span_s = workload.duration_s * len(workload) / max(len(workload) - 1, 1)
     by_s = share * span_s
 
     def moved(arrival: Arrival) -> Arrival:

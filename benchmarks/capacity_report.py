@@ -262,7 +262,7 @@ class CapacityReport(_Part):
         }
         ends = (self.points[0].replicas, self.points[-1].replicas)
         lines["target"] = [Point(end, 100 * self.target, nan) for end in ends]
-        title = f"{self.traffic.name} ({self.traffic.scaling}), {self.fleet.policy}"
+        title = f"{self.fleet.policy} on {self.traffic.name}\n{self.traffic.scaling}"
         label = f"requests that meet their objectives, % (TPOT: {self.tpot_metric.value})"
         return Chart(title, "replicas", label, lines)
 

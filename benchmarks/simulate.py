@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from math import inf, isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,7 +155,7 @@ def _question(
     except (ValueError, OSError) as error:
         raise OptionError(str(error)) from error
     classes = simulate_options.classes(loaded, slos, shares)
-    if all(each.slo.columns[:3] == (float("inf"),) * 3 for each in classes):
+    if all(each.slo.columns[:3] == (inf, inf, inf) for each in classes):
         raise OptionError("no class states an objective, so any number of replicas holds them")
     model = simulate_options.latency(loaded, profile, latency)
     return Question(
@@ -169,8 +170,20 @@ def _question(
     )
 
 
+class _NumberRange(click.FloatRange):
+    """A float within bounds; click's own lets nan pass, as it is below and above nothing."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_FACTOR = click.FloatRange(0.001, 1000)
+_FACTOR = _NumberRange(0.001, 1000)
 
 
 def _traffic_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,7 +288,7 @@ def _search_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "--target",
                 default=0.95,
                 show_default=True,
-                type=click.FloatRange(0, 1, min_open=True),
+                type=_NumberRange(0, 1, min_open=True),
                 help="Share of the requests that must meet every objective.",
             ),
             click.option(
@@ -304,7 +317,7 @@ def _search_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "--time-limit",
                 default=3600.0,
                 show_default=True,
-                type=click.FloatRange(1, 7 * 86_400),
+                type=_NumberRange(1, 7 * 86_400),
                 help="Seconds after which the search is given up.",
             ),
             click.option(

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import time
+from math import inf
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from benchmarks.capacity import (
+    Fleet,
+    OutOfTimeError,
+    Run,
+    SharedClass,
+    Traffic,
+    measure,
+    measuring,
+    scaled,
+)
+from benchmarks.workloads.traces import MAX_REQUESTS
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from simulation.config import ClusterConfig, EngineConfig
+from simulation.metrics import TPOTMetric
+from simulation.workload import AS_RECORDED, Arrival, Workload
+
+CHAT = SLO(ttft_s=0.115, priority=2, service_class="chat")
+BATCH = SLO(service_class="batch")
+FLEET = Fleet(
+    LinearLatency(a=0.05, b=5e-5),
+    EngineConfig(max_sequences=1),
+    ClusterConfig(),
+    "fcfs",
+    {},
+    "round_robin",
+    {},
+)
+
+
+def even(count: int) -> Workload:
+    return Workload(
+        "even", tuple(Arrival(0.5 * i, 100 + i, 2, SLO(), "", (1, 2)) for i in range(count))
+    )
+
+
+@given(factor=st.floats(0.1, 12), count=st.integers(1, 60), seed=st.integers(0, 9))
+@example(factor=1.5, count=25, seed=0)  # The last, partial copy has a shorter span of its own.
+def test_a_scaled_rate_has_so_many_times_the_requests_in_the_same_time(
+    factor: float, count: int, seed: int
+) -> None:
+    made = scaled(even(count), factor, seed)
+    whole = int(factor)
+    assert whole * count <= len(made) <= (whole + 1) * count
+    assert made.duration_s <= even(count).duration_s + 0.5
+    assert made == scaled(even(count), factor, seed)
+    assert (made.scaling == AS_RECORDED) == (factor == 1)
+    # Every copy has every prompt once, and shares its prefix with no other copy.
+    prompts = [arrival.prompt_tokens for arrival in made.arrivals]
+    for own in range(count):
+        assert whole <= prompts.count(100 + own) <= whole + 1
+    prefixes = {arrival.block_hashes for arrival in made.arrivals}
+    assert len(prefixes) <= whole + 1
+    assert len({hashes[0] for hashes in prefixes}) == len(prefixes)
+
+
+def test_copies_do_not_arrive_together() -> None:
+    burst = Workload("burst", tuple(Arrival(when, 10, 1, SLO()) for when in (0, 0, 0, 10)))
+    times = [arrival.arrival_s for arrival in scaled(burst, 3, seed=1).arrivals]
+    assert max(times.count(when) for when in times) == 3
+    assert scaled(burst, 3, seed=1) != scaled(burst, 3, seed=2)
+
+
+def test_scaling_is_bounded() -> None:
+    with pytest.raises(ValueError, match=f"more than {MAX_REQUESTS}; take fewer"):
+        scaled(even(1_000), 1_000, 0)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A request of 0.1 s every 0.03 s."""
+    path = tmp_path / "even.csv"
+    rows = [f"2024-05-10 00:00:{0.03 * i:09.6f},1000,1" for i in range(300)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return path
+
+
+def run(trace: Path, replicas: int, seed: int = 1, stop_at_s: float = inf) -> Run:
+    shared = (SharedClass(CHAT, 3.0), SharedClass(BATCH, 1.0))
+    traffic = Traffic(trace, 200, 1.0, 1.0, shared)
+    return Run(traffic, FLEET, TPOTMetric.MEAN, replicas, seed, stop_at_s)
+
+
+def test_requests_are_drawn_into_classes_by_share(trace: Path) -> None:
+    workload = run(trace, 1).traffic.workload(3)
+    assert len(workload) == 200
+    chat = [arrival for arrival in workload.arrivals if arrival.slo == CHAT]
+    assert 120 < len(chat) < 180
+    assert {arrival.task for arrival in chat} == {"chat"}
+    assert workload == run(trace, 1).traffic.workload(3)
+    assert workload != run(trace, 1).traffic.workload(4)
+
+
+def test_a_stretched_trace_is_slower_before_it_is_scaled(trace: Path) -> None:
+    traffic = run(trace, 1).traffic._replace(stretch=2.0, rate_scale=2.0)
+    workload = traffic.workload(1)
+    assert len(workload) == 400
+    assert workload.duration_s == pytest.approx(2 * 0.03 * 199, abs=2 * 0.03)
+    assert workload.scaling == (
+        "time stretched by 2, then rate times 2 by copies turned in time (seed 1)"
+    )
+
+
+def test_a_run_is_measured_by_class(trace: Path) -> None:
+    few, enough = measure(run(trace, 3)), measure(run(trace, 4))
+    assert enough.whole["attainment"] > 0.95
+    assert few.whole["attainment"] < 0.5
+    # The batch class states no objective, so it attains whatever happens.
+    assert few.classes["batch"]["attainment"] == 1.0
+    assert few.classes["chat"]["attainment"] < 0.2
+    counted = sum(figures["requests"] for figures in few.classes.values())
+    assert counted == few.whole["requests"] == 200
+    # Four replicas have 0.12 s for each request of 0.1 s.
+    assert enough.whole["utilisation"] == pytest.approx(0.1 / 0.12, rel=0.05)
+    assert enough.whole["ttft_p50_ms"] == pytest.approx(102, rel=0.03)
+    assert enough.whole["failed"] == 0
+
+
+def test_requests_beyond_the_kv_fail_and_do_not_attain(trace: Path) -> None:
+    small = run(trace, 4)
+    fleet = FLEET._replace(engine=EngineConfig(kv_blocks=60))  # 960 tokens
+    figures = measure(small._replace(fleet=fleet))
+    assert figures.whole["failed"] == 200
+    assert figures.whole["attainment"] == 0
+
+
+def test_a_run_that_lasts_too_long_is_given_up(trace: Path) -> None:
+    with pytest.raises(OutOfTimeError):
+        measure(run(trace, 4, stop_at_s=time.monotonic()))
+
+
+def test_processes_measure_what_one_does_in_order(trace: Path) -> None:
+    runs = [run(trace, replicas, seed) for replicas, seed in ((4, 1), (3, 2))]
+    with measuring(1) as alone, measuring(2) as shared:
+        assert repr(list(shared(runs))) == repr(list(alone(runs)))
+
+
+def test_an_error_comes_out_of_a_process(trace: Path) -> None:
+    with measuring(2) as shared, pytest.raises(OutOfTimeError):
+        list(shared([run(trace, 4, stop_at_s=0.0)] * 2))

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from rich.progress import Progress
+
+from benchmarks.capacity_report import NOT_MODELLED, CapacityReport
+from benchmarks.simulate import NO_ANSWER, Question, answered
+from deploy.cli import main
+from scheduling.latency import LinearLatency
+from scheduling.latency_profile import LatencyProfile
+from tests.benchmarks.test_capacity import run as one_run
+
+ONE_EACH = ["--latency", "a=0.05,b=5e-5", "--max-sequences", "1", "--routing", "round_robin"]
+"""Replicas that take 0.1 s for each request of the trace, one at a time."""
+
+IN_TIME = ["--slo", "ttft_ms=115"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A request of 1,000 tokens every 0.03 s: three at a time are too few, four are enough."""
+    path = tmp_path / "even.csv"
+    rows = [f"2024-05-10 00:00:{0.03 * i:09.6f},1000,1" for i in range(100)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return path
+
+
+def simulate(trace: Path, *arguments: str) -> Result:
+    seeds = [] if "--seeds" in arguments else ["--seeds", "2"]
+    common = ["--policy", "fcfs", "--jobs", "1", *seeds]
+    return CliRunner().invoke(main, ["simulate", "--trace", str(trace), *common, *arguments])
+
+
+def report(trace: Path, *arguments: str) -> CapacityReport:
+    result = simulate(trace, *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return CapacityReport.model_validate_json(result.stdout)
+
+
+def test_the_answer_comes_with_the_curve_and_its_setting(trace: Path) -> None:
+    found = report(trace, *ONE_EACH, *IN_TIME)
+    assert (found.status, found.replicas, found.seeds) == ("reached", 4, (1, 2))
+    counts = [point.replicas for point in found.points]
+    assert counts == sorted(counts)
+    assert {3, 4, 5} <= set(counts)
+    attainment = {point.replicas: point.attainment.mean for point in found.points}
+    assert all((attainment[count] or 0) >= 0.95 for count in counts if count >= 4)
+    assert all((attainment[count] or 0) < 0.95 for count in counts if count < 4)
+    assert found.traffic.requests == 100
+    assert found.traffic.scaling == "as recorded"
+    assert found.fleet.latency_coefficients == (0.05, 5e-5, 0.0, 0.0)
+    assert found.not_modelled == NOT_MODELLED
+    # One seed gives no range, and a request of one token has no TPOT.
+    alone = report(trace, *ONE_EACH, *IN_TIME, "--seeds", "1").points[0]
+    assert alone.attainment.half_width is None
+    assert alone.tpot_p50_ms.mean is None
+
+
+def test_json_has_the_documented_fields_and_no_other(trace: Path) -> None:
+    printed = json.loads(simulate(trace, *ONE_EACH, *IN_TIME, "--json").stdout)
+    schema = CapacityReport.model_json_schema()
+    assert printed.keys() == schema["properties"].keys()
+    point = schema["$defs"]["CapacityPoint"]["properties"]
+    assert all(each.keys() == point.keys() for each in printed["points"])
+    assert all(each["classes"].keys() == {"class-1"} for each in printed["points"])
+
+
+def test_tables_say_what_was_asked_and_what_is_left_out(trace: Path) -> None:
+    twice = ["--slo", "name=chat,ttft_ms=115,share=3", "--slo", "name=bulk,e2e_ms=60000"]
+    result = simulate(trace, *ONE_EACH, *twice, "--rate-scale", "0.5", "--tpot-metric", "max")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "thinned to a share of 0.5",
+        "chat 75% (TTFT 115 ms, priority 1); bulk 25% (E2E 60000 ms, priority 1)",
+        "TPOT: running_max",
+        "Not modelled:",
+        "Classes with",
+        "The target of 95.00% needs",
+    ):
+        assert words in " ".join(result.stdout.split())
+
+
+def test_out_holds_the_json_and_a_plot(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "made" / "here"
+    found = report(trace, *ONE_EACH, *IN_TIME, "--out", str(folder))
+    written = CapacityReport.model_validate_json((folder / "simulate.json").read_text())
+    assert written == found
+    assert (folder / "simulate.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("most", "slo", "says"),
+    [
+        ("3", "ttft_ms=115", "is not reached with up to 3 replicas: at best"),
+        ("2", "ttft_ms=1", "is not reached with up to 2 replicas: at best 0.00"),
+    ],
+)
+def test_no_answer_is_said_and_exits_so(trace: Path, most: str, slo: str, says: str) -> None:
+    result = simulate(trace, *ONE_EACH, "--slo", slo, "--max-replicas", most)
+    assert result.exit_code == NO_ANSWER
+    assert says in result.stdout
+    as_json = simulate(trace, *ONE_EACH, "--slo", slo, "--max-replicas", most, "--json")
+    assert as_json.exit_code == NO_ANSWER
+    assert says in as_json.stderr
+    found = CapacityReport.model_validate_json(as_json.stdout)
+    assert (found.status, found.replicas) == ("not_reachable", None)
+    assert found.points[-1].replicas == int(most)
+
+
+def test_requests_that_no_replica_holds_are_named(trace: Path) -> None:
+    result = simulate(trace, *ONE_EACH, *IN_TIME, "--kv-blocks", "60", "--max-replicas", "1")
+    assert result.exit_code == NO_ANSWER
+    words = "100 requests failed there, those longer than a replica's KV of 960 tokens"
+    assert words in " ".join(result.stdout.split())
+
+
+def test_without_time_there_is_no_answer(trace: Path) -> None:
+    run = one_run(trace, 1)
+    question = Question(run.traffic, run.fleet, run.metric, 0.95, 8, (1, 2), 0.0, 1)
+    found = answered(question, Progress(disable=True))
+    assert (found.status, found.replicas, found.points) == ("out_of_time", None, ())
+    assert "time limit was reached" in found.verdict()
+
+
+def test_a_configuration_gives_classes_limits_policies_and_latency(
+    trace: Path, tmp_path: Path
+) -> None:
+    engine = {
+        "kind": "simulated",
+        "policy": "sarathi",
+        "policy_options": {"token_budget": 300},
+        "simulated": {"step_s": 0.05, "token_s": 5e-5, "context_token_s": 0, "max_sequences": 7},
+    }
+    router = {
+        "classes": {"fast": {"ttft_ms": 900}, "slow": {"e2e_ms": 20_000, "priority": 3}},
+        "default_class": "slow",
+    }
+    data: dict[str, Any] = {"engine": engine, "router": router}
+    data["controller"] = {"policy": "least_tokens"}
+    path = tmp_path / "sluice.yaml"
+    path.write_text(yaml.safe_dump(data))
+    whole = ["simulate", "--trace", str(trace), "--config", str(path), "--jobs", "1", "--json"]
+    result = CliRunner().invoke(main, [*whole, "--seeds", "1"])
+    assert result.exit_code == 0, result.output
+    found = CapacityReport.model_validate_json(result.stdout)
+    assert (found.fleet.policy, found.fleet.policy_options) == ("sarathi", {"token_budget": 300})
+    assert found.fleet.routing == "least_tokens"
+    assert found.fleet.engine.max_sequences == 7
+    assert found.fleet.latency_coefficients == (0.05, 5e-5, 0.0, 0.0)
+    assert [(each.name, each.e2e_ms, each.priority) for each in found.classes] == [
+        ("slow", 20_000, 3)
+    ]
+    both = ["--share", "fast=1", "--share", "slow=3"]
+    shared = report(trace, "--config", str(path), *both)
+    assert {each.name: each.share for each in shared.classes} == {"fast": 0.25, "slow": 0.75}
+    assert (shared.fleet.policy, shared.fleet.policy_options) == ("fcfs", {})
+
+
+def test_a_profile_of_a_replica_gives_the_latency(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(LatencyProfile.of("here", LinearLatency(0.05, 5e-5)).to_json())
+    limits = ["--max-sequences", "1", "--routing", "round_robin"]
+    assert report(trace, "--profile", str(path), *limits, *IN_TIME).replicas == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([*ONE_EACH, "--slo", "ttft=1"], "--slo: unknown name 'ttft'; known: name, ttft_ms"),
+        ([*ONE_EACH, "--slo", "ttft_ms"], "'ttft_ms' is not of the form name=value"),
+        ([*ONE_EACH, "--slo", "ttft_ms=1,ttft_ms=2"], "--slo: ttft_ms is given twice"),
+        ([*ONE_EACH, "--slo", "ttft_ms=soon"], "ttft_ms: Input should be a valid number"),
+        ([*ONE_EACH, "--slo", "ttft_ms=-5"], "greater than or equal to 0.001"),
+        ([*ONE_EACH, "--slo", "ttft_ms=nan"], "ttft_ms: Input should be"),
+        ([*ONE_EACH, "--slo", "ttft_ms=5,priority=11"], "less than or equal to 10"),
+        ([*ONE_EACH, "--slo", "ttft_ms=5,share=0"], "share must be above 0"),
+        ([*ONE_EACH, "--slo", "ttft_ms=5,share=nan"], "share must be a number from 0 to 1e+06"),
+        ([*ONE_EACH, "--slo", "ttft_ms=5,name=a b"], "class names must match"),
+        ([*ONE_EACH, "--slo", "name=a,ttft_ms=5", "--slo", "name=a"], "given twice: a"),
+        ([*ONE_EACH, "--slo", "priority=2"], "no class states an objective"),
+        ([*ONE_EACH, *["--slo", "ttft_ms=5"] * 17], "at most 16 classes, got 17"),
+        ([*ONE_EACH, *IN_TIME, "--share", "standard=1"], "with --slo say share=... in it"),
+        ([*ONE_EACH, "--share", "gold=1"], "known: interactive, standard, batch"),
+        ([*ONE_EACH, "--share", "batch=1", "--share", "batch=2"], "given twice: batch"),
+        ([*IN_TIME], "no latency is known: give --profile FILE"),
+        ([*IN_TIME, "--latency", "a=0.1"], "must be given; wrong or missing: b"),
+        ([*IN_TIME, "--latency", "a=0,b=0"], "at least one coefficient above 0"),
+        ([*IN_TIME, "--latency", "a=-1,b=0"], "a must be a number from 0 to 1000, got '-1'"),
+        ([*IN_TIME, "--latency", "a=1,b=1,k1=1"], "wrong or missing: k1"),
+        ([*IN_TIME, "--latency", "family=cubic,a=1"], "unknown family 'cubic'; known: linear"),
+        ([*ONE_EACH, *IN_TIME, "--policy-options", "{"], "--policy-options: is not JSON"),
+        ([*ONE_EACH, *IN_TIME, "--policy-options", "[1]"], "must be a JSON object"),
+        ([*ONE_EACH, *IN_TIME, "--policy-options", '{"eta": 1}'], "its options: none"),
+        ([*ONE_EACH, *IN_TIME, "--max-batch-tokens", "8"], "must be at least one block"),
+        ([*ONE_EACH, *IN_TIME, "--target", "1.5"], "1.5 is not in the range"),
+        ([*ONE_EACH, *IN_TIME, "--target", "0"], "0 is not in the range"),
+        ([*ONE_EACH, *IN_TIME, "--policy", "best"], "'best' is not one of"),
+        ([*ONE_EACH, *IN_TIME, "--requests", "1000000"], "not in the range"),
+        ([*ONE_EACH, *IN_TIME, "--rate-scale", "0.001"], "leaves no request of the trace"),
+        ([*ONE_EACH, *IN_TIME, "--rate-scale", "nan"], "'--rate-scale': 'nan' is not a number"),
+        ([*ONE_EACH, *IN_TIME, "--time-limit", "nan"], "'--time-limit': 'nan' is not a number"),
+        ([*ONE_EACH, *IN_TIME, "--stretch", "inf"], "inf is not in the range"),
+        ([*ONE_EACH, *IN_TIME, "--config", "missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(trace: Path, arguments: list[str], says: str) -> None:
+    result = simulate(trace, *arguments)
+    assert result.exit_code in (1, 2), result.output
+    assert says in " ".join(result.stderr.split())
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "notes.csv"
+    path.write_text("a,b\n1,2\n")
+    result = simulate(path, *ONE_EACH, *IN_TIME)
+    assert result.exit_code == 1
+    assert "has the columns" in result.stderr
+
+
+def test_a_file_that_is_no_profile_is_refused(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("{}")
+    result = simulate(trace, *IN_TIME, "--profile", str(path))
+    assert result.exit_code == 1
+    assert "profile.json: not a latency profile" in result.stderr
+    twice = simulate(trace, *ONE_EACH, *IN_TIME, "--profile", str(path))
+    assert "give --profile or --latency, not both" in twice.stderr

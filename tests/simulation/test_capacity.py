@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from math import exp, log2, nan
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling import batching, routing
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from simulation.capacity import MOST_REPLICAS, Search, least_busy, search
+from simulation.cluster import simulate_cluster
+from simulation.config import ClusterConfig, EngineConfig
+from simulation.metrics import TPOTMetric, attained, stages
+from simulation.truth import Truth
+from simulation.workload import Arrival, Workload
+from tests.simulation.loads import workload
+
+SERVICE = LinearLatency(a=0.05, b=5e-5)
+"""A prompt of 1,000 tokens takes 0.1 s."""
+
+counts = st.integers(1, MOST_REPLICAS)
+
+
+class Counter:
+    """Attainment by count, as given; it refuses to be asked twice."""
+
+    def __init__(self, attainment: dict[int, float], otherwise: float) -> None:
+        self._attainment = attainment
+        self._otherwise = otherwise
+        self.asked: list[int] = []
+
+    def __call__(self, replicas: int) -> float:
+        assert replicas not in self.asked
+        self.asked.append(replicas)
+        return self._attainment.get(replicas, self._otherwise)
+
+
+@given(needed=counts, start=st.integers(-3, MOST_REPLICAS + 3), most=counts)
+def test_where_attainment_grows_the_smallest_count_is_found_in_few_runs(
+    needed: int, start: int, most: int
+) -> None:
+    asked: list[int] = []
+
+    def attainment(replicas: int) -> float:
+        assert 1 <= replicas <= most
+        assert replicas not in asked
+        asked.append(replicas)
+        return 0.96 if replicas >= needed else 0.94
+
+    found = search(attainment, 0.95, start, most)
+    assert found.replicas == (needed if needed <= most else None)
+    assert list(found.attainment) == asked
+    nearest = min(max(start, 1), most)
+    assert asked[0] == nearest
+    # The gallop doubles its steps, and halving takes as many runs again.
+    assert len(asked) <= 2 * log2(1 + abs(min(needed, most) - nearest)) + log2(nearest) + 3
+
+
+@given(
+    shares=st.lists(st.one_of(st.floats(0, 1), st.just(nan)), min_size=1, max_size=40),
+    start=st.integers(1, 40),
+)
+def test_whatever_the_curve_the_answer_is_a_count_at_which_it_crosses_the_target(
+    shares: list[float], start: int
+) -> None:
+    curve = Counter(dict(enumerate(shares, 1)), 0.0)
+    found = search(curve, 0.5, start, len(shares))
+    assert found.attainment.keys() == set(curve.asked)
+    if found.replicas is None:
+        assert not found.attainment[len(shares)] >= 0.5
+    else:
+        assert found.attainment[found.replicas] >= 0.5
+        if found.replicas > 1:
+            assert not found.attainment[found.replicas - 1] >= 0.5
+
+
+def test_steps_away_from_the_start_double() -> None:
+    curve = Counter({8: 1.0, 9: 1.0, 7: 0.9}, 0.9)
+    assert search(curve, 0.95, 1, 64) == Search(8, {1: 0.9, 2: 0.9, 4: 0.9, 8: 1.0, 6: 0.9, 7: 0.9})
+    down = Counter({1: 0.9, 2: 0.9}, 1.0)
+    assert search(down, 0.95, 16, 64).replicas == 3
+    assert down.asked == [16, 14, 10, 2, 6, 4, 3]
+
+
+@pytest.mark.parametrize("target", [0.0, -0.1, 1.01, nan])
+def test_a_target_is_a_share(target: float) -> None:
+    with pytest.raises(ValueError, match="target must be above 0 and at most 1"):
+        search(lambda replicas: 1.0, target, 1, 8)
+
+
+def test_at_least_one_replica_may_be_tried() -> None:
+    with pytest.raises(ValueError, match="most must be at least 1, got 0"):
+        search(lambda replicas: 1.0, 0.9, 1, 0)
+
+
+def test_the_search_starts_at_the_engines_that_the_work_fills() -> None:
+    # Each request is a prompt of 0.05 s and one decode of 50 us more; ten of them in 0.2 s.
+    even = workload(*((0.2 * index / 9, 1_000, 2) for index in range(10)))
+    assert least_busy(even, SERVICE) == 3
+    assert least_busy(workload((5.0, 10_000, 1)), SERVICE) == 1
+    assert least_busy(Workload("none", ()), SERVICE) == 1
+
+
+def attainment_of(load: Workload, replicas: int) -> float:
+    """Of requests that are one step each and wait for one another, sent to the replicas in turn."""
+    result = simulate_cluster(
+        load,
+        lambda role: batching.make_policy("fcfs"),
+        lambda role: routing.make_policy("round_robin"),
+        Truth(SERVICE, noise=0.0),
+        engine=EngineConfig(max_sequences=1),
+        cluster=ClusterConfig(replicas=replicas, dispatch_s=0.0, report_interval_s=0.5),
+    )
+    met = attained(result.requests, stages(result.requests), TPOTMetric.MEAN)
+    return float(met.mean())
+
+
+def test_requests_at_a_steady_pace_need_as_many_replicas_as_they_last() -> None:
+    """One each 0.03 s, 0.1 s long: with four replicas none waits. With three, each waits 0.01 s
+    longer than the one before it on its replica, and only the first few are in time."""
+    slo = SLO(ttft_s=0.125)
+    load = Workload("even", tuple(Arrival(0.03 * i, 1_000, 1, slo) for i in range(120)))
+    found = search(lambda replicas: attainment_of(load, replicas), 0.95, 1, 16)
+    assert found.replicas == 4
+    assert found.attainment[4] == 1.0
+    # The k-th on a replica waits 0.01 k s, and may wait 0.025 s.
+    assert found.attainment[3] == 9 / 120
+
+
+def test_random_requests_wait_as_in_an_m_d_1_queue() -> None:
+    """In an M/D/1 queue of load ``r`` the wait is at most ``t``, shorter than a service of length
+    ``D``, with probability ``(1 - r) exp(r t / D)`` (Erlang). At load 0.5 and a wait of 0.9 D that
+    is 0.784: one replica holds 75 %, and not 82 %."""
+    slo = SLO(ttft_s=0.1 + 0.09)
+    rng = np.random.default_rng(5)
+    times = np.cumsum(rng.exponential(0.2, 8_000)).tolist()
+    load = Workload("poisson", tuple(Arrival(when, 1_000, 1, slo) for when in times))
+    curve = {replicas: attainment_of(load, replicas) for replicas in (1, 2)}
+    assert curve[1] == pytest.approx(0.5 * exp(0.45), abs=0.02)
+    assert search(curve.__getitem__, 0.75, 1, 2).replicas == 1
+    assert search(curve.__getitem__, 0.82, 1, 2).replicas == 2
