@@ -165,6 +165,7 @@ def draw(chart: Chart, path: Path) -> None:
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -174,6 +175,8 @@ def draw(chart: Chart, path: Path) -> None:
         xs, ys = [point.x for point in points], [point.y for point in points]
         axes.errorbar(xs, ys, yerr=errors, label=name, marker="o", markersize=3, capsize=2)
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
+    if all(float(point.x).is_integer() for points in chart.lines.values() for point in points):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     try:
