@@ -5,16 +5,17 @@ Run with ``python -m benchmarks.engine_vs_simulator [--windows 3] [--seconds 30]
 engine profiles itself first. Two times are no part of a step, as the scheduler measures it, and are
 measured in a load of their own before the comparison, never fitted to it:
 
-- ``request_overhead_s``: what a request costs outside the engine's steps (its way through vLLM's
-  serving layer and back), from single requests on an idle engine: time to first token minus the
-  step. The simulator has no serving layer, so it is added to its times to first token.
+- ``request_overhead_s``: a request's way through vLLM's serving layer to its first step, from
+  single requests on an idle engine, and the way back of its first token from the end of its step,
+  under load. The simulator has no serving layer, so it is added to its times to first token.
 - ``step_overhead_s``: from the end of one step to the start of the next, with a request running in
   both: the scheduler itself and the engine's queues. It is added to the fixed time of the
   simulated steps.
 
-What is left is the error of the latency model and of the simulated engine, and the machine: where
-it is slower in a window than while it was profiled, every figure of that window is. ``drift`` is
-the median of real over predicted step times, and the second simulation corrects the profile by it.
+A machine is seldom as fast under load as while it was profiled: vLLM's serving layer and whatever
+else runs there take their share. ``drift`` is the median of real over predicted step times in a
+window. The second simulation corrects the profile by the drift of the load *before* its window, as
+a replica that has served for a while does online.
 """
 
 from __future__ import annotations
@@ -63,16 +64,19 @@ _GOAL = 0.15
 
 
 class Served(NamedTuple):
-    """A request as the engine served it: when it came, and when its tokens left after that."""
+    """A request as the engine served it. ``sent_s`` is monotonic, ``arrival`` counts from the
+    window's start, ``offsets_s`` from the sending."""
 
+    name: str
     arrival: Arrival
+    sent_s: float
     offsets_s: tuple[float, ...]
 
 
 @dataclass
 class Window:
-    """One comparison. Errors are ``simulated / real - 1`` of the medians; ``corrected`` are those
-    of the simulation whose profile was corrected by ``drift``."""
+    """One comparison. Errors are ``simulated / real - 1`` of the medians; the corrected ones are
+    those of the simulation whose profile was corrected by ``drift_before``."""
 
     requests: int
     real_ttft_ms: float
@@ -83,6 +87,7 @@ class Window:
     tpot_error: float
     corrected_ttft_error: float
     corrected_tpot_error: float
+    drift_before: float
     drift: float
     load_average: float
 
@@ -102,6 +107,8 @@ def main(policy: str, windows: int, seconds: float, rate: float, seed: int, as_j
             policy=policy,
             vllm_args=VLLM_ARGS,
             batch_log=Path(directory),
+            # Empty, so that the profile is of today.
+            cache_dir=Path(directory),
             profile_budget_s=20.0,
         )
         comparison = _Comparison(config, say)
@@ -122,6 +129,7 @@ class _Comparison:
         self._steps_read = 0
         self._model: LatencyModel = LinearLatency(1.0, 1.0)
         self._noise = 0.0
+        self._drift = 1.0
         self.request_overhead_s = 0.0
         self.step_overhead_s = 0.0
 
@@ -143,8 +151,9 @@ class _Comparison:
             for number in range(windows):
                 jobs = make_jobs(seconds, rate, f"{seed}/{number}")
                 served = await self._serve(engine, jobs)
-                drift = self._drift(self._new_steps())
+                drift = self._drift_of(self._new_steps())
                 results.append(self._compare(served, info, drift, seed))
+                self._drift = drift
                 self._say(f"window {number + 1} of {windows}: {results[-1]}")
             return results
         finally:
@@ -159,15 +168,16 @@ class _Comparison:
             raise click.ClickException("the engine could not be profiled with the linear model")
         self._noise = report.mape
         self._new_steps()
-        outside = []
+        ways_in = []
         for _ in range(_SINGLES):
-            (served,) = await self._serve(engine, [Arrival(0.0, 200, 1, SLO())])
-            name = f"compared-{self._serial}"
-            inside = [s["seconds"] for s in self._new_steps() if name in {r[0] for r in s["ran"]}]
-            outside.append(served.offsets_s[0] - sum(inside))
-        self.request_overhead_s = median(outside)
-        await self._serve(engine, make_jobs(seconds, rate, f"{seed}/overhead"))
-        self.step_overhead_s = median(_gaps(self._new_steps()))
+            (single,) = await self._serve(engine, [Arrival(0.0, 200, 1, SLO())])
+            step = next(s for s in self._new_steps() if single.name in _names(s))
+            ways_in.append(step["now_s"] - single.sent_s)
+        served = await self._serve(engine, make_jobs(seconds, rate, f"{seed}/overhead"))
+        steps = self._new_steps()
+        self.request_overhead_s = median(ways_in) + median(_ways_back(served, steps))
+        self.step_overhead_s = median(_gaps(steps))
+        self._drift = self._drift_of(steps)
         self._say(
             f"{self._model!r}, mean error {report.mape:.1%}; outside steps: "
             f"{1e3 * self.request_overhead_s:.2f} ms a request, "
@@ -180,18 +190,19 @@ class _Comparison:
 
         async def one(job: Arrival) -> Served:
             await asyncio.sleep(max(0.0, started_s + job.arrival_s - time.monotonic()))
-            self._serial += 1
-            sent_s = time.monotonic() - started_s
             request = self._request(job)
+            sent_s = time.monotonic()
             async for item in engine.generate(request):
                 if isinstance(item, ResponseTail):
-                    return Served(job._replace(arrival_s=sent_s), item.token_offsets_s)
+                    arrival = job._replace(arrival_s=sent_s - started_s)
+                    return Served(request.request_id, arrival, sent_s, item.token_offsets_s)
             raise click.ClickException("a request ended without its tail")
 
         served = await asyncio.gather(*(one(job) for job in jobs))
         return sorted(served, key=lambda each: each.arrival.arrival_s)
 
     def _request(self, job: Arrival) -> EngineRequest:
+        self._serial += 1
         chance = random.Random(self._serial)
         body = {
             "model": "local",
@@ -211,7 +222,7 @@ class _Comparison:
         self._steps_read = len(lines)
         return [json.loads(line) for line in new]
 
-    def _drift(self, steps: list[dict[str, Any]]) -> float:
+    def _drift_of(self, steps: list[dict[str, Any]]) -> float:
         ratios: list[float] = []
         for step in steps:
             work = StepSample.of((new, computed) for _, new, computed in step["ran"])
@@ -224,7 +235,7 @@ class _Comparison:
         tpot_s = median((times[-1] - times[0]) / (len(times) - 1) for times in offsets)
         arrivals = tuple(each.arrival for each in served)
         plain = self._simulate(arrivals, info, 1.0, seed)
-        corrected = self._simulate(arrivals, info, drift, seed)
+        corrected = self._simulate(arrivals, info, self._drift, seed)
         return Window(
             requests=len(served),
             real_ttft_ms=round(1e3 * ttft_s, 2),
@@ -235,6 +246,7 @@ class _Comparison:
             tpot_error=round(plain[1] / tpot_s - 1, 4),
             corrected_ttft_error=round(corrected[0] / ttft_s - 1, 4),
             corrected_tpot_error=round(corrected[1] / tpot_s - 1, 4),
+            drift_before=round(self._drift, 3),
             drift=round(drift, 3),
             load_average=round(os.getloadavg()[0], 2),
         )
@@ -277,14 +289,29 @@ def make_jobs(seconds: float, rate: float, seed: str) -> list[Arrival]:
     return jobs
 
 
+def _names(step: dict[str, Any]) -> set[str]:
+    return {name for name, _, _ in step["ran"]}
+
+
 def _gaps(steps: list[dict[str, Any]]) -> list[float]:
     """Times between the end of a step and the start of the next one with the same request in it:
     the engine had work all the while."""
-    gaps = []
-    for step, after in pairwise(steps):
-        if {ran[0] for ran in step["ran"]} & {ran[0] for ran in after["ran"]}:
-            gaps.append(after["now_s"] - step["now_s"] - step["seconds"])
-    return gaps
+    return [
+        after["now_s"] - step["now_s"] - step["seconds"]
+        for step, after in pairwise(steps)
+        if _names(step) & _names(after)
+    ]
+
+
+def _ways_back(served: list[Served], steps: list[dict[str, Any]]) -> list[float]:
+    """Times from the end of the step that ends a prompt to when its first token is there."""
+    prompts = {each.name: each.arrival.prompt_tokens for each in served}
+    ended_s: dict[str, float] = {}
+    for step in steps:
+        for name, tokens, computed in step["ran"]:
+            if name in prompts and computed + tokens >= prompts[name]:
+                ended_s.setdefault(name, step["now_s"] + step["seconds"])
+    return [each.sent_s + each.offsets_s[0] - ended_s[each.name] for each in served]
 
 
 def _table(results: list[Window]) -> Table:
@@ -295,8 +322,8 @@ def _table(results: list[Window]) -> Table:
         "error",
         "TPOT ms\nreal / simulated",
         "error",
-        "drift",
-        "errors with\ndrift corrected",
+        "drift\nbefore / in it",
+        "errors with the\nprofile corrected",
         "load",
     ):
         table.add_column(heading, justify="right")
@@ -307,7 +334,7 @@ def _table(results: list[Window]) -> Table:
             f"{window.ttft_error:+.1%}",
             f"{window.real_tpot_ms:.2f} / {window.simulated_tpot_ms:.2f}",
             f"{window.tpot_error:+.1%}",
-            f"{window.drift:.2f}",
+            f"{window.drift_before:.2f} / {window.drift:.2f}",
             f"{window.corrected_ttft_error:+.1%} / {window.corrected_tpot_error:+.1%}",
             f"{window.load_average:.1f}",
         )
