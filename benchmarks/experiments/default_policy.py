@@ -15,8 +15,18 @@ from benchmarks.experiments.base import (
     estimate,
     grouped,
 )
-from benchmarks.experiments.engines import SETUPS, Contender
-from benchmarks.experiments.loads import GENERATED, LOAD_WORDS, Span, load_cells, recorded
+from benchmarks.experiments.engines import SETUPS, Contender, Setup
+from benchmarks.experiments.loads import (
+    GENERATED,
+    LOAD_WORDS,
+    SAMPLE,
+    Make,
+    Span,
+    least_tpot_s,
+    load_cells,
+    profiled_budget,
+    recorded,
+)
 from benchmarks.report import Table
 from scheduling.batching import POLICIES
 
@@ -33,9 +43,17 @@ METRICS = {
 QUICK_WORKLOADS = ("proserve sharegpt", "fairbatching azure")
 
 
-def contenders() -> list[Contender]:
+STATIC = ("sarathi", "sarathi_priority", "edf", "sjf")
+"""Policies under a static token budget, which is profiled for each workload and setup."""
+
+
+def contenders(make: Make, setup: Setup) -> list[Contender]:
     """Every registered policy with its default options, and FairBatching-PAB."""
-    listed = [Contender(name, name) for name in POLICIES]
+    budget = profiled_budget(setup, least_tpot_s(make(setup, 1.0, SAMPLE, 0)))
+    listed = [
+        Contender(name, name, {"token_budget": budget} if name in STATIC else {})
+        for name in POLICIES
+    ]
     listed.append(Contender("fairbatching_pab", "fairbatching", rejecting=True))
     return listed
 
@@ -47,16 +65,14 @@ def cells(plan: Plan) -> list[Cell]:
         makes = {name: makes[name] for name in QUICK_WORKLOADS}
     makes |= recorded(plan.traces)
     setups = plan.pick(["8b"], ["8b", "70b-short"], list(SETUPS))
-    loads = plan.pick([1.1], [0.8, 1.1, 1.5], [0.6, 0.8, 1.0, 1.2, 1.5, 2.0])
-    span = plan.pick(Span(3.0, 10, 20), Span(60.0, 150, 800), Span(180.0, 300, 4_000))
-    return [
-        cell
-        for workload, make in makes.items()
-        for setup in (SETUPS[name] for name in setups)
-        for cell in load_cells(
-            {"workload": workload, "setup": setup.name}, make, setup, loads, contenders(), span
-        )
-    ]
+    loads = plan.pick([1.1], [0.9, 1.3], [0.6, 0.8, 1.0, 1.2, 1.5, 2.0])
+    span = plan.pick(Span(3.0, 10, 20), Span(45.0, 150, 500), Span(180.0, 300, 4_000))
+    grid = []
+    for workload, make in makes.items():
+        for setup in (SETUPS[name] for name in setups):
+            labels = {"workload": workload, "setup": setup.name}
+            grid += load_cells(labels, make, setup, loads, contenders(make, setup), span)
+    return grid
 
 
 def findings(rows: Sequence[Row]) -> Findings:
@@ -197,7 +213,8 @@ EXPERIMENT = Experiment(
         "Latency": "setups of benchmarks/experiments/engines.py; 3 % noise, 5 % head-room, online "
         "correction",
         "Output lengths": "learnt per task class while running, for every policy alike",
-        "Policies": "default options; one engine",
+        "Policies": "default options; a static token budget is profiled for the least TPOT "
+        "objective; one engine",
     },
     seeds=3,
     cells=cells,

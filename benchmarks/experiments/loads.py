@@ -148,7 +148,6 @@ def full_load_rate(make: Make, setup: Setup) -> float:
     sample = make(setup, 1.0, SAMPLE, 0)
     model = setup.truth
     work_s, held_tokens = 0.0, 0.0
-    tpot_s = inf
     for arrival in sample.arrivals:
         prompts = [arrival.prompt_tokens, *(stage.prompt_tokens for stage in arrival.stages)]
         output, context = arrival.output_tokens, 0
@@ -158,12 +157,17 @@ def full_load_rate(make: Make, setup: Setup) -> float:
         middle = context + output // 2
         work_s += output * model.work_s(1, middle)
         held_tokens += output * middle
-        tpot_s = min(tpot_s, arrival.slo.tpot_s or inf)
     work_s, held_tokens = work_s / len(sample), held_tokens / len(sample)
+    tpot_s = least_tpot_s(sample)
     if tpot_s == inf:
         return 1 / work_s
     busy = (1 - min(model.fixed_s / tpot_s, 0.7)) / work_s
     return min(busy, setup.engine.kv_tokens / (held_tokens * tpot_s))
+
+
+def least_tpot_s(workload: Workload) -> float:
+    """The least TPOT objective that a request states; infinite without any."""
+    return min((arrival.slo.tpot_s or inf for arrival in workload.arrivals), default=inf)
 
 
 def measure(
@@ -216,5 +220,6 @@ def load_cells(
 
 def profiled_budget(setup: Setup, tpot_s: float) -> int:
     """Sarathi's static budget: the most tokens of a fresh prompt that a batch takes within the
-    TPOT objective; at least 64."""
-    return max(64, setup.truth.tokens_within(tpot_s - setup.truth.fixed_s, 0))
+    TPOT objective; from 64 to 2,048, vLLM's own default."""
+    tokens = setup.truth.tokens_within(tpot_s - setup.truth.fixed_s, 0) if tpot_s < inf else 2_048
+    return min(max(64, tokens), 2_048)

@@ -38,7 +38,7 @@ SETTING = {
 
 
 def _span(plan: Plan) -> Span:
-    return plan.pick(Span(3.0, 10, 20), Span(90.0, 200, 1_000), Span(300.0, 600, 5_000))
+    return plan.pick(Span(3.0, 10, 20), Span(60.0, 200, 600), Span(300.0, 600, 5_000))
 
 
 def _make(dataset: str, high: int, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
@@ -57,7 +57,7 @@ def _dataset(name: str, high: int = 2) -> Make:
 def policy_cells(plan: Plan) -> list[Cell]:
     """Data sets x setups x loads x policies."""
     datasets = plan.pick(PROSERVE_DATASETS[:1], PROSERVE_DATASETS, PROSERVE_DATASETS)
-    loads = plan.pick([1.1], [0.7, 0.9, 1.1, 1.3, 1.6], [0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2])
+    loads = plan.pick([1.1], [0.8, 1.0, 1.2, 1.5], [0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2])
     grid = []
     for dataset in datasets:
         for setup in (SETUPS["8b"], SETUPS["70b"]):

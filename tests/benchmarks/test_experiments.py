@@ -147,7 +147,8 @@ class TestLoads:
         setup = SETUPS[name]
         budget = profiled_budget(setup, 0.08)
         step_s = setup.truth.fixed_s + setup.truth.work_s(budget, 0)
-        assert step_s <= 0.08 < step_s + 2 * setup.truth.work_s(1, budget)
+        assert step_s <= 0.08
+        assert budget == 2_048 or step_s + 2 * setup.truth.work_s(1, budget) > 0.08
 
     @pytest.mark.parametrize("scaling", ["stretched", "thinned"])
     def test_a_trace_runs_at_the_wanted_rate(self, tmp_path: Path, scaling: str) -> None:
