@@ -174,7 +174,7 @@ def weight_cells(plan: Plan) -> list[Cell]:
     contenders = [SLIDE, _sarathi("sarathi_priority", setup), OURS]
     loads = plan.pick([1.3], [1.1, 1.5], [0.9, 1.1, 1.3, 1.6])
     grid = []
-    for high in plan.pick([1, 10], [1, 2, 10, 100], [1, 2, 4, 10, 32, 100]):
+    for high in plan.pick([1, 10], [1, 2, 5, 10], [1, 2, 3, 5, 7, 10]):
         labels = {"weight": float(high)}
         make = _dataset("sharegpt", high)
         grid += load_cells(labels, make, setup, loads, contenders, _span(plan))
@@ -224,7 +224,11 @@ WEIGHTS = Experiment(
     name="proserve_weights",
     source="ProServe Fig. 18",
     question="What do larger weights of the high priority change?",
-    setting={**SETTING, "Setup": "8b alone, sharegpt"},
+    setting={
+        **SETTING,
+        "Setup": "8b alone, sharegpt",
+        "Weights": "up to 10, the most that a request may state; the paper goes to 100",
+    },
     seeds=5,
     cells=weight_cells,
     findings=weight_findings,
