@@ -1,17 +1,40 @@
-"""The documents name what the code has."""
+"""The documents name what the code has, and what they tell to run runs."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
-from deploy.config import SluiceConfig
+import click
+import numpy as np
+import pytest
+import yaml
 
-ROOT = Path(__file__).parent.parent
+from deploy.cli import main
+from deploy.config import SluiceConfig
+from deploy.policies import policies
+from scheduling.batching import POLICIES, BatchPolicy
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from scheduling.request import QueueView
+from simulation.run import simulate
+from simulation.workload import Arrival, Workload
+from tests.documents import DOCUMENTS, README, ROOT, blocks, marked, rows, section, shell
+from tests.scheduling.views import ROOMY, decode, prefill
+
+DOCS = ROOT / "docs"
+LISTED = {
+    kind: {entry.name: entry for entry in policies() if entry.kind == kind}
+    for kind in ("batch", "admission", "routing")
+}
+
+BY_HAND = {"make serve", "make test", "sluice serve"}
+"""Commands that do not end, or are these tests: the README's tests start what they start."""
 
 
 def documented_metrics() -> set[str]:
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
     return set(re.findall(r"^\| `(sluice_[a-z_]+)` \|", text, flags=re.MULTILINE))
 
 
@@ -28,21 +51,206 @@ def test_every_metric_is_documented_and_none_is_invented() -> None:
     assert documented == {name.removesuffix("_total") for name in in_code}
 
 
-def test_links_lead_somewhere() -> None:
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8")):
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+def anchors(path: Path) -> set[str]:
+    """The names by which headings can be linked to, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        to = path.parent / name if name else path
+        assert to.exists(), f"{path.name} links to {target}"
+        assert not anchor or anchor in anchors(to), f"{path.name} links to {target}"
 
 
 def test_the_documented_default_classes_are_the_defaults() -> None:
-    text = (ROOT / "docs" / "slo.md").read_text(encoding="utf-8")
+    documented = rows(section(DOCS / "slo.md", "Service classes"))
+    assert set(documented) == set(SluiceConfig().router.classes)
     for name, entry in SluiceConfig().router.classes.items():
-        (row,) = re.findall(rf"^\| `{name}`.*$", text, flags=re.MULTILINE)
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
 
         def shown(value_ms: float | None) -> str:
             return "none" if value_ms is None else f"{value_ms:,.0f} ms"
 
         tiers = ", ".join(f"`{tier}`" for tier in entry.service_tiers)
         expected = [shown(entry.ttft_ms), shown(entry.tpot_ms), str(entry.priority), tiers]
-        assert cells[1:] == expected
+        assert documented[name] == expected
+
+
+# Policies.
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [
+        ("Every local policy", "batch"),
+        ("Admission", "admission"),
+        ("Routing policies", "routing"),
+    ],
+)
+def test_every_policy_has_its_row_and_none_is_invented(heading: str, kind: str) -> None:
+    assert set(rows(section(DOCS / "policies.md", heading))) == set(LISTED[kind])
+
+
+def test_the_options_that_matter_exist() -> None:
+    for name, cells in rows(section(DOCS / "policies.md", "Every local policy")).items():
+        named = set(re.findall(r"`(\w+)`", cells[2]))
+        assert named <= set(LISTED["batch"][name].options), name
+
+
+def test_the_documented_defaults_are_the_defaults() -> None:
+    config = SluiceConfig()
+    default = config.engine.policy
+    options = rows(section(DOCS / "policies.md", "Its options"))
+    section(DOCS / "policies.md", f"The default: `{default}`")
+    assert {name: cells[0].strip("`") for name, cells in options.items()} == {
+        name: str(option["default"]) for name, option in LISTED["batch"][default].options.items()
+    }
+    routing = rows(section(DOCS / "policies.md", "Routing policies"))
+    assert "the default" in routing[config.controller.policy][0]
+
+
+def example() -> type[BatchPolicy]:
+    """The policy of the document, as it stands there."""
+    (source,) = marked(DOCS / "policies.md", "run: policy")
+    names: dict[str, object] = {}
+    exec(source, names)
+    policy = names["PriorityFirst"]
+    assert isinstance(policy, type) and issubclass(policy, BatchPolicy)
+    return policy
+
+
+def test_the_example_policy_does_what_it_says() -> None:
+    queue = QueueView(
+        [
+            decode("soon", SLO(ttft_s=1.0, tpot_s=0.05)),
+            prefill("later", 100, SLO(ttft_s=2.0)),
+            prefill("first", 300, SLO(ttft_s=9.0, priority=2)),
+        ]
+    )
+    plan = example()().plan(queue, 0.5, LinearLatency(a=0.01, b=1e-4), ROOMY)
+    assert [tuple(entry) for entry in plan.entries] == [("first", 300), ("soon", 1), ("later", 100)]
+
+
+def test_the_example_policy_serves() -> None:
+    rng = np.random.default_rng(3)
+    arrivals = tuple(
+        Arrival(
+            0.02 * index, int(rng.integers(1, 3_000)), 20, SLO(ttft_s=1.0, priority=index % 3 + 1)
+        )
+        for index in range(60)
+    )
+    result = simulate(Workload("example", arrivals), example()(), LinearLatency(a=0.01, b=1e-4))
+    assert not result.requests.failures and not np.isnan(result.requests.emitted_s).any()
+    assert result.fallbacks == 0
+
+
+# Commands.
+
+
+def commands(path: Path) -> list[str]:
+    """Every command of a document, in fences or between backticks."""
+    fenced = [line for block in blocks(path) for line in block.text.splitlines()]
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+    return [
+        line.strip()
+        for line in (*fenced, *inline)
+        if re.match(r"\s*(sluice [a-z]|python -m |make [a-z])", line)
+    ]
+
+
+def options(command: click.Command) -> set[str]:
+    parameters = command.get_params(click.Context(command))
+    return {
+        name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+
+
+def check_sluice(words: list[str]) -> None:
+    command: click.Command = main
+    while isinstance(command, click.Group) and words and words[0][0] not in "-<":
+        found = command.get_command(click.Context(command), words[0])
+        assert found is not None, f"there is no command {words[0]!r}"
+        command, words = found, words[1:]
+    # Placeholders stand for a command.
+    if words and words[0].startswith("<"):
+        return
+    flags = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    assert flags <= options(command), flags - options(command)
+
+
+def check_module(words: list[str]) -> None:
+    path = ROOT.joinpath(*words[0].split(".")).with_suffix(".py")
+    source = path.read_text(encoding="utf-8")
+    assert 'if __name__ == "__main__"' in source, f"{words[0]} cannot be run"
+    for flag in (word for word in words[1:] if word.startswith("--")):
+        assert f'"{flag}"' in source, f"{words[0]} has no {flag}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_has_a_name_and_options_that_exist(path: Path) -> None:
+    for line in commands(path):
+        try:
+            words = shlex.split(line.replace("[", " ").replace("]", " "))
+            if words[0] == "make":
+                targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+                assert re.search(rf"^{words[1]}:", targets, re.MULTILINE)
+            elif words[0] == "sluice":
+                check_sluice(words[1:])
+            else:
+                check_module(words[2:])
+        except (AssertionError, OSError) as error:
+            raise AssertionError(f"{path.name}: {line}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["sluice benhc list", "sluice bench list --fast", "sluice serve --police fcfs"],
+)
+def test_the_check_sees_a_wrong_command(line: str) -> None:
+    with pytest.raises(AssertionError):
+        check_sluice(line.split()[1:])
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/policies.md", "docs/simulator.md", "docs/architecture.md"]
+)
+def test_what_a_reader_is_told_to_run_is_run(name: str) -> None:
+    for block in blocks(ROOT / name):
+        runs = re.match(r"(sluice|python|make|curl|\.|from|import) ?", block.text)
+        by_hand = any(block.text.startswith(command) for command in BY_HAND)
+        assert not runs or by_hand or block.marker.startswith("run: "), block.text
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        command
+        for path in DOCUMENTS
+        if path != README
+        for block in blocks(path)
+        if block.marker == "run: cli"
+        for command in block.text.splitlines()
+    ],
+)
+def test_the_commands_of_the_documents_work(command: str) -> None:
+    output = shell(command)
+    assert output or command.startswith("python -c")
+
+
+def test_the_examples_of_the_simulator_run() -> None:
+    alone, cluster = marked(DOCS / "simulator.md", "run: python")
+    shown = shell(f"python -c {shlex.quote(alone)}").splitlines()
+    figures = dict(line.split(": ") for line in shown)
+    assert set(figures) <= set(POLICIES)
+    # The document says that the policies differ under this load.
+    assert len(set(figures.values())) == len(figures) == 3
+    assert "moved" in shell(f"python -c {shlex.quote(cluster)}")
+
+
+def test_the_configurations_of_the_documents_are_accepted() -> None:
+    for text in marked(DOCS / "policies.md", "check: config"):
+        SluiceConfig.model_validate(yaml.safe_load(text))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shlex
 import signal
 import subprocess
@@ -17,38 +15,10 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from deploy.config import SluiceConfig
+from tests.documents import README, ROOT, marked, newcomer, shell
 from tests.e2e.conftest import free_port
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent
-
-
-def _blocks(marker: str) -> list[str]:
-    pattern = rf"<!-- {re.escape(marker)} -->\n```\w*\n(.*?)```"
-    found = re.findall(pattern, README, flags=re.DOTALL)
-    assert found, f"the README has no block marked {marker!r}"
-    return found
-
-
-def _newcomer() -> dict[str, str]:
-    """The environment without what the tests set for their own Ray."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-
-
-def _shell(command: str, timeout_s: float = 300) -> str:
-    (activate,) = _blocks("run: activate")
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", f"{activate}\n{command}"],
-        cwd=ROOT,
-        env=_newcomer(),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +28,7 @@ def served() -> Iterator[str]:
     process = subprocess.Popen(
         [BIN / "sluice", "serve", "--port", str(port)],
         cwd=ROOT,
-        env=_newcomer(),
+        env=newcomer(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -71,7 +41,7 @@ def served() -> Iterator[str]:
     assert family
     try:
         yield f"127.0.0.1:{port}"
-        assert '"choices"' in _shell(line)
+        assert '"choices"' in shell(line)
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0
@@ -82,28 +52,30 @@ def served() -> Iterator[str]:
 @pytest.mark.vllm
 @pytest.mark.ray
 def test_the_first_request_and_the_client_script_work(served: str) -> None:
-    for command in _blocks("run: curl"):
-        assert '"choices"' in _shell(command.replace("127.0.0.1:8000", served))
-    for script in _blocks("run: python"):
-        output = _shell(f"python -c {shlex.quote(script.replace('127.0.0.1:8000', served))}")
+    for command in marked(README, "run: curl"):
+        assert '"choices"' in shell(command.replace("127.0.0.1:8000", served))
+    for script in marked(README, "run: python"):
+        output = shell(f"python -c {shlex.quote(script.replace('127.0.0.1:8000', served))}")
         assert "interactive" in output.splitlines()[-1]
 
 
 def test_the_commands_work() -> None:
-    for command in _blocks("run: cli"):
-        _shell(command)
+    for block in marked(README, "run: cli"):
+        for command in block.splitlines():
+            assert shell(command)
 
 
 @pytest.mark.ray
 def test_the_benchmarks_run() -> None:
-    for command in _blocks("run: bench"):
-        _shell(command)
+    for block in marked(README, "run: bench"):
+        for command in block.splitlines():
+            assert shell(command)
 
 
 def test_the_configurations_are_accepted() -> None:
-    for text in _blocks("check: config"):
+    for text in marked(README, "check: config"):
         SluiceConfig.model_validate(yaml.safe_load(text))
-    for text in _blocks("check: serve-config"):
+    for text in marked(README, "check: serve-config"):
         schema = ServeDeploySchema.model_validate(yaml.safe_load(text))
         for application in schema.applications:
             assert application.import_path == "deploy.app:build"
