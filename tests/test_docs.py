@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -152,7 +153,8 @@ def test_the_example_policy_serves() -> None:
 
 def commands(path: Path) -> list[str]:
     """Every command of a document, in fences or between backticks."""
-    fenced = [line for block in blocks(path) for line in block.text.splitlines()]
+    texts = [block.text.replace("\\\n", " ") for block in blocks(path)]
+    fenced = [line for text in texts for line in text.splitlines()]
     text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
     return [
@@ -249,6 +251,15 @@ def test_the_examples_of_the_simulator_run() -> None:
     # The document says that the policies differ under this load.
     assert len(set(figures.values())) == len(figures) == 3
     assert "moved" in shell(f"python -c {shlex.quote(cluster)}")
+
+
+def test_the_example_of_a_search_finds_an_answer(tmp_path: Path) -> None:
+    (example, *_) = blocks(DOCS / "simulate.md")
+    command = example.text.replace("\\\n", " ").replace("--out capacity", "--json")
+    (name,) = re.findall(r"--trace (\S+)", command)
+    lines = [f"2023-11-16 18:15:{second:02d}.5,400,20" for second in range(40)]
+    (tmp_path / name).write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    assert json.loads(shell(f"cd {tmp_path}\n{command}"))["replicas"] == 1
 
 
 def test_the_configurations_of_the_documents_are_accepted() -> None:
