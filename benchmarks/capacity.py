@@ -40,6 +40,9 @@ from simulation.workload import (
 NOISE = 0.03
 """Standard deviation of the logarithm of a step's time around the profile."""
 
+MOST_TOKENS = 100_000_000
+"""Output tokens of a workload; a run keeps the time of each, 8 bytes."""
+
 LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
 
 Figures = dict[str, float]
@@ -81,7 +84,7 @@ class Traffic(NamedTuple):
 
         Raises:
             TraceError: the trace cannot be read.
-            ValueError: scaling leaves no request, or too many.
+            ValueError: scaling leaves no request or too many, or they have too many tokens.
         """
         made = _trace(self.path, self.limit)
         if self.stretch != 1:
@@ -89,6 +92,12 @@ class Traffic(NamedTuple):
         made = scaled(made, self.rate_scale, seed)
         if not len(made):
             raise ValueError(f"a rate scale of {self.rate_scale:g} leaves no request of the trace")
+        tokens = sum(arrival.output_tokens for arrival in made.arrivals)
+        if tokens > MOST_TOKENS:
+            raise ValueError(
+                f"{len(made)} requests have {tokens} output tokens, more than {MOST_TOKENS}; take "
+                "fewer requests"
+            )
         rng = random.Random(f"classes {seed}")
         slos = [each.slo for each in self.classes]
         drawn = iter(rng.choices(slos, [each.share for each in self.classes], k=len(made)))

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.capacity import (
+    MOST_TOKENS,
     Fleet,
     OutOfTimeError,
     Run,
@@ -74,6 +75,18 @@ def test_copies_do_not_arrive_together() -> None:
 def test_scaling_is_bounded() -> None:
     with pytest.raises(ValueError, match=f"more than {MAX_REQUESTS}; take fewer"):
         scaled(even(1_000), 1_000, 0)
+
+
+def test_the_tokens_of_a_workload_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    rows = [f"2024-05-10 00:00:{i:02},10,10000000" for i in range(11)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    traffic = Traffic(path, 11, 1.0, 1.0, (SharedClass(CHAT, 1.0),))
+    with pytest.raises(
+        ValueError, match=f"11 requests have 110000000 output tokens, more than {MOST_TOKENS}"
+    ):
+        traffic.workload(1)
+    assert len(traffic._replace(limit=10).workload(1)) == 10
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import yaml
 from click.testing import CliRunner, Result
 from rich.progress import Progress
 
-from benchmarks.capacity_report import NOT_MODELLED, CapacityReport
+from benchmarks.capacity_report import NOT_MODELLED, CapacityReport, Range
 from benchmarks.simulate import NO_ANSWER, Question, answered
 from deploy.cli import main
 from scheduling.latency import LinearLatency
@@ -119,6 +119,16 @@ def test_requests_that_no_replica_holds_are_named(trace: Path) -> None:
     assert result.exit_code == NO_ANSWER
     words = "100 requests failed there, those longer than a replica's KV of 960 tokens"
     assert words in " ".join(result.stdout.split())
+
+
+def test_an_answer_that_the_seeds_do_not_settle_says_so(trace: Path) -> None:
+    found = report(trace, *ONE_EACH, *IN_TIME)
+    assert "below the target" not in found.verdict()
+    unsure = Range(mean=0.955, half_width=0.02)
+    points = [point.model_copy(update={"attainment": unsure}) for point in found.points]
+    assert "The range reaches below the target" in (
+        found.model_copy(update={"points": tuple(points)}).verdict()
+    )
 
 
 def test_without_time_there_is_no_answer(trace: Path) -> None:

@@ -85,6 +85,10 @@ def test_steps_away_from_the_start_double() -> None:
     assert down.asked == [16, 14, 10, 2, 6, 4, 3]
 
 
+def test_exactly_the_target_is_enough() -> None:
+    assert search(Counter({1: 0.9, 2: 0.95}, 1.0), 0.95, 4, 8).replicas == 2
+
+
 @pytest.mark.parametrize("target", [0.0, -0.1, 1.01, nan])
 def test_a_target_is_a_share(target: float) -> None:
     with pytest.raises(ValueError, match="target must be above 0 and at most 1"):
