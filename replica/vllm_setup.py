@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llvmlite.binding import ffi  # type: ignore[import-untyped]
+
 from replica.vllm_args import SchedulerSettings
 
 RESERVED_ARGUMENTS = frozenset(
@@ -60,6 +62,20 @@ def prepare_environment(model: str, one_thread: bool) -> None:
             os.environ["OMP_NUM_THREADS"] = "1"
         # Without it vLLM puts the model into one more process, behind one more queue.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    survive_module_scan()
+
+
+def survive_module_scan() -> None:
+    """Have vLLM's scan of all loaded modules pass over numba's. Call it before an engine starts in
+    a process that has loaded compiled policies.
+
+    vLLM 0.32 on CPUs looks for ``__dict__`` at everything in every module and takes what it finds
+    for a dictionary. llvmlite's library handle claims to have every attribute, and answers with a C
+    function: so it gets a dictionary under that name.
+    """
+    functions = getattr(ffi.lib, "_fntab", None)
+    if isinstance(functions, dict):
+        functions.setdefault("__dict__", {})
 
 
 def parse_arguments(

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from llvmlite.binding import ffi  # type: ignore[import-untyped]
 from numba import njit
 from numpy.typing import NDArray
 
@@ -58,12 +57,6 @@ DECODE_CONTEXT = 7
 COEFFICIENTS = 8
 
 logger = logging.getLogger(__name__)
-
-# llvmlite's library handle claims to have every attribute, and gives a C function for it. vLLM 0.32
-# on CPUs asks everything in every module for its ``__dict__`` when an engine starts, and trips.
-_functions = getattr(ffi.lib, "_fntab", None)
-if isinstance(_functions, dict):
-    _functions.setdefault("__dict__", {})
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -43,8 +43,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 """Per package, the modules of ours that it may import, with all that is below them."""
 
-SCHEDULING_LIBRARIES = sys.stdlib_module_names | {"numpy", "pydantic", "numba", "llvmlite"}
-"""The only other imports of ``scheduling``, which must run anywhere; llvmlite comes with numba."""
+SCHEDULING_LIBRARIES = sys.stdlib_module_names | {"numpy", "pydantic", "numba"}
+"""The only other imports of ``scheduling``, which must run anywhere."""
 
 
 def imported(module: str, source: str, is_package: bool) -> list[tuple[int, str]]:

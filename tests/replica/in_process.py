@@ -21,6 +21,7 @@ os.environ.update(
 
 from replica.state_table import StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
+from replica.vllm_setup import survive_module_scan
 from scheduling.batching import make_policy
 from scheduling.objective import SLO
 
@@ -48,6 +49,7 @@ class InProcess:
     ) -> None:
         from vllm import LLM
 
+        survive_module_scan()
         self.table: StateTable | None = None
         self._log = directory / "batches.jsonl"
         if policy is not None:
