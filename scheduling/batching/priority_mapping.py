@@ -6,9 +6,12 @@ mapping with the greatest ``G = met requests / sum of end-to-end latencies`` (Eq
 attainment over mean latency. All times are seconds.
 """
 
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
 from __future__ import annotations
 
-from math import floor, inf, log
+from math import floor, inf, isnan, log
 from typing import NamedTuple
 
 import numpy as np
@@ -135,38 +138,58 @@ def predict(
         expected_tokens: output length of a request of which nothing is known.
         decoding: so many of the batch decode already and take no part in a prefill.
     """
-    column = table.T[:, :, np.newaxis]
-    batch = np.arange(1, most + 1, dtype=np.float64)
-    prefill_of, decode_of = model.coefficients
-    expected = np.where(
-        np.isnan(column[kernels.EXPECTED]), expected_tokens, column[kernels.EXPECTED]
+    return Times(
+        *times_of(table, model.coefficients, now_s, most, float(expected_tokens), decoding)
     )
-    emitted, pending, arrival_s = (
-        column[field] for field in (kernels.EMITTED, kernels.PENDING, kernels.ARRIVAL)
+
+
+@kernels.compiled
+def times_of(
+    table: Floats,
+    coefficients: Floats,
+    now_s: float,
+    most: int,
+    expected_tokens: float,
+    decoding: int,
+) -> tuple[Floats, Floats]:
+    """The compiled side of :func:`predict`: both arrays of its result."""
+    exec_s = np.empty((table.shape[0], most))
+    latest_s = np.empty((table.shape[0], most))
+    for index in range(table.shape[0]):
+        row = table[index]
+        emitted, pending, tpot_s = row[kernels.EMITTED], row[kernels.PENDING], row[kernels.TPOT]
+        expected = row[kernels.EXPECTED]
+        left = max((expected_tokens if isnan(expected) else expected) - emitted, 1.0)
+        context = row[kernels.COMPUTED] + pending + (left + 1.0) / 2.0
+        first_due_s = row[kernels.ARRIVAL] + row[kernels.TTFT]
+        end_s = row[kernels.ARRIVAL] + row[kernels.E2E]
+        first_s = row[kernels.FIRST_TOKEN]
+        for place in range(most):
+            prefill_s = 0.0
+            if emitted == 0.0 or pending > 1.0:
+                joining = max(place + 1.0 - decoding, 0.0)
+                prefill_s = interaction_s(coefficients[0], joining, pending)
+            decode_s = left * interaction_s(coefficients[1], place + 1.0, context)
+            seconds = prefill_s + decode_s
+            if emitted == 0.0:
+                until_s = first_due_s - prefill_s
+                missed = decode_s > left * tpot_s
+            elif isnan(first_s):
+                until_s, missed = inf, False
+            else:
+                until_s = first_s + (emitted + left - 1.0) * tpot_s - seconds
+                missed = first_s > first_due_s
+            exec_s[index, place] = seconds
+            latest_s[index, place] = -inf if missed else min(until_s, end_s - seconds) - now_s
+    return exec_s, latest_s
+
+
+@kernels.compiled
+def interaction_s(coefficients: Floats, batch: float, length: float) -> float:
+    """:meth:`~scheduling.latency_request.Interaction.seconds` of ``float64[4]`` coefficients."""
+    return (coefficients[0] * length + coefficients[1]) * batch + (
+        coefficients[2] * length + coefficients[3]
     )
-    left = np.maximum(expected - emitted, 1.0)
-    context = column[kernels.COMPUTED] + pending + (left + 1) / 2
-    prefill_s = _interaction(prefill_of, np.maximum(batch - decoding, 0.0), pending)
-    prefill_s *= kernels.is_prefill(table)[:, np.newaxis]
-    decode_s = left * _interaction(decode_of, batch, context)
-    exec_s = prefill_s + decode_s
-
-    begun = emitted > 0
-    first_due_s = arrival_s + column[kernels.TTFT]
-    first_s = column[kernels.FIRST_TOKEN]
-    last_due_s = first_s + (emitted + left - 1) * column[kernels.TPOT]
-    # fmin passes over the unknown first token of a request that has none.
-    until_s = np.where(begun, np.fmin(last_due_s, inf) - exec_s, first_due_s - prefill_s)
-    missed = np.where(begun, first_s > first_due_s, decode_s > left * column[kernels.TPOT])
-    latest_s = np.minimum(until_s, arrival_s + column[kernels.E2E] - exec_s) - now_s
-    latest_s[missed] = -inf
-    return Times(exec_s, latest_s)
-
-
-def _interaction(coefficients: Floats, batch: Floats, length: Floats) -> Floats:
-    both, by_batch, by_length, fixed_s = coefficients
-    seconds: Floats = (both * length + by_batch) * batch + (by_length * length + fixed_s)
-    return seconds
 
 
 def anneal(jobs: Jobs, schedule: Schedule) -> Mapping:

@@ -34,7 +34,8 @@ _BUDGETS = (
 
 
 def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
-    """Plan toy queues by the batch policy called ``name``: prefills, decodes and both, with and without objectives, on time and late, with ample and with scarce KV blocks.
+    """Plan toy queues by the batch policy called ``name``: prefills, decodes and both, with and
+    without objectives, on time and late, with ample and with scarce KV blocks.
 
     Raises:
         ValueError: no such policy, or wrong options.
