@@ -130,3 +130,46 @@ def test_no_block_and_no_token_is_lost(
             assert not np.isnan(times).any()
             needed += requests.whole_tokens(key) - 1
     assert engine.done_tokens + engine.hit_tokens == needed + engine.lost_tokens
+
+
+class Pool:
+    """vLLM's free queue of KV blocks, in plain Python, for requests that run one after another: the
+    head is taken first, and blocks come back from the end of a request to its beginning, those
+    without a hash to the head and the others to the tail."""
+
+    def __init__(self, blocks: int) -> None:
+        self._free: list[int | None] = [None] * blocks
+
+    def run(self, arrival: Arrival) -> int:
+        """Run one request; return the tokens that were cached."""
+        whole = arrival.prompt_tokens // HASHED
+        prefix = arrival.block_hashes[:whole]
+        hits = 0
+        while hits < min(len(prefix), (arrival.prompt_tokens - 1) // HASHED):
+            if prefix[hits] not in self._free:
+                break
+            self._free.remove(prefix[hits])
+            hits += 1
+        # The last token that leaves has no KV.
+        blocks = -(-(arrival.prompt_tokens + arrival.output_tokens - 1) // HASHED)
+        del self._free[: blocks - hits]
+        self._free[:0] = [None] * (blocks - len(prefix))
+        self._free.extend(reversed(prefix))
+        return hits * HASHED
+
+
+@settings(max_examples=100)
+@given(load=families(), kv_blocks=st.integers(12, 24), tokens=st.integers(32, 300))
+def test_requests_in_turn_find_what_vllms_queue_of_free_blocks_would_keep(
+    load: Workload, kv_blocks: int, tokens: int
+) -> None:
+    config = EngineConfig(kv_blocks=kv_blocks, block_tokens=HASHED, max_batch_tokens=tokens)
+    pool, expected = Pool(kv_blocks), 0
+    in_turn = []
+    for index, arrival in enumerate(load.arrivals):
+        # Of a prompt that ends with its last block, vLLM keeps a second copy of that.
+        prompt = arrival.prompt_tokens + (arrival.prompt_tokens % HASHED == 0)
+        in_turn.append(arrival._replace(arrival_s=10.0 * index, prompt_tokens=prompt))
+        expected += pool.run(in_turn[-1])
+    load = Workload("in turn", tuple(in_turn), block_tokens=HASHED)
+    assert simulate(load, make_policy("fcfs"), EXACT, config=config).hit_tokens == expected
