@@ -19,6 +19,7 @@ from scheduling.batching.triage_rows import (
     capacity_s,
     fit_beside,
     hold_ends,
+    mean_prompt_s,
     worth,
 )
 from scheduling.kernels import (
@@ -32,6 +33,7 @@ from scheduling.kernels import (
     PRIORITY,
     RUNNING,
     TPOT,
+    TTFT,
     Floats,
     Ints,
     by_deadline,
@@ -49,6 +51,17 @@ Mask = NDArray[np.bool_]
 GROWTH_TOKENS = 4
 """KV room per running sequence that admission leaves free. Without any, running sequences outgrow
 the pool and preempt each other; more only leaves KV unused."""
+
+TTFT_SHARE = 0.25
+"""A batch takes no longer than this share of the least TTFT in the queue, as a request that comes
+while it runs waits for its end."""
+
+LEAST_STEPS = 8
+"""But it may take as long as this many empty steps, as shorter ones would mostly be overhead, and
+as the least pace of the decodes."""
+
+STANDBY_PROMPTS = 2.0
+"""The tail begins no answer unless this many mean prompts could be prefilled in a mean TTFT."""
 
 LONGEST_TAIL_STEPS = 20
 """With no decode to wait for, a tail's batch may take as long as this many empty steps: long enough
@@ -135,13 +148,15 @@ class DeadlineTriage(BatchPolicy):
        are shed. It is decided anew in each batch, so a shed request is kept again once it can be
        held.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline,
-       where the batch ends before the first of them that it completes is due; the other decodes;
-       the tail. While the kept prefills can be held beside all decodes, or blocks or sequences are
-       short, all decodes come first: leaving one out then wins nothing and holds its memory longer.
+       where the batch ends before the first of them that it completes is due, and soon enough for
+       a request that comes in the meantime; the other decodes; the tail. While the kept prefills
+       can be held beside all decodes, or blocks or sequences are short, all decodes come first:
+       leaving one out then wins nothing and holds its memory longer.
     4. *Tail*: shed prefills, most worth first: priority times the share of the output that can
        still be on time (a late first token is caught up with at twice the pace of its TPOT), over
-       work. They get 0.1 to 0.8 of the least TPOT in a batch, the less the more is backed up, and
-       leave a share of blocks and sequences free.
+       work. They get 0.1 to 0.8 of the least TPOT in a batch, the less the more is backed up, leave
+       a share of blocks and sequences free, and begin only while the answers that run leave room
+       for new prompts.
     5. *Ageing*: a request that is shed and older than ``patience_s`` has ``aged_share`` of each
        batch's time, in order of arrival. With ``W`` seconds of work of aged requests before it and
        of its own, it gets its first token at most ``patience_s + W / aged_share`` after its
@@ -214,6 +229,8 @@ class DeadlineTriage(BatchPolicy):
             calm = not len(kept) and not decodes.live.any()
             tail_s = self._tail_s(work_s[shed], decodes, calm, left_s, latency)
             tail = self._tail(batch, table, shed, left_s, work_s)
+            if len(decodes.rows) and not _has_standby(table, decodes, latency):
+                tail = tail[running[tail]]
             batch.take(tail, min(until_s, batch.cost_s + tail_s))
         if batch.empty:
             batch.spare(0)
@@ -276,7 +293,7 @@ class DeadlineTriage(BatchPolicy):
             decodes.first_s,
             decodes.least_pace_s,
         )
-        kept = keep(work_s[due], table[due, PRIORITY], self._usable * until_s)
+        kept = keep(work_s[due], table[due, PRIORITY], until_s)
         return due[kept], np.concatenate((due[~kept], prefills[len(due) :]))
 
     def _until_s(
@@ -290,7 +307,10 @@ class DeadlineTriage(BatchPolicy):
         latency: LatencyModel,
     ) -> float:
         """When the batch must end, seconds from now; the decodes in need are in it already."""
-        until_s = decodes.budget_s
+        longest_s = max(TTFT_SHARE * float(table[:, TTFT].min()), LEAST_STEPS * latency.fixed_s)
+        if decodes.least_pace_s < inf:
+            longest_s = max(longest_s, decodes.least_pace_s)
+        until_s = min(decodes.budget_s, longest_s)
         if not len(kept):
             return until_s
         if until_s < inf:
@@ -400,6 +420,25 @@ def _admissible(
     if float(blocks.sum()) > room:
         kept = kept[keep(blocks, table[kept, PRIORITY], np.full(len(kept), float(room)))]
     return kept
+
+
+def _has_standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> bool:
+    """Whether prompts like those of the queue could still be held beside the decodes: each answer
+    of the tail that begins takes time from every prefill that comes while it lasts."""
+    stated_s = table[:, TTFT]
+    stated_s = stated_s[stated_s < inf]
+    if not len(stated_s):
+        return True
+    room_s = capacity_s(
+        np.array([stated_s.mean()]),
+        decodes.left_s,
+        decodes.pace_s,
+        decodes.work_s,
+        latency.fixed_s,
+        decodes.first_s,
+        decodes.least_pace_s,
+    )
+    return bool(room_s[0] >= STANDBY_PROMPTS * mean_prompt_s(table, latency.pieces))
 
 
 def _take_urgent(batch: BatchBuilder, decodes: _Decodes, urgent: int, prefills: bool) -> None:

@@ -18,10 +18,12 @@ from scheduling.kernels import (
     KV_BLOCKS,
     PENDING,
     PRIORITY,
+    PROMPT,
     TPOT,
     Floats,
     Ints,
     compiled,
+    most_work_s,
 )
 
 UNKNOWN_OUTPUT_TOKENS = 256.0
@@ -135,3 +137,12 @@ def hold_ends(table: Floats, due_s: Floats, pace_s: float) -> None:
         after = max(0.0, expected_tokens(table[row]) - table[row, EMITTED] - 1.0)
         end_s = table[row, ARRIVAL] + table[row, E2E]
         due_s[row] = min(due_s[row], end_s - after * pace_s)
+
+
+@compiled
+def mean_prompt_s(table: Floats, pieces: Floats) -> float:
+    """Mean work of the whole prompts of all rows, seconds. ``O(requests)``."""
+    total_s = 0.0
+    for row in range(table.shape[0]):
+        total_s += most_work_s(pieces, table[row, PROMPT], 0.0)
+    return total_s / table.shape[0]

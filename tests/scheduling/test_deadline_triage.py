@@ -23,10 +23,9 @@ def planned(*requests: RequestView, now_s: float = 0.0) -> dict[str, int]:
 
 def test_two_short_prompts_are_kept_and_the_long_one_that_would_cost_both_is_shed() -> None:
     slo = SLO(ttft_s=0.3)
-    entries = plan(
-        prefill("long", 250, slo), prefill("a", 120, slo), prefill("b", 130, slo)
-    ).entries
-    assert entries[:2] == (("a", 120), ("b", 130))
+    entries = planned(prefill("long", 250, slo), prefill("a", 120, slo), prefill("b", 130, slo))
+    # Batches of 80 ms, so that a new request need not wait long.
+    assert entries == {"a": 70}
 
 
 def test_priority_outweighs_length() -> None:
@@ -46,12 +45,24 @@ def test_a_late_decode_does_not_shrink_the_time_budget() -> None:
 
 
 def test_the_batch_ends_before_the_first_prefill_that_it_completes_is_due() -> None:
-    urgent, next_one = SLO(ttft_s=0.200), SLO(ttft_s=2.0)
-    # 10 + 100 ms complete the first one; 90 ms are left until it is due.
-    assert planned(prefill("urgent", 100, urgent), prefill("next", 600, next_one)) == {
-        "urgent": 100,
-        "next": 90,
-    }
+    urgent = prefill("urgent", 100, SLO(ttft_s=1.0), arrival_s=-0.8)
+    # 10 + 100 ms complete the first one; 90 ms more are left until it is due.
+    assert planned(urgent, prefill("next", 600, SLO(ttft_s=2.0))) == {"urgent": 100, "next": 90}
+
+
+def test_a_batch_is_short_enough_for_those_that_come_while_it_runs() -> None:
+    # A quarter of the least TTFT, though nothing here is due for a long time.
+    calm, strict = prefill("calm", 5_000, SLO(ttft_s=60.0)), SLO(ttft_s=2.0)
+    assert planned(calm, decode("answer", strict)) == {"answer": 1, "calm": 489}
+
+
+def test_the_tail_begins_no_answer_that_would_take_the_room_of_new_prompts() -> None:
+    slo, late = SLO(ttft_s=0.5, tpot_s=0.1), prefill("late", 100, SLO(ttft_s=0.1), arrival_s=8.0)
+    answers = [
+        decode(f"d{i}", slo, context=100, arrival_s=9.8, first_token_s=10.0) for i in range(60)
+    ]
+    assert "late" in planned(*answers[:5], late, now_s=10.0)
+    assert "late" not in planned(*answers, late, now_s=10.0)
 
 
 def test_a_decode_with_slack_waits_only_where_that_holds_a_prefill() -> None:
@@ -62,7 +73,7 @@ def test_a_decode_with_slack_waits_only_where_that_holds_a_prefill() -> None:
     assert list(planned(near, far, calm, now_s=10.0)) == ["near", "far", "calm"]
     # 370 ms are left for 350 tokens: enough if decodes wait, not with two in each of four batches.
     pressed = prefill("pressed", 350, SLO(ttft_s=0.47), arrival_s=9.9)
-    assert list(planned(near, far, pressed, now_s=10.0)) == ["near", "pressed", "far"]
+    assert list(planned(near, far, pressed, now_s=10.0)) == ["near", "pressed"]
 
 
 def test_the_shed_share_the_rest_of_the_batch_by_worth_per_work() -> None:
