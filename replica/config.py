@@ -47,7 +47,7 @@ class EngineConfig(BaseModel):
         default=None, description="Name that requests use; default: the model's."
     )
     policy: str = Field(
-        default="slidebatching", description="Local batch policy, see `sluice policies`."
+        default="deadline_triage", description="Local batch policy, see `sluice policies`."
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the batch policy."
