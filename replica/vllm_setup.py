@@ -62,12 +62,11 @@ def prepare_environment(model: str, one_thread: bool) -> None:
             os.environ["OMP_NUM_THREADS"] = "1"
         # Without it vLLM puts the model into one more process, behind one more queue.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    survive_module_scan()
 
 
 def survive_module_scan() -> None:
-    """Have vLLM's scan of all loaded modules pass over numba's. Call it before an engine starts in
-    a process that has loaded compiled policies.
+    """Have vLLM's scan of all loaded modules pass over numba's. It must be called before an engine
+    starts in a process that has loaded compiled policies; importing this module does.
 
     vLLM 0.32 on CPUs looks for ``__dict__`` at everything in every module and takes what it finds
     for a dictionary. llvmlite's library handle claims to have every attribute, and answers with a C
@@ -76,6 +75,11 @@ def survive_module_scan() -> None:
     functions = getattr(ffi.lib, "_fntab", None)
     if isinstance(functions, dict):
         functions.setdefault("__dict__", {})
+
+
+# An engine's process first imports the main module of the one that started it, with compiled
+# policies perhaps; nothing else of ours runs there before the scan.
+survive_module_scan()
 
 
 def parse_arguments(
