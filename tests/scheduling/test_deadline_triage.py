@@ -59,7 +59,7 @@ def test_a_batch_is_short_enough_for_those_that_come_while_it_runs() -> None:
 def test_the_tail_begins_no_answer_that_would_take_the_room_of_new_prompts() -> None:
     slo, late = SLO(ttft_s=0.5, tpot_s=0.1), prefill("late", 100, SLO(ttft_s=0.1), arrival_s=8.0)
     answers = [
-        decode(f"d{i}", slo, context=100, arrival_s=9.8, first_token_s=10.0) for i in range(60)
+        decode(f"d{i}", slo, context=100, arrival_s=9.8, first_token_s=10.0) for i in range(75)
     ]
     assert "late" in planned(*answers[:5], late, now_s=10.0)
     assert "late" not in planned(*answers, late, now_s=10.0)
