@@ -10,6 +10,7 @@ Poisson process, ``arrivals`` takes another one, such as ``partial(Recorded, tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.workloads.arrivals import AtOnce, MakeArrivals, OnOff, Poisson
@@ -134,8 +135,10 @@ def slos_serve(
     "Azure-Coding". Our reading of Table 4: its tool row describes one of the prefill-decode pairs.
 
     Args:
-        scenario: one of :data:`SLOS_SERVE_SCENARIOS`; "mixed" is a third each of chatbot, coder
-            and summarizer, the paper states no shares.
+        scenario: one of :data:`SLOS_SERVE_SCENARIOS`; "mixed" is chatbot, coder and summarizer
+            side by side, each by its own process at a third of the rate; the paper states no
+            shares. So about a third of the requests are of each, more or fewer of the coder's by
+            how its bursts fall.
         rate: mean requests per second.
         requests: how many.
         seed: of everything drawn.
@@ -149,15 +152,13 @@ def slos_serve(
     """
     _check_known(scenario, SLOS_SERVE_SCENARIOS, "scenario")
     if scenario == "mixed":
-        parts = ("chatbot", "coder", "summarizer")
-        counts = [requests // 3 + (index < requests % 3) for index in range(3)]
-        return merged(
-            "slos-serve mixed",
-            [
-                slos_serve(part, rate / 3, count, seed * 3 + index, zero_load_s, floor_s, arrivals)
-                for index, (part, count) in enumerate(zip(parts, counts, strict=True))
-            ],
-        )
+        # The first of three streams that are each long enough, so that none ends before the others.
+        streams = [
+            slos_serve(part, rate / 3, requests, seed * 3 + index, zero_load_s, floor_s, arrivals)
+            for index, part in enumerate(("chatbot", "coder", "summarizer"))
+        ]
+        mixed = merged("slos-serve mixed", streams)
+        return replace(mixed, arrivals=mixed.arrivals[:requests])
     bursty = scenario in ("coder", "tools")
     process = (arrivals or (OnOff if bursty else Poisson))(rate)
     task = _slos_serve_task(scenario, zero_load_s, floor_s)

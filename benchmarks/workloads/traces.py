@@ -138,7 +138,8 @@ def load(path: str | Path, slo: SLO | None = None, limit: int = MAX_REQUESTS) ->
 
     Raises:
         TraceError: the file cannot be opened, is empty, has other columns, a value that cannot be
-            read, a time before the one above it, or no request that can be run.
+            read, a time before the one above it, hashes of blocks of another size, or no request
+            that can be run.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
@@ -179,7 +180,9 @@ def _load(file: Path, stream: IO[str], slo: SLO, limit: int) -> Workload:
         if not arrivals:
             start_s = at_s
         task = entry.text(layout.task) if layout.task else ""
-        hashes = entry.hashes(layout.hashes, interned) if layout.hashes else ()
+        hashes: tuple[int, ...] = ()
+        if layout.hashes:
+            hashes = entry.hashes(layout.hashes, -(-prompt // layout.block_tokens), interned)
         arrivals.append(Arrival(at_s - start_s, prompt, output, slo, task, hashes))
     if layout is None:
         raise TraceError(f"{file}: has no requests")
@@ -308,10 +311,15 @@ class _Entry:
             raise self.error(column, "a text of 64 characters at most")
         return value
 
-    def hashes(self, column: str, interned: dict[int, int]) -> tuple[int, ...]:
+    def hashes(self, column: str, blocks: int, interned: dict[int, int]) -> tuple[int, ...]:
         value = self.record.get(column)
         if not isinstance(value, list) or any(type(block) is not int for block in value):
             raise self.error(column, "a list of whole numbers")
+        if len(value) != blocks:
+            # Hashes of blocks of another size would be read as other prefixes.
+            raise self.error(
+                column, f"one number for each block of the prompt, {blocks} and not {len(value)}"
+            )
         return tuple(interned.setdefault(block, block) for block in value)
 
 

@@ -205,13 +205,19 @@ def test_tool_loops_have_the_printed_rounds_and_lengths() -> None:
         assert answer.slo.tpot_s == 0.1
 
 
-def test_the_mixed_scenario_has_three_equal_parts() -> None:
-    workload = settings.slos_serve("mixed", 3.0, 3001, 4, zero_load_s)
-    assert Counter(arrival.task for arrival in workload.arrivals) == {
-        "chatbot": 1001,
-        "coder": 1000,
-        "summarizer": 1000,
-    }
+def test_the_mixed_scenario_has_three_parts_from_its_begin_to_its_end() -> None:
+    even = settings.slos_serve("mixed", 3.0, 6000, 4, zero_load_s, arrivals=Poisson)
+    tasks = Counter(arrival.task for arrival in even.arrivals)
+    assert sum(tasks.values()) == 6000
+    assert even.rate == pytest.approx(3.0, rel=0.05)
+    for part in ("chatbot", "coder", "summarizer"):
+        assert tasks[part] / 6000 == pytest.approx(1 / 3, abs=0.02)
+    # The coder's requests come in bursts, and do not all come in the first or last of them.
+    bursty = settings.slos_serve("mixed", 3.0, 900, 4, zero_load_s)
+    assert len(bursty) == 900
+    for part in ("chatbot", "coder", "summarizer"):
+        last_s = max(arrival.arrival_s for arrival in bursty.arrivals if arrival.task == part)
+        assert last_s > 0.6 * bursty.duration_s
 
 
 def test_flowprefill_mixes_tasks_by_share_with_the_models_objectives() -> None:

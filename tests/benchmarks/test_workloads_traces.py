@@ -151,6 +151,8 @@ AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         (MOONCAKE.replace("900", "99999999"), r"a whole number from 0 to 10000000"),
         (MOONCAKE.replace("[0, 3]", '[0, "3"]'), r":2: hash_ids is \[0, '3'\]; allowed is a list"),
         (MOONCAKE.replace("[0, 3]", "5"), r":2: hash_ids is 5"),
+        (MOONCAKE.replace("[0, 3]", "[0, 3, 4]"), r":2: hash_ids is .* prompt, 2 and not 3"),
+        (QWEN.replace("[1089, 1090, 2, 3]", "[7, 8]"), r":2: hash_ids is .* prompt, 4 and not 2"),
         (QWEN.replace('"search"', "null"), r":2: type is None; allowed is a text"),
     ],
 )
