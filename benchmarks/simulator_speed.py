@@ -1,7 +1,7 @@
 """How many batches a minute the simulator runs, on one core.
 
 Run with ``python -m benchmarks.simulator_speed [--json]``. The workload is ProServe's ShareGPT
-setting (log-normal lengths by the paper's table, Poisson arrivals, TTFT 0.8 s, TPOT 80 ms), on an
+setting (lengths of SLOs-Serve Table 4, Poisson arrivals, TTFT 0.8 s, TPOT 80 ms), on an
 engine about as fast as one A100 with an 8B model, at rates that keep some tens of requests and
 about a hundred alive. A run is timed whole, from the workload to the last token, in CPU seconds of
 its one thread; the compiled loops are warmed by a short run before. ``live`` is the mean number of

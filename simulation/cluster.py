@@ -84,6 +84,8 @@ class Cluster:
         self._rng = rng
         self._admit = admit
         self._attempts: dict[int, int] = {}
+        # Since when there has been no replica for a request.
+        self._waiting_since: dict[int, float] = {}
         # Whose KV is on its way: from where, and the blocks that it has there.
         self._sending: dict[int, tuple[Replica, int]] = {}
         self._arrived = 0
@@ -139,12 +141,13 @@ class Cluster:
         arrival = self._requests.arrivals[key]
         views = pool.mirror.views(now_s)
         if not views:
-            if now_s - arrival.arrival_s >= self._config.edge_wait_s:
+            if now_s - self._waiting_since.setdefault(key, now_s) >= self._config.edge_wait_s:
                 self._end(key, NO_REPLICA)
             else:
                 again = self._hand_over if pool is not self._entry else self._place
                 self.events.after(self._config.retry_s, partial(again, key))
             return None
+        self._waiting_since.pop(key, None)
         query = RouteQuery(key, arrival.slo, arrival.prompt_tokens, now_s - arrival.arrival_s)
         chosen = views[pool.policy.choose(query, views)]
         if pool is self._entry and self._admit is not None and not self._admit(query, chosen):
@@ -246,7 +249,8 @@ class Cluster:
             replica.drain()
 
     def _fail(self, failure: Failure) -> None:
-        if failure.replica >= len(self.replicas) or not self.replicas[failure.replica].alive:
+        known = 0 <= failure.replica < len(self.replicas)
+        if not known or not self.replicas[failure.replica].alive:
             return
         replica = self.replicas[failure.replica]
         keys = replica.fail()
@@ -280,7 +284,7 @@ def simulate_cluster(
     """Run ``workload`` through a cluster until every request has ended.
 
     Arguments that :func:`~simulation.run.simulate` has mean what they mean there. Equal arguments
-    give equal results.
+    give equal results, if the policies are new and those that draw are given a seed.
 
     Args:
         workload: what arrives.

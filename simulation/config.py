@@ -106,11 +106,11 @@ class ClusterConfig(BaseModel):
         default=0.05, ge=0, description="From a replica's failure until the router notices."
     )
     retry_s: float = Field(
-        default=0.1, gt=0, description="Pause before a request is placed again; then it doubles."
+        default=0.02, gt=0, description="Pause before a request is placed again; then it doubles."
     )
     max_attempts: int = Field(default=3, ge=1, description="Most replicas that a request is given.")
     edge_wait_s: float = Field(
-        default=60.0, gt=0, description="Longest wait while there is no replica at all."
+        default=5.0, gt=0, description="Longest wait while there is no replica at all."
     )
     transfer_s: float = Field(
         default=0.001, ge=0, description="Fixed time to hand KV from a prefill to a decode replica."

@@ -38,6 +38,10 @@ class Engine:
     others by recompute. A plan of which nothing runs does not stop it: that step is planned first
     come, first served, as in production, and counted in ``fallbacks``.
 
+    It differs from vLLM in this: a preempted request computes everything again that the workload
+    has no hashes for, while vLLM's own hashes may still find some of it; and drafted tokens cost
+    time, but do not count against ``max_batch_tokens``.
+
     A step costs the policy's plan and ``O(live)`` compiled, and with a prefix cache a little for
     each request that begins or ends.
 

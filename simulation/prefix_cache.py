@@ -4,6 +4,12 @@ A cached block is in use while a running request holds it; otherwise it is idle,
 is evicted when its blocks are needed, the one that was released first before the others. Within a
 request the end of the prefix is released first, so that what is left can still be found. This is
 what vLLM's block pool does, at the size of the workload's hashed blocks.
+
+Three things are simpler than in vLLM, and each finds less: outputs are not cached, as traces hash
+prompts only; a block can be shared from the step after the one that computes it, while vLLM lets
+another request of the same step have it (0.006 % of the tokens in the first half of the Mooncake
+conversation trace); and the last block of a prompt that was cached whole keeps its old place in the
+order of eviction.
 """
 
 from __future__ import annotations

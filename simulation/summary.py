@@ -23,6 +23,10 @@ from simulation.run import Result
 class Summary:
     """Figures of one run. Seconds unless named; nan where nothing has the figure.
 
+    Every request counts, from the first, which finds an empty engine, to the last, behind which
+    nothing comes. So a short run looks better than a long one at the same rate, and above capacity
+    attainment falls for as long as the run lasts: compare runs of one length, and state it.
+
     Attributes:
         workload, scaling: what arrived, and how its rate was changed.
         tpot_metric: which TPOT is meant, see :class:`~simulation.metrics.TPOTMetric`.

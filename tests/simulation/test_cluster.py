@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controller.config import ControllerConfig
+from replica.config import ReplicaConfig
+from router.config import RouterConfig
+from router.dispatch import RETRY_PAUSE_S
+from router.hint_router import NO_REPLICA_WAIT_S
 from scheduling import routing
 from scheduling.batching import BatchPolicy, make_policy
+from scheduling.latency import LinearLatency
 from scheduling.routing import ReplicaView, RouteQuery, RoutingPolicy
 from simulation.cluster import NO_REPLICA, REFUSED, REPLICA_FAILED, Cluster, simulate_cluster
 from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role
@@ -195,6 +201,20 @@ def test_without_a_replica_requests_wait_at_the_router_for_a_bounded_time() -> N
     ).requests.failures
 
 
+def test_the_wait_for_a_replica_counts_from_its_begin_and_not_from_the_arrival() -> None:
+    # The prompt is computed after 5 s, and nobody can decode it for 1 s.
+    load = workload((0.0, 10_000, 3))
+    slow = LinearLatency(a=0.0, b=5e-4)
+    cluster = ClusterConfig(replicas=1, decoders=1, edge_wait_s=2.0, stale_after_s=9.0)
+    engine = EngineConfig(max_batch_tokens=10_000)
+    for back_s, expected in ((6.0, {}), (8.0, {0: NO_REPLICA})):
+        happening = [Failure(4.0, 1, down_s=back_s - 4.0)]
+        result = simulate_cluster(
+            load, batch(), route(), Truth(slow, 0), None, engine, cluster, happening
+        )
+        assert result.requests.failures == expected
+
+
 def test_new_replicas_serve_and_leaving_ones_finish_what_they_have() -> None:
     grown = simulate_cluster(
         steady(), batch(), route(), EXACT, incidents=[Resize(0.5, 2)], cluster=ClusterConfig()
@@ -283,6 +303,26 @@ def test_admission_by_budget_refuses_what_would_be_late_and_keeps_the_rest_in_ti
     ]
     assert met[1] > 2 * met[0]
     assert met[1] >= 0.95 * (len(load) - len(some.requests.failures))
+
+
+def test_defaults_are_those_of_production() -> None:
+    cluster, replica, controller = ClusterConfig(), ReplicaConfig(), ControllerConfig()
+    assert cluster.report_interval_s == replica.report_interval_s
+    assert cluster.heartbeat_s == replica.heartbeat_s
+    assert cluster.stale_after_s == controller.stale_after_s
+    assert cluster.reservation_ttl_s == controller.reservation_ttl_s
+    assert 1e3 * cluster.reference_ttft_s == controller.reference_ttft_ms
+    assert 1e3 * cluster.reference_tpot_s == controller.reference_tpot_ms
+    assert cluster.max_attempts == RouterConfig().max_attempts
+    assert cluster.retry_s == RETRY_PAUSE_S
+    assert cluster.edge_wait_s == NO_REPLICA_WAIT_S
+
+
+def test_a_failure_of_a_replica_that_is_not_there_is_left_alone() -> None:
+    dead = [Failure(0.5, number) for number in (-1, 2, 99)]
+    result = simulate_cluster(steady(), batch(), route(), EXACT, incidents=dead)
+    assert not result.requests.failures
+    assert result.moved == 0
 
 
 def test_impossible_clusters_are_refused() -> None:
