@@ -67,7 +67,6 @@ LONGEST_TAIL_STEPS = 20
 """With no decode to wait for, a tail's batch may take as long as this many empty steps: long enough
 that little time is lost to them, short enough that a new request does not wait long."""
 
-
 AGED_CHUNK_TOKENS = 64
 """Least chunk of an aged prompt: each chunk reads all of the context before it, so that tiny ones
 would cost more than they compute."""
@@ -157,12 +156,13 @@ class DeadlineTriage(BatchPolicy):
        work. They get 0.1 to 0.8 of the least TPOT in a batch, the less the more is backed up, leave
        a share of blocks and sequences free, and begin only while the answers that run leave room
        for new prompts.
-    5. *Ageing*: a request that is shed and older than ``patience_s`` has ``aged_share`` of each
-       batch's time, in order of arrival. With ``W`` seconds of work of aged requests before it and
+    5. *Ageing*: a request that is shed and older than ``patience_s`` has ``aged_share`` of the
+       time, in order of arrival. With ``W`` seconds of work of aged requests before it and
        of its own, it gets its first token at most ``patience_s + W / aged_share`` after its
        arrival, plus the time for which no memory or sequence is free, and plus the answers of aged
        requests before it, of which ``max(1, aged_share * running)`` run at once. From twice the
-       patience on, one that does not fit ends admission behind it until it does.
+       patience on, one that does not fit ends admission behind it until it does. A decode that
+       has been late for longer than ``patience_s`` is in every batch.
 
     An end-to-end deadline is turned into earlier ones for the tokens by the expected length.
     Requests without any deadline are the tail's, and never late there. Decodes without TPOT are due
@@ -219,7 +219,7 @@ class DeadlineTriage(BatchPolicy):
             kept, left_s, work_s, step_s, decodes.least_pace_s, self._usable
         ):
             urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + decodes.least_pace_s))
-        _take_urgent(batch, decodes, urgent, bool(len(admissible)))
+        _take_urgent(batch, decodes, urgent, bool(len(admissible)), self._patience_s)
 
         until_s = self._until_s(batch, table, admissible, left_s, work_s, decodes, latency)
         self._take_aged(batch, table, shed, now_s, latency)
@@ -441,12 +441,15 @@ def _has_standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> boo
     return bool(room_s[0] >= STANDBY_PROMPTS * mean_prompt_s(table, latency.pieces))
 
 
-def _take_urgent(batch: BatchBuilder, decodes: _Decodes, urgent: int, prefills: bool) -> None:
-    """The first ``urgent`` decodes: those that can be on time, then the late ones, which leave
-    prefills their share of the batch."""
-    rows, live = decodes.rows[:urgent], decodes.live[:urgent]
-    batch.take(rows[live])
-    late = rows[~live]
+def _take_urgent(
+    batch: BatchBuilder, decodes: _Decodes, urgent: int, prefills: bool, patience_s: float
+) -> None:
+    """The first ``urgent`` decodes: those that can be on time or have been late for longer than
+    ``patience_s``, then the other late ones, which leave prefills their share of the batch."""
+    rows = decodes.rows[:urgent]
+    first = decodes.live[:urgent] | (decodes.left_s[:urgent] < -patience_s)
+    batch.take(rows[first])
+    late = rows[~first]
     if len(late):
         cap_s = (1 - PREFILL_SHARE) * decodes.budget_s if prefills else inf
         batch.take(late, cap_s)
