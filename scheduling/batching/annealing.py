@@ -147,11 +147,12 @@ class Annealing(BatchPolicy):
         decodes, prefills = running[~prefill], running[prefill]
         batch.take(decodes)
         batch.take(prefills)
+        # Rows keep their places while the keys are the same.
+        same = np.array_equal(queue.keys, self._keys) and not (waiting & ~self._waiting).any()
+        self._keys, self._waiting = queue.keys, waiting
         if len(running) == len(table):
             return
-        # Rows keep their places while the keys are the same.
-        if not np.array_equal(queue.keys, self._keys) or (waiting & ~self._waiting).any():
-            self._keys, self._waiting = queue.keys.copy(), waiting
+        if not same:
             rows = np.flatnonzero(waiting)
             free = self._batch_size - len(running)
             mapped = rows[: self._annealed] if free > 0 else rows[:0]

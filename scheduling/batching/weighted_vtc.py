@@ -95,7 +95,9 @@ class WeightedVTC(BatchPolicy):
         gone = np.ones(len(self._keys), np.bool_)
         if len(self._keys):
             place = np.searchsorted(self._keys, queue.keys).clip(max=len(self._keys) - 1)
+            # With fewer tokens than before it is another request, under a key that came back.
             known = self._keys[place] == queue.keys
+            known &= table[:, EMITTED] >= self._emitted[place]
             gone[place[known]] = False
             counted = known & self._counted[place]
             emitted = np.where(known, self._emitted[place], 0.0)

@@ -93,10 +93,13 @@ def test_an_admitted_request_stays_in_the_plan_and_a_preempted_one_is_mapped_ane
     by = policy(batch_size=2)
     a, b, c = waiting("a", 20), waiting("b", 30), waiting("c", 40)
     assert order(plan(by, a, b, c)) == ["a", "b"]
-    running = [decode("a", context=20), decode("b", context=30)]
+    running = [decode("a", context=20), decode("b", context=30)._replace(expected_tokens=10.0)]
     assert order(plan(by, *running, c)) == ["a", "b"]
     lost = running[1]._replace(computed_tokens=0, pending_tokens=31, kv_blocks=0, running=False)
     assert order(plan(by, running[0], lost, c)) == ["a", "b"], "it has less left to do than c"
+    assert order(plan(by, *running, c)) == ["a", "b"]
+    longer = lost._replace(expected_tokens=200.0)
+    assert order(plan(by, running[0], longer, c)) == ["a", "c"], "now it has more"
 
 
 def test_only_the_first_to_arrive_are_mapped() -> None:
