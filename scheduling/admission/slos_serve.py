@@ -54,6 +54,10 @@ MOST_TIERS = 12
 HORIZON_S = 3_600.0
 """Deadlines farther away than this, seconds, count as this far."""
 
+LEAST_STEP_S = 1e-6
+"""Steps and TPOT objectives shorter than this, seconds, count as this long: by some models, a step
+takes no time."""
+
 
 class Demand(NamedTuple):
     """What requests need, one entry per request.
@@ -139,8 +143,9 @@ def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
     ready = promised.prefill_s <= 0
     pending, decodes = promised.of(~ready), promised.of(ready)
     events = pending.beside(new)
-    tiers = _tiers(np.concatenate((decodes.tpot_s, events.tpot_s)))
-    decode_tier, tier = _tier_of(tiers, decodes.tpot_s), _tier_of(tiers, events.tpot_s)
+    decode_pace_s, pace_s = (np.maximum(each.tpot_s, LEAST_STEP_S) for each in (decodes, events))
+    tiers = _tiers(np.concatenate((decode_pace_s, pace_s)))
+    decode_tier, tier = _tier_of(tiers, decode_pace_s), _tier_of(tiers, pace_s)
     pieces = len(supply.fixed_s)
     decoding_s = np.zeros((len(tiers) + 1, pieces))
     np.add.at(decoding_s, decode_tier, decodes.decode_s)
@@ -163,7 +168,7 @@ def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
     due_s = np.clip(events.due_s, 0.0, HORIZON_S)
     # Of those due at once the promised come first: they do not depend on the others.
     order = np.lexsort((kind >= 0, due_s))
-    step_s = np.minimum(np.append(tiers, inf), supply.longest_s)
+    step_s = np.minimum(np.append(tiers, inf), max(LEAST_STEP_S, supply.longest_s))
     taken = solve(
         due_s[order],
         events.prefill_s[order],

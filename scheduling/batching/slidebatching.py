@@ -27,6 +27,9 @@ from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
 from scheduling.request import QueueView
 
+LEAST_WORK_S = 1e-12
+"""Work counts as at least this much, seconds: by some models it takes no time."""
+
 
 class SlideBatchingOptions(PrefillShareOptions):
     """Options of :class:`SlideBatching`."""
@@ -155,8 +158,7 @@ class SlideBatching(BatchPolicy):
             budget_s = self._budget_s(table, remain_s, work_s[ranked], latency)
         urgent = self._urgent(remain_s, work_s[ranked], budget_s, latency)
         weight = np.where(table[:, EMITTED] == 0, self._first_weight, 1.0) * table[:, PRIORITY]
-        with np.errstate(divide="ignore", over="ignore"):
-            density = weight / work_s
+        density = weight / np.maximum(work_s, LEAST_WORK_S)
         dense = ranked[urgent]
         dense = dense[np.argsort(-density[dense], kind="stable")]
 
@@ -182,6 +184,8 @@ class SlideBatching(BatchPolicy):
         eta_s = self._eta_s if self._eta_s > fixed_s else 2 * fixed_s
         tpot_s = table[:, TPOT]
         paced = tpot_s[tpot_s >= least_useful_s(fixed_s, latency, share=self._share)]
+        # Without a share, and by a model in which decodes cost nothing, it can be the fixed time.
+        paced = paced[paced > fixed_s]
         if len(paced):
             eta_s = min(eta_s, float(paced.min()))
         counts = remain_s if self._count_late else remain_s[remain_s >= fixed_s + work_s]
@@ -203,7 +207,7 @@ class SlideBatching(BatchPolicy):
         elif self._boundary == "phi_p":
             wait_s = queued_s + len(remain_s) * latency.fixed_s
         elif budget_s < inf:
-            wait_s = queued_s * budget_s / (budget_s - latency.fixed_s)
+            wait_s = queued_s / (1.0 - latency.fixed_s / budget_s)
         else:
             wait_s = queued_s
         urgent: NDArray[np.bool_] = remain_s < self._gamma * wait_s

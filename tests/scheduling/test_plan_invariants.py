@@ -17,7 +17,14 @@ from scheduling.batching import (
 )
 from scheduling.batching.fairbatching import FairBatchingOptions
 from scheduling.batching.slidebatching import SlideBatchingOptions
-from scheduling.latency import LatencyModel, LinearLatency
+from scheduling.latency import (
+    LatencyModel,
+    LinearLatency,
+    PrefillDecodeLatency,
+    RooflineLatency,
+    StepSample,
+)
+from scheduling.objective import SLO
 from scheduling.request import QueueView, RequestView
 from tests.scheduling.steps import run
 from tests.scheduling.views import (
@@ -28,8 +35,12 @@ from tests.scheduling.views import (
     prefill,
     queue_of,
     queues,
+    rooflines,
     slos,
 )
+
+# Where a policy divides by nothing or overflows, it compares what has no order.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 NOW_S = 100.0
 MODEL = LinearLatency(a=0.005, b=1e-4, c=1e-7, d=1e-9)
@@ -58,6 +69,9 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("annealing", {"iterations": 5}),
     ("annealing", {"batch_size": 3, "annealed": 4, "iterations": 5}),
 ]
+
+FREEST = {"prefill_share": 0.0, "eta_s": 1e-9}
+CHAT = SLO(ttft_s=1.0, tpot_s=0.05)
 
 # They run one task of prefills at a time.
 ONE_TASK = {"d_edf", "s_edf"}
@@ -147,10 +161,10 @@ def fits_alone(request: RequestView, queue: QueueView, budget: BatchBudget) -> b
     return blocks_for(request.computed_tokens + tokens, budget) <= room
 
 
-@settings(max_examples=250)
-@given(data=st.data(), queue=queues(), latency=latencies)
+@settings(max_examples=120)
+@given(data=st.data(), queue=queues(), latency=latencies | rooflines)
 def test_every_plan_can_run_exactly_as_planned(
-    data: st.DataObject, queue: QueueView, latency: LinearLatency
+    data: st.DataObject, queue: QueueView, latency: LatencyModel
 ) -> None:
     budget = data.draw(budgets(queue))
     views = {request.request_id: request for request in queue.requests}
@@ -165,17 +179,14 @@ def test_every_plan_can_run_exactly_as_planned(
             if not views[entry.request_id].is_prefill:
                 assert entry.tokens == 1
         run_as_engine(queue, plan, budget)
-        cost_s = latency.fixed_s + sum(
-            latency.work_s(entry.tokens, views[entry.request_id].computed_tokens)
-            for entry in plan.entries
-        )
-        assert plan.predicted_s == pytest.approx(cost_s)
+        work = [(tokens, views[request_id].computed_tokens) for request_id, tokens in plan.entries]
+        assert plan.predicted_s == pytest.approx(latency.step_s(StepSample.of(work)))
 
 
-@settings(max_examples=250)
-@given(data=st.data(), queue=queues(), latency=latencies)
+@settings(max_examples=120)
+@given(data=st.data(), queue=queues(), latency=latencies | rooflines)
 def test_a_plan_is_not_empty_where_something_fits(
-    data: st.DataObject, queue: QueueView, latency: LinearLatency
+    data: st.DataObject, queue: QueueView, latency: LatencyModel
 ) -> None:
     budget = data.draw(budgets(queue))
     if any(fits_alone(request, queue, budget) for request in queue.requests):
@@ -193,6 +204,61 @@ def test_plans_are_repeatable_and_change_nothing(data: st.DataObject, queue: Que
         assert policy.plan(queue, NOW_S, MODEL, budget) == plan
         assert make_policy(name, options).plan(queue, NOW_S, MODEL, budget) == plan
     assert queue == before
+
+
+# Only one term costs anything; or work takes next to no time, or more than any objective allows.
+EXTREME_MODELS = (
+    LinearLatency(a=0.0, b=1e-6),
+    LinearLatency(a=0.01, b=0.0),
+    LinearLatency(a=0.0, b=0.0, c=1e-9),
+    LinearLatency(a=0.0, b=0.0, d=1e-12),
+    LinearLatency(a=1e-300, b=1e-310),
+    LinearLatency(a=50.0, b=3.0, c=2.0, d=1.0),
+    PrefillDecodeLatency(0.0, 0.0, 0.0, 1e-7, 0.0, 0.004),
+    PrefillDecodeLatency(0.0, 0.0, 1e-4, 0.0, 0.0, 0.004),
+    RooflineLatency(0.0, 0.0, 0.02, 1e-4, 0.0, 0.0),
+)
+extreme_slos = st.builds(
+    SLO,
+    ttft_s=st.sampled_from([None, 1e-300, 0.5, 1e300]),
+    tpot_s=st.sampled_from([None, 1e-300, 0.01, 0.05, 1e300]),
+    e2e_s=st.sampled_from([None, 1e-300, 10.0, 1e300]),
+    priority=st.sampled_from([1, 10]),
+)
+
+
+@settings(max_examples=100)
+@given(
+    data=st.data(),
+    queue=queues(),
+    objectives=st.lists(extreme_slos, min_size=12, max_size=12),
+    latency=st.sampled_from(EXTREME_MODELS),
+)
+def test_extreme_objectives_and_models_are_planned_like_any_other(
+    data: st.DataObject, queue: QueueView, objectives: list[SLO], latency: LatencyModel
+) -> None:
+    views = [view._replace(slo=slo) for view, slo in zip(queue.requests, objectives, strict=False)]
+    extreme = QueueView(views)
+    budget = data.draw(budgets(extreme))
+    fits = any(fits_alone(request, extreme, budget) for request in views)
+    for policy in [*all_policies(), make_policy("slidebatching", FREEST)]:
+        plan = policy.plan(extreme, NOW_S, latency, budget)
+        run_as_engine(extreme, plan, budget)
+        assert plan.entries or not fits, policy.name
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_four_thousand_requests_are_planned(name: str) -> None:
+    requests = [
+        prefill(f"p{n}", 1 + n * 37 % 3_000, CHAT if n % 3 else SLO(), arrival_s=n / 100)
+        if n % 2
+        else decode(f"d{n}", CHAT, context=1 + n % 500, arrival_s=n / 100, first_token_s=50.0)
+        for n in range(4_000)
+    ]
+    budget = BatchBudget(tokens=8_192, sequences=2_500, kv_blocks=20_000, block_tokens=16)
+    plan = make_policy(name).plan(QueueView(requests), NOW_S, MODEL, budget)
+    run_as_engine(QueueView(requests), plan, budget)
+    assert plan.entries
 
 
 @settings(max_examples=60)

@@ -5,7 +5,7 @@ import pytest
 
 from scheduling.batching import BatchBudget, BatchPlan
 from scheduling.batching.sarathi import Sarathi, SarathiOptions
-from scheduling.batching.slos_serve import SLOsServe, SLOsServeOptions
+from scheduling.batching.slos_serve import MOST_DECIDED, SLOsServe, SLOsServeOptions
 from scheduling.kernels import TTFT
 from scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
 from scheduling.objective import SLO
@@ -181,6 +181,20 @@ def test_a_declined_request_is_asked_again_when_another_has_left() -> None:
     assert promised(chosen, first, second) == {"first"}
     assert promised(chosen, first, second) == {"first"}
     assert promised(chosen, second) == {"second"}
+
+
+def test_of_a_burst_the_earliest_are_decided_on_first_and_the_others_lose_nothing() -> None:
+    # One token each: a batch of all takes 55 ms, and all of them can be promised.
+    chosen = policy()
+    waiting = [
+        prefill(f"r{n}", 1, SLO(ttft_s=5.0, tpot_s=0.1)) for n in range(2 * MOST_DECIDED + 9)
+    ]
+    first = {view.request_id for view in waiting[:MOST_DECIDED]}
+    assert promised(chosen, *waiting) == first
+    # Those that were served meanwhile without a promise are asked like the others.
+    begun = [decode(view.request_id, view.slo, context=1) for view in waiting]
+    assert len(promised(chosen, *begun)) == 2 * MOST_DECIDED
+    assert promised(chosen, *begun) == {view.request_id for view in waiting}
 
 
 def test_an_arrival_does_not_take_a_promise_back_and_what_has_left_is_forgotten() -> None:

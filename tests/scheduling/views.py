@@ -1,9 +1,11 @@
 """Short ways to write a request, and hypothesis strategies for queues and budgets."""
 
+from math import nan
+
 from hypothesis import strategies as st
 
 from scheduling.batching import BatchBudget
-from scheduling.latency import LinearLatency
+from scheduling.latency import LinearLatency, RooflineLatency
 from scheduling.objective import SLO
 from scheduling.request import QueueView, RequestView
 
@@ -81,6 +83,16 @@ latencies = st.builds(
     d=st.sampled_from([0.0, 1e-9, 1e-7]),
 )
 
+rooflines = st.builds(
+    RooflineLatency,
+    k1=st.floats(0, 1e-3),
+    k2=st.just(0.0),
+    b=st.floats(0, 0.01),
+    k1_other=st.floats(0, 1e-4),
+    k2_other=st.just(0.0),
+    b_other=st.floats(1e-4, 0.05),
+)
+
 
 @st.composite
 def requests(draw: st.DrawFn, index: int) -> RequestView:
@@ -111,6 +123,8 @@ def requests(draw: st.DrawFn, index: int) -> RequestView:
         first_token_s=arrival_s + draw(st.floats(0, 5)) if emitted else None,
         kv_blocks=blocks,
         running=running,
+        last_token_s=draw(st.sampled_from([None, 99.0, 100.0])) if emitted else None,
+        expected_tokens=draw(st.sampled_from([nan, 1.0, 40.0, 100_000.0])),
     )
 
 
