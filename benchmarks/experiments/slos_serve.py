@@ -260,7 +260,7 @@ CAPACITY = Experiment(
     source="SLOs-Serve Fig. 9",
     question="Which rate does an engine serve with 90 % and 98 % of the requests in time?",
     setting=SETTING,
-    seeds=2,
+    seeds=3,
     cells=capacity_cells,
     findings=capacity_findings,
 )
@@ -270,7 +270,7 @@ SCALING = Experiment(
     source="SLOs-Serve Fig. 13",
     question="Does capacity grow more than in proportion to the replicas?",
     setting=SETTING,
-    seeds=2,
+    seeds=3,
     cells=scaling_cells,
     findings=scaling_findings,
 )
@@ -280,7 +280,7 @@ ABLATION = Experiment(
     source="SLOs-Serve Fig. 14; the text of §6.3 is not in our copy, the variants are our reading",
     question="What does each optimisation of SLOs-Serve add to capacity?",
     setting=SETTING,
-    seeds=2,
+    seeds=4,
     cells=ablation_cells,
     findings=ablation_findings,
 )
