@@ -46,7 +46,9 @@ class Arrival(NamedTuple):
         prompt_tokens: length of the prompt at arrival, tokens, >= 1.
         output_tokens: length of the output over all stages, tokens, >= 1. A policy never sees it.
         slo: the objective known at arrival.
-        task: task class, for the prediction of lengths; empty where nothing is known.
+        task: task class, by which output lengths are predicted; all without one are one class. A
+            replica predicts by service class: a workload of several tasks stands for traffic in
+            which each has a class of its own.
         block_hashes: an identity for each block of the prompt's prefix, in order; two requests
             that share the first ``k`` share that much of their prompts. Empty: nothing is shared.
         stages: the stages in order; empty means one stage with ``slo``.
