@@ -149,7 +149,7 @@ class Annealing(BatchPolicy):
         batch.take(prefills)
         # Rows keep their places while the keys are the same.
         same = np.array_equal(queue.keys, self._keys) and not (waiting & ~self._waiting).any()
-        self._keys, self._waiting = queue.keys, waiting
+        self._keys, self._waiting = queue.keys.copy(), waiting
         if len(running) == len(table):
             return
         if not same:

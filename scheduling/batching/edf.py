@@ -35,7 +35,8 @@ class EDF(BatchPolicy):
     Decodes and prefills stand in one order, so a decode that runs ahead of its pace gives way to a
     prefill that is due sooner. Requests without a deadline come last, in order of arrival. Nothing
     is given up: a request that is late already stays in front (both papers blame the collapse
-    under overload on that).
+    under overload on that). So whatever has a deadline is served in the end, but requests without
+    one wait as long as those with one take every batch whole.
     """
 
     name = "edf"

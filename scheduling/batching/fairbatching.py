@@ -48,7 +48,8 @@ class FairBatching(BatchPolicy):
       decodes in the batch, prefills that have a deadline keep that share beside them. A
       ``prefill_share`` of 0 is the text without this.
     - Requests without a deadline have infinite slack and come after all others, decodes before
-      prefills, so that an answer that has begun is not held up by those that have not.
+      prefills, so that an answer that has begun is not held up by those that have not. They wait as
+      long as the others take every batch whole.
     - A prefill that recomputes after a preemption is a prefill, with the deadline of its next
       token.
     """

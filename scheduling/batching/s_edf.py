@@ -88,6 +88,9 @@ class SEDF(BatchPolicy):
       token.
     - Where the engine has no room for any of the task, the others are tried in their order.
 
+    There is no rule of ageing, in the paper and here: while feasible prefills keep coming, one that
+    is late waits, and of late ones the first to be due waits longest.
+
     The state is the decision and the prefills that it knew: the keys of one queue at most.
     """
 

@@ -117,6 +117,9 @@ class SlideBatching(BatchPolicy):
       can be told, so ``phi`` is 0, and tokens stand for times in the density.
     - Requests without a deadline come after all others, decodes before prefills, and delay none of
       those, so their ``exec`` is in no sum.
+
+    Nothing ages: under sustained overload all are urgent, and a long prompt of low priority waits
+    for as long as denser requests come, as do requests without a deadline.
     """
 
     name = "slidebatching"

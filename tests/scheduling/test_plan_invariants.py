@@ -1,6 +1,7 @@
 """What every plan of every registered policy holds, over random queues and budgets."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -192,6 +193,20 @@ def test_a_plan_is_not_empty_where_something_fits(
     if any(fits_alone(request, queue, budget) for request in queue.requests):
         for policy in all_policies():
             assert policy.plan(queue, NOW_S, latency, budget).entries, policy.name
+
+
+def test_what_policies_keep_does_not_grow_while_requests_come_and_go() -> None:
+    def queue_at(step: int) -> QueueView:
+        new = [prefill(f"p{step + n}", 40, CHAT, arrival_s=float(step)) for n in range(8)]
+        old = [decode(f"p{step - n}", CHAT, arrival_s=step - 1.0) for n in range(1, 8)]
+        return queue_of(*old, *new)
+
+    for policy in all_policies():
+        sizes = []
+        for step in range(300):
+            policy.plan(queue_at(step), float(step), MODEL, ROOMY)
+            sizes.append(len(pickle.dumps(vars(policy))))
+        assert max(sizes[100:]) <= max(sizes[:100]), policy.name
 
 
 @settings(max_examples=60)
