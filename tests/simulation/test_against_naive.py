@@ -150,7 +150,8 @@ class Naive:
             elif closed or free < 0 or len(running) + admitted >= config.max_sequences:
                 continue
             elif ceil(s.pending / config.block_tokens) > free:
-                closed = bool(running)
+                # First come, first served, also where nothing runs that would hold blocks.
+                closed = bool(running) or (bool(plan) and order is ORDERS["fcfs"])
                 continue
             else:
                 admitted += 1
