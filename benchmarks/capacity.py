@@ -165,6 +165,7 @@ class Fleet(NamedTuple):
         cluster: how the router learns of replicas; their number is set by the run.
         policy, policy_options: the replicas' batch policy.
         routing, routing_options: the routing policy.
+        headroom: of the planners, a factor on the step times that they believe in.
     """
 
     model: LatencyModel
@@ -174,6 +175,7 @@ class Fleet(NamedTuple):
     policy_options: Mapping[str, Any]
     routing: str
     routing_options: Mapping[str, Any]
+    headroom: float
 
 
 class Run(NamedTuple):
@@ -249,7 +251,7 @@ def measure(run: Run) -> Measured:
         batch,
         lambda role: routing.make_policy(fleet.routing, fleet.routing_options),
         Truth(fleet.model, NOISE),
-        Belief(fleet.model),
+        Belief(fleet.model.with_headroom(fleet.headroom)),
         fleet.engine,
         fleet.cluster.model_copy(update={"replicas": run.replicas}),
         seed=run.seed,

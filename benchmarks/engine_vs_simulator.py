@@ -262,7 +262,7 @@ class _Comparison:
             Workload("compared", arrivals),
             make_policy(self._config.policy, self._config.policy_options),
             Truth(real, self._noise),
-            Belief(model, online=False),
+            Belief(model.with_headroom(self._config.headroom), online=False),
             SimulatedConfig(
                 kv_blocks=info.kv_blocks,
                 block_tokens=info.block_tokens,

@@ -254,6 +254,7 @@ def fleet(
         options,
         routed,
         routing_options,
+        engine.headroom,
     )
 
 

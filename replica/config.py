@@ -66,6 +66,13 @@ class EngineConfig(BaseModel):
         default=None,
         description="JSON latency profile to plan with; default: profile at start, and cache.",
     )
+    headroom: float = Field(
+        default=1.05,
+        ge=1,
+        le=2,
+        description="The planner takes steps to be this many times as long as predicted: an exact "
+        "one would miss every second deadline that it plans to the end.",
+    )
     profile_budget_s: float = Field(
         default=5.0, gt=0, le=600, description="Longest start-up profiling, seconds."
     )

@@ -108,7 +108,10 @@ class SimulatedEngine:
         if config.batch_log is not None:
             log = BatchLog(config.batch_log / f"{replica_id}.jsonl")
         scheduler = LocalScheduler(
-            make_policy(config.policy, config.policy_options), self._table, profile.model, log
+            make_policy(config.policy, config.policy_options),
+            self._table,
+            profile.model.with_headroom(config.headroom),
+            log,
         )
         self._core = SimulatedCore(config.simulated, scheduler, self._table)
         self._info = EngineInfo(

@@ -146,7 +146,7 @@ class VllmEngine:
         blocks = vllm_config.cache_config.num_gpu_blocks
         block_tokens = vllm_config.cache_config.block_size
         profile = explicit or await latency_profile(self._llm, self._table, self._config)
-        self._table.set_model(profile.model)
+        self._table.set_model(profile.model.with_headroom(self._config.headroom))
         tokens = scheduler.max_num_batched_tokens
         longest_s = profile.model.step_s(
             StepSample(

@@ -36,6 +36,7 @@ FLEET = Fleet(
     {},
     "round_robin",
     {},
+    1.0,
 )
 
 
