@@ -11,6 +11,8 @@ from simulation.workload import Arrival, Stage, Workload
 
 MODEL = LinearLatency(a=0.004, b=5e-5, c=2e-7, d=1e-9)
 OBJECTIVE = SLO(ttft_s=0.5, tpot_s=0.05)
+HASHED = 32
+"""Tokens per hash of :func:`families`."""
 
 
 def workload(*arrivals: tuple[float, int, int], slo: SLO = OBJECTIVE) -> Workload:
@@ -57,6 +59,23 @@ def arrivals(draw: st.DrawFn) -> Arrival:
     if draw(st.integers(0, 4)) == 0:
         return draw(staged(arrival_s, prompt))
     return Arrival(arrival_s, prompt, draw(st.integers(1, 40)), draw(objectives), task="chat")
+
+
+@st.composite
+def families(draw: st.DrawFn) -> Workload:
+    """Prompts that are beginnings of a few long ones, some with an end of their own."""
+    made = []
+    for index in range(draw(st.integers(1, 16))):
+        family = draw(st.integers(1, 3))
+        shared, own = draw(st.integers(0, 6)), draw(st.integers(0, 2))
+        blocks = tuple(family * 100 + i for i in range(shared))
+        blocks += tuple(10_000 + index * 10 + i for i in range(own))
+        prompt = max(1, len(blocks) * HASHED + draw(st.integers(-5, 20)))
+        arrival_s = draw(st.floats(0, 1))
+        output = draw(st.integers(1, 60))
+        made.append(Arrival(arrival_s, prompt, output, draw(objectives), block_hashes=blocks))
+    made.sort(key=lambda arrival: arrival.arrival_s)
+    return Workload("families", tuple(made), block_tokens=HASHED)
 
 
 workloads = st.lists(arrivals(), min_size=1, max_size=14).map(of)

@@ -24,7 +24,7 @@ from simulation.requests import Requests
 from simulation.run import TOO_LONG, Result, simulate
 from simulation.truth import Belief, Truth
 from simulation.workload import Workload
-from tests.simulation.loads import MODEL, workload, workloads
+from tests.simulation.loads import MODEL, families, workload, workloads
 
 EXACT = Truth(MODEL, noise=0)
 
@@ -77,7 +77,7 @@ incidents = st.lists(
 
 @settings(max_examples=120)
 @given(
-    load=workloads,
+    load=st.one_of(workloads, families()),
     what_happens=incidents,
     router=st.sampled_from(sorted(routing.POLICIES)),
     replicas=st.integers(1, 3),

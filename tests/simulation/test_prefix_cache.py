@@ -12,10 +12,9 @@ from simulation.requests import Requests
 from simulation.run import TOO_LONG, drive, simulate
 from simulation.truth import Belief, Truth
 from simulation.workload import Arrival, Workload
-from tests.simulation.loads import MODEL, OBJECTIVE, objectives
+from tests.simulation.loads import HASHED, MODEL, OBJECTIVE, families
 
 EXACT = Truth(MODEL, noise=0)
-HASHED = 32
 
 
 def hashed(*arrivals: tuple[float, int, tuple[int, ...]], output: int = 1) -> Workload:
@@ -69,23 +68,6 @@ def test_hashed_blocks_must_be_whole_blocks_of_the_engine() -> None:
     load = hashed((0.0, 64, (1, 2)))
     with pytest.raises(ValueError, match=r"blocks of 32 tokens.*block_tokens \(24\)"):
         computed_tokens(load, block_tokens=24)
-
-
-@st.composite
-def families(draw: st.DrawFn) -> Workload:
-    """Prompts that are beginnings of a few long ones, some with an end of their own."""
-    made = []
-    for index in range(draw(st.integers(1, 16))):
-        family = draw(st.integers(1, 3))
-        shared, own = draw(st.integers(0, 6)), draw(st.integers(0, 2))
-        blocks = tuple(family * 100 + i for i in range(shared))
-        blocks += tuple(10_000 + index * 10 + i for i in range(own))
-        prompt = max(1, len(blocks) * HASHED + draw(st.integers(-5, 20)))
-        arrival_s = draw(st.floats(0, 1))
-        output = draw(st.integers(1, 60))
-        made.append(Arrival(arrival_s, prompt, output, draw(objectives), block_hashes=blocks))
-    made.sort(key=lambda arrival: arrival.arrival_s)
-    return Workload("families", tuple(made), block_tokens=HASHED)
 
 
 @settings(max_examples=100)
