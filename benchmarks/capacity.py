@@ -246,10 +246,13 @@ def measure(run: Run) -> Measured:
         policy = batching.make_policy(fleet.policy, fleet.policy_options)
         return _Timed(policy, run.stop_at_s)
 
+    routing_options = dict(fleet.routing_options)
+    if "seed" in routing.POLICIES[fleet.routing].Options.model_fields:
+        routing_options.setdefault("seed", run.seed)
     result = simulate_cluster(
         workload,
         batch,
-        lambda role: routing.make_policy(fleet.routing, fleet.routing_options),
+        lambda role: routing.make_policy(fleet.routing, routing_options),
         Truth(fleet.model, NOISE),
         Belief(fleet.model.with_headroom(fleet.headroom)),
         fleet.engine,
