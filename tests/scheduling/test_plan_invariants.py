@@ -356,6 +356,14 @@ def test_a_prompt_of_which_no_token_fits_the_time_does_not_block_those_behind_it
     assert batch.plan().entries == (("behind", 1),)
 
 
+def test_the_prefill_that_is_cut_to_the_time_ends_the_batch() -> None:
+    # 1 ms a prefill token, 0.01 ms a decode: after the cut there would be time for the decode.
+    model = PrefillDecodeLatency(0.0, 0.0, 0.001, 0.0, 0.000_01, 0.005)
+    batch = BatchBuilder(queue_of(prefill("p", 100), decode("d")), ROOMY, model)
+    assert batch.take(np.array([0, 1]), until_s=0.0255) == 20
+    assert batch.plan().entries == (("p", 20),)
+
+
 def test_unknown_policies_and_options_are_refused_with_what_is_allowed() -> None:
     with pytest.raises(
         ValueError, match=r"unknown batch policy 'fifo'; known: .*fairbatching, fcfs.*"
