@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, inf
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,8 +141,7 @@ class SEDF(BatchPolicy):
         due_s = deadlines_s(table[rows], ENVELOPE)
         first = self._first(due_s, now_s, self._alone_s(table[rows], latency))
         # The same order as that of the quotient, without its rounding and for any sign of a clock.
-        group = np.where(first, np.where(due_s < inf, 0, 1), 2)
-        ranked: Ints = rows[np.lexsort((np.where(first, due_s, -due_s), group))]
+        ranked: Ints = rows[np.lexsort((np.where(first, due_s, -due_s), ~first))]
         return ranked
 
     def _alone_s(self, table: Floats, latency: LatencyModel) -> Floats:
