@@ -1,14 +1,16 @@
 """S-EDF and D-EDF by example: 10 ms a step, 0.1 ms a token, chunks of 1,000 tokens."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduling.batching import BatchBudget, BatchPlan, make_policy
 from scheduling.batching.s_edf import chunked_work_s
+from scheduling.kernels import COMPUTED, PENDING
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
-from scheduling.request import RequestView
+from scheduling.request import QueueView, RequestView
 from tests.scheduling.steps import run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
@@ -173,3 +175,22 @@ def test_the_time_in_chunks_is_the_sum_of_the_chunks(
     result = chunked_work_s(queue_of(view).table, model.pieces, chunk)
     assert result.shape == (1, 1)
     assert result[0, 0] == pytest.approx(by_chunk)
+
+
+def test_when_one_of_a_task_is_aborted_no_other_request_takes_its_place() -> None:
+    views = (
+        due_in("head", 5_000, 1_500),
+        due_in("joined", 6_000, 100),
+        due_in("big", 7_000, 5_000),
+    )
+    table = queue_of(*views).table
+    policy = make_policy("s_edf", {"chunk_tokens": 1_000})
+
+    def chunk(*rows: int) -> list[tuple[str, int]]:
+        keys = np.array(rows) + 1
+        queue = QueueView.of_table(keys, table[list(rows)], [SLO(), *(v.slo for v in views)])
+        return list(policy.plan(queue, NOW_S, MODEL, ROOMY).entries)
+
+    assert chunk(0, 1, 2) == [("1", 1_000)]
+    table[0, COMPUTED], table[0, PENDING] = 1_000, 500
+    assert chunk(0, 2) == [("1", 500)]

@@ -342,6 +342,19 @@ def test_a_long_prompt_that_waits_for_blocks_is_not_passed_by_short_ones() -> No
     assert [idle.add(0), idle.add(1)] == [0, 16]
 
 
+def test_blocks_to_spare_are_left_free_while_anything_runs() -> None:
+    running, waiting = decode("running", context=15), prefill("waiting", 32)
+    budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=3, block_tokens=16)
+    for spare, granted in ((1, 32), (2, 0)):
+        batch = BatchBuilder(queue_of(running, waiting), budget, MODEL)
+        batch.spare(spare)
+        assert batch.add(1) == granted
+    # Nothing that runs could grow into them.
+    idle = BatchBuilder(queue_of(waiting), budget, MODEL)
+    idle.spare(2)
+    assert idle.add(0) == 32
+
+
 def test_without_whole_prompt_reservation_a_waiting_prompt_is_cut_to_the_free_blocks() -> None:
     budget = BatchBudget(4_096, sequences=8, kv_blocks=3, block_tokens=16, reserve_prompt=False)
     batch = BatchBuilder(queue_of(prefill("long", 100)), budget, MODEL)

@@ -1,5 +1,7 @@
 """SlideBatching by hand: 10 ms a step, 1 ms a token, all at t = 10 s (ProServe Algorithm 1)."""
 
+import pytest
+
 from scheduling.batching import BatchPlan, make_policy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
@@ -219,3 +221,12 @@ def test_the_slack_that_a_router_keeps_free_is_what_a_longer_request_needs() -> 
     # R1 to the instance that can just take it: both are met.
     assert missed("A", "R1") == set()
     assert missed("B", "R2") == set()
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_tpot_of_just_an_empty_step_sets_no_budget() -> None:
+    # By a model of fixed time alone a decode adds nothing, and phi would divide by nothing.
+    free = LinearLatency(a=0.010, b=0.0)
+    late = decode_due_in("late", -100, 10)
+    policy = make_policy("slidebatching", {"prefill_share": 0.0})
+    assert policy.plan(queue_of(late), NOW_S, free, ROOMY).entries == (("late", 1),)
