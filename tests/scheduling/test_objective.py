@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduling import kernels
 from scheduling.objective import SLO, Anchor, GainWeights, TokenClock
-from tests.scheduling.views import slos
+from scheduling.request import QueueView
+from tests.scheduling.views import decode, queues, slos
 
 times = st.floats(0, 1_000)
 
@@ -143,3 +145,17 @@ def test_attainment() -> None:
     assert run(SLO(tpot_s=0.1), 9.0), "one token has no pace to miss"
     assert run(SLO())
     assert not run(SLO(ttft_s=1)), "no token, no attainment"
+
+
+@given(queue=queues(), anchor=st.sampled_from(Anchor))
+def test_the_compiled_rule_is_that_of_the_views(queue: QueueView, anchor: Anchor) -> None:
+    # Also of requests whose first or last token's time nobody knows.
+    views = [
+        view._replace(first_token_s=None, last_token_s=None) if index % 3 == 2 else view
+        for index, view in enumerate(queue.requests)
+    ]
+    views.append(decode("recomputes")._replace(pending_tokens=2))
+    table = QueueView(views).table
+    expected = [view.next_deadline_s(anchor) for view in views]
+    assert kernels.deadlines_s(table, anchor.code).tolist() == pytest.approx(expected)
+    assert kernels.is_prefill(table).tolist() == [view.is_prefill for view in views]
