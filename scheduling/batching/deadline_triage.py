@@ -414,7 +414,7 @@ def _admissible(
     """
     waiting = kept[table[kept, RUNNING] == 0]
     if len(waiting) > places:
-        value = table[waiting, PRIORITY] / (work_s[waiting] + answer_s)
+        value = table[waiting, PRIORITY] / np.maximum(work_s[waiting] + answer_s, 1e-9)
         left_out = waiting[np.argsort(-value, kind="stable")[max(0, places) :]]
         kept = kept[~np.isin(kept, left_out)]
     blocks = blocks_needed(table, kept, block_tokens)

@@ -231,6 +231,8 @@ EXTREME_MODELS = (
     LinearLatency(a=50.0, b=3.0, c=2.0, d=1.0),
     PrefillDecodeLatency(0.0, 0.0, 0.0, 1e-7, 0.0, 0.004),
     PrefillDecodeLatency(0.0, 0.0, 1e-4, 0.0, 0.0, 0.004),
+    PrefillDecodeLatency(0.0, 0.0, 0.0, 1e-7, 0.0, 0.0),
+    PrefillDecodeLatency(0.0, 0.0, 1e-4, 0.0, 0.0, 0.0),
     RooflineLatency(0.0, 0.0, 0.02, 1e-4, 0.0, 0.0),
 )
 extreme_slos = st.builds(
