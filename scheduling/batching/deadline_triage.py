@@ -53,8 +53,11 @@ GROWTH_TOKENS = 4
 the pool and preempt each other; more only leaves KV unused."""
 
 TTFT_SHARE = 0.25
-"""A batch takes no longer than this share of the least TTFT in the queue, as a request that comes
-while it runs waits for its end."""
+"""A batch takes no longer than this share of the least TTFT that was seen lately, as a request that
+comes while it runs waits for its end."""
+
+TTFT_MEMORY_S = 60.0
+"""How long a TTFT counts as seen lately, seconds after its request has left the queue."""
 
 LEAST_STEPS = 8
 """But it may take as long as this many empty steps, as shorter ones would mostly be overhead, and
@@ -188,6 +191,8 @@ class DeadlineTriage(BatchPolicy):
         self._aged_share = options.aged_share
         self._credit_s = 0.0
         self._earned_at_s: float | None = None
+        self._least_ttft_s = inf
+        self._least_seen_s = -inf
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
@@ -197,6 +202,7 @@ class DeadlineTriage(BatchPolicy):
         if not len(table):
             return
         fixed_s = latency.fixed_s
+        self._notice_ttft(float(table[:, TTFT].min()), now_s)
         work_s = pending_work_s(table, latency.pieces)
         prefill = is_prefill(table)
         left_s = self._left_s(table, prefill, work_s, now_s, latency)
@@ -236,6 +242,11 @@ class DeadlineTriage(BatchPolicy):
         if batch.empty:
             batch.spare(0)
             batch.ensure_progress(np.concatenate((decodes.rows, prefills)))
+
+    def _notice_ttft(self, least_s: float, now_s: float) -> None:
+        """Remember the least TTFT that was seen lately: the next request may state it, too."""
+        if least_s <= self._least_ttft_s or now_s - self._least_seen_s > TTFT_MEMORY_S:
+            self._least_ttft_s, self._least_seen_s = least_s, now_s
 
     def _left_s(
         self, table: Floats, prefill: Mask, work_s: Floats, now_s: float, latency: LatencyModel
@@ -308,7 +319,7 @@ class DeadlineTriage(BatchPolicy):
         latency: LatencyModel,
     ) -> float:
         """When the batch must end, seconds from now; the decodes in need are in it already."""
-        longest_s = max(TTFT_SHARE * float(table[:, TTFT].min()), LEAST_STEPS * latency.fixed_s)
+        longest_s = max(TTFT_SHARE * self._least_ttft_s, LEAST_STEPS * latency.fixed_s)
         if decodes.least_pace_s < inf:
             longest_s = max(longest_s, decodes.least_pace_s)
         until_s = min(decodes.budget_s, longest_s)

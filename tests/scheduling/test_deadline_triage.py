@@ -56,6 +56,14 @@ def test_a_batch_is_short_enough_for_those_that_come_while_it_runs() -> None:
     assert planned(calm, decode("answer", strict)) == {"answer": 1, "calm": 489}
 
 
+def test_a_strict_ttft_is_remembered_for_a_minute() -> None:
+    policy = make_policy("deadline_triage", {"headroom": 0.0})
+    calm = queue_of(prefill("calm", 5_000, SLO(ttft_s=600.0)))
+    policy.plan(queue_of(prefill("strict", 10, SLO(ttft_s=2.0))), 0.0, MODEL, ROOMY)
+    assert dict(policy.plan(calm, 1.0, MODEL, ROOMY).entries) == {"calm": 490}
+    assert dict(policy.plan(calm, 61.0, MODEL, ROOMY).entries) == {"calm": 5_000}
+
+
 def test_the_tail_begins_no_answer_that_would_take_the_room_of_new_prompts() -> None:
     slo, late = SLO(ttft_s=0.5, tpot_s=0.1), prefill("late", 100, SLO(ttft_s=0.1), arrival_s=8.0)
     answers = [
