@@ -85,12 +85,12 @@ class DeadlineTriageOptions(PolicyOptions):
         "time between tokens and short windows of them.",
     )
     headroom: float = Field(
-        default=0.05,
+        default=0.1,
         ge=0,
         le=0.5,
         description="Share of every time budget that is left unused, beside the model's own "
-        "head-room: steps vary around their prediction, and a TPOT measured as a maximum needs "
-        "about 10 % in all where they vary by 3 %.",
+        "head-room: steps vary around their prediction, a model is wrong in places, and a TPOT "
+        "measured as a maximum forgives neither.",
     )
     tail_backlog_s: float = Field(
         default=1.0,
