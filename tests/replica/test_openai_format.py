@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replica.config import EngineConfig, SimulatedEngineConfig
@@ -155,6 +155,8 @@ json_values = st.recursive(
 fields = ("prompt", "messages", "model", "n", "max_tokens", "min_tokens", "stream")
 
 
+# Slow to draw on a busy machine, which says nothing about the code.
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["chat", "completions"]), st.dictionaries(st.sampled_from(fields), json_values)
 )

@@ -97,7 +97,7 @@ async def until(condition):
 
 async def test_what_is_fixed_about_the_engine(started):
     _, info = started
-    assert (info.model, info.policy) == ("small", "slidebatching")
+    assert (info.model, info.policy) == ("small", "deadline_triage")
     assert (info.max_model_tokens, info.max_batch_tokens) == (2048, 256)
     assert info.block_tokens == 32
     assert info.kv_blocks * 32 >= 2048
