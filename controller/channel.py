@@ -21,7 +21,7 @@ from math import inf
 from typing import Any, NamedTuple, cast
 
 from controller.failure import NoAnswerError
-from controller.messages import RouteDecision, RouteQuery, RouteReply
+from controller.messages import RouteDecision, RouteQuery, RouteReply, Tier
 from scheduling.objective import SLO
 
 MAX_LINE = 1 << 20
@@ -243,7 +243,7 @@ class _Asking(_Lines):
             if future is not None and not future.done():
                 future.set_exception(ValueError(answer))
             return
-        decisions = tuple([RouteDecision(*decision) for decision in answer])
+        decisions = tuple([_decision(row) for row in answer])
         if late is not None:
             for query, decision in zip(late, decisions, strict=True):
                 self._on_late(query, decision)
@@ -377,6 +377,10 @@ def _row(query: RouteQuery) -> tuple[object, ...]:
         query.key,
         query.prompt_tokens,
         query.waited_s,
+        [tier.value for tier in query.tiers],
+        query.output_tokens,
+        query.session,
+        query.prefix,
         slo.ttft_s,
         slo.tpot_s,
         slo.e2e_s,
@@ -391,5 +395,19 @@ def _query(row: Any) -> RouteQuery:
     Raises:
         TypeError, ValueError: it is none.
     """
-    key, prompt_tokens, waited_s, *objective = row
-    return RouteQuery(key, SLO(*objective), prompt_tokens, waited_s)
+    key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, *objective = row
+    return RouteQuery(
+        key,
+        SLO(*objective),
+        prompt_tokens,
+        waited_s,
+        frozenset(map(Tier, tiers)),
+        output_tokens,
+        session,
+        tuple(prefix),
+    )
+
+
+def _decision(row: Any) -> RouteDecision:
+    replica_id, reason, tier, *predictions = row
+    return RouteDecision(replica_id, reason, None if tier is None else Tier(tier), *predictions)

@@ -15,6 +15,7 @@ import numpy as np
 from controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
+from scheduling.routing.base import Tier
 from scheduling.state import ROW, RUNNING, SUMMARY
 
 MAX_TEXT = 256
@@ -29,11 +30,16 @@ MAX_FINISHED = 1 << 18
 MAX_KEYS = 1 << 16
 """Most keys or replica ids in one call."""
 
+MAX_PREFIX = 64
+"""Most chunk hashes of one prompt."""
+
 MAX_PROMPT_TOKENS = 1 << 31
 MAX_KEY = (1 << 63) - 1
 
 MAX_CORRECTION = 1_000.0
 """Largest factor between predicted and real step time, and the inverse of the smallest."""
+
+_TIERS = frozenset(Tier)
 
 # The counts of a row are its last fields, all int32: one look at them as a matrix checks them all.
 _COUNTS_FROM = ROW.fields["priority"][1] // 4 if ROW.fields else 0
@@ -105,6 +111,12 @@ def check_query(query: RouteQuery) -> None:
     _check_number("waited_s", query.waited_s)
     if query.waited_s < 0:
         raise ValueError(f"waited_s must be at least 0, got {query.waited_s}")
+    if not isinstance(query.tiers, frozenset) or not query.tiers or query.tiers - _TIERS:
+        raise ValueError(f"tiers must be any of {_short(_TIERS)}, got {_short(query.tiers)}")
+    _check_integer("output_tokens", query.output_tokens, 0, MAX_PROMPT_TOKENS)
+    _check_integer("session", query.session, 0, MAX_KEY)
+    if query.prefix:
+        check_keys("prefix", query.prefix, MAX_PREFIX)
 
 
 def check_text(name: str, value: Any, empty: bool = False) -> None:
@@ -184,8 +196,11 @@ def _check_live_rows(rows: np.ndarray) -> None:
         raise ValueError("the counts of a request (tokens, blocks, priority) must be at least 0")
     if not np.isfinite(rows["arrival_s"]).all():
         raise ValueError("a request's arrival must be a finite time")
-    if np.isinf(rows["first_token_s"]).any():
-        raise ValueError("a request's first token must have a finite time, or nan for none")
+    for name in ("first_token_s", "last_token_s"):
+        if np.isinf(rows[name]).any():
+            raise ValueError(f"{name} must be a finite time, or nan for none")
+    if rows["best_effort"].max() > 1:
+        raise ValueError("best_effort must be 0 or 1")
     for name in ("ttft_s", "tpot_s", "e2e_s"):
         if not (rows[name] > 0).all():
             raise ValueError(f"{name} must be positive, or infinite for none")

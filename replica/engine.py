@@ -48,6 +48,7 @@ class EngineRequest:
         slo: its objective.
         waited_s: seconds that passed at the edge before it was sent; the engine counts the
             request's age from there, so no two hosts need the same clock.
+        best_effort: nothing was promised to it; it runs on what the others leave.
 
     Raises:
         ValueError: ``waited_s`` is negative or not finite.
@@ -58,6 +59,7 @@ class EngineRequest:
     body: dict[str, Any]
     slo: SLO
     waited_s: float = 0.0
+    best_effort: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.waited_s < inf:

@@ -49,6 +49,7 @@ class TrackedRequest:
     slot: int
     most_tokens: int
     expected_tokens: float
+    best_effort: bool = False
     first_token_s: float | None = None
     last_token_s: float | None = None
 
@@ -150,6 +151,7 @@ class LocalScheduler:
         arrival_s: float,
         prompt_tokens: int,
         most_tokens: int,
+        best_effort: bool = False,
     ) -> None:
         """Begin to follow a new request, whose output has ``most_tokens`` at most.
 
@@ -157,7 +159,7 @@ class LocalScheduler:
         see it: an accepted request must not fail because it cannot be watched.
         """
         try:
-            slot = self._table.allocate(key, slo, arrival_s, prompt_tokens)
+            slot = self._table.allocate(key, slo, arrival_s, prompt_tokens, best_effort)
         except TableFullError as error:
             slot = _NO_SLOT
             if self._rowless == 0:
@@ -165,7 +167,9 @@ class LocalScheduler:
             self._rowless += 1
         # The least of nan and a number is its first argument.
         expected = min(self._lengths.predict(slo.service_class, prompt_tokens), most_tokens)
-        self.requests[engine_id] = TrackedRequest(name, slo, arrival_s, slot, most_tokens, expected)
+        self.requests[engine_id] = TrackedRequest(
+            name, slo, arrival_s, slot, most_tokens, expected, best_effort
+        )
 
     def prolong(self, tracked: TrackedRequest, emitted_tokens: int) -> None:
         """Expect more of a request that goes on after as many tokens as it was expected to have."""

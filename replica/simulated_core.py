@@ -86,6 +86,7 @@ class SimulatedSequence:
             self.running,
             self.tracked.last_token_s,
             self.tracked.expected_tokens,
+            self.tracked.best_effort,
         )
 
     def row(self) -> RowUpdate:
@@ -98,6 +99,8 @@ class SimulatedSequence:
             self.blocks,
             self.running,
             self.tracked.first_token_s,
+            self.tracked.last_token_s,
+            self.tracked.expected_tokens,
         )
 
 
@@ -144,6 +147,7 @@ class SimulatedCore:
         output_tokens: int,
         owner: Any = None,
         choice: int = 0,
+        best_effort: bool = False,
     ) -> SimulatedSequence:
         """Queue a sequence.
 
@@ -160,7 +164,7 @@ class SimulatedCore:
         engine_id = str(next(self._ids))
         # Outputs here are as long as they may be.
         self._scheduler.track(
-            engine_id, name, key, slo, arrival_s, prompt_tokens, most_tokens=output_tokens
+            engine_id, name, key, slo, arrival_s, prompt_tokens, output_tokens, best_effort
         )
         sequence = SimulatedSequence(
             engine_id,

@@ -183,6 +183,7 @@ class SimulatedEngine:
                 call.max_tokens,
                 live,
                 choice,
+                request.best_effort,
             )
             live.sequences.append(sequence)
         self._calls.add(live)

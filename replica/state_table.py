@@ -23,7 +23,7 @@ from scheduling.objective import SLO
 from scheduling.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 
 SAMPLE_RING = 2048
-_MAGIC = 0x534C5549_43450002
+_MAGIC = 0x534C5549_43450003
 _READ_TRIES = 30
 _READ_TRIES_AT_ONCE = 10
 _READ_PAUSE_S = 0.001
@@ -57,6 +57,8 @@ class RowUpdate(NamedTuple):
     kv_blocks: int
     running: bool
     first_token_s: float | None
+    last_token_s: float | None
+    expected_tokens: float
 
 
 class TableFullError(RuntimeError):
@@ -137,7 +139,9 @@ class StateTable:
 
     # The writer's side.
 
-    def allocate(self, key: int, slo: SLO, arrival_s: float, prompt_tokens: int) -> int:
+    def allocate(
+        self, key: int, slo: SLO, arrival_s: float, prompt_tokens: int, best_effort: bool = False
+    ) -> int:
         """Take a slot for a new, waiting request and return it.
 
         Raises:
@@ -151,6 +155,7 @@ class StateTable:
             key,
             arrival_s,
             nan,
+            nan,
             inf if slo.ttft_s is None else slo.ttft_s,
             inf if slo.tpot_s is None else slo.tpot_s,
             inf if slo.e2e_s is None else slo.e2e_s,
@@ -160,6 +165,8 @@ class StateTable:
             prompt_tokens,
             0,
             0,
+            0,
+            best_effort,
             WAITING,
         )
         self._end()
@@ -185,6 +192,8 @@ class StateTable:
             rows["kv_blocks"][slots] = columns[4]
             rows["phase"][slots] = np.where(columns[5], RUNNING, WAITING)
             rows["first_token_s"][slots] = np.array(columns[6], dtype=float)
+            rows["last_token_s"][slots] = np.array(columns[7], dtype=float)
+            rows["expected_tokens"][slots] = np.nan_to_num(columns[8])
         for name, value in summary.items():
             self._summary[name] = value
         self._end()

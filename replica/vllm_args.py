@@ -25,6 +25,7 @@ TPOT_S = "sluice_tpot_s"
 E2E_S = "sluice_e2e_s"
 PRIORITY = "sluice_priority"
 SERVICE_CLASS = "sluice_class"
+BEST_EFFORT = "sluice_best_effort"
 
 _OBJECTIVES = ((TTFT_S, "ttft_s"), (TPOT_S, "tpot_s"), (E2E_S, "e2e_s"))
 
@@ -36,11 +37,13 @@ class RequestArgs(NamedTuple):
         request_id: the request's id in the fleet, shared by all sequences of one API call.
         arrival_s: when the edge received it, on the host's monotonic clock.
         slo: its objective.
+        best_effort: nothing was promised to it.
     """
 
     request_id: str
     arrival_s: float
     slo: SLO
+    best_effort: bool = False
 
 
 def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
@@ -55,6 +58,8 @@ def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
         value = getattr(args.slo, field)
         if value is not None:
             xargs[key] = value
+    if args.best_effort:
+        xargs[BEST_EFFORT] = 1
     return xargs
 
 
@@ -77,11 +82,14 @@ def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -
     priority = given.pop(PRIORITY, 1)
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise ValueError(f"{PRIORITY} must be an integer, got {priority!r}")
+    best_effort = given.pop(BEST_EFFORT, 0)
+    if best_effort not in (0, 1):
+        raise ValueError(f"{BEST_EFFORT} must be 0 or 1, got {best_effort!r}")
     objectives = {field: _number(key, given.pop(key)) for key, field in _OBJECTIVES if key in given}
     if given:
         raise ValueError(f"unknown keys: {', '.join(sorted(given))}")
     slo = SLO(**objectives, priority=priority, service_class=service_class)
-    return RequestArgs(request_id, min(arrival_s, now_s), slo)
+    return RequestArgs(request_id, min(arrival_s, now_s), slo, best_effort == 1)
 
 
 def reserved_keys(xargs: Mapping[str, Any] | None) -> list[str]:

@@ -218,7 +218,9 @@ class VllmEngine:
             raise RequestError(
                 f"vllm_xargs holds keys that are reserved: {', '.join(reserved)}.", "vllm_xargs"
             )
-        args = RequestArgs(request.request_id, received_s - request.waited_s, request.slo)
+        args = RequestArgs(
+            request.request_id, received_s - request.waited_s, request.slo, request.best_effort
+        )
         body["vllm_xargs"] = {**(extra or {}), **to_xargs(args)}
         body["request_id"] = request.request_id
         try:

@@ -113,6 +113,7 @@ class PlanMixin(_Base):
             args.arrival_s,
             request.num_prompt_tokens,
             request.max_tokens,
+            args.best_effort,
         )
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -271,6 +272,7 @@ class PlanMixin(_Base):
                     running,
                     last_s,
                     tracked.expected_tokens,
+                    tracked.best_effort,
                 )
             )
         return views
@@ -340,6 +342,8 @@ class PlanMixin(_Base):
                     -(-computed // self.block_size) if running else 0,
                     running,
                     tracked.first_token_s,
+                    tracked.last_token_s,
+                    tracked.expected_tokens,
                 )
             )
         return updates

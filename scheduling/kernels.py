@@ -36,9 +36,10 @@ EMITTED = 8
 KV_BLOCKS = 9
 RUNNING = 10  # 1 or 0
 EXPECTED = 11  # predicted output tokens in all; nan where nothing is known
-FIRST_TOKEN = 12  # when it left; nan before
-LAST_TOKEN = 13
-FIELDS = 14
+BEST_EFFORT = 12  # 1 or 0
+FIRST_TOKEN = 13  # when it left; nan before
+LAST_TOKEN = 14
+FIELDS = 15
 
 # How a row's deadline is anchored: the anchors' numbers, as compiled loops know no enumerations.
 ENVELOPE = Anchor.ENVELOPE.code

@@ -38,6 +38,7 @@ class RequestView(NamedTuple):
         running: it holds KV blocks and a place among the engine's running sequences.
         last_token_s: when the latest token left, or ``None``.
         expected_tokens: predicted length of its whole output, tokens; nan where nothing is known.
+        best_effort: nothing was promised to it; it runs on what the others leave.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class RequestView(NamedTuple):
     running: bool = False
     last_token_s: float | None = None
     expected_tokens: float = nan
+    best_effort: bool = False
 
     @property
     def is_prefill(self) -> bool:
@@ -159,11 +161,11 @@ def _table(requests: Sequence[RequestView]) -> Floats:
     if not count:
         return table
     # Transposed tuples and one packed string are the fastest way from objects to an array.
-    (_, slos, arrival, prompt, computed, pending, emitted, first, blocks, running, last, expected
-     ) = zip(*requests, strict=True)  # fmt: skip
+    (_, slos, arrival, prompt, computed, pending, emitted, first, blocks, running, last, expected,
+     best_effort) = zip(*requests, strict=True)  # fmt: skip
     objectives = zip(*map(_objectives, slos), strict=True)
     numbers = chain(arrival, *objectives, prompt, computed, pending, emitted, blocks, running)
-    packed = struct.pack(f"{FIRST_TOKEN * count}d", *numbers, *expected)
+    packed = struct.pack(f"{FIRST_TOKEN * count}d", *numbers, *expected, *best_effort)
     table[:, :FIRST_TOKEN] = np.frombuffer(packed).reshape(FIRST_TOKEN, count).T
     # None becomes nan.
     table[:, FIRST_TOKEN] = np.array(first, np.float64)
@@ -186,11 +188,16 @@ def _view(key: int, row: list[float], slo: SLO) -> RequestView:
         row[kernels.RUNNING] > 0,
         None if last_s != last_s else last_s,
         row[kernels.EXPECTED],
+        row[kernels.BEST_EFFORT] > 0,
     )
 
 
 def row_of(
-    slo: SLO, arrival_s: float, prompt_tokens: int, expected_tokens: float = nan
+    slo: SLO,
+    arrival_s: float,
+    prompt_tokens: int,
+    expected_tokens: float = nan,
+    best_effort: bool = False,
 ) -> list[float]:
     """The row of a request that has just arrived, :data:`~scheduling.kernels.FIELDS` numbers."""
     row = [0.0] * FIELDS
@@ -199,4 +206,5 @@ def row_of(
     row[kernels.PROMPT] = row[kernels.PENDING] = prompt_tokens
     row[kernels.FIRST_TOKEN] = row[kernels.LAST_TOKEN] = nan
     row[kernels.EXPECTED] = expected_tokens
+    row[kernels.BEST_EFFORT] = best_effort
     return row

@@ -21,6 +21,7 @@ ROW = np.dtype(
         ("key", "<i8"),  # the request's 63-bit key
         ("arrival_s", "<f8"),
         ("first_token_s", "<f8"),  # nan before the first token
+        ("last_token_s", "<f8"),  # the latest one
         ("ttft_s", "<f4"),  # objectives: inf where none is stated
         ("tpot_s", "<f4"),
         ("e2e_s", "<f4"),
@@ -30,6 +31,8 @@ ROW = np.dtype(
         ("pending_tokens", "<i4"),  # tokens that could be scheduled now; 1 in decode
         ("emitted_tokens", "<i4"),
         ("kv_blocks", "<i4"),
+        ("expected_tokens", "<i4"),  # predicted length of its whole output; 0: nothing is known
+        ("best_effort", "<i4"),  # 1: nothing was promised to it
         ("phase", "<i4"),  # 0: free slot, else WAITING or RUNNING
     ]
 )

@@ -161,6 +161,7 @@ def state_rows(table: Floats) -> np.ndarray:
     for name, column in (
         ("arrival_s", kernels.ARRIVAL),
         ("first_token_s", kernels.FIRST_TOKEN),
+        ("last_token_s", kernels.LAST_TOKEN),
         ("ttft_s", kernels.TTFT),
         ("tpot_s", kernels.TPOT),
         ("e2e_s", kernels.E2E),
@@ -170,7 +171,9 @@ def state_rows(table: Floats) -> np.ndarray:
         ("pending_tokens", kernels.PENDING),
         ("emitted_tokens", kernels.EMITTED),
         ("kv_blocks", kernels.KV_BLOCKS),
+        ("best_effort", kernels.BEST_EFFORT),
     ):
         rows[name] = table[:, column]
+    rows["expected_tokens"] = np.nan_to_num(table[:, kernels.EXPECTED])
     rows["phase"] = np.where(table[:, kernels.RUNNING] > 0, RUNNING, WAITING)
     return rows

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduling.policy import make
-from scheduling.routing.base import ReplicaView, RouteQuery, RoutingPolicy
+from scheduling.routing.base import ReplicaView, RouteQuery, RoutingPolicy, Tier
 from scheduling.routing.least_tokens import LeastTokens
 from scheduling.routing.pab import PABBalancing
 from scheduling.routing.power_of_two import PowerOfTwo
@@ -17,6 +17,7 @@ __all__ = [
     "ReplicaView",
     "RouteQuery",
     "RoutingPolicy",
+    "Tier",
     "make_policy",
 ]
 

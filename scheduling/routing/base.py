@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
@@ -10,16 +11,40 @@ from scheduling.objective import SLO
 from scheduling.policy import PolicyOptions
 
 
-class RouteQuery(NamedTuple):
-    """A request to place. ``prompt_tokens`` is an estimate: the edge does not tokenise.
+class Tier(enum.StrEnum):
+    """How a request is served.
 
-    ``waited_s`` is its age at the edge when the query was made.
+    ``GUARANTEED``: its objective is promised. ``BEST_EFFORT``: nothing is; it runs on what the
+    promised ones leave.
+    """
+
+    GUARANTEED = "guaranteed"
+    BEST_EFFORT = "best-effort"
+
+
+class RouteQuery(NamedTuple):
+    """A request to place.
+
+    Attributes:
+        key: its 63-bit key.
+        slo: its objective. Where it states none there is nothing to promise.
+        prompt_tokens: an estimate: the edge does not tokenise.
+        waited_s: its age at the edge when the query was made.
+        tiers: those that it may be served in. With both, it is promised where it can be.
+        output_tokens: the most that it may generate; 0 if that is not known.
+        session: names what it belongs to (a conversation, say), a 63-bit hash; 0 for nothing.
+        prefix: 63-bit hashes of its prompt's first chunks, each covering all chunks before it, see
+            :mod:`scheduling.prefix`.
     """
 
     key: int
     slo: SLO
     prompt_tokens: int
     waited_s: float = 0.0
+    tiers: frozenset[Tier] = frozenset(Tier)
+    output_tokens: int = 0
+    session: int = 0
+    prefix: tuple[int, ...] = ()
 
 
 class ReplicaView(NamedTuple):

@@ -32,14 +32,31 @@ class Clock:
 def waiting_row(key: int, pending: int, arrival_s: float = 0.0) -> np.ndarray:
     """A request that has computed nothing."""
     return np.array(
-        (key, arrival_s, nan, 1.0, 0.1, inf, 1, pending, 0, pending, 0, 0, WAITING), dtype=ROW
+        (key, arrival_s, nan, nan, 1.0, 0.1, inf, 1, pending, 0, pending, 0, 0, 0, 0, WAITING),
+        dtype=ROW,
     )
 
 
 def decode_row(key: int, context: int, arrival_s: float = 0.0) -> np.ndarray:
     """A request with its first token out."""
     return np.array(
-        (key, arrival_s, arrival_s, 1.0, 0.1, inf, 1, context, context, 1, 1, 4, RUNNING),
+        (
+            key,
+            arrival_s,
+            *[arrival_s] * 2,
+            1.0,
+            0.1,
+            inf,
+            1,
+            context,
+            context,
+            1,
+            1,
+            4,
+            0,
+            0,
+            RUNNING,
+        ),
         dtype=ROW,
     )
 

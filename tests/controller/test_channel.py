@@ -284,7 +284,8 @@ class Slow:
 
     def answer(self, number: int) -> None:
         assert self._writer is not None
-        self._writer.write(json.dumps([number, 11, [["a", "placed"]]]).encode() + b"\n")
+        decisions = [["a", "placed", None, None, None]]
+        self._writer.write(json.dumps([number, 11, decisions]).encode() + b"\n")
 
 
 @asynccontextmanager

@@ -109,7 +109,7 @@ BAD_DELTAS: dict[str, tuple[dict[str, Any], str]] = {
     "negative pending": ({"rows": np.array([_bad_row(pending_tokens=-1)])}, "at least 0"),
     "negative key": ({"rows": np.array([_bad_row(key=-1)])}, "key"),
     "arrival nan": ({"rows": np.array([_bad_row(arrival_s=np.nan)])}, "arrival"),
-    "first token inf": ({"rows": np.array([_bad_row(first_token_s=np.inf)])}, "first token"),
+    "first token inf": ({"rows": np.array([_bad_row(first_token_s=np.inf)])}, "first_token_s"),
     "ttft zero": ({"rows": np.array([_bad_row(ttft_s=0)])}, "ttft_s"),
     "tpot nan": ({"rows": np.array([_bad_row(tpot_s=np.nan)])}, "tpot_s"),
     "summary missing": ({"summary": None}, "summary"),

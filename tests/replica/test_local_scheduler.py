@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ def test_a_step_is_planned_run_and_published(table, tmp_path):
     assert plan.entries == (("e1", 10),)
     step = scheduler.begin_step(plan, [("e1", 10, 0)], 1.0)
     slot = scheduler.requests["e1"].slot
-    update = RowUpdate(slot, 10, 1, 1, 1, True, 1.02)
+    update = RowUpdate(slot, 10, 1, 1, 1, True, 1.02, 1.02, nan)
     scheduler.end_step(step, 1.02, [update], 0, 1, 999, 1000)
 
     state = table.read()
@@ -148,7 +149,7 @@ def test_requests_beyond_the_table_run_without_a_row(table, caplog):
     assert len(plan.entries) == 6
     step = scheduler.begin_step(plan, [(f"e{index}", 10, 0) for index in range(6)], 0.0)
     updates = [
-        RowUpdate(scheduler.requests[f"e{index}"].slot, 10, 1, 1, 1, True, 0.1)
+        RowUpdate(scheduler.requests[f"e{index}"].slot, 10, 1, 1, 1, True, 0.1, 0.1, nan)
         for index in range(6)
     ]
     scheduler.end_step(step, 0.1, updates, 0, 6, 0, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import nan
 
 import pytest
 from hypothesis import given, settings
@@ -49,7 +50,9 @@ class Bench:
 
     def update(self, slot: int, computed: int, emitted: int) -> None:
         first_token_s = 7.0 if emitted else None
-        self.table.write([RowUpdate(slot, computed, 1, emitted, 1, True, first_token_s)])
+        self.table.write(
+            [RowUpdate(slot, computed, 1, emitted, 1, True, first_token_s, first_token_s, nan)]
+        )
 
     async def tick(self) -> float:
         wait_s = await self.reporter.tick()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from math import nan
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def _write_steps(path, stop):
     step = 0
     while not stop.is_set():
         step += 1
-        updates = [RowUpdate(slot, step, step, step, step, True, None) for slot in slots]
+        updates = [RowUpdate(slot, step, step, step, step, True, None, None, nan) for slot in slots]
         table.write(updates, steps=step, updated_s=float(step))
         # A step of a real engine takes far longer than a write.
         time.sleep(0.0002)
@@ -70,7 +71,7 @@ def test_rows_follow_a_request_through_its_life():
     assert (row["key"], row["phase"], row["pending_tokens"]) == (77, WAITING, 100)
     assert (row["ttft_s"], row["tpot_s"], row["priority"]) == (0.5, np.inf, 3)
     assert np.isnan(row["first_token_s"])
-    table.write([RowUpdate(slot, 100, 1, 1, 7, True, 12.25)])
+    table.write([RowUpdate(slot, 100, 1, 1, 7, True, 12.25, 12.25, nan)])
     row = table.read().rows[0]
     assert (row["phase"], row["first_token_s"], row["kv_blocks"]) == (RUNNING, 12.25, 7)
     table.free(slot)
