@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from controller.messages import RouteDecision, RouteQuery
+from controller.messages import RouteDecision, RouteQuery, Tier
 from replica.engine import (
     EVENT_STREAM,
     Endpoint,
@@ -34,6 +34,8 @@ RETRY_PAUSE_S = 0.02
 replica to arrive, and a brake on a failure that hits every replica."""
 
 _BUSY = 503
+_ANY_TIER = frozenset(Tier)
+_BEST_EFFORT_ONLY = frozenset({Tier.BEST_EFFORT})
 
 
 class ReplicaFailedError(Exception):
@@ -101,7 +103,12 @@ class Controller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A validated API call. ``received_s`` is on the dispatcher's monotonic clock."""
+    """A validated API call.
+
+    Attributes:
+        received_s: when it came, on the dispatcher's monotonic clock.
+        best_effort: it asks for no promise: it runs on what the promised ones leave.
+    """
 
     request_id: str
     endpoint: Endpoint
@@ -109,6 +116,7 @@ class Call:
     slo: SLO
     prompt: PromptSize
     received_s: float
+    best_effort: bool = False
 
 
 class Piece(NamedTuple):
@@ -246,7 +254,11 @@ class Dispatcher:
         target = await self._decide(call, key, failed)
         waited_s = self.clock() - call.received_s
         stream = self._replicas.generate(
-            EngineRequest(request_id, call.endpoint, call.body, call.slo, waited_s), target, failed
+            EngineRequest(
+                request_id, call.endpoint, call.body, call.slo, waited_s, call.best_effort
+            ),
+            target,
+            failed,
         )
 
         def close() -> None:
@@ -272,7 +284,11 @@ class Dispatcher:
         """The controller's choice, or ``None`` to leave it to Serve."""
         started_s = self.clock()
         query = RouteQuery(
-            key, call.slo, self.estimator.estimate(call.prompt), started_s - call.received_s
+            key,
+            call.slo,
+            self.estimator.estimate(call.prompt),
+            started_s - call.received_s,
+            _BEST_EFFORT_ONLY if call.best_effort else _ANY_TIER,
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self.clock() - started_s)
