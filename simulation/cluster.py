@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from scheduling.batching import BatchPolicy
 from scheduling.latency import LatencyModel
 from scheduling.length import LengthPredictor
 from scheduling.routing import ReplicaView, RouteQuery, RoutingPolicy
-from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role
+from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role, Slowdown
 from simulation.engine import Engine
 from simulation.events import Events
 from simulation.mirror import Mirror
@@ -29,6 +31,24 @@ REFUSED = "refused at admission"
 Admission = Callable[[RouteQuery, ReplicaView], bool]
 """Whether a request may go to the replica that was chosen for it. FairBatching's admission (§3.4)
 is ``query.prompt_tokens <= replica.pab_tokens``."""
+
+
+Incident = Failure | Resize | Slowdown
+"""What happens to replicas in a run."""
+
+
+class Node(NamedTuple):
+    """What one replica is made of.
+
+    Attributes:
+        truth: how long its steps take.
+        belief: what it plans with, and reports to the router.
+        engine: its limits.
+    """
+
+    truth: Truth
+    belief: Belief
+    engine: EngineConfig
 
 
 class _Pool:
@@ -56,7 +76,7 @@ class Cluster:
 
     Args:
         requests: of the run.
-        make_engine: a new engine for a role.
+        make_engine: a new engine for a role and a replica's number in order of start.
         make_route: a new routing policy for a role.
         config: the cluster.
         rng: source of lost reports.
@@ -67,7 +87,7 @@ class Cluster:
     def __init__(
         self,
         requests: Requests,
-        make_engine: Callable[[Role], Engine],
+        make_engine: Callable[[Role, int], Engine],
         make_route: Callable[[Role], RoutingPolicy],
         config: ClusterConfig,
         rng: np.random.Generator,
@@ -97,26 +117,38 @@ class Cluster:
             self._pools["decode"] = _Pool("decode", make_route("decode"), config)
             self._grow(self._pools["decode"], config.decoders)
 
-    def run(self, incidents: Sequence[Failure | Resize] = ()) -> float:
+    def run(self, incidents: Sequence[Incident] = ()) -> float:
         """Run until every request has ended; return the time.
 
         Raises:
-            ValueError: an incident names a role that the cluster has not.
+            ValueError: an incident names a role that the cluster has not, or a factor that is not
+                positive.
         """
         for incident in incidents:
-            if isinstance(incident, Failure):
-                self.events.at(incident.at_s, partial(self._fail, incident))
-            elif incident.role in self._pools:
-                self.events.at(incident.at_s, partial(self._resize, incident))
-            else:
-                known = ", ".join(self._pools)
-                raise ValueError(f"no replica has the role {incident.role!r}; there are: {known}")
+            self.events.at(incident.at_s, self._happening(incident))
         if len(self._requests):
             self.events.at(self._requests.arrivals[0].arrival_s, self._arrive)
         while self.ended < len(self._requests):
             if not self.events.run_next():
                 raise RuntimeError(f"the clock stopped with {self.ended} requests ended")
         return self.events.now_s
+
+    def _happening(self, incident: Incident) -> Callable[[], None]:
+        """What to do when it happens."""
+        match incident:
+            case Failure():
+                return partial(self._fail, incident)
+            case Slowdown():
+                if not 0 < incident.factor < inf:
+                    words = f"a slowdown's factor must be positive, got {incident.factor}"
+                    raise ValueError(words)
+                return partial(self._slow_down, incident)
+            case Resize():
+                if incident.role not in self._pools:
+                    known = ", ".join(self._pools)
+                    words = f"no replica has the role {incident.role!r}; there are: {known}"
+                    raise ValueError(words)
+                return partial(self._resize, incident)
 
     # Arrival and placement.
 
@@ -229,7 +261,7 @@ class Cluster:
             replica = Replica(
                 name,
                 pool.role,
-                self._make_engine(pool.role),
+                self._make_engine(pool.role, len(self.replicas)),
                 self.events,
                 pool.mirror,
                 self._config,
@@ -248,11 +280,20 @@ class Cluster:
         for replica in serving[resize.change :]:
             replica.drain()
 
+    def _alive(self, number: int) -> Replica | None:
+        """The replica with a number, if it is there."""
+        known = 0 <= number < len(self.replicas)
+        return self.replicas[number] if known and self.replicas[number].alive else None
+
+    def _slow_down(self, slowdown: Slowdown) -> None:
+        replica = self._alive(slowdown.replica)
+        if replica is not None:
+            replica.engine.slowness = slowdown.factor
+
     def _fail(self, failure: Failure) -> None:
-        known = 0 <= failure.replica < len(self.replicas)
-        if not known or not self.replicas[failure.replica].alive:
+        replica = self._alive(failure.replica)
+        if replica is None:
             return
-        replica = self.replicas[failure.replica]
         keys = replica.fail()
         self.events.after(self._config.detect_s, partial(self._noticed, replica, keys))
         if failure.down_s is not None:
@@ -276,10 +317,11 @@ def simulate_cluster(
     belief: Belief | LatencyModel | None = None,
     engine: EngineConfig | None = None,
     cluster: ClusterConfig | None = None,
-    incidents: Sequence[Failure | Resize] = (),
+    incidents: Sequence[Incident] = (),
     seed: int = 0,
     predictor: LengthPredictor | None = None,
     admit: Admission | None = None,
+    nodes: Sequence[Node] = (),
 ) -> Result:
     """Run ``workload`` through a cluster until every request has ended.
 
@@ -290,28 +332,32 @@ def simulate_cluster(
         workload: what arrives.
         make_batch: gives each engine its policy, by its role.
         make_route: gives the router its policy, by the role of the replicas that it chooses from.
-        truth: of every engine; each has its own noise.
-        belief: of every engine; each corrects its own.
-        engine: limits of each engine.
+        truth: of an engine; each has its own noise.
+        belief: of an engine; each corrects its own.
+        engine: limits of an engine.
         cluster: how many there are, and how the router learns of them.
-        incidents: failures and scale events.
+        incidents: failures, scale events, replicas that become slow.
         seed: of all noise.
         predictor: one for the whole cluster, while replicas have one each.
         admit: see :class:`Cluster`.
+        nodes: what the first replicas to start are, where they differ from ``truth``, ``belief``
+            and ``engine``, of which the others are.
 
     Raises:
-        ValueError: an incident names a role that the cluster has not.
+        ValueError: see :meth:`Cluster.run`.
         StuckError: an engine could run nothing.
     """
     believed, true = sides(truth, belief)
+    usual = Node(true, believed, engine or EngineConfig())
     requests = Requests(workload, predictor)
     seeds = np.random.SeedSequence(seed)
     network = np.random.default_rng(seeds.spawn(1)[0])
 
-    def make_engine(role: Role) -> Engine:
+    def make_engine(role: Role, number: int) -> Engine:
         rng = np.random.default_rng(seeds.spawn(1)[0])
-        config = engine or EngineConfig()
-        return Engine(config, make_batch(role), believed, true, requests, rng, role == "prefill")
+        node = nodes[number] if number < len(nodes) else usual
+        policy, prefill_only = make_batch(role), role == "prefill"
+        return Engine(node.engine, policy, node.belief, node.truth, requests, rng, prefill_only)
 
     run = Cluster(requests, make_engine, make_route, cluster or ClusterConfig(), network, admit)
     end_s = run.run(incidents)

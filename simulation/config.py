@@ -134,6 +134,20 @@ class Failure(NamedTuple):
     down_s: float | None = None
 
 
+class Slowdown(NamedTuple):
+    """A replica's steps take longer from a time on; what it plans with learns that by itself.
+
+    Attributes:
+        at_s: when.
+        replica: its number in order of its start; one that is not there is left alone.
+        factor: on the time of each step, > 0; a later one replaces it, and 1 ends it.
+    """
+
+    at_s: float
+    replica: int
+    factor: float
+
+
 class Resize(NamedTuple):
     """Replicas join, or leave after their work is done.
 

@@ -74,6 +74,8 @@ class Engine:
         self.fallbacks = 0
         self.dropped = 0
         self.busy_s = 0.0
+        self.slowness = 1.0
+        """Factor on the real time of steps that begin from now on; what is believed learns it."""
         self.cache: PrefixCache | None = None
         self._policy = policy
         self._truth_pieces = truth.model.pieces
@@ -199,7 +201,7 @@ class Engine:
                     f"are free, and policy {self._policy.name} and the fallback run none of them"
                 )
             self.fallbacks += 1
-        real_s = float(self._seconds[0]) * self._noise.next()
+        real_s = float(self._seconds[0]) * self._noise.next() * self.slowness
         self._begun_s = now_s
         self.steps += 1
         self.busy_s += real_s

@@ -16,8 +16,15 @@ from scheduling import routing
 from scheduling.batching import BatchPolicy, make_policy
 from scheduling.latency import LinearLatency
 from scheduling.routing import ReplicaView, RouteQuery, RoutingPolicy
-from simulation.cluster import NO_REPLICA, REFUSED, REPLICA_FAILED, Cluster, simulate_cluster
-from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role
+from simulation.cluster import (
+    NO_REPLICA,
+    REFUSED,
+    REPLICA_FAILED,
+    Cluster,
+    Node,
+    simulate_cluster,
+)
+from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role, Slowdown
 from simulation.engine import Engine
 from simulation.metrics import TPOTMetric, attained, stages
 from simulation.requests import Requests
@@ -69,6 +76,12 @@ incidents = st.lists(
             replica=st.integers(0, 5),
             down_s=st.one_of(st.none(), st.floats(0, 1)),
         ),
+        st.builds(
+            Slowdown,
+            at_s=st.floats(0, 1.5),
+            replica=st.integers(0, 5),
+            factor=st.sampled_from([0.5, 5.0]),
+        ),
         st.builds(Resize, at_s=st.floats(0, 1.5), change=st.integers(-2, 2), role=st.just("entry")),
     ),
     max_size=5,
@@ -88,7 +101,7 @@ incidents = st.lists(
 )
 def test_every_request_ends_exactly_once(
     load: Workload,
-    what_happens: list[Failure | Resize],
+    what_happens: list[Failure | Resize | Slowdown],
     router: str,
     replicas: int,
     decoders: int,
@@ -136,7 +149,7 @@ def test_engines_are_empty_when_all_has_ended(decoders: int) -> None:
     requests = Requests(steady(120))
     config = EngineConfig(kv_blocks=60)
 
-    def make_engine(role: Role) -> Engine:
+    def make_engine(role: Role, number: int) -> Engine:
         rng = np.random.default_rng(3)
         policy, belief = make_policy("fcfs"), Belief(MODEL)
         return Engine(config, policy, belief, EXACT, requests, rng, role == "prefill")
@@ -303,6 +316,44 @@ def test_admission_by_budget_refuses_what_would_be_late_and_keeps_the_rest_in_ti
     ]
     assert met[1] > 2 * met[0]
     assert met[1] >= 0.95 * (len(load) - len(some.requests.failures))
+
+
+def test_each_replica_is_what_its_node_says() -> None:
+    # One request for each of three replicas, a step for the prompt and two for the rest.
+    load = workload(*((0.0, 1_000, 3) for _ in range(3)))
+    fast = Node(Truth(LinearLatency(a=0.001, b=1e-5), 0), Belief(MODEL), EngineConfig(kv_blocks=70))
+    cluster = ClusterConfig(replicas=3, dispatch_s=0)
+    result = simulate_cluster(
+        load, batch(), route("round_robin"), EXACT, None, None, cluster, nodes=[fast]
+    )
+    first_s = result.requests.emitted_s[::3]
+    assert first_s[0] == pytest.approx(0.001 + 1e-5 * 1_000)
+    alone = simulate(workload((0.0, 1_000, 3)), make_policy("fcfs"), EXACT)
+    assert first_s[1] == first_s[2] == alone.requests.emitted_s[0]
+    long = workload((0.0, 1_200, 3), (0.0, 1_200, 3))
+    small = simulate_cluster(
+        long, batch(), route("round_robin"), EXACT, None, None, cluster, nodes=[fast]
+    )
+    assert small.requests.failures == {0: TOO_LONG}, "70 blocks hold 1,120 tokens"
+
+
+def test_a_slow_replica_takes_longer_until_it_recovers_and_its_planner_learns_it() -> None:
+    model = LinearLatency(a=0.01, b=0.0)
+    load = workload((0.0, 10, 300))
+    one = ClusterConfig(replicas=1, dispatch_s=0)
+    slow = [Slowdown(0.995, 0, 3.0), Slowdown(3.995, 0, 1.0), Slowdown(0.5, 7, 9.0)]
+
+    def run(incidents: list[Slowdown]) -> Result:
+        return simulate_cluster(
+            load, batch(), route(), Truth(model, 0), None, None, one, incidents, seed=1
+        )
+
+    # 100 steps of 10 ms in the first second, 100 of 30 ms until 4.0 s, and 100 of 10 ms.
+    assert run(slow).end_s == pytest.approx(1.0 + 3.0 + 1.0)
+    assert run(slow[:1]).correction == pytest.approx(3.0, rel=0.01)
+    assert run([]).correction == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="factor must be positive, got 0"):
+        run([Slowdown(0.0, 0, 0.0)])
 
 
 def test_defaults_are_those_of_production() -> None:
