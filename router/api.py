@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
@@ -16,20 +15,14 @@ from starlette.responses import Response
 
 from replica.engine import Endpoint
 from router import wire
-from router.body import parse_object, read_body
+from router.call import CallReader
 from router.catalog import Catalog
 from router.config import RouterConfig
-from router.dispatch import Call, Dispatcher
+from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason
 from router.exchange import Exchange
 from router.gate import Arrival, Gate
 from router.metrics import Outcome, RouterMetrics
-from router.prompt_size import measure
-from router.slo import SloReader
-from router.validation import check_body, engine_body
-
-MAX_INLINE_BYTES = 64 << 10
-"""Largest body that is parsed and checked on the event loop, bytes: some 4 ms at worst."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -39,48 +32,6 @@ class MetricsPage(Protocol):
 
     async def render(self) -> bytes:
         """Prometheus text, version 0.0.4. Never fails: at worst it shows this router's alone."""
-
-
-class CallReader:
-    """Turns a request into a validated call.
-
-    A body over :data:`MAX_INLINE_BYTES` is parsed and checked in a thread, so that the event loop
-    gets its turns between. Python's global lock limits the gain: the JSON parser does not let go
-    of it, so its own time (for 4 MiB 10 ms of text, up to 0.3 s of short values) still holds the
-    loop up. One such body at a time: more threads would only compete with the loop for the lock.
-    """
-
-    def __init__(self, config: RouterConfig) -> None:
-        self._max_body_bytes = config.max_body_bytes
-        self._objectives = SloReader(config)
-        self._large = asyncio.Lock()
-
-    async def read(self, request: Request, endpoint: Endpoint) -> Call:
-        """The call in ``request``.
-
-        Raises:
-            ApiError: a 4xx; nothing has reached a replica.
-            starlette.requests.ClientDisconnect: the client left while it sent the body.
-        """
-        raw = await read_body(request, self._max_body_bytes)
-        if len(raw) <= MAX_INLINE_BYTES:
-            return self._call(request, endpoint, raw)
-        async with self._large:
-            return await asyncio.to_thread(self._call, request, endpoint, raw)
-
-    def _call(self, request: Request, endpoint: Endpoint, raw: bytes) -> Call:
-        arrival: Arrival = request.state.arrival
-        body = parse_object(raw)
-        slo = self._objectives.read(body, request.headers.raw)
-        check_body(endpoint, body)
-        return Call(
-            request_id=arrival.request_id,
-            endpoint=endpoint,
-            body=engine_body(body),
-            slo=slo,
-            prompt=measure(endpoint, body),
-            received_s=arrival.received_s,
-        )
 
 
 def make_api(

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from router.dispatch import ReplicaFailedError, Replicas
+from router.answer import ReplicaFailedError
+from router.dispatch import Replicas
 from router.errors import ApiError, Reason
 
 TTL_S = 1.0

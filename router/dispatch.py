@@ -9,25 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from controller.messages import RouteDecision, RouteQuery, Tier
-from replica.engine import (
-    EVENT_STREAM,
-    Endpoint,
-    EngineRequest,
-    ResponseChunk,
-    ResponseHead,
-    ResponseItem,
-    ResponseTail,
-    request_key,
-)
+from replica.engine import EngineRequest, ResponseHead, request_key
+from router.answer import Answer, ReplicaFailedError, ReplicaStream
+from router.call import Call
 from router.errors import ApiError, Reason
 from router.metrics import Fallback, RouterMetrics
-from router.prompt_size import PromptSize, TokenEstimator
-from scheduling.objective import SLO
+from router.prompt_size import TokenEstimator
 
 RETRY_PAUSE_S = 0.02
 """Pause before the second attempt, doubled before each later one: time for the news of a dead
@@ -36,39 +27,6 @@ replica to arrive, and a brake on a failure that hits every replica."""
 _BUSY = 503
 _ANY_TIER = frozenset(Tier)
 _BEST_EFFORT_ONLY = frozenset({Tier.BEST_EFFORT})
-
-
-class ReplicaFailedError(Exception):
-    """A replica did not serve an attempt.
-
-    Args:
-        reason: what the client is told if this was the last attempt.
-        message: what happened, without inner details.
-        dead: the replica is known to serve nothing any more.
-        retry: another replica may do better.
-    """
-
-    def __init__(
-        self, reason: Reason, message: str, *, dead: bool = False, retry: bool = True
-    ) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.dead = dead
-        self.retry = retry
-
-
-class ReplicaStream(Protocol):
-    """One attempt's answer, on its way."""
-
-    def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
-        """Yield items as they come: a head, chunks, a tail.
-
-        Raises:
-            ReplicaFailedError: the replica or the way to it failed.
-        """
-
-    def cancel(self) -> None:
-        """Stop the replica's work. Never blocks; harmless after the end."""
 
 
 class Replicas(Protocol):
@@ -99,106 +57,6 @@ class Controller(Protocol):
 
     def replica_gone(self, replica_ids: Sequence[str]) -> None:
         """These replicas serve nothing any more. Returns at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A validated API call.
-
-    Attributes:
-        received_s: when it came, on the dispatcher's monotonic clock.
-        best_effort: it asks for no promise: it runs on what the promised ones leave.
-    """
-
-    request_id: str
-    endpoint: Endpoint
-    body: dict[str, Any]
-    slo: SLO
-    prompt: PromptSize
-    received_s: float
-    best_effort: bool = False
-
-
-class Piece(NamedTuple):
-    """Bytes to hand on, and the output tokens (of the first choice) in them."""
-
-    data: bytes
-    tokens: int
-
-
-class Answer:
-    """An open response of one replica. Iterate over it for the pieces; then :attr:`tail` is set.
-
-    Close it in any case.
-    """
-
-    def __init__(self, stream: ReplicaStream, waited_s: float, close: Callable[[], None]) -> None:
-        self.head = ResponseHead(500, "application/json")
-        self.tail: ResponseTail | None = None
-        self.waited_s = waited_s
-        self._items = stream.__aiter__()
-        self._ready: list[Piece] = []
-        self._close: Callable[[], None] | None = close
-
-    async def begin(self) -> None:
-        """Wait for the first bytes of an event stream, or for all of any other response.
-
-        Raises:
-            ReplicaFailedError: it failed, or ended without a head or a tail.
-        """
-        head = None
-        while self.tail is None:
-            items = await self._next_items()
-            if head is None and items:
-                if not isinstance(items[0], ResponseHead):
-                    raise ReplicaFailedError(
-                        Reason.INTERNAL, "A replica's response had no head.", retry=False
-                    )
-                head = self.head = items[0]
-            piece = self._take(items)
-            if piece.data:
-                self._ready.append(piece)
-                if head is not None and head.media_type == EVENT_STREAM:
-                    return
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        """What :meth:`begin` read, then what follows.
-
-        Raises:
-            ReplicaFailedError: it failed, or ended without a tail.
-        """
-        for piece in self._ready:
-            yield piece
-        self._ready.clear()
-        while self.tail is None:
-            piece = self._take(await self._next_items())
-            if piece.data:
-                yield piece
-
-    def close(self) -> None:
-        """Stop the work if the response has not ended by itself. Idempotent."""
-        close, self._close = self._close, None
-        if close is not None and self.tail is None:
-            close()
-
-    async def _next_items(self) -> Sequence[ResponseItem]:
-        try:
-            return await anext(self._items)
-        except StopAsyncIteration:
-            raise ReplicaFailedError(
-                Reason.REPLICA_FAILED, "The replica's response ended too early."
-            ) from None
-
-    def _take(self, items: Sequence[ResponseItem]) -> Piece:
-        """Join the chunks of one delivery, so that they cost one send."""
-        data, tokens = [], 0
-        for item in items:
-            if isinstance(item, ResponseChunk):
-                data.append(item.data)
-                tokens += item.tokens
-            elif isinstance(item, ResponseTail):
-                self.tail = item
-        return Piece(b"".join(data), tokens)
 
 
 class Dispatcher:

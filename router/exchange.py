@@ -10,7 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from replica.engine import EVENT_STREAM
 from router import wire
-from router.dispatch import Answer, Call, Dispatcher, ReplicaFailedError
+from router.answer import Answer, ReplicaFailedError
+from router.call import Call
+from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason
 from router.metrics import Outcome, RouterMetrics
 from scheduling.objective import TokenClock

@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from replica.engine import EngineDeadError, EngineRequest, ResponseItem
 from router import wire
-from router.dispatch import ReplicaFailedError
+from router.answer import ReplicaFailedError
 from router.errors import Reason
 from router.hint import Hint, NoReplicaError
 

@@ -23,10 +23,11 @@ from replica.engine import (
     ResponseItem,
     ResponseTail,
 )
+from router.answer import ReplicaFailedError
 from router.api import make_api
 from router.catalog import Catalog
 from router.config import RouterConfig
-from router.dispatch import Dispatcher, ReplicaFailedError
+from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 
 Behaviour = Callable[["FarSide", str, EngineRequest], AsyncIterator[ResponseItem]]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr, ValidationError
 
-from router.api import MAX_INLINE_BYTES
+from router.answer import ReplicaFailedError
+from router.call import MAX_INLINE_BYTES
 from router.config import RouterConfig
-from router.dispatch import ReplicaFailedError
 from router.errors import RULES, Reason
 from router.validation import check_body
 from scheduling.objective import SLO
@@ -202,7 +202,7 @@ async def test_large_bodies_are_read_off_the_event_loop_one_at_a_time(
             inside.release()
         check_body(*args)
 
-    monkeypatch.setattr("router.api.check_body", held_up)
+    monkeypatch.setattr("router.call.check_body", held_up)
     large = {**COMPLETION_BODY, "prompt": "x" * MAX_INLINE_BYTES}
     async with edge.client() as client:
         calls = [asyncio.create_task(client.post("/v1/completions", json=large)) for _ in range(8)]

@@ -17,7 +17,8 @@ from replica.engine import (
     ResponseTail,
     request_key,
 )
-from router.dispatch import Answer, Call, ReplicaFailedError
+from router.answer import Answer, ReplicaFailedError
+from router.call import Call
 from router.errors import ApiError, Reason
 from router.prompt_size import PromptSize
 from scheduling.objective import SLO

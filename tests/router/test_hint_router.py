@@ -18,7 +18,9 @@ from ray.serve.config import RequestRouterConfig
 from controller.client import ControllerClient, stop_controller
 from controller.config import ControllerConfig
 from replica.engine import EngineRequest
-from router.dispatch import Call, Dispatcher, ReplicaFailedError
+from router.answer import ReplicaFailedError
+from router.call import Call
+from router.dispatch import Dispatcher
 from router.errors import Reason
 from router.hint import Hint, NoReplicaError
 from router.hint_router import HintRouter

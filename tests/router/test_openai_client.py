@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 from pydantic import SecretStr
 
+from router.answer import ReplicaFailedError
 from router.config import RouterConfig
-from router.dispatch import ReplicaFailedError
 from router.errors import Reason
 from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve, stall
 
