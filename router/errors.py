@@ -19,6 +19,10 @@ class Reason(enum.StrEnum):
     INVALID_JSON = "invalid_json"
     INVALID_API_KEY = "invalid_api_key"
     UNKNOWN_URL = "unknown_url"
+    NOT_FOUND = "not_found"
+    BATCHES_OFF = "batches_off"
+    STORAGE_LIMIT = "storage_limit"
+    STORAGE_FULL = "storage_full"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     TOO_LARGE = "request_too_large"
     UNSUPPORTED_MEDIA = "unsupported_media_type"
@@ -44,7 +48,11 @@ RULES: dict[Reason, Rule] = {
     Reason.INVALID_JSON: Rule(400, INVALID_REQUEST),
     Reason.BODY_TOO_SLOW: Rule(400, INVALID_REQUEST),
     Reason.INVALID_API_KEY: Rule(401, INVALID_REQUEST),
+    # A limit that waiting does not lift.
+    Reason.STORAGE_LIMIT: Rule(403, INVALID_REQUEST),
     Reason.UNKNOWN_URL: Rule(404, INVALID_REQUEST),
+    Reason.NOT_FOUND: Rule(404, INVALID_REQUEST),
+    Reason.BATCHES_OFF: Rule(404, INVALID_REQUEST),
     Reason.METHOD_NOT_ALLOWED: Rule(405, INVALID_REQUEST),
     Reason.TOO_LARGE: Rule(413, INVALID_REQUEST),
     Reason.UNSUPPORTED_MEDIA: Rule(415, INVALID_REQUEST),
@@ -53,6 +61,7 @@ RULES: dict[Reason, Rule] = {
     Reason.REPLICAS_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.NO_REPLICA: Rule(503, SERVER_ERROR, retry_after_s=2),
     Reason.REPLICA_FAILED: Rule(503, SERVER_ERROR, retry_after_s=1),
+    Reason.STORAGE_FULL: Rule(507, SERVER_ERROR),
     # Sent inside a stream that already has its status.
     Reason.STREAM_BROKEN: Rule(503, SERVER_ERROR),
 }
