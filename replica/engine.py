@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
+from scheduling.prefix import NO_PREFIX, PromptPrefix
 from scheduling.state import EngineState
 
 Endpoint = Literal["chat", "completions"]
@@ -49,6 +50,7 @@ class EngineRequest:
         waited_s: seconds that passed at the edge before it was sent; the engine counts the
             request's age from there, so no two hosts need the same clock.
         best_effort: nothing was promised to it; it runs on what the others leave.
+        prefix: how its prompt begins, so that the replica can say later what it holds of it.
 
     Raises:
         ValueError: ``waited_s`` is negative or not finite.
@@ -60,6 +62,7 @@ class EngineRequest:
     slo: SLO
     waited_s: float = 0.0
     best_effort: bool = False
+    prefix: PromptPrefix = NO_PREFIX
 
     def __post_init__(self) -> None:
         if not 0 <= self.waited_s < inf:

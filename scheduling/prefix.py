@@ -1,0 +1,160 @@
+"""What the replicas hold of prompts that begin alike, by chunks of the prompts' text.
+
+Who places a request does not tokenise, so a prompt's beginning is named by its text: it is cut at
+fixed places, :data:`CHUNK_ENDS`, and each chunk has a hash that covers everything before it, too.
+Two prompts that begin alike share their first hashes, whatever their lengths. A replica, which
+knows tokens and KV blocks, says which chunks it holds now (``replica/held_prefixes.py``); the index
+here answers how many tokens of a prompt each replica of a fleet need not compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_CHUNKS = 64
+"""Most chunk hashes of one prompt."""
+
+TOKEN_UNITS = 4
+"""Characters that one token id counts for where a prompt consists of token ids."""
+
+_FIRST_CHUNK = 512
+
+
+def _chunk_ends() -> tuple[int, ...]:
+    ends = [_FIRST_CHUNK]
+    while len(ends) < MAX_CHUNKS:
+        growth = ends[-1] // 8 // _FIRST_CHUNK * _FIRST_CHUNK
+        ends.append(ends[-1] + max(_FIRST_CHUNK, growth))
+    return tuple(ends)
+
+
+CHUNK_ENDS = _chunk_ends()
+"""Where the chunks of every prompt end, characters from its beginning: 512 apart at first, then an
+eighth of what lies before, so that few hashes reach far. All are multiples of 512 characters, or of
+128 token ids, which is a whole number of KV blocks."""
+
+HELD_SLOTS = 2048
+"""Most chunks that a replica reports as held."""
+
+HELD = np.dtype([("hash", "<i8"), ("tokens", "<i8")])
+"""A chunk that a replica holds: its hash (0: an empty slot), and how many tokens the prompt has up
+to its end."""
+
+
+class PromptPrefix(NamedTuple):
+    """The beginning of a prompt.
+
+    Attributes:
+        hashes: of its chunks in order, 63 bits and not 0, each covering all chunks before it.
+        size: of the whole prompt, characters, or :data:`TOKEN_UNITS` for each token id.
+    """
+
+    hashes: tuple[int, ...] = ()
+    size: int = 0
+
+    def chunk_tokens(self, prompt_tokens: int) -> list[int]:
+        """How many of the prompt's tokens lie before the end of each chunk: by its share of the
+        size, rounded down. Exact for token ids, an estimate for text."""
+        ends = islice(CHUNK_ENDS, len(self.hashes))
+        return [end * prompt_tokens // self.size for end in ends]
+
+
+NO_PREFIX = PromptPrefix()
+
+
+class PrefixIndex:
+    """Which rows of a fleet hold which chunks. Pure: what it knows is what it is told.
+
+    A chunk has one number of tokens, the one that was told last: replicas of one model agree on it
+    but for the rounding of estimates.
+
+    A lookup costs one dictionary access per chunk of the prompt, whatever the size of the fleet,
+    and a pass over its rows for each depth at which some of them part. A change costs
+    ``O(changed chunks)``. There are at most as many entries as chunks that the rows hold.
+    """
+
+    def __init__(self) -> None:
+        # Chunk -> the rows that hold it, as bits, and its tokens.
+        self._chunks: dict[int, tuple[int, int]] = {}
+        self._held: dict[int, set[int]] = {}
+        self._slots: dict[int, NDArray[np.int64]] = {}
+
+    def __len__(self) -> int:
+        """Chunks that some row holds."""
+        return len(self._chunks)
+
+    def hold(self, row: int, chunks: Mapping[int, int]) -> None:
+        """``row`` holds ``chunks`` from now on: tokens by hash."""
+        bit = 1 << row
+        self._held.setdefault(row, set()).update(chunks)
+        for chunk, tokens in chunks.items():
+            rows = self._chunks.get(chunk, (0, 0))[0]
+            self._chunks[chunk] = (rows | bit, tokens)
+
+    def drop(self, row: int, chunks: Iterable[int]) -> None:
+        """``row`` no longer holds ``chunks``; those that it does not hold are passed over."""
+        held = self._held.get(row, set())
+        bit = 1 << row
+        for chunk in chunks:
+            if chunk not in held:
+                continue
+            held.discard(chunk)
+            rows, tokens = self._chunks.pop(chunk)
+            if rows != bit:
+                self._chunks[chunk] = (rows ^ bit, tokens)
+
+    def write(self, row: int, slots: NDArray[np.integer], held: np.ndarray) -> None:
+        """Take in changed slots of a replica's table of held chunks.
+
+        Args:
+            row: the replica's row.
+            slots: ``int[n]``, below :data:`HELD_SLOTS`, each once.
+            held: ``HELD[n]``, what they hold now. A chunk stands in one slot of a replica.
+        """
+        if not len(slots):
+            return
+        table = self._slots.get(row)
+        if table is None:
+            table = self._slots[row] = np.zeros(HELD_SLOTS, np.int64)
+        self.drop(row, table[slots].tolist())
+        table[slots] = held["hash"]
+        full = held[held["hash"] != 0]
+        self.hold(row, dict(zip(full["hash"].tolist(), full["tokens"].tolist(), strict=True)))
+
+    def clear(self, row: int) -> None:
+        """Nothing is known of ``row`` any more. ``O(its chunks)``."""
+        self.drop(row, list(self._held.get(row, ())))
+        self._held.pop(row, None)
+        self._slots.pop(row, None)
+
+    def cached_tokens(
+        self, prefix: tuple[int, ...], rows: NDArray[np.integer]
+    ) -> NDArray[np.int64]:
+        """Tokens of a prompt that each of ``rows`` holds, ``int64[len(rows)]``: those up to the end
+        of the deepest chunk of ``prefix`` that the row holds.
+
+        A chunk that is missing before it counts as held: what a replica reports is bounded, and an
+        engine gives the end of a prefix away first.
+        """
+        cached = np.zeros(len(rows), np.int64)
+        seen = 0
+        for chunk in reversed(prefix):
+            held, tokens = self._chunks.get(chunk, (0, 0))
+            new = held & ~seen
+            if new:
+                seen |= new
+                cached[_bits(new, rows)] = tokens
+        return cached
+
+
+def _bits(mask: int, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Which of ``rows`` are in ``mask``."""
+    size = max(mask.bit_length(), int(rows.max(initial=0)) + 1)
+    packed = np.frombuffer(mask.to_bytes(-(-size // 8), "little"), np.uint8)
+    is_in: NDArray[np.bool_] = np.unpackbits(packed, bitorder="little")[rows].astype(bool)
+    return is_in

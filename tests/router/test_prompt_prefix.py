@@ -1,0 +1,156 @@
+"""Hashes of prompts' beginnings: alike as far as the prompts are, and no further."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.prompt_prefix import prefix_of
+from scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, TOKEN_UNITS
+
+LETTERS = "abcdefgh\0é中"
+
+
+def chat(*contents, **fields):
+    roles = ("system", "user", "assistant")
+    messages = [
+        {"role": roles[place % 3], "content": content} for place, content in enumerate(contents)
+    ]
+    return {"model": "m", "messages": messages, **fields}
+
+
+def common(first, second):
+    """How many leading hashes two bodies of a chat share."""
+    one, other = prefix_of("chat", first).hashes, prefix_of("chat", second).hashes
+    shared = 0
+    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+        shared += 1
+    # Chains that have parted do not meet again.
+    assert not set(one[shared:]) & set(other[shared:])
+    return shared
+
+
+texts = st.builds(
+    lambda seed, repeat: seed * repeat, st.text(LETTERS, min_size=1), st.integers(1, 400)
+)
+
+
+@given(texts, texts, texts)
+def test_prompts_share_the_hashes_of_their_common_beginning(shared, one, other):
+    bodies = [{"model": "m", "prompt": shared + end} for end in (one, other)]
+    prefixes = [prefix_of("completions", body) for body in bodies]
+    alike = 0
+    prompts = [body["prompt"] for body in bodies]
+    while alike < min(map(len, prompts)) and prompts[0][alike] == prompts[1][alike]:
+        alike += 1
+    whole = sum(end <= alike for end in CHUNK_ENDS)
+    one_hashes, other_hashes = (prefix.hashes for prefix in prefixes)
+    assert one_hashes[:whole] == other_hashes[:whole]
+    assert len(one_hashes[:whole]) == whole
+    assert not set(one_hashes[whole:]) & set(other_hashes[whole:])
+    assert [prefix.size for prefix in prefixes] == [len(prompt) for prompt in prompts]
+
+
+@given(st.lists(texts, min_size=1, max_size=5), texts)
+def test_a_longer_conversation_keeps_the_hashes_of_a_shorter_one(contents, more):
+    shorter, longer = prefix_of("chat", chat(*contents)), prefix_of("chat", chat(*contents, more))
+    assert longer.hashes[: len(shorter.hashes)] == shorter.hashes
+    assert all(0 < chunk < 1 << 63 for chunk in longer.hashes)
+    assert len(set(longer.hashes)) == len(longer.hashes)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=900), st.integers(0, 900))
+def test_token_ids_are_hashed_by_128(ids, kept):
+    ids = ids or [0]
+    prefix = prefix_of("completions", {"model": "m", "prompt": ids})
+    assert len(prefix.hashes) == len(ids) // 128
+    assert prefix.size == TOKEN_UNITS * len(ids)
+    cut = ids[: max(1, kept)]
+    other = prefix_of("completions", {"model": "m", "prompt": [cut]})
+    assert other.hashes == prefix.hashes[: len(cut) // 128]
+
+
+BASE = chat("s" * 700, "u" * 2000, "a" * 900)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("model", "another"),
+        ("cache_salt", "mine"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("chat_template", "{{ messages }}"),
+        ("chat_template_kwargs", {"thinking": True}),
+        ("reasoning_effort", "high"),
+    ],
+)
+def test_what_changes_all_of_a_prompt_changes_all_hashes(field, value):
+    assert common(BASE, {**BASE, field: value}) == 0
+
+
+@pytest.mark.parametrize("field, value", [("temperature", 0.5), ("max_tokens", 7), ("user", "u")])
+def test_what_changes_nothing_of_a_prompt_changes_no_hash(field, value):
+    assert prefix_of("chat", {**BASE, field: value}) == prefix_of("chat", BASE) != NO_PREFIX
+
+
+@pytest.mark.parametrize(
+    "change, shared",
+    [
+        ({"role": "developer"}, 1),
+        ({"name": "Ann"}, 1),
+        ({"content": "u" * 1500 + "v" * 500}, 4),
+        ({"content": [{"type": "text", "text": "u" * 1000}, {"type": "text", "text": "v"}]}, 3),
+    ],
+)
+def test_messages_share_what_is_before_their_first_difference(change, shared):
+    other = copy.deepcopy(BASE)
+    other["messages"][1].update(change)
+    assert common(BASE, other) == shared
+
+
+def test_text_parts_are_the_text_that_they_hold():
+    other = copy.deepcopy(BASE)
+    other["messages"][1]["content"] = [{"type": "text", "text": "u" * 2000}]
+    assert prefix_of("chat", other) == prefix_of("chat", BASE)
+
+
+def test_nothing_is_hashed_from_the_first_medium_on():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 5000}}
+    body = chat("s" * 600, [{"type": "text", "text": "u" * 500}, image], "a" * 5000)
+    before = chat("s" * 600, "u" * 500)
+    assert prefix_of("chat", body).hashes == prefix_of("chat", before).hashes
+    assert len(prefix_of("chat", before).hashes) == 2
+    assert prefix_of("chat", body).size > prefix_of("chat", before).size + 5000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "p" * 511},
+        {"prompt": ["p" * 600, "q" * 600]},
+        {"prompt": [[1] * 200, [2] * 200]},
+        {"prompt": "p" * 600, "truncate_prompt_tokens": 10},
+        {"prompt": "p" * 600, "prompt_embeds": "AAAA"},
+    ],
+)
+def test_prompts_without_one_long_beginning_have_no_hashes(fields):
+    assert prefix_of("completions", {"model": "m", **fields}).hashes == ()
+
+
+def test_a_message_without_text_is_read():
+    body = chat("s" * 600)
+    body["messages"].append({"role": "assistant", "tool_calls": [{"id": "1"}]})
+    body["messages"].append({"role": "tool", "tool_call_id": "1", "content": "t" * 600})
+    assert len(prefix_of("chat", body).hashes) == 2
+
+
+def test_the_longest_prompt_costs_no_more_than_the_last_chunk():
+    prompt = "p" * (CHUNK_ENDS[-1] + 1000)
+    prefix = prefix_of("completions", {"model": "m", "prompt": prompt})
+    assert len(prefix.hashes) == MAX_CHUNKS
+    assert prefix.size == len(prompt)
+    changed = {"model": "m", "prompt": prompt[:-1] + "q"}
+    assert prefix_of("completions", changed) == prefix

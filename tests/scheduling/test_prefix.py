@@ -1,0 +1,129 @@
+"""The index of held chunks against a dictionary per row."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling.prefix import (
+    CHUNK_ENDS,
+    HELD,
+    HELD_SLOTS,
+    MAX_CHUNKS,
+    TOKEN_UNITS,
+    PrefixIndex,
+    PromptPrefix,
+)
+
+ROWS = 70  # more than one machine word
+CHUNKS = st.integers(1, 12)
+SLOTS = st.lists(st.integers(0, 7), unique=True, max_size=8)
+
+
+class NaiveIndex:
+    """A table per row, and the tokens of a chunk as told last by any row that held it since."""
+
+    def __init__(self):
+        self.tables = {}
+        self.tokens = {}
+
+    def write(self, row, slots, chunks, tokens):
+        table = self.tables.setdefault(row, {})
+        for slot in slots:
+            table.pop(slot, None)
+        self._prune()
+        for slot, chunk in zip(slots, chunks, strict=True):
+            if chunk:
+                table[slot] = chunk
+        self.tokens.update({chunk: tokens[chunk] for chunk in chunks if chunk})
+
+    def clear(self, row):
+        self.tables.pop(row, None)
+        self._prune()
+
+    def _prune(self):
+        held = {chunk for table in self.tables.values() for chunk in table.values()}
+        self.tokens = {chunk: tokens for chunk, tokens in self.tokens.items() if chunk in held}
+
+    def cached(self, prefix, row):
+        table = self.tables.get(row, {})
+        held = [chunk for chunk in prefix if chunk in table.values()]
+        return self.tokens[held[-1]] if held else 0
+
+    def unused(self, row, slots):
+        """Chunks that no slot of ``row`` outside of ``slots`` holds."""
+        rest = {chunk for slot, chunk in self.tables.get(row, {}).items() if slot not in slots}
+        return [chunk for chunk in range(1, 13) if chunk not in rest]
+
+
+@given(st.data())
+def test_the_index_answers_as_one_dictionary_per_row_would(data):
+    index, naive = PrefixIndex(), NaiveIndex()
+    for _ in range(data.draw(st.integers(1, 12))):
+        row = data.draw(st.integers(0, ROWS - 1))
+        if data.draw(st.integers(0, 5)) == 0:
+            index.clear(row)
+            naive.clear(row)
+            continue
+        slots = data.draw(SLOTS)
+        free = data.draw(st.permutations(naive.unused(row, slots)))
+        full = data.draw(st.integers(0, min(len(slots), len(free))))
+        chunks = list(free[:full]) + [0] * (len(slots) - full)
+        tokens = {chunk: data.draw(st.integers(0, 1000)) for chunk in chunks if chunk}
+        held = np.array([(chunk, tokens.get(chunk, 0)) for chunk in chunks], HELD)
+        index.write(row, np.array(slots, np.int32), held)
+        naive.write(row, slots, chunks, tokens)
+    prefix = tuple(data.draw(st.lists(CHUNKS, unique=True)))
+    rows = np.array(data.draw(st.lists(st.integers(0, ROWS + 9), max_size=6)), np.int64)
+    assert index.cached_tokens(prefix, rows).tolist() == [
+        naive.cached(prefix, row) for row in rows.tolist()
+    ]
+    assert len(index) == len(naive.tokens)
+
+
+def test_a_slot_that_changes_hands_keeps_what_moved():
+    index = PrefixIndex()
+    rows = np.array([0])
+    index.write(0, np.array([0, 1]), np.array([(7, 100), (8, 200)], HELD))
+    index.write(0, np.array([0, 1]), np.array([(8, 200), (9, 300)], HELD))
+    assert index.cached_tokens((7,), rows).tolist() == [0]
+    assert index.cached_tokens((8,), rows).tolist() == [200]
+    index.write(0, np.array([HELD_SLOTS - 1]), np.array([(5, 1)], HELD))
+    index.clear(0)
+    assert len(index) == 0
+
+
+def test_chunks_can_be_told_without_slots():
+    index = PrefixIndex()
+    index.hold(3, {5: 128, 6: 256})
+    index.hold(64, {5: 128})
+    assert index.cached_tokens((5, 6), np.array([3, 64, 0])).tolist() == [256, 128, 0]
+    index.drop(3, [6, 99])
+    assert index.cached_tokens((5, 6), np.array([3])).tolist() == [128]
+    index.drop(3, [5])
+    assert index.cached_tokens((5, 6), np.array([3, 64])).tolist() == [0, 128]
+
+
+def test_chunk_ends_are_whole_blocks_of_token_ids_and_reach_far():
+    assert len(CHUNK_ENDS) == MAX_CHUNKS
+    assert all(end % (128 * TOKEN_UNITS) == 0 for end in CHUNK_ENDS)
+    # What a match leaves unused is at most an eighth of it, or one first chunk.
+    for earlier, later in pairwise(CHUNK_ENDS):
+        assert 0 < later - earlier <= max(CHUNK_ENDS[0], earlier / 8)
+    assert CHUNK_ENDS[-1] > 400_000 * TOKEN_UNITS
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 300, 700, 2000])
+def test_the_tokens_of_chunks_are_their_share_of_the_prompt(prompt_tokens):
+    prefix = PromptPrefix((1, 2, 3), 2000)
+    tokens = prefix.chunk_tokens(prompt_tokens)
+    assert tokens == [int(end / 2000 * prompt_tokens) for end in CHUNK_ENDS[:3]]
+    assert tokens[-1] <= prompt_tokens
+
+
+def test_the_tokens_of_token_ids_are_exact():
+    assert PromptPrefix((1, 2), 300 * TOKEN_UNITS).chunk_tokens(300) == [128, 256]
