@@ -8,7 +8,9 @@ from benchmarks.experiments import (
     fairbatching,
     flowprefill,
     proserve,
+    routers,
     slos_serve,
+    uneven,
 )
 from benchmarks.experiments.base import Experiment
 
@@ -29,5 +31,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         annealing.EXPERIMENT,
         flowprefill.SYSTEMS,
         flowprefill.PARTS,
+        routers.COLOCATED,
+        routers.DISAGGREGATED,
+        uneven.STALE,
+        uneven.HETEROGENEOUS,
+        uneven.SLOW,
     )
 }

@@ -69,7 +69,8 @@ def _make(
     return with_objectives(workload, lambda _: slo, words)
 
 
-def _dataset(name: str, slo: SLO | None = None) -> Make:
+def of_dataset(name: str, slo: SLO | None = None) -> Make:
+    """A row of Table 2, with another objective if one is given."""
     return partial(_make, name, slo)
 
 
@@ -117,7 +118,7 @@ def peak_cells(plan: Plan) -> list[Cell]:
     for dataset in plan.pick(["qwen"], list(FAIRBATCHING), list(FAIRBATCHING)):
         for setup in (SETUPS[name] for name in setups):
             labels = {"dataset": dataset, "setup": setup.name}
-            make = _dataset(dataset)
+            make = of_dataset(dataset)
             grid += load_cells(labels, make, setup, _loads(plan), contenders, _span(plan))
     return grid
 
@@ -158,7 +159,7 @@ def latency_cells(plan: Plan) -> list[Cell]:
     """The Qwen data set at two loads near the knee."""
     contenders = [FCFS, *SARATHI, FAIR, PAB, OURS]
     loads = plan.pick([1.0], [0.8, 1.0], [0.8, 0.9, 1.0])
-    make = _dataset("qwen")
+    make = of_dataset("qwen")
     span = _span(plan)
     return load_cells({}, make, SETUPS["8b"], loads, contenders, span)
 
@@ -187,7 +188,7 @@ def slo_cells(plan: Plan) -> list[Cell]:
     for ttft_s in ttfts:
         for tpot_s in tpots:
             labels = {"ttft_s": ttft_s, "tpot_s": tpot_s}
-            make = _dataset("qwen", SLO(ttft_s=ttft_s, tpot_s=tpot_s))
+            make = of_dataset("qwen", SLO(ttft_s=ttft_s, tpot_s=tpot_s))
             grid += load_cells(labels, make, SETUPS["8b"], loads, contenders, _span(plan))
     return grid
 
@@ -217,7 +218,7 @@ def breakdown_cells(plan: Plan) -> list[Cell]:
     fixed_s, per_token_s = setup.truth.coefficients[:2]
     blind = setup._replace(believed=LinearLatency(a=fixed_s, b=per_token_s, c=0.0))
     fixed = [Contender(f"FB-FB {b}", "fairbatching", {}, batch_tokens=b) for b in BUDGETS]
-    make, loads, span = _dataset("qwen"), _loads(plan), _span(plan)
+    make, loads, span = of_dataset("qwen"), _loads(plan), _span(plan)
     return [
         *load_cells({}, make, setup, loads, [*SARATHI, FCFS, *fixed, FAIR, PAB, OURS], span),
         *load_cells({}, make, blind, loads, [FAIR._replace(label="FB-TB")], span),

@@ -50,7 +50,8 @@ def _sarathi(policy: str, setup: Setup) -> Contender:
     return Contender(policy, policy, {"token_budget": budget})
 
 
-def _dataset(name: str, high: int = 2) -> Make:
+def of_dataset(name: str, high: int = 2) -> Make:
+    """A data set with a weight of its high priority."""
     return partial(_make, name, high)
 
 
@@ -71,7 +72,7 @@ def policy_cells(plan: Plan) -> list[Cell]:
                 OURS,
             ]
             labels = {"dataset": dataset, "setup": setup.name}
-            make = _dataset(dataset)
+            make = of_dataset(dataset)
             grid += load_cells(labels, make, setup, loads, contenders, _span(plan))
     return grid
 
@@ -128,7 +129,7 @@ def ablation_cells(plan: Plan) -> list[Cell]:
     loads = plan.pick([1.1], [0.8, 1.1, 1.5], [0.7, 0.9, 1.1, 1.3, 1.6])
     grid = []
     for dataset in plan.pick(["sharegpt"], ["sharegpt", "azure"], PROSERVE_DATASETS):
-        make = _dataset(dataset)
+        make = of_dataset(dataset)
         grid += load_cells({"dataset": dataset}, make, setup, loads, contenders, _span(plan))
     return grid
 
@@ -176,7 +177,7 @@ def weight_cells(plan: Plan) -> list[Cell]:
     grid = []
     for high in plan.pick([1, 10], [1, 2, 5, 10], [1, 2, 3, 5, 7, 10]):
         labels = {"weight": float(high)}
-        make = _dataset("sharegpt", high)
+        make = of_dataset("sharegpt", high)
         grid += load_cells(labels, make, setup, loads, contenders, _span(plan))
     return grid
 

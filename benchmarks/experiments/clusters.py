@@ -1,0 +1,288 @@
+"""Several simulated engines behind a router: what cluster experiments share, and measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from benchmarks.experiments.base import Cell, Row, Value, difference, estimate, grouped
+from benchmarks.experiments.default_policy import STATIC
+from benchmarks.experiments.engines import NOISE, Contender, Run, Setup, figures
+from benchmarks.experiments.loads import (
+    SAMPLE,
+    Make,
+    Span,
+    full_load_rate,
+    least_tpot_s,
+    profiled_budget,
+)
+from benchmarks.report import Table
+from controller.config import ControllerConfig
+from scheduling import batching, routing
+from scheduling.length import OracleLengths, TaskLengths
+from scheduling.objective import GainWeights
+from simulation.cluster import REFUSED, Incident, Node, simulate_cluster
+from simulation.config import ClusterConfig, Role
+from simulation.metrics import deadline_gain, stages
+from simulation.run import HEADROOM
+from simulation.truth import Belief, Truth
+from simulation.workload import Workload
+
+DEFAULT = ControllerConfig().policy
+"""The router that a controller has by default"""
+
+RIVALS = ("pab", "least_tokens", "go_routing")
+"""The routers that the default should never be worse than."""
+
+LOAD_WORDS = "the load is that of each replica; with separate prefill and decode, of all together"
+MARGIN = 0.01
+"""A cell in which the default is further below than this counts as lost."""
+
+
+class Layout(NamedTuple):
+    """The replicas of a cluster.
+
+    Attributes:
+        name: as it stands in tables.
+        cluster: how many of each role, and how the router learns of them.
+        nodes: the setups of the first ones, where they are not the experiment's own.
+        incidents: what happens to them.
+    """
+
+    name: str
+    cluster: ClusterConfig
+    nodes: tuple[Setup, ...] = ()
+    incidents: tuple[Incident, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Replicas at the start."""
+        return self.cluster.replicas + self.cluster.decoders
+
+
+def colocated(replicas: int, **changes: Any) -> Layout:
+    """So many replicas that prefill and decode, with ``changes`` to the cluster's configuration."""
+    return Layout("co-located", ClusterConfig(replicas=replicas, **changes))
+
+
+def disaggregated(replicas: int) -> Layout:
+    """So many replicas, a quarter of which only decode: with the workloads here that leaves the
+    prefill side the busier one, as in the papers' runs."""
+    decoders = max(1, replicas // 4)
+    return Layout("disaggregated", ClusterConfig(replicas=replicas - decoders, decoders=decoders))
+
+
+class System(NamedTuple):
+    """A router and what runs on every replica behind it.
+
+    Attributes:
+        router: registered name.
+        local: the replicas' policy.
+        options: of the router.
+    """
+
+    router: str
+    local: Contender
+    options: Mapping[str, Any] = {}
+
+
+def local_policies(names: Sequence[str], make: Make, setup: Setup) -> list[Contender]:
+    """Local policies with their default options; a static token budget is profiled."""
+    budget = profiled_budget(setup, least_tpot_s(make(setup, 1.0, SAMPLE, 0)))
+    return [
+        Contender(name, name, {"token_budget": budget} if name in STATIC else {}) for name in names
+    ]
+
+
+def router_options(name: str, seed: int, options: Mapping[str, Any] = {}) -> Mapping[str, Any]:
+    """``options``, and the run's seed for a router that draws."""
+    draws = "seed" in routing.POLICIES[name].Options.model_fields
+    return {"seed": seed, **options} if draws else options
+
+
+def node_of(setup: Setup) -> Node:
+    """A setup with the experiments' noise and head-room."""
+    belief = Belief(setup.believed.with_headroom(HEADROOM))
+    return Node(Truth(setup.truth, NOISE), belief, setup.engine)
+
+
+def run(
+    workload: Workload,
+    system: System,
+    setup: Setup,
+    layout: Layout,
+    seed: int,
+    oracle: bool = False,
+) -> Run:
+    """One run.
+
+    Args:
+        workload: what arrives.
+        system: what places and serves it.
+        setup: of the replicas that ``layout`` does not name.
+        layout: the replicas.
+        seed: of the noise, of lost reports and of routers that draw.
+        oracle: see :func:`benchmarks.experiments.engines.run`.
+    """
+    local = system.local
+
+    def make_batch(role: Role) -> batching.BatchPolicy:
+        return batching.make_policy(local.policy, local.options)
+
+    def make_route(role: Role) -> routing.RoutingPolicy:
+        return routing.make_policy(
+            system.router, router_options(system.router, seed, system.options)
+        )
+
+    usual = node_of(setup)
+    lengths = (arrival.output_tokens for arrival in workload.arrivals)
+    result = simulate_cluster(
+        workload,
+        make_batch,
+        make_route,
+        usual.truth,
+        usual.belief,
+        usual.engine,
+        layout.cluster,
+        layout.incidents,
+        seed,
+        OracleLengths(lengths, 0.0, seed) if oracle else TaskLengths(),
+        nodes=[node_of(own) for own in layout.nodes],
+    )
+    failures = result.requests.failures
+    return Run(result, frozenset(key for key, why in failures.items() if why == REFUSED))
+
+
+def cluster_figures(done: Run) -> dict[str, float]:
+    """Those of one engine (:func:`benchmarks.experiments.engines.figures`), and the TDG ratio of
+    first tokens alone."""
+    requests = done.result.requests
+    first = deadline_gain(requests, stages(requests), GainWeights(first=1.0, later=0.0))
+    return {**figures(done), "tdg_first": first.ratio, "moved": float(done.result.moved)}
+
+
+def measure(
+    make: Make,
+    setup: Setup,
+    rate: float,
+    requests: int,
+    system: System,
+    layout: Layout,
+    seed: int,
+) -> Mapping[str, float]:
+    """The figures of one run of a cell."""
+    workload = make(setup, rate, requests, seed)
+    return cluster_figures(run(workload, system, setup, layout, seed))
+
+
+def cluster_rate(make: Make, setup: Setup, layout: Layout) -> float:
+    """Requests per second that are load 1 of all replicas together."""
+    others = layout.size - len(layout.nodes)
+    of_node = {node.name: full_load_rate(make, node) for node in layout.nodes}
+    rate = others * full_load_rate(make, setup) if others else 0.0
+    return rate + sum(of_node[node.name] for node in layout.nodes)
+
+
+def cluster_cells(
+    labels: Mapping[str, Value],
+    make: Make,
+    setup: Setup,
+    layout: Layout,
+    loads: Sequence[float],
+    systems: Sequence[System],
+    span: Span,
+) -> list[Cell]:
+    """A cell per load and system, with the labels ``load``, ``router`` and ``policy`` added.
+
+    Args:
+        labels: of all of them.
+        make: the workload.
+        setup: of the replicas that ``layout`` does not name.
+        layout: the replicas.
+        loads: shares of :func:`cluster_rate`.
+        systems: what is compared.
+        span: of the arrivals; its numbers of requests are those of each replica.
+    """
+    full = cluster_rate(make, setup, layout)
+    cells = []
+    for load in loads:
+        rate = load * full
+        requests = span.requests(rate / layout.size) * layout.size
+        for system in systems:
+            names = {"router": system.router, "policy": system.local.label}
+            measured = partial(measure, make, setup, rate, requests, system, layout)
+            cells.append(Cell({**labels, "load": load, **names}, measured))
+    return cells
+
+
+def of_router(rows: Sequence[Row], router: str) -> list[Row]:
+    """The rows of one router."""
+    return [row for row in rows if row["router"] == router]
+
+
+METRICS = {"attainment_mean": "SLO attainment, mean TPOT", "tdg": "TDG ratio, envelope"}
+
+
+def against_rivals(rows: Sequence[Row], cell: Sequence[str]) -> Table:
+    """The default router against every other: mean lead, and the cells where it loses.
+
+    Args:
+        rows: of all routers.
+        cell: labels that, with the router, name a cell.
+    """
+    lines = []
+    ours = of_router(rows, DEFAULT)
+    cells = grouped(rows, *cell).values()
+    for figure, words in METRICS.items():
+        lines.append((words, f"{DEFAULT} (default)", estimate(ours, figure).shown(4), "", "", ""))
+        for (router,), theirs in grouped(rows, "router").items():
+            if router == DEFAULT:
+                continue
+            leads = [
+                difference(of_router(own, DEFAULT), of_router(own, str(router)), figure).mean
+                for own in cells
+            ]
+            lines.append(
+                (
+                    words,
+                    str(router),
+                    estimate(theirs, figure).shown(4),
+                    difference(ours, theirs, figure).shown(4),
+                    f"{min(leads) * 100:+.2f}",
+                    f"{sum(lead < -MARGIN for lead in leads)} of {len(leads)}",
+                )
+            )
+    return Table(
+        "The default router against every other, over all cells",
+        (
+            "figure",
+            "router",
+            "mean",
+            "lead of the default",
+            "worst cell, points",
+            "default > 1 point below",
+        ),
+        lines,
+        "Leads are paired by seed.",
+    )
+
+
+def against_best(rows: Sequence[Row], cell: Sequence[str], rivals: Sequence[str]) -> Table:
+    """By cell: the default, and its lead over the best of ``rivals`` there, after the fact."""
+    lines = []
+    known = [name for name in rivals if name != DEFAULT and of_router(rows, name)]
+    for labels, own in grouped(rows, *cell).items():
+        line = [label if isinstance(label, str) else f"{label:g}" for label in labels]
+        for figure in METRICS:
+            means = {name: estimate(of_router(own, name), figure).mean for name in known}
+            best = max(known, key=lambda name: means[name])
+            lead = difference(of_router(own, DEFAULT), of_router(own, best), figure)
+            value = estimate(of_router(own, DEFAULT), figure).mean
+            line.append(f"{value:.3f} ({lead.mean:+.3f} {best})")
+        lines.append(line)
+    return Table(
+        f"By cell: {DEFAULT} (its lead over the best of {', '.join(known)})",
+        (*cell, *METRICS.values()),
+        lines,
+    )

@@ -1,0 +1,132 @@
+"""Cluster experiments: what they share, on cases small enough to check by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.experiments.base import Row
+from benchmarks.experiments.clusters import (
+    DEFAULT,
+    Layout,
+    System,
+    against_best,
+    against_rivals,
+    cluster_cells,
+    cluster_figures,
+    cluster_rate,
+    colocated,
+    disaggregated,
+    local_policies,
+    router_options,
+    run,
+)
+from benchmarks.experiments.engines import SETUPS, Contender
+from benchmarks.experiments.loads import GENERATED, Span, full_load_rate
+from scheduling.objective import SLO
+from simulation.config import Slowdown
+from simulation.workload import Arrival, Workload
+
+SETUP = SETUPS["8b"]
+AZURE = GENERATED["proserve azure"]
+TRIAGE = Contender("deadline_triage", "deadline_triage")
+
+
+def outcome(router: str, value: float, load: float = 1.0, seed: int = 1) -> Row:
+    return {"load": load, "router": router, "seed": seed, "attainment_mean": value, "tdg": value}
+
+
+def spread(count: int, gap_s: float, slo: SLO) -> Workload:
+    return Workload("spread", tuple(Arrival(gap_s * i, 100, 10, slo) for i in range(count)))
+
+
+class TestLayouts:
+    def test_load_one_is_what_all_replicas_serve_together(self) -> None:
+        one, fast = full_load_rate(AZURE, SETUP), full_load_rate(AZURE, SETUPS["8b-fast"])
+        assert fast > one
+        assert cluster_rate(AZURE, SETUP, colocated(4)) == pytest.approx(4 * one)
+        assert cluster_rate(AZURE, SETUP, disaggregated(4)) == pytest.approx(4 * one)
+        mixed = colocated(4)._replace(nodes=(SETUPS["8b-fast"],))
+        assert cluster_rate(AZURE, SETUP, mixed) == pytest.approx(3 * one + fast)
+
+    @pytest.mark.parametrize(("size", "decoders"), [(2, 1), (4, 1), (8, 2), (32, 8)])
+    def test_a_quarter_decodes(self, size: int, decoders: int) -> None:
+        layout = disaggregated(size)
+        assert layout.size == size
+        assert layout.cluster.decoders == decoders
+
+    def test_arrivals_last_as_long_on_clusters_of_every_size(self) -> None:
+        for layout in (colocated(2), colocated(8)):
+            (cell,) = cluster_cells(
+                {}, AZURE, SETUP, layout, [0.5], [System("pab", TRIAGE)], Span(10.0, 1, 1_000)
+            )
+            assert cell.labels == {"load": 0.5, "router": "pab", "policy": "deadline_triage"}
+            _, _, rate, requests, _, _ = cell.measure.args
+            assert requests / rate == pytest.approx(10.0, rel=0.05)
+
+
+class TestRuns:
+    @pytest.mark.parametrize("layout", [colocated(3), disaggregated(3)])
+    def test_idle_replicas_attain_everything(self, layout: Layout) -> None:
+        load = spread(12, 1.0, SLO(ttft_s=0.5, tpot_s=0.05))
+        found = cluster_figures(run(load, System("least_tokens", TRIAGE), SETUP, layout, 1))
+        assert found["attainment_mean"] == found["tdg"] == found["tdg_first"] == 1.0
+        assert found["refused"] == found["moved"] == 0
+
+    def test_first_tokens_are_counted_alone(self) -> None:
+        # The first token comes after a step of 17 ms, the last eight steps later.
+        load = spread(5, 5.0, SLO(ttft_s=0.05, tpot_s=0.0001))
+        found = cluster_figures(run(load, System("pab", TRIAGE), SETUP, colocated(1), 1))
+        assert found["tdg_first"] == 1.0
+        assert found["tdg"] < 1.0
+
+    def test_the_nodes_are_the_first_replicas_and_incidents_happen(self) -> None:
+        # Two replicas in turn: one token each, a step of 100 prompt tokens.
+        load = spread(40, 0.5, SLO(ttft_s=1.0))
+        turn = System("round_robin", TRIAGE)
+        fast = colocated(2)._replace(nodes=(SETUPS["8b-fast"],))
+        slow = colocated(2)._replace(incidents=(Slowdown(0.0, 1, 10.0),))
+
+        def ttft_s(layout: Layout) -> list[float]:
+            requests = run(load, turn, SETUP, layout, 1).result.requests
+            return [requests.first_token_s(key) - 0.5 * key for key in (0, 1)]
+
+        plain = ttft_s(colocated(2))
+        assert ttft_s(fast)[0] < 0.7 * plain[0]
+        assert ttft_s(fast)[1] == pytest.approx(plain[1], rel=0.2)
+        assert ttft_s(slow)[1] > 5 * plain[1]
+        assert ttft_s(slow)[0] == pytest.approx(plain[0], rel=0.2)
+
+    def test_routers_that_draw_do_so_by_the_seed(self) -> None:
+        assert router_options("power_of_two", 7) == {"seed": 7}
+        assert router_options("pab", 7) == {}
+        assert router_options("pab", 7, {"a": 1}) == {"a": 1}
+
+    def test_static_budgets_are_profiled(self) -> None:
+        sarathi, fcfs = local_policies(("sarathi", "fcfs"), AZURE, SETUP)
+        assert sarathi.options["token_budget"] > 64
+        assert fcfs.options == {}
+
+
+class TestComparisons:
+    ROWS = (
+        outcome(DEFAULT, 0.9),
+        outcome("round_robin", 0.5),
+        outcome("least_tokens", 0.95),
+        outcome(DEFAULT, 0.8, 2.0),
+        outcome("round_robin", 0.6, 2.0),
+        outcome("least_tokens", 0.795, 2.0),
+    )
+
+    def test_the_default_is_held_against_each_router(self) -> None:
+        lines = against_rivals(self.ROWS, ("load",)).rows
+        assert lines[0][2] == "0.8500"
+        by_router = {line[1]: line[2:] for line in lines[1 : len(lines) // 2]}
+        assert by_router["round_robin"] == ("0.5500", "0.3000", "+20.00", "0 of 2")
+        assert by_router["least_tokens"] == ("0.8725", "-0.0225", "-5.00", "1 of 2")
+
+    def test_the_default_is_held_against_the_best_of_each_cell(self) -> None:
+        table = against_best(self.ROWS, ("load",), ("least_tokens", "round_robin", "absent"))
+        assert [line[1] for line in table.rows] == [
+            "0.900 (-0.050 least_tokens)",
+            "0.800 (+0.005 least_tokens)",
+        ]
