@@ -135,6 +135,19 @@ class _Decodes(NamedTuple):
     first_s: float
     least_pace_s: float
 
+    def capacity_s(self, horizons_s: Floats, latency: LatencyModel) -> Floats:
+        """Time for prefill within each of ``horizons_s``, ascending, if they wait for their
+        slack."""
+        return capacity_s(
+            horizons_s,
+            self.left_s,
+            self.pace_s,
+            self.work_s,
+            latency.fixed_s,
+            self.first_s,
+            self.least_pace_s,
+        )
+
 
 class DeadlineTriage(BatchPolicy):
     """Keeps the prefills whose deadlines can be held together and sheds the others to a tail.
@@ -210,7 +223,8 @@ class DeadlineTriage(BatchPolicy):
         prefills = by_deadline(np.flatnonzero(prefill), left_s)
 
         running = table[:, RUNNING] > 0
-        growth = int(np.count_nonzero(running)) * GROWTH_TOKENS // batch.block_tokens + 1
+        active = int(np.count_nonzero(running))
+        growth = active * GROWTH_TOKENS // batch.block_tokens + 1
         batch.spare(growth)
         kept, shed = self._triage(table, prefills, left_s, work_s, decodes, latency)
         room = batch.free_blocks - growth
@@ -229,13 +243,13 @@ class DeadlineTriage(BatchPolicy):
         _take_urgent(batch, decodes, urgent, bool(len(admissible)), self._patience_s)
 
         until_s = self._until_s(batch, table, admissible, left_s, work_s, decodes, latency)
-        self._take_aged(batch, table, shed, now_s, latency)
+        self._take_aged(batch, table, shed, running, active, now_s, latency)
         batch.take(admissible, until_s)
         batch.take(decodes.rows[urgent:], until_s)
         if len(shed):
             calm = not len(kept) and not decodes.live.any()
             tail_s = self._tail_s(work_s[shed], decodes, calm, left_s, latency)
-            tail = self._tail(batch, table, shed, left_s, work_s)
+            tail = self._tail(batch, table, shed, running, active, left_s, work_s)
             if len(decodes.rows) and not _has_standby(table, decodes, latency):
                 tail = tail[running[tail]]
             batch.take(tail, min(until_s, batch.cost_s + tail_s))
@@ -296,15 +310,7 @@ class DeadlineTriage(BatchPolicy):
     ) -> tuple[Ints, Ints]:
         """The prefills to keep, by deadline, and the others."""
         due = prefills[: np.searchsorted(left_s[prefills], inf)]
-        until_s = capacity_s(
-            left_s[due],
-            decodes.left_s,
-            decodes.pace_s,
-            decodes.work_s,
-            latency.fixed_s,
-            decodes.first_s,
-            decodes.least_pace_s,
-        )
+        until_s = decodes.capacity_s(left_s[due], latency)
         kept = keep(work_s[due], table[due, PRIORITY], until_s)
         return due[kept], np.concatenate((due[~kept], prefills[len(due) :]))
 
@@ -339,6 +345,8 @@ class DeadlineTriage(BatchPolicy):
         batch: BatchBuilder,
         table: Floats,
         shed: Ints,
+        running: Mask,
+        active: int,
         now_s: float,
         latency: LatencyModel,
     ) -> None:
@@ -349,9 +357,8 @@ class DeadlineTriage(BatchPolicy):
         if not len(aged):
             return
         aged = aged[np.argsort(table[aged, ARRIVAL], kind="stable")]
-        running = table[:, RUNNING] > 0
         answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._patience_s
-        lane = max(1, int(self._aged_share * np.count_nonzero(running)))
+        lane = max(1, int(self._aged_share * active))
         if np.count_nonzero(running & answering) >= lane:
             aged = aged[running[aged]]
         fits = fitting(blocks_needed(table, aged, batch.block_tokens), batch.free_blocks)
@@ -395,15 +402,21 @@ class DeadlineTriage(BatchPolicy):
         return share * min(decodes.least_pace_s, LONGEST_TAIL_STEPS * latency.fixed_s)
 
     def _tail(
-        self, batch: BatchBuilder, table: Floats, shed: Ints, left_s: Floats, work_s: Floats
+        self,
+        batch: BatchBuilder,
+        table: Floats,
+        shed: Ints,
+        running: Mask,
+        active: int,
+        left_s: Floats,
+        work_s: Floats,
     ) -> Ints:
         """The shed prefills that may run, most worth first."""
         tail = shed[np.argsort(-worth(table, shed, left_s, work_s), kind="stable")]
-        running = table[:, RUNNING] > 0
         blocks = batch.free_blocks + float(table[running, KV_BLOCKS].sum())
         room = batch.free_blocks - self._tail_reserve * blocks
         tail = tail[fitting(blocks_needed(table, tail, batch.block_tokens), room)]
-        sequences = batch.sequences_left + int(np.count_nonzero(running))
+        sequences = batch.sequences_left + active
         places = batch.sequences_left - int(self._tail_reserve * sequences)
         waiting = ~running[tail]
         return tail[~waiting | (np.cumsum(waiting) <= places)]
@@ -441,15 +454,7 @@ def _has_standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> boo
     stated_s = stated_s[stated_s < inf]
     if not len(stated_s):
         return True
-    room_s = capacity_s(
-        np.array([stated_s.mean()]),
-        decodes.left_s,
-        decodes.pace_s,
-        decodes.work_s,
-        latency.fixed_s,
-        decodes.first_s,
-        decodes.least_pace_s,
-    )
+    room_s = decodes.capacity_s(np.array([stated_s.mean()]), latency)
     return bool(room_s[0] >= STANDBY_PROMPTS * mean_prompt_s(table, latency.pieces))
 
 
