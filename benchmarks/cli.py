@@ -40,7 +40,6 @@ def list_experiments() -> None:
 
 
 bench.add_command(planning.planning)
-bench.add_command(planning.choosing)
 
 
 def report_of(

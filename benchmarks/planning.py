@@ -1,6 +1,6 @@
-"""Cost of a local plan and of a routing choice, in one process.
+"""Cost of a local plan, in one process.
 
-Run with ``sluice bench planning`` and ``sluice bench choosing``. The queues are seeded mixes: half
+Run with ``sluice bench planning``. The queues are seeded mixes: half
 of the requests wait or prefill, half decode, at three priorities, with objectives. The builder of
 the views is not part of a measurement; their conversion to rows, the policy, the enforcement of its
 plan and the plan by request are.
@@ -20,15 +20,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from scheduling import batching, routing
+from scheduling import batching
 from scheduling.batching.base import BatchBudget
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
 from scheduling.request import QueueView, RequestView
-from scheduling.routing.base import ReplicaView, RouteQuery
 
 QUEUE_SIZES = (32, 128, 512)
-FLEET_SIZES = (8, 64)
 NOW_S = 1_000.0
 BLOCK_TOKENS = 16
 LATENCY = LinearLatency(a=0.004, b=0.000_02, c=0.000_000_02, d=0.000_000_000_1)
@@ -69,24 +67,6 @@ def make_queue(size: int, seed: int) -> QueueView:
     return QueueView(sorted(requests, key=lambda request: request.arrival_s))
 
 
-def make_fleet(size: int, seed: int) -> list[ReplicaView]:
-    """Views of ``size`` replicas under mixed load."""
-    rng = random.Random(seed)
-    return [
-        ReplicaView(
-            replica_id=f"replica-{index}",
-            waiting=rng.randint(0, 64),
-            running=rng.randint(0, 128),
-            reserved=rng.randint(0, 8),
-            prefill_tokens=rng.randint(0, 50_000),
-            context_tokens=rng.randint(0, 200_000),
-            free_kv_blocks=rng.randint(0, 10_000),
-            pab_tokens=rng.uniform(-20_000, 50_000),
-        )
-        for index in range(size)
-    ]
-
-
 def measure(calls: list[Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median and 99th percentile over ``repeats`` rounds of ``calls``, milliseconds of processor
     time: neither waits for anything, and another process on the core is not their cost."""
@@ -125,27 +105,11 @@ def plan_times(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]
     return results
 
 
-def choose_times(repeats: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Cost of ``choose()``: policy -> number of replicas -> figures."""
-    query = RouteQuery(key=1, slo=SLO(ttft_s=1.0, tpot_s=0.05), prompt_tokens=1_000)
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    for name in routing.POLICIES:
-        policy = routing.make_policy(name)
-        results[name] = {}
-        for size in FLEET_SIZES:
-            fleets = [make_fleet(size, seed) for seed in range(seeds)]
-            calls: list[Callable[[], object]] = [
-                partial(policy.choose, query, fleet) for fleet in fleets
-            ]
-            results[name][str(size)] = measure(calls, repeats)
-    return results
-
-
-def _table(title: str, unit: str, results: dict[str, dict[str, dict[str, float]]]) -> Table:
-    table = Table(title=title)
+def _table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
+    table = Table(title="plan()")
     table.add_column("policy")
     for size in next(iter(results.values())):
-        table.add_column(f"{size} {unit}\nmedian / p99 ms", justify="right")
+        table.add_column(f"{size} requests\nmedian / p99 ms", justify="right")
     for name, by_size in results.items():
         cells = [f"{row['median_ms']:.4f} / {row['p99_ms']:.4f}" for row in by_size.values()]
         table.add_row(name, *cells)
@@ -166,25 +130,11 @@ def planning(as_json: bool, repeats: int, seeds: int) -> None:
 
     The JSON maps policy -> requests -> median_ms and p99_ms.
     """
-    _show("plan()", "requests", plan_times(repeats, seeds), as_json)
+    _show(plan_times(repeats, seeds), as_json)
 
 
-@click.command(name="choosing")
-@_AS_JSON
-@_REPEATS
-@_SEEDS
-def choosing(as_json: bool, repeats: int, seeds: int) -> None:
-    """Time choose() of every routing policy.
-
-    The JSON maps policy -> replicas -> median_ms and p99_ms.
-    """
-    _show("choose()", "replicas", choose_times(repeats, seeds), as_json)
-
-
-def _show(
-    title: str, unit: str, results: dict[str, dict[str, dict[str, float]]], as_json: bool
-) -> None:
+def _show(results: dict[str, dict[str, dict[str, float]]], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(results, indent=2))
     else:
-        Console().print(_table(title, unit, results))
+        Console().print(_table(results))

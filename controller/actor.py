@@ -18,12 +18,10 @@ from typing import Any
 
 import ray.util
 
-from controller.candidates import Candidates
 from controller.channel import Endpoint, RouteServer
 from controller.checks import MAX_KEYS, check_keys, check_query, check_text
 from controller.config import ControllerConfig
-from controller.instruments import Instruments
-from controller.ledger import Ledger
+from controller.instruments import INVALID_QUERY, Instruments
 from controller.messages import (
     MetricsPush,
     ReplicaDelta,
@@ -35,8 +33,10 @@ from controller.messages import (
 )
 from controller.metrics import MetricsHub, families_of, text_of
 from controller.mirror import Mirror
+from scheduling import fleet_rows as figure
+from scheduling.fleet import Fleet, FleetSettings
+from scheduling.placement import Placer
 from scheduling.routing import make_policy
-from scheduling.state import WAITING
 
 MAX_QUERIES = 1024
 """Most queries in one call."""
@@ -57,18 +57,23 @@ class Controller:
         self._clock = clock
         self._heard_s = clock()
         self._epoch = secrets.randbits(63)
-        self._policy = make_policy(config.policy, config.policy_options)
-        self._mirror = Mirror(
-            self._epoch,
-            config.stale_after_s,
-            config.forget_after_s,
-            config.reference_ttft_ms / 1000,
-            config.reference_tpot_ms / 1000,
+        self._fleet = Fleet(
+            FleetSettings(
+                config.aged_after_s,
+                config.stale_after_s,
+                config.reservation_ttl_s,
+                config.reference_ttft_ms / 1000,
+                config.reference_tpot_ms / 1000,
+            )
         )
-        self._ledger = Ledger(config.reservation_ttl_s)
-        self._candidates = Candidates(self._mirror, self._ledger)
+        self._mirror = Mirror(self._epoch, self._fleet, config.forget_after_s)
+        self._placer = Placer(
+            self._fleet,
+            make_policy(config.policy, config.policy_options),
+            config.make_admission(),
+        )
         self._server = RouteServer(self._route)
-        self._instruments = Instruments(config.policy, self._mirror, self._ledger, clock)
+        self._instruments = Instruments(config.policy, self._mirror, self._fleet, clock)
         own = families_of(self._instruments.registry)
         self._hub = MetricsHub(reserved=[family.name for family in own])
 
@@ -78,10 +83,10 @@ class Controller:
         return self._clock() - self._heard_s
 
     async def route(self, queries: list[RouteQuery]) -> RouteReply:
-        """Place each query, in order; each decision reserves its tokens at once.
+        """Decide on each query, in order; each decision reserves what it takes at once.
 
-        ``replica_id`` is ``None`` with reason ``no_replica`` where no replica is fresh, and with
-        ``invalid_query`` where a query is malformed: one bad query does not spoil the batch.
+        See :class:`~scheduling.placement.Placement` for what may come of it. A malformed query is
+        answered with the reason ``invalid_query``: one does not spoil the batch.
 
         Raises:
             ValueError: not a list, or more than ``MAX_QUERIES``.
@@ -100,11 +105,10 @@ class Controller:
             ValueError: the message is malformed, or too many replicas are known.
         """
         now_s = self._hear()
-        self._forget_silent(now_s)
+        self._mirror.forget_silent(now_s)
         with self._instruments.refusals():
             self._mirror.hello(hello, now_s)
         self._instruments.count_report("hello")
-        self._confirm(hello.replica_id, hello, (), now_s)
         return ReportReply(self._epoch, resync=False)
 
     async def report(self, delta: ReplicaDelta) -> ReportReply:
@@ -117,16 +121,13 @@ class Controller:
         with self._instruments.refusals():
             applied = self._mirror.delta(delta, now_s)
         self._instruments.count_report("applied" if applied else "resync")
-        if applied:
-            self._confirm(delta.replica_id, delta, delta.finished, now_s)
         return ReportReply(self._epoch, resync=not applied)
 
     async def goodbye(self, replica_id: str) -> None:
         """A replica has drained and ends: forget it."""
         check_text("replica_id", replica_id)
-        if self._mirror.forget(replica_id):
-            self._ledger.drop_replica(replica_id)
-            self._candidates.touch((replica_id,), self._hear())
+        self._hear()
+        self._mirror.forget(replica_id)
 
     async def replica_gone(self, replica_ids: Sequence[str]) -> None:
         """A router saw replicas leave: choose them no more. Unknown ones are ignored.
@@ -138,10 +139,7 @@ class Controller:
             raise ValueError(f"replica_ids must be a list of at most {MAX_KEYS}")
         for replica_id in replica_ids:
             check_text("replica_id", replica_id)
-        now_s = self._hear()
-        for replica_id in self._mirror.mark_gone(replica_ids, now_s):
-            self._ledger.drop_replica(replica_id)
-            self._candidates.touch((replica_id,), now_s)
+        self._mirror.mark_gone(replica_ids, self._hear())
 
     async def release(self, keys: Sequence[int]) -> None:
         """A router gave these requests up, or sent them elsewhere. Unknown keys are ignored.
@@ -150,7 +148,8 @@ class Controller:
             ValueError: not a list of keys.
         """
         check_keys("keys", keys)
-        self._candidates.touch(self._ledger.release(keys), self._hear())
+        self._hear()
+        self._fleet.release(keys)
 
     async def push_metrics(self, push: MetricsPush) -> None:
         """Take a process's metrics.
@@ -169,7 +168,7 @@ class Controller:
         them.
         """
         now_s = self._hear()
-        self._forget_silent(now_s)
+        self._mirror.forget_silent(now_s)
         # The controller's own do not go through the hub, whose limits are for others' pushes.
         families = families_of(self._instruments.registry) + self._hub.families(now_s)
         return await asyncio.to_thread(text_of, families)
@@ -177,14 +176,15 @@ class Controller:
     async def snapshot(self) -> dict[str, Any]:
         """What an operator wants to see: plain data that JSON can hold."""
         now_s = self._hear()
-        self._forget_silent(now_s)
-        self._candidates.touch(self._ledger.expire(now_s), now_s)
+        self._mirror.forget_silent(now_s)
+        self._fleet.expire(now_s)
         return {
             "epoch": self._epoch,
             "fingerprint": fingerprint_of(self._config),
             "policy": self._config.policy,
-            "reservations": len(self._ledger),
-            "reservations_expired": self._ledger.expired,
+            "admission": self._config.admission,
+            "reservations": len(self._fleet.ledger),
+            "reservations_expired": self._fleet.ledger.expired,
             "metric_sources": self._hub.sources,
             "replicas": [self._describe(replica_id, now_s) for replica_id in self._mirror.replicas],
         }
@@ -215,68 +215,35 @@ class Controller:
         try:
             check_query(query)
         except ValueError:
-            return RouteDecision(None, "invalid_query")
-        expired = self._ledger.expire(now_s)
-        if expired:
-            self._candidates.touch(expired, now_s)
-        views = self._candidates.at(now_s)
-        if not views:
-            return RouteDecision(None, "no_replica")
-        index = self._policy.choose(query, views)
-        if not 0 <= index < len(views):
-            raise RuntimeError(
-                f"policy {self._config.policy!r} chose replica {index} of {len(views)}"
-            )
-        replica_id = views[index].replica_id
-        changed = self._ledger.reserve(query.key, replica_id, query.prompt_tokens, now_s)
-        self._candidates.touch(changed, now_s)
-        return RouteDecision(replica_id, "placed")
-
-    def _confirm(
-        self,
-        replica_id: str,
-        message: ReplicaHello | ReplicaDelta,
-        finished: Sequence[int],
-        now_s: float,
-    ) -> None:
-        """End the reservations of the requests that a replica has reported."""
-        changed = self._ledger.expire(now_s)
-        if len(self._ledger):
-            rows = message.rows
-            changed |= self._ledger.release(rows["key"][rows["phase"] >= WAITING].tolist())
-            changed |= self._ledger.release(finished)
-        changed.add(replica_id)
-        self._candidates.touch(changed, now_s)
-
-    def _forget_silent(self, now_s: float) -> None:
-        for replica_id in self._mirror.forget_silent(now_s):
-            self._ledger.drop_replica(replica_id)
-            self._candidates.touch((replica_id,), now_s)
+            return RouteDecision(None, INVALID_QUERY)
+        return RouteDecision(*self._placer.place(query, now_s))
 
     def _describe(self, replica_id: str, now_s: float) -> dict[str, Any]:
         replica = self._mirror.replicas[replica_id]
-        known = replica.aggregates
-        reserved = self._ledger.load(replica_id)
-        pab_tokens = known.pab_tokens - reserved.tokens
+        row = self._fleet.row_of[replica_id]
+        figures = self._fleet.figures[row].tolist()
+        pab_tokens = figures[figure.PAB]
         return {
             "replica_id": replica_id,
             "node_id": replica.hello.node_id,
             "model": replica.hello.model,
             "policy": replica.hello.policy,
             "role": replica.hello.role,
-            "condition": self._mirror.condition(replica, now_s),
+            "condition": self._fleet.condition(row, now_s),
             "report_age_s": now_s - replica.received_s,
             "reports": replica.seq,
-            "waiting": known.waiting,
-            "running": known.running,
-            "prefill_tokens": known.prefill_tokens,
-            "context_tokens": known.context_tokens,
-            "kv_blocks_free": known.free_kv_blocks,
-            "kv_blocks_total": known.total_kv_blocks,
+            "waiting": int(figures[figure.WAITING]),
+            "running": int(figures[figure.RUNNING]),
+            "reserved": int(figures[figure.RESERVED]),
+            "prefill_tokens": int(figures[figure.TOKENS]),
+            "prefill_s": figures[figure.PREFILL_S],
+            "best_effort_prefill_s": figures[figure.BEST_EFFORT_S],
+            "decodes": int(figures[figure.DECODES]),
+            "context_tokens": int(figures[figure.CONTEXT]),
+            "kv_blocks_free": int(figures[figure.FREE_BLOCKS]),
+            "kv_blocks_total": int(figures[figure.TOTAL_BLOCKS]),
             # Infinite for a model in which tokens cost nothing; JSON has no infinity.
             "pab_tokens": pab_tokens if isfinite(pab_tokens) else None,
-            "reserved_requests": reserved.requests,
-            "reserved_tokens": reserved.tokens,
             "steps": int(replica.summary["steps"]),
             "preemptions": int(replica.summary["preemptions"]),
         }

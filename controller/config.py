@@ -6,7 +6,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from scheduling.admission import AdmissionPolicy
+from scheduling.admission import make_policy as make_admission_policy
 from scheduling.routing import make_policy
+
+NO_ADMISSION = "none"
 
 
 class ControllerConfig(BaseModel):
@@ -17,6 +21,20 @@ class ControllerConfig(BaseModel):
     policy: str = Field(default="pab", description="Routing policy, see `sluice policies`.")
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the routing policy."
+    )
+    admission: str = Field(
+        default="moore_hodgson",
+        description="Admission policy, see `sluice policies`; `none`: nothing is promised, and "
+        "every request that allows it is served alike.",
+    )
+    admission_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the admission policy."
+    )
+    aged_after_s: float = Field(
+        default=1.0,
+        gt=0,
+        description="At a replica silent for longer nothing is promised, and it is chosen only "
+        "where no other is left, seconds.",
     )
     stale_after_s: float = Field(
         default=2.0,
@@ -45,4 +63,17 @@ class ControllerConfig(BaseModel):
     @model_validator(mode="after")
     def _check_policy(self) -> ControllerConfig:
         make_policy(self.policy, self.policy_options)
+        self.make_admission()
         return self
+
+    def make_admission(self) -> AdmissionPolicy | None:
+        """A new admission policy, or ``None`` where admission is off.
+
+        Raises:
+            ValueError: no such policy, or an option that is unknown or out of range.
+        """
+        if self.admission != NO_ADMISSION:
+            return make_admission_policy(self.admission, self.admission_options)
+        if self.admission_options:
+            raise ValueError("admission_options are given, but admission is none")
+        return None

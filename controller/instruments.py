@@ -9,8 +9,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from controller.ledger import Ledger
-from controller.mirror import CONDITIONS, Mirror, MirroredReplica
+from controller.mirror import Mirror
+from scheduling import fleet_rows as figure
+from scheduling.fleet import CONDITIONS, Fleet
+from scheduling.kernels import Floats
+from scheduling.placement import NO_REPLICA, PLACED, UNATTAINABLE
+
+INVALID_QUERY = "invalid_query"
 
 DECISION_BUCKETS_S = (
     0.00001,
@@ -24,61 +29,64 @@ DECISION_BUCKETS_S = (
     0.05,
 )
 
-_OUTCOMES = ("placed", "no_replica", "invalid_query")
+_OUTCOMES = (PLACED, UNATTAINABLE, NO_REPLICA, INVALID_QUERY)
 _REPORTS = ("hello", "applied", "resync", "refused")
 
-_REPLICA_GAUGES: dict[str, tuple[str, Callable[[MirroredReplica, float], float]]] = {
+_REPLICA_GAUGES: dict[str, tuple[str, Callable[[Floats], float]]] = {
     "sluice_replica_waiting_requests": (
         "Requests that wait in the replica.",
-        lambda replica, now_s: replica.aggregates.waiting,
+        lambda figures: figures[figure.WAITING],
     ),
     "sluice_replica_running_requests": (
         "Requests that run in the replica.",
-        lambda replica, now_s: replica.aggregates.running,
+        lambda figures: figures[figure.RUNNING],
     ),
     "sluice_replica_pending_prefill_tokens": (
-        "Prompt tokens that the replica has yet to compute.",
-        lambda replica, now_s: replica.aggregates.prefill_tokens,
+        "Prompt tokens of promised requests that the replica has yet to compute, those on their "
+        "way included.",
+        lambda figures: figures[figure.TOKENS],
+    ),
+    "sluice_replica_pending_prefill_seconds": (
+        "The predicted time of that.",
+        lambda figures: figures[figure.PREFILL_S],
+    ),
+    "sluice_replica_best_effort_prefill_seconds": (
+        "Predicted time of the best-effort prompts that the replica has yet to compute.",
+        lambda figures: figures[figure.BEST_EFFORT_S],
     ),
     "sluice_replica_kv_blocks_free": (
         "Free KV blocks of the replica.",
-        lambda replica, now_s: replica.aggregates.free_kv_blocks,
+        lambda figures: figures[figure.FREE_BLOCKS],
     ),
     "sluice_replica_kv_blocks_total": (
         "KV blocks of the replica.",
-        lambda replica, now_s: replica.aggregates.total_kv_blocks,
+        lambda figures: figures[figure.TOTAL_BLOCKS],
     ),
     "sluice_replica_kv_usage_ratio": (
         "Share of the replica's KV blocks in use, 0 to 1.",
-        lambda replica, now_s: (
-            1 - replica.aggregates.free_kv_blocks / max(1, replica.aggregates.total_kv_blocks)
-        ),
+        lambda figures: 1 - figures[figure.FREE_BLOCKS] / max(1, figures[figure.TOTAL_BLOCKS]),
     ),
     "sluice_replica_pab_tokens": (
         "Prefill admission budget of the replica, tokens; negative when it is overloaded.",
-        lambda replica, now_s: replica.aggregates.pab_tokens,
-    ),
-    "sluice_replica_report_age_seconds": (
-        "Time since the replica's last report.",
-        lambda replica, now_s: now_s - replica.received_s,
+        lambda figures: figures[figure.PAB],
     ),
 }
 
 
 class Instruments(Collector):
-    """Counts what the controller does, and shows mirror and ledger as gauges when scraped.
+    """Counts what the controller does, and shows mirror and fleet as gauges when scraped.
 
     Args:
         policy: name of the routing policy, a label of the decisions.
-        mirror, ledger: what the gauges show.
+        mirror, fleet: what the gauges show.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, policy: str, mirror: Mirror, ledger: Ledger, clock: Callable[[], float]
+        self, policy: str, mirror: Mirror, fleet: Fleet, clock: Callable[[], float]
     ) -> None:
         self._mirror = mirror
-        self._ledger = ledger
+        self._fleet = fleet
         self._clock = clock
         self.registry = CollectorRegistry(auto_describe=False)
         decisions = Counter(
@@ -125,8 +133,8 @@ class Instruments(Collector):
     def collect(self) -> Iterator[Metric]:
         """The gauges, as of now."""
         now_s = self._clock()
-        replicas = self._mirror.replicas
-        found = [self._mirror.condition(replica, now_s) for replica in replicas.values()]
+        fleet = self._fleet
+        found = [fleet.condition(row, now_s) for row in fleet.row_of.values()]
         states = GaugeMetricFamily(
             "sluice_replicas", "Replicas by what the controller thinks of them.", labels=("state",)
         )
@@ -136,10 +144,18 @@ class Instruments(Collector):
         yield GaugeMetricFamily(
             "sluice_reservations",
             "Decisions that no replica has confirmed yet.",
-            value=len(self._ledger),
+            value=len(fleet.ledger),
         )
         for name, (documentation, read) in _REPLICA_GAUGES.items():
             gauge = GaugeMetricFamily(name, documentation, labels=("replica",))
-            for replica_id, replica in replicas.items():
-                gauge.add_metric((replica_id,), read(replica, now_s))
+            for replica_id, row in fleet.row_of.items():
+                gauge.add_metric((replica_id,), float(read(fleet.figures[row])))
             yield gauge
+        ages = GaugeMetricFamily(
+            "sluice_replica_report_age_seconds",
+            "Time since the replica's last report.",
+            labels=("replica",),
+        )
+        for replica_id, replica in self._mirror.replicas.items():
+            ages.add_metric((replica_id,), now_s - replica.received_s)
+        yield ages

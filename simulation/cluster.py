@@ -9,11 +9,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from scheduling import kernels
+from scheduling.admission import AdmissionPolicy
 from scheduling.batching import BatchPolicy
 from scheduling.latency import LatencyModel
 from scheduling.length import LengthPredictor
-from scheduling.routing import ReplicaView, RouteQuery, RoutingPolicy
-from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role, Slowdown
+from scheduling.placement import UNATTAINABLE
+from scheduling.routing import RouteQuery, RoutingPolicy, Tier
+from simulation.config import (
+    ClusterConfig,
+    EngineConfig,
+    Failure,
+    Resize,
+    Role,
+    Slowdown,
+    WhenUnattainable,
+)
 from simulation.engine import Engine
 from simulation.events import Events
 from simulation.mirror import Mirror
@@ -28,10 +39,7 @@ NO_ATTEMPT_LEFT = "the last replica that it was given failed"
 NO_REPLICA = "no replica was there for too long"
 REFUSED = "refused at admission"
 
-Admission = Callable[[RouteQuery, ReplicaView], bool]
-"""Whether a request may go to the replica that was chosen for it. FairBatching's admission (§3.4)
-is ``query.prompt_tokens <= replica.pab_tokens``."""
-
+_PROMISED = frozenset({Tier.GUARANTEED})
 
 Incident = Failure | Resize | Slowdown
 """What happens to replicas in a run."""
@@ -54,10 +62,15 @@ class Node(NamedTuple):
 class _Pool:
     """The replicas of one role, and the router's way to them."""
 
-    def __init__(self, role: Role, policy: RoutingPolicy, config: ClusterConfig) -> None:
+    def __init__(
+        self,
+        role: Role,
+        config: ClusterConfig,
+        routing: RoutingPolicy,
+        admission: AdmissionPolicy | None = None,
+    ) -> None:
         self.role = role
-        self.policy = policy
-        self.mirror = Mirror(config)
+        self.mirror = Mirror(config, routing, admission)
         self.replicas: dict[str, Replica] = {}
 
 
@@ -80,8 +93,9 @@ class Cluster:
         make_route: a new routing policy for a role.
         config: the cluster.
         rng: source of lost reports.
-        admit: asked for each request and the replica chosen for it; ``False`` ends the request
-            with an explicit failure. Default: all are admitted.
+        admission: tells which replicas can promise a request its objective; default: nothing is
+            promised. A request that nobody can promise is served as best effort, waits, or ends
+            with an explicit failure, as ``config`` says for its class.
     """
 
     def __init__(
@@ -91,7 +105,7 @@ class Cluster:
         make_route: Callable[[Role], RoutingPolicy],
         config: ClusterConfig,
         rng: np.random.Generator,
-        admit: Admission | None = None,
+        admission: AdmissionPolicy | None = None,
     ) -> None:
         self.events = Events()
         self.moved = 0
@@ -102,7 +116,6 @@ class Cluster:
         self._make_engine = make_engine
         self._config = config
         self._rng = rng
-        self._admit = admit
         self._attempts: dict[int, int] = {}
         # Since when there has been no replica for a request.
         self._waiting_since: dict[int, float] = {}
@@ -110,11 +123,11 @@ class Cluster:
         self._sending: dict[int, tuple[Replica, int]] = {}
         self._arrived = 0
         entry: Role = "prefill" if config.decoders else "mixed"
-        self._entry = _Pool(entry, make_route(entry), config)
+        self._entry = _Pool(entry, config, make_route(entry), admission)
         self._pools: dict[Role, _Pool] = {entry: self._entry}
         self._grow(self._entry, config.replicas)
         if config.decoders:
-            self._pools["decode"] = _Pool("decode", make_route("decode"), config)
+            self._pools["decode"] = _Pool("decode", config, make_route("decode"))
             self._grow(self._pools["decode"], config.decoders)
 
     def run(self, incidents: Sequence[Incident] = ()) -> float:
@@ -171,23 +184,49 @@ class Cluster:
         placed again or ended later."""
         now_s = self.events.now_s
         arrival = self._requests.arrivals[key]
-        views = pool.mirror.views(now_s)
-        if not views:
-            if now_s - self._waiting_since.setdefault(key, now_s) >= self._config.edge_wait_s:
-                self._end(key, NO_REPLICA)
+        entry = pool is self._entry
+        query = RouteQuery(
+            key,
+            arrival.slo,
+            arrival.prompt_tokens,
+            now_s - arrival.arrival_s,
+            self._tiers(key) if entry else frozenset(Tier),
+        )
+        placement = pool.mirror.place(query, now_s, moved=not entry)
+        if placement.replica_id is None:
+            if placement.reason == UNATTAINABLE:
+                limit_s, failure = self._patience_s(key), REFUSED
             else:
-                again = self._hand_over if pool is not self._entry else self._place
-                self.events.after(self._config.retry_s, partial(again, key))
+                limit_s, failure = self._config.edge_wait_s, NO_REPLICA
+            self._wait(key, limit_s, failure, self._place if entry else self._hand_over)
             return None
         self._waiting_since.pop(key, None)
-        query = RouteQuery(key, arrival.slo, arrival.prompt_tokens, now_s - arrival.arrival_s)
-        chosen = views[pool.policy.choose(query, views)]
-        if pool is self._entry and self._admit is not None and not self._admit(query, chosen):
-            self._end(key, REFUSED)
-            return None
-        tokens = arrival.prompt_tokens if pool is self._entry else 1
-        pool.mirror.reserve(key, chosen.replica_id, tokens, now_s)
-        return pool.replicas[chosen.replica_id]
+        if entry:
+            best_effort = placement.tier is Tier.BEST_EFFORT
+            self._requests.rows[key, kernels.BEST_EFFORT] = best_effort
+        return pool.replicas[placement.replica_id]
+
+    def _tiers(self, key: int) -> frozenset[Tier]:
+        """Those that a request may be served in, by its class."""
+        return frozenset(Tier) if self._when(key) == "best_effort" else _PROMISED
+
+    def _patience_s(self, key: int) -> float:
+        """How long a request waits that nobody can promise: not beyond its own first deadline."""
+        if self._when(key) == "reject":
+            return 0.0
+        return min(self._config.queue_limit_s, self._requests.arrivals[key].slo.columns[0])
+
+    def _when(self, key: int) -> WhenUnattainable:
+        service_class = self._requests.arrivals[key].slo.service_class
+        return self._config.when_unattainable.get(service_class, "best_effort")
+
+    def _wait(self, key: int, limit_s: float, failure: str, again: Callable[[int], None]) -> None:
+        """Do ``again`` soon what could not be done, or end the request after ``limit_s``."""
+        now_s = self.events.now_s
+        if now_s - self._waiting_since.setdefault(key, now_s) >= limit_s:
+            self._end(key, failure)
+        else:
+            self.events.after(self._config.retry_s, partial(again, key))
 
     def _deliver(self, replica: Replica, key: int) -> None:
         if not replica.alive:
@@ -320,7 +359,7 @@ def simulate_cluster(
     incidents: Sequence[Incident] = (),
     seed: int = 0,
     predictor: LengthPredictor | None = None,
-    admit: Admission | None = None,
+    admission: AdmissionPolicy | None = None,
     nodes: Sequence[Node] = (),
 ) -> Result:
     """Run ``workload`` through a cluster until every request has ended.
@@ -339,7 +378,7 @@ def simulate_cluster(
         incidents: failures, scale events, replicas that become slow.
         seed: of all noise.
         predictor: one for the whole cluster, while replicas have one each.
-        admit: see :class:`Cluster`.
+        admission: see :class:`Cluster`; a policy keeps no state, so one serves many runs.
         nodes: what the first replicas to start are, where they differ from ``truth``, ``belief``
             and ``engine``, of which the others are.
 
@@ -359,7 +398,7 @@ def simulate_cluster(
         policy, prefill_only = make_batch(role), role == "prefill"
         return Engine(node.engine, policy, node.belief, node.truth, requests, rng, prefill_only)
 
-    run = Cluster(requests, make_engine, make_route, cluster or ClusterConfig(), network, admit)
+    run = Cluster(requests, make_engine, make_route, cluster or ClusterConfig(), network, admission)
     end_s = run.run(incidents)
     up_s = sum(
         (end_s if replica.ended_s is None else replica.ended_s) - replica.started_s

@@ -62,6 +62,9 @@ Role = Literal["mixed", "prefill", "decode"]
 """What a replica does: both phases, or one of them where the cluster disaggregates them."""
 
 
+WhenUnattainable = Literal["best_effort", "reject", "queue"]
+
+
 class ClusterConfig(BaseModel):
     """Engines behind a router. The defaults of the reports and of the router are production's."""
 
@@ -90,6 +93,12 @@ class ClusterConfig(BaseModel):
     report_loss: float = Field(
         default=0.0, ge=0, lt=1, description="Share of the reports that never arrive."
     )
+    aged_after_s: float = Field(
+        default=1.0,
+        gt=0,
+        description="At a replica silent for longer nothing is promised, and it is chosen only "
+        "where no other is left.",
+    )
     stale_after_s: float = Field(
         default=2.0, gt=0, description="A replica silent for longer gets no requests."
     )
@@ -101,6 +110,14 @@ class ClusterConfig(BaseModel):
     )
     reference_tpot_s: float = Field(
         default=0.1, gt=0, description="Pace in that budget of decodes that state none."
+    )
+    when_unattainable: dict[str, WhenUnattainable] = Field(
+        default_factory=dict,
+        description="What happens, by service class, to a request that nobody can promise its "
+        "objective; default: `best_effort`.",
+    )
+    queue_limit_s: float = Field(
+        default=10.0, gt=0, description="Longest wait where that is `queue`."
     )
     detect_s: float = Field(
         default=0.05, ge=0, description="From a replica's failure until the router notices."

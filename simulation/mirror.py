@@ -1,158 +1,117 @@
-"""What the simulated router knows of its replicas: their last reports that arrived, and its own
-decisions that no report has confirmed.
+"""What the simulated router knows of its replicas: the fleet and the decisions of production
+(:mod:`scheduling.placement`), fed with simulated reports.
 
-The rules are those of the controller's mirror and ledger: a replica that is silent for too long, is
-draining, or was seen to fail gets nothing; a reservation counts until its replica reports the
-request, or until it expires.
+The rules are the controller's: a replica that is silent for too long, is draining, or was seen to
+fail gets nothing; a reservation counts until its replica reports the request, or until it expires.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from scheduling import kernels
-from scheduling.admission.pab import replica_pab_tokens
+from scheduling.admission import AdmissionPolicy
+from scheduling.fleet import Fleet, FleetSettings, Report
 from scheduling.kernels import Floats
-from scheduling.latency import LatencyModel
-from scheduling.routing import ReplicaView
+from scheduling.placement import NO_REPLICA, PLACED, Placement, Placer
+from scheduling.routing import RouteQuery, RoutingPolicy
 from scheduling.state import ROW, RUNNING, WAITING
 from simulation.config import ClusterConfig
 
 
-class Report(NamedTuple):
-    """The state of a replica when it was made.
+class Sent(NamedTuple):
+    """A report under way.
 
     Attributes:
-        made_s: when.
-        table: its live requests, a copy.
-        free_blocks: KV blocks.
-        latency: what it plans with.
-        received: how many requests it had been given until then.
-        draining: it wants no more.
+        table: the replica's live requests, a copy.
+        report: the rest of it, without rows.
+        received: how many requests the replica had been given until then.
     """
 
-    made_s: float
     table: Floats
-    free_blocks: int
-    latency: LatencyModel
+    report: Report
     received: int
-    draining: bool = False
 
 
 class _Known:
-    """One replica: its last report, and what is on its way to it."""
+    """One replica: what it is given, and the report that no decision has looked at yet."""
 
-    def __init__(self, given: Sequence[int], report: Report, now_s: float) -> None:
+    def __init__(self, given: Sequence[int]) -> None:
         self.given = given
-        self.report = report
-        self.arrived_s = now_s
         self.confirmed = 0
-        self.reserved = 0
-        self.reserved_tokens = 0
-        self.reported: ReplicaView | None = None
+        self.draining = False
+        self.news: tuple[Sent, float] | None = None
 
 
 class Mirror:
-    """The replicas of one role.
+    """The replicas of one role, and the decisions about them.
 
-    The views are made when they are first asked for after a report, so that reports that no
-    decision looks at cost nothing but their copy.
+    Reports are taken in when the next decision is made, so those that no decision looks at cost
+    nothing but their copy.
     """
 
-    def __init__(self, config: ClusterConfig) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: ClusterConfig,
+        routing: RoutingPolicy,
+        admission: AdmissionPolicy | None = None,
+    ) -> None:
+        self.fleet = Fleet(
+            FleetSettings(
+                config.aged_after_s,
+                config.stale_after_s,
+                config.reservation_ttl_s,
+                config.reference_ttft_s,
+                config.reference_tpot_s,
+            )
+        )
+        self._placer = Placer(self.fleet, routing, admission)
         self._known: dict[str, _Known] = {}
-        # Key -> replica, tokens, when; the oldest first.
-        self._reservations: OrderedDict[int, tuple[str, int, float]] = OrderedDict()
+        self._turn = 0
 
-    def register(self, name: str, given: Sequence[int], report: Report, now_s: float) -> None:
+    def register(self, name: str, given: Sequence[int], sent: Sent, now_s: float) -> None:
         """A replica says hello. ``given`` are the keys that it gets, in order; the list grows."""
-        self._known[name] = _Known(given, report, now_s)
+        self._known[name] = _Known(given)
+        self.hear(name, sent, now_s)
 
-    def hear(self, name: str, report: Report, now_s: float) -> None:
+    def hear(self, name: str, sent: Sent, now_s: float) -> None:
         """A report arrives; one of a replica that is not known is ignored."""
         known = self._known.get(name)
-        if known is None:
-            return
-        known.report, known.arrived_s, known.reported = report, now_s, None
-        for key in known.given[known.confirmed : report.received]:
-            if self._reservations.get(key, ("",))[0] == name:
-                self.release(key)
-        known.confirmed = report.received
+        if known is not None:
+            known.draining = sent.report.draining
+            known.news = (sent, now_s)
 
     def forget(self, name: str) -> None:
         """A replica is gone, with what was on its way to it."""
         if self._known.pop(name, None) is not None:
-            for key in [k for k, made in self._reservations.items() if made[0] == name]:
-                del self._reservations[key]
+            self.fleet.leave(name)
 
-    def reserve(self, key: int, name: str, tokens: int, now_s: float) -> None:
-        """A request is sent to a replica."""
-        self.release(key)
-        self._reservations[key] = (name, tokens, now_s)
-        known = self._known[name]
-        known.reserved += 1
-        known.reserved_tokens += tokens
+    def place(self, query: RouteQuery, now_s: float, moved: bool = False) -> Placement:
+        """The decision on a request, see :meth:`scheduling.placement.Placer.place`.
 
-    def release(self, key: int) -> None:
-        """A reservation ends, if there is one."""
-        made = self._reservations.pop(key, None)
-        if made is not None:
-            known = self._known[made[0]]
-            known.reserved -= 1
-            known.reserved_tokens -= made[1]
-
-    def views(self, now_s: float) -> list[ReplicaView]:
-        """The replicas that may be chosen, in order of registration.
-
-        Where none has been heard of lately, those that are merely silent are given, as Serve's own
-        routing would take over there.
+        Where no replica has been heard of lately, those that are merely silent take turns, as
+        Serve's own routing would take over there.
         """
-        while self._reservations:
-            key, made = next(iter(self._reservations.items()))
-            if now_s - made[2] < self._config.reservation_ttl_s:
-                break
-            self.release(key)
-        willing = [(n, k) for n, k in self._known.items() if not k.report.draining]
-        patience_s = self._config.stale_after_s
-        fresh = [(name, known) for name, known in willing if now_s < known.arrived_s + patience_s]
-        return [self._view(name, known) for name, known in fresh or willing]
+        self._take_in()
+        placement = self._placer.place(query, now_s, moved)
+        if placement.reason == NO_REPLICA:
+            willing = [name for name, known in self._known.items() if not known.draining]
+            if willing:
+                self._turn += 1
+                return Placement(willing[self._turn % len(willing)], PLACED)
+        return placement
 
-    def _view(self, name: str, known: _Known) -> ReplicaView:
-        if known.reported is None:
-            known.reported = self._reported(name, known.report)
-        seen = known.reported
-        return seen._replace(
-            reserved=known.reserved,
-            prefill_tokens=seen.prefill_tokens + known.reserved_tokens,
-            pab_tokens=seen.pab_tokens - known.reserved_tokens,
-        )
-
-    def _reported(self, name: str, report: Report) -> ReplicaView:
-        table = report.table
-        prefill = kernels.is_prefill(table)
-        running = int(np.count_nonzero(table[:, kernels.RUNNING]))
-        pab_tokens = replica_pab_tokens(
-            state_rows(table),
-            report.made_s,
-            report.latency,
-            self._config.reference_ttft_s,
-            self._config.reference_tpot_s,
-        )
-        return ReplicaView(
-            name,
-            len(table) - running,
-            running,
-            0,
-            int(table[prefill, kernels.PENDING].sum()),
-            int(table[~prefill, kernels.COMPUTED].sum()),
-            report.free_blocks,
-            pab_tokens,
-        )
+    def _take_in(self) -> None:
+        for name, known in self._known.items():
+            if known.news is not None:
+                sent, heard_s = known.news
+                known.news = None
+                self.fleet.confirm(known.given[known.confirmed : sent.received], name)
+                known.confirmed = sent.received
+                self.fleet.report(name, sent.report._replace(rows=state_rows(sent.table)), heard_s)
 
 
 def state_rows(table: Floats) -> np.ndarray:

@@ -7,10 +7,14 @@ from functools import partial
 
 import numpy as np
 
+from scheduling.fleet import Report
+from scheduling.state import ROW
 from simulation.config import ClusterConfig, Role
 from simulation.engine import Engine, StuckError
 from simulation.events import Events
-from simulation.mirror import Mirror, Report
+from simulation.mirror import Mirror, Sent
+
+_NO_ROWS = np.zeros(0, ROW)
 
 
 class Replica:
@@ -54,7 +58,8 @@ class Replica:
         self._stepping = False
         self._waking = False
         self._kept = 0
-        self._made_s = events.now_s
+        self._made_s = self._stepped_s = events.now_s
+        self._step_s = 0.0
         self._timer = 0
         mirror.register(name, self.given, self._report(), events.now_s)
         self._plan_report()
@@ -128,13 +133,15 @@ class Replica:
             # All KV is being sent away; the end of that is the next chance.
             return
         self._stepping = True
+        self._step_s = seconds
         self._events.after(seconds, self._complete)
 
     def _complete(self) -> None:
         if not self.alive:
             return
         self._stepping = False
-        finished = self.engine.complete(self._events.now_s)
+        self._stepped_s = self._events.now_s
+        finished = self.engine.complete(self._stepped_s)
         if finished:
             self._on_finished(self, finished)
         if self.engine.live:
@@ -160,16 +167,22 @@ class Replica:
             arrives = partial(self._arrives, self._report())
             self._events.after(self._config.report_delay_s, arrives)
 
-    def _arrives(self, report: Report) -> None:
+    def _arrives(self, report: Sent) -> None:
         self._mirror.hear(self.name, report, self._events.now_s)
 
-    def _report(self) -> Report:
+    def _report(self) -> Sent:
         engine = self.engine
-        return Report(
+        report = Report(
+            _NO_ROWS,
             self._events.now_s,
-            engine.queue.table.copy(),
-            engine.free_blocks,
+            0.0,
+            self._stepped_s,
+            self._step_s,
             engine.planner.latency,
-            len(self.given),
+            engine.free_blocks,
+            engine.config.kv_blocks,
+            engine.config.block_tokens,
+            engine.config.max_sequences,
             self.draining,
         )
+        return Sent(engine.queue.table.copy(), report, len(self.given))

@@ -1,1 +1,26 @@
-"""What a replica may still promise."""
+"""Admission policies by name. Adding one: its file, one line here, its test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scheduling.admission.base import AdmissionPolicy, Promises
+from scheduling.admission.moore_hodgson import MooreHodgson
+from scheduling.admission.pab import PABAdmission
+from scheduling.policy import make
+
+__all__ = ["POLICIES", "AdmissionPolicy", "Promises", "make_policy"]
+
+POLICIES: dict[str, type[AdmissionPolicy]] = {
+    policy.name: policy for policy in (MooreHodgson, PABAdmission)
+}
+
+
+def make_policy(name: str, options: Mapping[str, Any] | None = None) -> AdmissionPolicy:
+    """Build the admission policy called ``name`` with its options.
+
+    Raises:
+        ValueError: no such policy, or an option that is unknown or out of range.
+    """
+    return make("admission", POLICIES, name, options)

@@ -9,10 +9,34 @@ from math import inf
 
 import numpy as np
 
+from scheduling.admission.base import AdmissionPolicy, Promises
+from scheduling.fleet import Fleet
+from scheduling.fleet_rows import PAB, PREFILL_S
 from scheduling.kernels import DECODE_CONTEXT, DECODE_SEQUENCE, FIXED, PREFILL_TOKENS, Floats
 from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
+from scheduling.routing.base import Job
 from scheduling.state import next_deadlines_s, prefill_rows
+
+
+class PABAdmission(AdmissionPolicy):
+    """Promises where the prompt fits the prefill admission budget. ``O(replicas)``.
+
+    The paper promises no time. The predicted time to the first token is our reading: all promised
+    prefills that are queued there, then this one. Likewise the wait until it fits: the time in
+    which the missing tokens are prefilled.
+    """
+
+    name = "pab"
+    source = "FairBatching §3.4 (PAB admission)"
+
+    def promises(self, job: Job, fleet: Fleet) -> Promises:
+        """Compare the prompt with each budget."""
+        figures = fleet.figures[job.rows]
+        new_tokens = np.maximum(1.0, job.query.prompt_tokens - job.cached_tokens)
+        lack = np.maximum(0.0, new_tokens - figures[:, PAB])
+        ttft_s = figures[:, PREFILL_S] + job.work_s
+        return Promises(lack <= 0, ttft_s, lack * job.work_s / new_tokens)
 
 
 def pab_tokens(

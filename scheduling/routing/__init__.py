@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduling.policy import make
-from scheduling.routing.base import ReplicaView, RouteQuery, RoutingPolicy, Tier
+from scheduling.routing.base import Job, RouteQuery, RoutingPolicy, Tier
 from scheduling.routing.least_tokens import LeastTokens
 from scheduling.routing.pab import PABBalancing
 from scheduling.routing.power_of_two import PowerOfTwo
@@ -14,7 +14,7 @@ from scheduling.routing.round_robin import RoundRobin
 
 __all__ = [
     "POLICIES",
-    "ReplicaView",
+    "Job",
     "RouteQuery",
     "RoutingPolicy",
     "Tier",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduling.fleet import Fleet
+from scheduling.kernels import Floats, Ints
 from scheduling.objective import SLO
 from scheduling.policy import PolicyOptions
 
@@ -47,35 +51,44 @@ class RouteQuery(NamedTuple):
     prefix: tuple[int, ...] = ()
 
 
-class ReplicaView(NamedTuple):
-    """What a routing policy may know of one replica, its own unreported decisions included.
+class Job(NamedTuple):
+    """A query, and what it would be on each of the replicas that may serve it.
 
     Attributes:
-        replica_id: Serve's name of the replica.
-        waiting, running: requests, as reported; ``reserved`` more are on their way to it.
-        prefill_tokens: tokens still to prefill, reserved ones included.
-        context_tokens: KV tokens of the requests in decode.
-        free_kv_blocks: as reported.
-        pab_tokens: prefill admission budget, tokens, reserved ones subtracted; may be negative.
+        query: the request.
+        now_s: the time of the decision, on the fleet's clock.
+        rows: ``int64[n]``, rows of the fleet, ascending; never empty where a policy sees it.
+        cached_tokens: ``float64[n]``, prompt tokens that each replica has in its KV cache.
+        work_s: ``float64[n]``, predicted time of the prefill of the others on each.
+        due_s: when its first token is due; infinite if no time is stated.
+        output_tokens: expected length of its output.
+        moved: whether its first token is out already, and the KV of its prompt comes along.
     """
 
-    replica_id: str
-    waiting: int
-    running: int
-    reserved: int
-    prefill_tokens: int
-    context_tokens: int
-    free_kv_blocks: int
-    pab_tokens: float
+    query: RouteQuery
+    now_s: float
+    rows: Ints
+    cached_tokens: Floats
+    work_s: Floats
+    due_s: float
+    output_tokens: float
+    moved: bool = False
 
-    @property
-    def requests(self) -> int:
-        """Requests at the replica or on their way to it."""
-        return self.waiting + self.running + self.reserved
+    def of(self, places: NDArray[np.bool_] | Ints) -> Job:
+        """The same job for some of the replicas only."""
+        return self._replace(
+            rows=self.rows[places],
+            cached_tokens=self.cached_tokens[places],
+            work_s=self.work_s[places],
+        )
 
 
 class RoutingPolicy(ABC):
-    """Picks a replica for each request. One file, one subclass, one registry line."""
+    """Picks a replica for each request. One file, one subclass, one registry line.
+
+    It may keep state between decisions, but is called from one thread. Given the same calls and the
+    same fleet it decides the same, unless its options say that it draws.
+    """
 
     name: ClassVar[str]
     source: ClassVar[str]
@@ -85,5 +98,5 @@ class RoutingPolicy(ABC):
         self.options = options if options is not None else self.Options()
 
     @abstractmethod
-    def choose(self, query: RouteQuery, replicas: Sequence[ReplicaView]) -> int:
-        """Index into ``replicas`` (never empty) of the one that should serve ``query``."""
+    def choose(self, job: Job, fleet: Fleet) -> int:
+        """Place in ``job.rows`` of the replica that should serve ``job.query``."""

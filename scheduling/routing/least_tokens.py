@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
-from scheduling.routing.base import ReplicaView, RouteQuery, RoutingPolicy
+from scheduling.fleet import Fleet
+from scheduling.fleet_rows import CONTEXT, RUNNING, TOKENS
+from scheduling.routing.base import Job, RoutingPolicy
 
 
 class LeastTokens(RoutingPolicy):
-    """Takes the replica with the fewest tokens to prefill. ``O(replicas)``.
+    """Takes the replica with the fewest tokens to prefill, those of this prompt that it has not in
+    its cache included. ``O(replicas)``.
 
     Ties go to fewer running requests, then to less decode context, then to the first in the list.
     """
@@ -16,16 +19,11 @@ class LeastTokens(RoutingPolicy):
     name = "least_tokens"
     source = "join the shortest queue, in units of prefill tokens"
 
-    def choose(self, query: RouteQuery, replicas: Sequence[ReplicaView]) -> int:
+    def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica with the least prefill work ahead."""
-        best = 0
-        best_load = _load(replicas[0])
-        for index in range(1, len(replicas)):
-            load = _load(replicas[index])
-            if load < best_load:
-                best, best_load = index, load
-        return best
-
-
-def _load(replica: ReplicaView) -> tuple[int, int, int]:
-    return (replica.prefill_tokens, replica.running, replica.context_tokens)
+        figures = fleet.figures[job.rows]
+        tokens = figures[:, TOKENS] - job.cached_tokens
+        least = np.flatnonzero(tokens == tokens.min())
+        if len(least) == 1:
+            return int(least[0])
+        return int(least[np.lexsort((figures[least, CONTEXT], figures[least, RUNNING]))[0]])

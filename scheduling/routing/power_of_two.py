@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from pydantic import Field
 
+from scheduling.fleet import Fleet
+from scheduling.fleet_rows import requests_at
 from scheduling.policy import PolicyOptions
-from scheduling.routing.base import ReplicaView, RouteQuery, RoutingPolicy
+from scheduling.routing.base import Job, RoutingPolicy
 
 
 class PowerOfTwoOptions(PolicyOptions):
@@ -35,13 +36,14 @@ class PowerOfTwo(RoutingPolicy):
         # Spreads load; nothing secret hangs on it.
         self._random = random.Random(options.seed)
 
-    def choose(self, query: RouteQuery, replicas: Sequence[ReplicaView]) -> int:
+    def choose(self, job: Job, fleet: Fleet) -> int:
         """The less busy one of two random replicas."""
-        count = len(replicas)
+        count = len(job.rows)
         if count == 1:
             return 0
         first = self._random.randrange(count)
         second = self._random.randrange(count - 1)
         if second >= first:
             second += 1
-        return second if replicas[second].requests < replicas[first].requests else first
+        at_first, at_second = requests_at(fleet.figures[job.rows[[first, second]]])
+        return second if at_second < at_first else first

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
+from scheduling.fleet import Fleet
 from scheduling.policy import PolicyOptions
-from scheduling.routing.base import ReplicaView, RouteQuery, RoutingPolicy
+from scheduling.routing.base import Job, RoutingPolicy
 
 
 class RoundRobin(RoutingPolicy):
-    """Takes the replicas in turn, in the order of the given list. ``O(1)``."""
+    """Takes the replicas in turn, in the order of their rows: the next one after the last choice
+    that may be chosen. ``O(log replicas)``."""
 
     name = "round_robin"
     source = "folklore; the first hop of SLOs-Serve §4.2"
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
         super().__init__(options)
-        self._turn = -1
+        self._last = -1
 
-    def choose(self, query: RouteQuery, replicas: Sequence[ReplicaView]) -> int:
-        """The replica whose turn it is; a change of the fleet only shifts the turn."""
-        self._turn = (self._turn + 1) % len(replicas)
-        return self._turn
+    def choose(self, job: Job, fleet: Fleet) -> int:
+        """The replica whose turn it is."""
+        place = int(np.searchsorted(job.rows, self._last, side="right")) % len(job.rows)
+        self._last = int(job.rows[place])
+        return place

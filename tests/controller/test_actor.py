@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.actor import MAX_QUERIES, Controller, fingerprint_of
 from controller.config import ControllerConfig
-from controller.messages import MetricSample, MetricsPush, RouteDecision
+from controller.messages import MetricSample, MetricsPush, RouteDecision, Tier
 from controller.metrics import MAX_PUSH_SAMPLES
 from controller.mirror import MAX_REPLICAS
 from scheduling.objective import SLO
@@ -21,7 +21,9 @@ from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiti
 
 
 def make(policy: str = "pab", **options: Any) -> tuple[Controller, Clock]:
+    """A controller that promises nothing, unless ``admission`` says otherwise."""
     clock = Clock()
+    options.setdefault("admission", "none")
     return Controller(ControllerConfig(policy=policy, **options), clock), clock
 
 
@@ -85,11 +87,11 @@ async def test_a_reservation_ends_when_the_replica_reports_the_request() -> None
     epoch = await epoch_of(controller)
     await controller.route([query(1, 100), query(2, 50)])
     before = await replica_of(controller, "a")
-    assert (before["reserved_requests"], before["reserved_tokens"]) == (2, 150)
+    assert (before["reserved"], before["prefill_tokens"]) == (2, 150)
     # One has arrived and waits there; the other has come and gone between two reports.
     await controller.report(delta("a", epoch, 1, {0: waiting_row(1, 120)}, finished=(2,)))
     after = await replica_of(controller, "a")
-    assert (after["reserved_requests"], after["waiting"]) == (0, 1)
+    assert (after["reserved"], after["waiting"]) == (0, 1)
     assert after["prefill_tokens"] == 120
 
 
@@ -98,7 +100,7 @@ async def test_a_request_that_went_elsewhere_ends_its_reservation_too() -> None:
     await controller.hello(hello("a"))
     await controller.route([query(1)])
     await controller.hello(hello("b", [waiting_row(1, 100)]))
-    assert (await replica_of(controller, "a"))["reserved_requests"] == 0
+    assert (await replica_of(controller, "a"))["reserved"] == 0
 
 
 async def test_a_reservation_ends_by_release_and_by_age() -> None:
@@ -109,7 +111,7 @@ async def test_a_reservation_ends_by_release_and_by_age() -> None:
     assert (await controller.snapshot())["reservations"] == 1
     clock.advance(5)
     assert (await controller.snapshot())["reservations"] == 0
-    assert (await replica_of(controller, "a"))["reserved_tokens"] == 0
+    assert (await replica_of(controller, "a"))["prefill_tokens"] == 0
 
 
 async def test_a_restarted_controller_asks_for_a_hello() -> None:
@@ -197,7 +199,7 @@ async def test_the_page_shows_decisions_replicas_and_refusals() -> None:
     replica = (("replica", "a"),)
     assert page["sluice_replica_waiting_requests", replica] == 1
     assert page["sluice_replica_running_requests", replica] == 1
-    assert page["sluice_replica_pending_prefill_tokens", replica] == 300
+    assert page["sluice_replica_pending_prefill_tokens", replica] == 314
     assert page["sluice_replica_kv_usage_ratio", replica] == pytest.approx(0.1)
     assert page["sluice_replica_report_age_seconds", replica] == pytest.approx(0.5)
     clock.advance(40)
@@ -284,13 +286,16 @@ async def test_decisions_follow_from_the_mirror_alone(
         view = await controller.snapshot()
         assert view["reservations"] == len({key for key, _ in requests})
         last = dict(requests)
-        assert sum(entry["reserved_tokens"] for entry in view["replicas"]) == sum(last.values())
+        assert sum(entry["reserved"] for entry in view["replicas"]) == len(last)
+        promised = sum(entry["prefill_tokens"] for entry in view["replicas"])
+        assert promised == 150 + sum(max(1, tokens) for tokens in last.values())
     first, second = ([reply.decisions for reply in replies] for replies in outcomes)
     assert first == second
 
 
 async def test_a_request_without_objectives_is_placed() -> None:
-    controller, _ = make()
-    await controller.hello(hello("a"))
-    reply = await controller.route([query(1)._replace(slo=SLO())])
-    assert reply.decisions[0] == RouteDecision("a", "placed")
+    for admission, tier in (("none", None), ("moore_hodgson", Tier.BEST_EFFORT)):
+        controller, _ = make(admission=admission)
+        await controller.hello(hello("a"))
+        reply = await controller.route([query(1)._replace(slo=SLO())])
+        assert reply.decisions[0] == RouteDecision("a", "placed", tier)

@@ -7,50 +7,67 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.candidates import Candidates
-from controller.ledger import Ledger
 from controller.mirror import Mirror
-from scheduling.state import ROW, WAITING
+from scheduling import fleet_rows
+from scheduling.fleet import Fleet, FleetSettings
+from scheduling.state import ROW
 from tests.controller.fleet import decode_row, delta, free_row, hello, waiting_row
 
 EPOCH = 7
 
 
-def make_mirror(limit: int = 8) -> Mirror:
-    return Mirror(
-        EPOCH,
-        stale_after_s=2,
-        forget_after_s=30,
-        reference_ttft_s=1,
-        reference_tpot_s=0.1,
-        limit=limit,
-    )
+def make_mirror(limit: int = 8) -> tuple[Mirror, Fleet]:
+    fleet = Fleet(FleetSettings(aged_after_s=1, stale_after_s=2))
+    return Mirror(EPOCH, fleet, forget_after_s=30, limit=limit), fleet
+
+
+def live_keys(mirror: Mirror, replica_id: str) -> list[int]:
+    table = mirror.replicas[replica_id].table
+    return sorted(table["key"][table["phase"] > 0].tolist())
+
+
+def figure(fleet: Fleet, replica_id: str, name: str) -> float:
+    return float(fleet.figures[fleet.row_of[replica_id], getattr(fleet_rows, name)])
 
 
 def test_a_hello_brings_the_whole_queue() -> None:
-    mirror = make_mirror()
+    mirror, fleet = make_mirror()
     mirror.hello(hello("a", [waiting_row(1, 300), decode_row(2, 500)], now_s=50), now_s=80)
-    replica = mirror.replicas["a"]
-    known = replica.aggregates
-    assert (known.waiting, known.running) == (1, 1)
-    assert (known.prefill_tokens, known.context_tokens) == (300, 500)
-    assert (known.free_kv_blocks, known.total_kv_blocks) == (900, 1_000)
-    assert replica.clock_offset_s == 30
+    names = ("WAITING", "RUNNING", "TOKENS", "CONTEXT", "FREE_BLOCKS", "TOTAL_BLOCKS")
+    assert [figure(fleet, "a", name) for name in names] == [1, 1, 300, 500, 900, 1_000]
+    assert mirror.replicas["a"].offset_s == 30
+
+
+def test_the_clocks_differ_by_what_the_quickest_report_told() -> None:
+    mirror, _ = make_mirror()
+    mirror.hello(hello("a", now_s=50), now_s=80.2)
+    mirror.delta(delta("a", EPOCH, 1, now_s=51), now_s=81)
+    assert mirror.replicas["a"].offset_s == 30
+    # A later one that took longer moves it by no more than clocks can have drifted.
+    mirror.delta(delta("a", EPOCH, 2, now_s=60), now_s=91)
+    assert mirror.replicas["a"].offset_s == pytest.approx(30.001)
+
+
+def test_deadlines_are_on_the_controllers_clock() -> None:
+    mirror, fleet = make_mirror()
+    mirror.hello(hello("a", [waiting_row(1, 300, arrival_s=49)], now_s=50), now_s=80)
+    first = fleet.prefills[fleet.starts[fleet.row_of["a"]]]
+    assert first[fleet_rows.PREFILL_DUE_S] == 49 + 1 + 30
 
 
 def test_the_prefill_budget_is_that_of_the_model() -> None:
-    mirror = make_mirror()
+    mirror, fleet = make_mirror()
     mirror.hello(hello("a", [waiting_row(1, 300)]), now_s=0)
     # No decode: one step's fixed time, the rest at b + c a token, less what is queued.
-    assert mirror.replicas["a"].aggregates.pab_tokens == pytest.approx((1 - 0.004) / 0.000101 - 300)
+    assert figure(fleet, "a", "PAB") == pytest.approx((1 - 0.004) / 0.000101 - 300)
 
 
 def test_a_delta_changes_the_slots_it_names() -> None:
-    mirror = make_mirror()
+    mirror, fleet = make_mirror()
     mirror.hello(hello("a", [waiting_row(1, 300), waiting_row(2, 100)]), now_s=0)
     assert mirror.delta(delta("a", EPOCH, 1, {0: free_row(), 5: waiting_row(3, 40)}), now_s=1)
-    assert sorted(mirror.replicas["a"].live_rows()["key"]) == [2, 3]
-    assert mirror.replicas["a"].aggregates.prefill_tokens == 140
+    assert live_keys(mirror, "a") == [2, 3]
+    assert figure(fleet, "a", "TOKENS") == 140
     assert mirror.replicas["a"].received_s == 1
 
 
@@ -58,10 +75,10 @@ def test_a_request_that_lost_its_kv_is_prefill_again() -> None:
     row = decode_row(1, 500)
     row["pending_tokens"] = 501
     row["computed_tokens"] = 0
-    mirror = make_mirror()
+    mirror, fleet = make_mirror()
     mirror.hello(hello("a", [row]), now_s=0)
-    assert mirror.replicas["a"].aggregates.prefill_tokens == 501
-    assert mirror.replicas["a"].aggregates.context_tokens == 0
+    assert figure(fleet, "a", "TOKENS") == 501
+    assert figure(fleet, "a", "CONTEXT") == 0
 
 
 @pytest.mark.parametrize(
@@ -70,19 +87,19 @@ def test_a_request_that_lost_its_kv_is_prefill_again() -> None:
     ids=["unknown replica", "other epoch", "repeated", "gap"],
 )
 def test_a_delta_out_of_order_changes_nothing(replica_id: str, epoch: int, seq: int) -> None:
-    mirror = make_mirror()
+    mirror, fleet = make_mirror()
     mirror.hello(hello("a", [waiting_row(1, 300)]), now_s=0)
     assert not mirror.delta(delta(replica_id, epoch, seq, {0: free_row()}), now_s=1)
-    assert mirror.replicas["a"].aggregates.prefill_tokens == 300
+    assert figure(fleet, "a", "TOKENS") == 300
     assert mirror.replicas["a"].received_s == 0
     assert list(mirror.replicas) == ["a"]
 
 
 def test_a_new_hello_forgets_the_old_table() -> None:
-    mirror = make_mirror()
+    mirror, _ = make_mirror()
     mirror.hello(hello("a", [waiting_row(1, 300)] * 1 + [waiting_row(2, 10)]), now_s=0)
     mirror.hello(hello("a", [waiting_row(9, 5)], seq=12, capacity=4), now_s=1)
-    assert list(mirror.replicas["a"].live_rows()["key"]) == [9]
+    assert live_keys(mirror, "a") == [9]
     assert mirror.delta(delta("a", EPOCH, 13), now_s=1)
 
 
@@ -127,7 +144,7 @@ BAD_DELTAS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD_DELTAS)
 def test_a_malformed_delta_is_refused_and_changes_nothing(case: str) -> None:
     fields, message = BAD_DELTAS[case]
-    mirror = make_mirror()
+    mirror, _ = make_mirror()
     mirror.hello(hello("a", [waiting_row(1, 300)]), now_s=0)
     before = mirror.replicas["a"].table.copy()
     with pytest.raises(ValueError, match=message):
@@ -152,14 +169,14 @@ def test_a_malformed_delta_is_refused_and_changes_nothing(case: str) -> None:
     ],
 )
 def test_a_malformed_hello_is_refused(field: str, value: object) -> None:
-    mirror = make_mirror()
+    mirror, _ = make_mirror()
     with pytest.raises(ValueError, match=field):
         mirror.hello(hello("a")._replace(**{field: value}), now_s=0)
     assert not mirror.replicas
 
 
 def test_a_summary_with_impossible_numbers_is_refused() -> None:
-    mirror = make_mirror()
+    mirror, _ = make_mirror()
     for name, value in (("correction", 0), ("correction", np.nan), ("waiting", -1)):
         message = hello("a")
         message.summary[name] = value
@@ -168,7 +185,7 @@ def test_a_summary_with_impossible_numbers_is_refused() -> None:
 
 
 def test_something_else_than_a_message_is_refused() -> None:
-    mirror = make_mirror()
+    mirror, _ = make_mirror()
     with pytest.raises(ValueError, match="ReplicaHello"):
         mirror.hello(None, now_s=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ReplicaDelta"):
@@ -176,7 +193,7 @@ def test_something_else_than_a_message_is_refused() -> None:
 
 
 def test_replicas_are_bounded() -> None:
-    mirror = make_mirror(limit=2)
+    mirror, _ = make_mirror(limit=2)
     mirror.hello(hello("a"), now_s=0)
     mirror.hello(hello("b"), now_s=0)
     with pytest.raises(ValueError, match="2 replicas are known"):
@@ -185,77 +202,90 @@ def test_replicas_are_bounded() -> None:
 
 
 def test_the_mirror_keeps_no_reference_to_a_message() -> None:
-    mirror = make_mirror()
+    mirror, _ = make_mirror()
     message = hello("a", [waiting_row(1, 300)])
     mirror.hello(message, now_s=0)
     message.rows["pending_tokens"] = 7
     message.summary["free_kv_blocks"] = 0
-    assert mirror.replicas["a"].live_rows()["pending_tokens"][0] == 300
+    assert mirror.replicas["a"].table["pending_tokens"][0] == 300
     assert mirror.replicas["a"].summary["free_kv_blocks"] == 900
 
 
 # Membership, as decisions see it.
 
 
-def make_candidates(*names: str) -> tuple[Mirror, Ledger, Candidates]:
-    mirror, ledger = make_mirror(), Ledger(ttl_s=5)
-    candidates = Candidates(mirror, ledger)
+def known(*names: str) -> tuple[Mirror, Fleet]:
+    mirror, fleet = make_mirror()
     for name in names:
         mirror.hello(hello(name), now_s=0)
-        candidates.touch((name,), 0)
-    return mirror, ledger, candidates
+    return mirror, fleet
 
 
-def names_at(candidates: Candidates, now_s: float) -> list[str]:
-    return [view.replica_id for view in candidates.at(now_s)]
+def names_at(fleet: Fleet, now_s: float) -> list[str]:
+    return [fleet.ids[row] for row in fleet.candidates(now_s)]
 
 
-def test_a_silent_replica_is_left_out_then_forgotten() -> None:
-    mirror, _, candidates = make_candidates("a", "b")
-    mirror.delta(delta("b", EPOCH, 1), now_s=1.5)
-    candidates.touch(("b",), 1.5)
-    assert names_at(candidates, 1.9) == ["a", "b"]
-    assert names_at(candidates, 2.0) == ["b"]
-    assert mirror.condition(mirror.replicas["a"], 2.0) == "stale"
-    assert mirror.forget_silent(29) == []
-    assert mirror.forget_silent(30) == ["a"]
-    assert names_at(candidates, 30) == []
+def condition(fleet: Fleet, replica_id: str, now_s: float) -> str:
+    return fleet.condition(fleet.row_of[replica_id], now_s)
+
+
+def test_a_silent_replica_ages_is_left_out_and_is_forgotten() -> None:
+    mirror, fleet = known("a", "b")
+    mirror.delta(delta("b", EPOCH, 1), now_s=0.5)
+    assert names_at(fleet, 0.9) == ["a", "b"]
+    assert condition(fleet, "a", 1.0) == "aged"
+    assert names_at(fleet, 1.0) == ["b"]
+    # Where no other is left, the aged ones have to do.
+    assert names_at(fleet, 1.6) == ["a", "b"]
+    assert names_at(fleet, 2.0) == ["b"]
+    assert condition(fleet, "a", 2.0) == "stale"
+    mirror.forget_silent(29)
+    assert list(mirror.replicas) == ["a", "b"]
+    mirror.forget_silent(30)
+    assert list(mirror.replicas) == list(fleet.row_of) == ["b"]
 
 
 def test_a_stale_replica_returns_with_its_next_report() -> None:
-    mirror, _, candidates = make_candidates("a")
-    assert names_at(candidates, 5) == []
+    mirror, fleet = known("a")
+    assert names_at(fleet, 5) == []
     assert mirror.delta(delta("a", EPOCH, 1), now_s=6)
-    candidates.touch(("a",), 6)
-    assert names_at(candidates, 6) == ["a"]
+    assert names_at(fleet, 6) == ["a"]
 
 
 def test_a_draining_replica_is_left_out_at_once() -> None:
-    mirror, _, candidates = make_candidates("a", "b")
-    assert names_at(candidates, 0) == ["a", "b"]
+    mirror, fleet = known("a", "b")
+    assert names_at(fleet, 0) == ["a", "b"]
     mirror.delta(delta("a", EPOCH, 1, draining=True), now_s=0.1)
-    candidates.touch(("a",), 0.1)
-    assert names_at(candidates, 0.1) == ["b"]
+    assert names_at(fleet, 0.1) == ["b"]
     # A controller that restarts meanwhile learns it from the hello.
     mirror.hello(hello("c", draining=True), now_s=0.1)
-    candidates.touch(("c",), 0.1)
-    assert names_at(candidates, 0.1) == ["b"]
+    assert names_at(fleet, 0.1) == ["b"]
 
 
 def test_a_replica_that_left_stays_out_whatever_it_reports() -> None:
-    mirror, _, candidates = make_candidates("a", "b")
-    assert mirror.mark_gone(["a", "x"], now_s=1) == ["a"]
-    candidates.touch(("a",), 1)
-    assert names_at(candidates, 1) == ["b"]
-    mirror.hello(hello("a", seq=9), now_s=1.2)
-    candidates.touch(("a",), 1.2)
-    assert names_at(candidates, 1.2) == ["b"]
+    mirror, fleet = known("a", "b")
+    mirror.mark_gone(["a", "x"], now_s=0.5)
+    assert names_at(fleet, 0.5) == ["b"]
+    mirror.hello(hello("a", seq=9), now_s=0.6)
+    assert names_at(fleet, 0.6) == ["b"]
+    assert condition(fleet, "a", 0.6) == "gone"
     # One that was marked by mistake and goes on reporting returns after forget_after_s.
     for name in "ab":
-        mirror.hello(hello(name, seq=9), now_s=31)
-        candidates.touch((name,), 31)
-    assert names_at(candidates, 30.9) == ["b"]
-    assert names_at(candidates, 31) == ["a", "b"]
+        mirror.hello(hello(name, seq=9), now_s=30)
+    assert names_at(fleet, 30.4) == ["b"]
+    assert names_at(fleet, 30.5) == ["a", "b"]
+
+
+def test_the_row_of_a_replica_that_left_is_given_again_and_nothing_of_it_stays() -> None:
+    mirror, fleet = known("a", "b")
+    mirror.hello(hello("a", [waiting_row(1, 300)] * 5, seq=1), now_s=0.1)
+    row = fleet.row_of["a"]
+    mirror.mark_gone(["a"], now_s=0.1)
+    mirror.forget("a")
+    mirror.hello(hello("c"), now_s=0.2)
+    assert fleet.row_of["c"] == row
+    assert figure(fleet, "c", "TOKENS") == 0
+    assert names_at(fleet, 0.2) == [fleet.ids[index] for index in sorted((row, fleet.row_of["b"]))]
 
 
 class _Replica:
@@ -267,26 +297,23 @@ class _Replica:
 
 
 @given(st.data())
-def test_views_equal_a_recount_after_any_history(data: st.DataObject) -> None:
-    """Whatever is lost or repeated: a replica that is in step is mirrored exactly, and the cached
-    views are those that a fresh computation gives."""
-    mirror, ledger, candidates = make_candidates()
+def test_what_is_known_equals_a_recount_after_any_history(data: st.DataObject) -> None:
+    """Whatever is lost or repeated: a replica that is in step is mirrored exactly, and the figures
+    are those that a fleet has which saw only its last state."""
+    mirror, fleet = make_mirror()
     replicas = {name: _Replica() for name in "abc"}
     now_s, key = 0.0, 0
     for _ in range(data.draw(st.integers(1, 25))):
         now_s += data.draw(st.sampled_from([0.0, 0.1, 0.7, 2.5]))
         name = data.draw(st.sampled_from("abc"))
         replica = replicas[name]
-        action = data.draw(st.sampled_from(["hello", "delta", "lost", "gone", "reserve", "drain"]))
+        action = data.draw(st.sampled_from(["hello", "delta", "lost", "gone", "drain"]))
         if action == "hello":
             rows = list(replica.live.values())
             replica.live = dict(enumerate(rows))
             mirror.hello(hello(name, rows, seq=replica.seq), now_s)
         elif action == "gone":
             mirror.mark_gone([name], now_s)
-        elif action == "reserve":
-            candidates.touch(ledger.reserve(key, name, key % 7, now_s), now_s)
-            key += 1
         else:
             slot = data.draw(st.integers(0, 5))
             if slot in replica.live:
@@ -297,18 +324,11 @@ def test_views_equal_a_recount_after_any_history(data: st.DataObject) -> None:
                 replica.live[slot] = change = waiting_row(key, data.draw(st.integers(1, 99)))
             replica.seq += 1
             message = delta(name, EPOCH, replica.seq, {slot: change}, draining=action == "drain")
-            if action != "lost" and mirror.delta(message, now_s):
-                mirrored = mirror.replicas[name].live_rows()
-                assert sorted(mirrored["key"]) == sorted(
-                    row["key"] for row in replica.live.values()
-                )
-        candidates.touch((name,), now_s)
-        views = candidates.at(now_s)
-        fresh = Candidates(mirror, ledger).at(now_s)
-        assert views == fresh
-        for view in views:
-            rows_now = mirror.replicas[view.replica_id].live_rows()
-            load = ledger.load(view.replica_id)
-            assert view.waiting == int((rows_now["phase"] == WAITING).sum())
-            assert view.prefill_tokens == int(rows_now["pending_tokens"].sum()) + load.tokens
-            assert view.reserved == load.requests
+            if action == "lost" or not mirror.delta(message, now_s):
+                continue
+            rows = list(replica.live.values())
+            assert live_keys(mirror, name) == sorted(int(row["key"]) for row in rows)
+            anew, known_anew = make_mirror()
+            anew.hello(hello(name, rows, seq=1), now_s)
+            for what in ("WAITING", "TOKENS", "PREFILL_S", "PAB", "NEEDED_BLOCKS"):
+                assert figure(fleet, name, what) == pytest.approx(figure(known_anew, name, what))

@@ -3,121 +3,105 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.objective import SLO
-from scheduling.routing import POLICIES, ReplicaView, RouteQuery, make_policy
+from scheduling.fleet import Fleet
+from scheduling.fleet_rows import PAB
+from scheduling.routing import POLICIES, make_policy
+from tests.scheduling.fleets import figures_of, job
 
-QUERY = RouteQuery(key=7, slo=SLO(ttft_s=1.0), prompt_tokens=500)
-
-
-def replica(name: str = "r", **fields: float) -> ReplicaView:
-    """An idle replica, but for ``fields``."""
-    idle: dict[str, float] = {
-        "waiting": 0,
-        "running": 0,
-        "reserved": 0,
-        "prefill_tokens": 0,
-        "context_tokens": 0,
-        "free_kv_blocks": 100,
-        "pab_tokens": 1_000.0,
+replicas = st.fixed_dictionaries(
+    {
+        "WAITING": st.integers(0, 9),
+        "RUNNING": st.integers(0, 9),
+        "RESERVED": st.integers(0, 3),
+        "TOKENS": st.integers(0, 5_000),
+        "CONTEXT": st.integers(0, 5_000),
+        "FREE_BLOCKS": st.integers(0, 100),
+        "PAB": st.floats(-1e5, 1e5),
     }
-    return ReplicaView(name, **(idle | fields))  # type: ignore[arg-type]
-
-
-replicas = st.builds(
-    ReplicaView,
-    replica_id=st.text(max_size=3),
-    waiting=st.integers(0, 9),
-    running=st.integers(0, 9),
-    reserved=st.integers(0, 3),
-    prefill_tokens=st.integers(0, 5_000),
-    context_tokens=st.integers(0, 5_000),
-    free_kv_blocks=st.integers(0, 100),
-    pab_tokens=st.floats(-1e5, 1e5),
 )
 
 
-@given(fleet=st.lists(replicas, min_size=1, max_size=9))
-def test_every_policy_names_a_replica_that_exists(fleet: list[ReplicaView]) -> None:
-    before = list(fleet)
+def choose(name: str, fleet: Fleet, **options: object) -> int:
+    return make_policy(name, options).choose(job(fleet), fleet)
+
+
+@given(fleet=st.lists(replicas, min_size=1, max_size=9).map(lambda each: figures_of(*each)))
+def test_every_policy_names_a_replica_that_exists(fleet: Fleet) -> None:
+    before = fleet.figures.copy()
     for name in POLICIES:
         policy = make_policy(name)
         for _ in range(3):
-            assert 0 <= policy.choose(QUERY, fleet) < len(fleet)
-    assert fleet == before
+            assert 0 <= policy.choose(job(fleet), fleet) < len(fleet)
+    assert np.array_equal(fleet.figures, before)
 
 
 def test_round_robin_takes_turns_also_when_the_fleet_changes() -> None:
     policy = make_policy("round_robin")
-    fleet = [replica(str(index)) for index in range(3)]
-    assert [policy.choose(QUERY, fleet) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    assert [policy.choose(QUERY, fleet[:1]) for _ in range(3)] == [0, 0, 0]
-    counts = Counter(policy.choose(QUERY, fleet) for _ in range(300))
+    fleet = figures_of({}, {}, {})
+    every = job(fleet)
+    assert [policy.choose(every, fleet) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    # The next one in turn of those that may be chosen.
+    assert every.rows[policy.choose(every, fleet)] == 1
+    two = every.of(np.array([0, 1]))
+    assert [two.rows[policy.choose(two, fleet)] for _ in range(3)] == [0, 1, 0]
+    counts = Counter(policy.choose(every, fleet) for _ in range(300))
     assert set(counts.values()) == {100}
 
 
 def test_power_of_two_takes_the_less_busy_of_two_different_replicas() -> None:
     policy = make_policy("power_of_two", {"seed": 3})
-    busy, idle = replica("busy", running=5), replica("idle", waiting=1, running=2, reserved=1)
-    assert {policy.choose(QUERY, [busy, idle]) for _ in range(50)} == {1}
-    assert {policy.choose(QUERY, [idle, busy]) for _ in range(50)} == {0}
-    assert policy.choose(QUERY, [busy]) == 0
+    busy, idle = {"RUNNING": 5}, {"WAITING": 1, "RUNNING": 2, "RESERVED": 1}
+    for pair, better in ((figures_of(busy, idle), 1), (figures_of(idle, busy), 0)):
+        assert {policy.choose(job(pair), pair) for _ in range(50)} == {better}
     # The busiest of all is never the less busy of two; every other one is at times.
-    fleet = [replica(str(index), running=index) for index in range(6)]
-    assert {policy.choose(QUERY, fleet) for _ in range(500)} == {0, 1, 2, 3, 4}
+    fleet = figures_of(*({"RUNNING": index} for index in range(6)))
+    assert {policy.choose(job(fleet), fleet) for _ in range(500)} == {0, 1, 2, 3, 4}
 
 
 def test_power_of_two_is_repeatable_with_a_seed() -> None:
     rng = random.Random(0)
-    fleet = [replica(str(index), running=rng.randint(0, 3)) for index in range(20)]
+    fleet = figures_of(*({"RUNNING": rng.randint(0, 3)} for _ in range(20)))
     runs = []
     for _ in range(2):
         policy = make_policy("power_of_two", {"seed": 11})
-        runs.append([policy.choose(QUERY, fleet) for _ in range(50)])
+        runs.append([policy.choose(job(fleet), fleet) for _ in range(50)])
     assert runs[0] == runs[1]
 
 
-def test_power_of_two_balances_far_better_than_one_random_choice() -> None:
-    policy = make_policy("power_of_two", {"seed": 5})
-    rng = random.Random(5)
-    load, chance = [0] * 50, [0] * 50
-    for _ in range(5_000):
-        load[policy.choose(QUERY, [replica(running=count) for count in load])] += 1
-        chance[rng.randrange(50)] += 1
-    assert max(load) - min(load) <= 6
-    assert max(chance) - min(chance) > 20
-
-
 def test_least_tokens_compares_prefill_then_decodes_then_context_then_order() -> None:
-    policy = make_policy("least_tokens")
-    many = replica(prefill_tokens=10)
-    assert policy.choose(QUERY, [many, replica(prefill_tokens=9, running=50)]) == 1
-    assert policy.choose(QUERY, [replica(running=2), replica(running=1, context_tokens=9)]) == 1
-    assert policy.choose(QUERY, [replica(context_tokens=9), replica(context_tokens=8)]) == 1
-    assert policy.choose(QUERY, [many, many, many]) == 0
+    many = {"TOKENS": 10}
+    assert choose("least_tokens", figures_of(many, {"TOKENS": 9, "RUNNING": 50})) == 1
+    assert choose("least_tokens", figures_of({"RUNNING": 2}, {"RUNNING": 1, "CONTEXT": 9})) == 1
+    assert choose("least_tokens", figures_of({"CONTEXT": 9}, {"CONTEXT": 8})) == 1
+    assert choose("least_tokens", figures_of(many, many, many)) == 0
 
 
-@given(fleet=st.lists(replicas, min_size=1, max_size=9), prompt=st.integers(1, 10_000))
-def test_pab_takes_a_replica_that_suffices_if_any_does(
-    fleet: list[ReplicaView], prompt: int
-) -> None:
-    chosen = fleet[make_policy("pab").choose(QUERY._replace(prompt_tokens=prompt), fleet)]
-    if any(view.pab_tokens >= prompt for view in fleet):
-        assert chosen.pab_tokens >= prompt
-    assert chosen.pab_tokens == max(view.pab_tokens for view in fleet)
+@given(fleet=st.lists(replicas, min_size=1, max_size=9).map(lambda each: figures_of(*each)))
+def test_pab_takes_a_replica_that_suffices_if_any_does(fleet: Fleet) -> None:
+    budgets = fleet.figures[: len(fleet), PAB]
+    assert budgets[choose("pab", fleet)] == budgets.max()
 
 
 def test_pab_breaks_ties_by_requests_and_then_by_order() -> None:
-    policy = make_policy("pab")
-    assert policy.choose(QUERY, [replica(running=2), replica(reserved=1), replica(waiting=1)]) == 1
-    assert policy.choose(QUERY, [replica(), replica()]) == 0
+    assert choose("pab", figures_of({"RUNNING": 2}, {"RESERVED": 1}, {"WAITING": 1})) == 1
+    assert choose("pab", figures_of({}, {})) == 0
+
+
+def test_what_a_replica_has_in_its_cache_counts() -> None:
+    fleet = figures_of({"TOKENS": 300, "PAB": 700}, {"TOKENS": 200, "PAB": 800})
+    warm = job(fleet)._replace(cached_tokens=np.array([400.0, 0.0]))
+    for name in ("least_tokens", "pab"):
+        assert choose(name, fleet) == 1
+        assert make_policy(name).choose(warm, fleet) == 0
 
 
 def test_unknown_policies_and_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown routing policy 'random'; known: least_tokens"):
+    with pytest.raises(ValueError, match="unknown routing policy 'random'; known: "):
         make_policy("random")
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
         make_policy("pab", {"seed": 1})

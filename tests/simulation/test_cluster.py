@@ -13,9 +13,10 @@ from router.config import RouterConfig
 from router.dispatch import RETRY_PAUSE_S
 from router.hint_router import NO_REPLICA_WAIT_S
 from scheduling import routing
+from scheduling.admission import make_policy as make_admission
 from scheduling.batching import BatchPolicy, make_policy
 from scheduling.latency import LinearLatency
-from scheduling.routing import ReplicaView, RouteQuery, RoutingPolicy
+from scheduling.routing import RoutingPolicy
 from simulation.cluster import (
     NO_REPLICA,
     REFUSED,
@@ -297,14 +298,14 @@ def test_a_leaving_prefill_replica_stays_until_its_kv_has_been_sent() -> None:
 def test_admission_by_budget_refuses_what_would_be_late_and_keeps_the_rest_in_time() -> None:
     # About twice what the engine can prefill.
     load = steady(count=300, gap_s=0.01, prompt=400, output=1)
-    cluster = ClusterConfig(replicas=1, reference_ttft_s=0.4)
+    cluster = ClusterConfig(
+        replicas=1, reference_ttft_s=0.4, when_unattainable={"standard": "reject"}
+    )
 
     def run(admitting: bool) -> Result:
-        def admit(query: RouteQuery, replica: ReplicaView) -> bool:
-            return not admitting or query.prompt_tokens <= replica.pab_tokens
-
+        admission = make_admission("pab") if admitting else None
         return simulate_cluster(
-            load, batch(), route(), EXACT, None, None, cluster, seed=1, admit=admit
+            load, batch(), route(), EXACT, None, None, cluster, seed=1, admission=admission
         )
 
     every, some = run(admitting=False), run(admitting=True)

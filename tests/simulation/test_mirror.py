@@ -1,24 +1,35 @@
-"""What the simulated router sees is what the controller would see."""
+"""What the simulated router knows and decides is what the controller would."""
 
 import numpy as np
+import pytest
 
-from controller.candidates import Candidates
-from controller.ledger import Ledger
 from controller.mirror import Mirror as RealMirror
+from scheduling import fleet_rows as figure
 from scheduling.batching import make_policy
-from scheduling.kernels import Floats
+from scheduling.fleet import Fleet, FleetSettings, Report
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
+from scheduling.routing import RouteQuery
+from scheduling.routing import make_policy as make_routing
+from scheduling.state import ROW
 from simulation.config import ClusterConfig, EngineConfig
 from simulation.engine import Engine
-from simulation.mirror import Mirror, Report, state_rows
+from simulation.mirror import Mirror, Sent, state_rows
 from simulation.requests import Requests
 from simulation.truth import Belief, Truth
 from tests.controller.fleet import hello, summary
 from tests.simulation.loads import MODEL, workload
 
 CONFIG = ClusterConfig(reference_ttft_s=1.0, reference_tpot_s=0.1, reservation_ttl_s=5.0)
+
+
+def make_mirror() -> Mirror:
+    return Mirror(CONFIG, make_routing("least_tokens"))
+
+
+def query(key: int, tokens: int = 100) -> RouteQuery:
+    return RouteQuery(key, SLO(ttft_s=1.0, tpot_s=0.05), tokens)
 
 
 def loaded_engine() -> tuple[Engine, float]:
@@ -38,84 +49,110 @@ def loaded_engine() -> tuple[Engine, float]:
     return engine, now_s
 
 
-def report(engine: Engine, made_s: float, received: int = 8, draining: bool = False) -> Report:
-    table: Floats = engine.queue.table.copy()
-    latency = engine.planner.latency
-    return Report(made_s, table, engine.free_blocks, latency, received, draining)
-
-
-def test_the_views_are_those_of_the_controller() -> None:
-    engine, now_s = loaded_engine()
-    sent = report(engine, now_s)
-    assert 0 < engine.running < engine.live
-    simulated = Mirror(CONFIG)
-    simulated.register("one", list(range(8)), sent, now_s)
-    simulated.reserve(90, "one", 700, now_s)
-
-    profile = LatencyProfile.of("test", MODEL)
-    message = hello("one", list(state_rows(sent.table)), now_s=now_s)
-    message = message._replace(
-        profile=profile, summary=summary(free_kv_blocks=engine.free_blocks, total_kv_blocks=20_000)
+def sent(
+    engine: Engine,
+    made_s: float,
+    received: int = 8,
+    draining: bool = False,
+    latency: LinearLatency | None = None,
+) -> Sent:
+    config = engine.config
+    report = Report(
+        np.zeros(0, ROW),
+        made_s,
+        0.0,
+        made_s,
+        0.0,
+        latency or engine.planner.latency,
+        engine.free_blocks,
+        config.kv_blocks,
+        config.block_tokens,
+        config.max_sequences,
+        draining,
     )
-    mirror = RealMirror(1, 2.0, 30.0, CONFIG.reference_ttft_s, CONFIG.reference_tpot_s)
-    mirror.hello(message, now_s)
-    ledger = Ledger(5.0)
-    ledger.reserve(90, "one", 700, now_s)
-    assert simulated.views(now_s) == Candidates(mirror, ledger).at(now_s)
+    return Sent(engine.queue.table.copy(), report, received)
+
+
+def test_the_figures_are_those_of_the_controller() -> None:
+    engine, now_s = loaded_engine()
+    made = sent(engine, now_s)
+    assert 0 < engine.running < engine.live
+    simulated = make_mirror()
+    simulated.register("one", list(range(8)), made, now_s)
+    assert simulated.place(query(90, 700), now_s).replica_id == "one"
+
+    fleet = Fleet(FleetSettings(reference_ttft_s=1.0, reference_tpot_s=0.1))
+    real = RealMirror(1, fleet, 30.0)
+    state = summary(free_kv_blocks=engine.free_blocks, total_kv_blocks=engine.config.kv_blocks)
+    state["updated_s"] = now_s
+    message = hello("one", list(state_rows(made.table)), now_s=now_s)._replace(
+        profile=LatencyProfile.of("test", MODEL),
+        summary=state,
+        max_sequences=engine.config.max_sequences,
+        block_tokens=engine.config.block_tokens,
+    )
+    real.hello(message, now_s)
+    before = fleet.figures[0].copy()
+    assert fleet.figures[0, figure.TOKENS] > 0
+    assert fleet.figures[0, figure.DECODES] > 0
+    simulated.fleet.release([90])
+    assert simulated.fleet.figures[0] == pytest.approx(before)
 
 
 def test_a_reservation_counts_until_its_replica_reports_the_request_or_it_expires() -> None:
     engine, now_s = loaded_engine()
-    mirror, given = Mirror(CONFIG), list(range(8))
-    mirror.register("one", given, report(engine, now_s), now_s)
-    bare = mirror.views(now_s)[0]
+    mirror, given = make_mirror(), list(range(8))
+    mirror.register("one", given, sent(engine, now_s), now_s)
     for key, tokens in ((8, 100), (9, 1_000)):
-        mirror.reserve(key, "one", tokens, now_s)
+        mirror.place(query(key, tokens), now_s)
     given += [8, 9]
-    both = mirror.views(now_s)[0]
-    assert (both.reserved, both.prefill_tokens) == (2, bare.prefill_tokens + 1_100)
-    assert both.pab_tokens == bare.pab_tokens - 1_100
-    mirror.hear("one", report(engine, now_s, received=9), now_s + 0.1)
-    assert mirror.views(now_s + 0.1)[0].reserved == 1
-    assert mirror.views(now_s + 4.9)[0].reserved == 1
-    assert mirror.views(now_s + 5.0)[0].reserved == 0
+    assert (8 in mirror.fleet.ledger, 9 in mirror.fleet.ledger) == (True, True)
+    mirror.hear("one", sent(engine, now_s, received=9), now_s + 0.1)
+    mirror.place(query(70), now_s + 0.1)
+    assert (8 in mirror.fleet.ledger, 9 in mirror.fleet.ledger) == (False, True)
+    assert mirror.fleet.figures[0, figure.RESERVED] == 2
+    mirror.hear("one", sent(engine, now_s + 4.9, received=9), now_s + 4.9)
+    mirror.place(query(71), now_s + 5.0)
+    assert 9 not in mirror.fleet.ledger
 
 
 def test_a_second_decision_for_a_request_ends_the_first() -> None:
     engine, now_s = loaded_engine()
-    mirror = Mirror(CONFIG)
+    mirror = make_mirror()
     for name in ("one", "two"):
-        mirror.register(name, [], report(engine, now_s, received=0), now_s)
-    mirror.reserve(50, "one", 300, now_s)
-    mirror.reserve(50, "two", 300, now_s)
-    assert [view.reserved for view in mirror.views(now_s)] == [0, 1]
+        mirror.register(name, [], sent(engine, now_s, received=0), now_s)
+    assert [mirror.place(query(50), now_s).replica_id for _ in range(2)] == ["one", "two"]
+    assert mirror.fleet.figures[:2, figure.RESERVED].tolist() == [0, 1]
     mirror.forget("two")
-    assert [view.reserved for view in mirror.views(now_s)] == [0]
+    assert len(mirror.fleet.ledger) == 0
 
 
 def test_silent_and_draining_replicas_get_nothing_while_others_are_there() -> None:
     engine, now_s = loaded_engine()
-    mirror = Mirror(CONFIG)
+    mirror = make_mirror()
     for name in ("one", "two"):
-        mirror.register(name, [], report(engine, now_s), now_s)
+        mirror.register(name, [], sent(engine, now_s), now_s)
     later_s = now_s + CONFIG.stale_after_s
-    mirror.hear("two", report(engine, later_s), later_s)
-    assert [view.replica_id for view in mirror.views(later_s)] == ["two"]
-    mirror.hear("two", report(engine, later_s, draining=True), later_s)
+
+    def chosen() -> set[str | None]:
+        return {mirror.place(query(key), later_s).replica_id for key in range(20, 30)}
+
+    mirror.hear("two", sent(engine, later_s), later_s)
+    assert chosen() == {"two"}
+    mirror.hear("two", sent(engine, later_s, draining=True), later_s)
     # Nobody else is fresh: the silent one may be there still.
-    assert [view.replica_id for view in mirror.views(later_s)] == ["one"]
+    assert chosen() == {"one"}
     mirror.forget("one")
-    assert mirror.views(later_s) == []
-    mirror.hear("one", report(engine, later_s), later_s)
-    assert mirror.views(later_s) == [], "a forgotten replica does not come back by a late report"
+    assert chosen() == {None}
+    mirror.hear("one", sent(engine, later_s), later_s)
+    assert chosen() == {None}, "a forgotten replica does not come back by a late report"
 
 
 def test_the_budget_is_that_of_the_corrected_model() -> None:
     engine, now_s = loaded_engine()
-    mirror = Mirror(CONFIG)
-    slow = report(engine, now_s)._replace(latency=MODEL.corrected(2.0))
-    mirror.register("fast", [], report(engine, now_s), now_s)
-    mirror.register("slow", [], slow, now_s)
-    fast_view, slow_view = mirror.views(now_s)
-    assert slow_view.pab_tokens < fast_view.pab_tokens
-    assert isinstance(slow.latency, LinearLatency)
+    mirror = make_mirror()
+    mirror.register("fast", [], sent(engine, now_s), now_s)
+    mirror.register("slow", [], sent(engine, now_s, latency=MODEL.corrected(2.0)), now_s)
+    mirror.place(query(50, 1), now_s)
+    fast, slow = mirror.fleet.figures[:2, figure.PAB]
+    assert slow < fast

@@ -1,7 +1,7 @@
-"""The controller's own decisions that no replica has confirmed yet.
+"""Decisions that no replica has confirmed yet.
 
-A mirror is as old as the last report. Without this ledger every request that arrives between two
-reports would go to the same, seemingly idle replica.
+What is known of a replica is as old as its last report. Without this ledger every request that
+arrives between two reports would go to the same, seemingly idle replica.
 """
 
 from __future__ import annotations
@@ -11,30 +11,39 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Load(NamedTuple):
-    """What is on its way to one replica: requests, and the prompt tokens of them."""
-
-    requests: int
-    tokens: int
-
-
 class Reservation(NamedTuple):
-    """One decision: where the request goes, its prompt tokens, and when that was decided."""
+    """What one decision takes of a replica.
+
+    Attributes:
+        replica_id: where the request goes.
+        made_s: when that was decided.
+        promised: whether it is a promised request; a best-effort one takes only what is left.
+        new_tokens: prompt tokens to prefill there; ``cached_tokens`` more are in its cache.
+        kv_tokens: tokens for which it needs KV blocks that it does not share.
+        due_s: when its first token is due; infinite if no time is stated.
+        tpot_s: its time per later token; infinite if none is stated.
+        priority: its weight.
+        output_tokens: expected length of its output.
+    """
 
     replica_id: str
-    tokens: int
     made_s: float
-
-
-NO_LOAD = Load(0, 0)
+    promised: bool
+    new_tokens: float
+    cached_tokens: float
+    kv_tokens: float
+    due_s: float
+    tpot_s: float
+    priority: float
+    output_tokens: float
 
 
 class Ledger:
-    """Reservations by request key, with a running total per replica.
+    """Reservations by request key, and by replica in the order in which they were made.
 
-    A reservation ends when the replica reports the request (:meth:`release`), when the router
-    gives up (:meth:`release`), when the replica leaves (:meth:`drop_replica`), or by age
-    (:meth:`expire`). Every method that changes totals names the replicas whose total changed.
+    A reservation ends when the replica reports the request or the router gives it up
+    (:meth:`release`), when the replica leaves (:meth:`drop_replica`), or by age (:meth:`expire`).
+    Methods name the replicas whose reservations changed.
 
     All times are seconds on one monotonic clock of the caller's; they must not run backwards.
     ``O(1)`` amortised per reservation.
@@ -54,8 +63,7 @@ class Ledger:
         self._limit = limit
         # An OrderedDict, not a dict: taking the oldest of a dict again and again is quadratic.
         self._entries: OrderedDict[int, Reservation] = OrderedDict()
-        self._keys: dict[str, set[int]] = {}
-        self._loads: dict[str, Load] = {}
+        self._of_replica: dict[str, dict[int, Reservation]] = {}
         self.expired = 0
         """Reservations that ended by age or because the ledger was full, since the start."""
 
@@ -65,19 +73,19 @@ class Ledger:
     def __contains__(self, key: int) -> bool:
         return key in self._entries
 
-    def load(self, replica_id: str) -> Load:
-        """What is reserved at a replica."""
-        return self._loads.get(replica_id, NO_LOAD)
+    def at(self, replica_id: str) -> Iterable[Reservation]:
+        """What is reserved at a replica, oldest first."""
+        return self._of_replica.get(replica_id, {}).values()
 
-    def reserve(self, key: int, replica_id: str, tokens: int, now_s: float) -> set[str]:
-        """Reserve ``tokens`` (>= 0) at a replica; an earlier reservation of ``key`` ends.
+    def reserve(self, key: int, made: Reservation) -> set[str]:
+        """Make a reservation; an earlier one of ``key`` ends. Its own replica is not named.
 
         Raises:
             ValueError: negative tokens.
         """
-        if tokens < 0:
-            raise ValueError(f"a reservation needs tokens >= 0, got {tokens}")
-        changed = {replica_id}
+        if made.new_tokens < 0:
+            raise ValueError(f"a reservation needs tokens >= 0, got {made.new_tokens}")
+        changed = set()
         earlier = self._end(key)
         if earlier is not None:
             changed.add(earlier)
@@ -86,10 +94,8 @@ class Ledger:
             self.expired += 1
             if oldest is not None:
                 changed.add(oldest)
-        self._entries[key] = Reservation(replica_id, tokens, now_s)
-        self._keys.setdefault(replica_id, set()).add(key)
-        before = self.load(replica_id)
-        self._loads[replica_id] = Load(before.requests + 1, before.tokens + tokens)
+        self._entries[key] = made
+        self._of_replica.setdefault(made.replica_id, {})[key] = made
         return changed
 
     def release(self, keys: Iterable[int]) -> set[str]:
@@ -102,10 +108,9 @@ class Ledger:
 
     def drop_replica(self, replica_id: str) -> int:
         """End every reservation at a replica and return how many there were."""
-        keys = self._keys.pop(replica_id, set())
+        keys = self._of_replica.pop(replica_id, {})
         for key in keys:
             del self._entries[key]
-        self._loads.pop(replica_id, None)
         return len(keys)
 
     def expire(self, now_s: float) -> set[str]:
@@ -120,19 +125,12 @@ class Ledger:
             changed.add(oldest.replica_id)
         return changed
 
-    def entries(self) -> dict[int, Reservation]:
-        """A copy of all reservations by key, oldest first. ``O(n)``."""
-        return dict(self._entries)
-
     def _end(self, key: int) -> str | None:
-        entry = self._entries.pop(key, None)
-        if entry is None:
+        made = self._entries.pop(key, None)
+        if made is None:
             return None
-        replica_id = entry.replica_id
-        load = self._loads[replica_id]
-        if load.requests == 1:
-            del self._loads[replica_id], self._keys[replica_id]
-        else:
-            self._loads[replica_id] = Load(load.requests - 1, load.tokens - entry.tokens)
-            self._keys[replica_id].discard(key)
-        return replica_id
+        of_replica = self._of_replica[made.replica_id]
+        del of_replica[key]
+        if not of_replica:
+            del self._of_replica[made.replica_id]
+        return made.replica_id

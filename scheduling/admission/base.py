@@ -1,0 +1,45 @@
+"""The contract of an admission policy: which replicas can promise a request its objective."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduling.fleet import Fleet
+from scheduling.kernels import Floats
+from scheduling.policy import PolicyOptions
+from scheduling.routing.base import Job
+
+
+class Promises(NamedTuple):
+    """What each replica of a job can promise.
+
+    Attributes:
+        holds: ``bool[n]``, whether its objective can be held there, and every promise made before.
+        ttft_s: ``float64[n]``, predicted time from now to the first token there, seconds.
+        wait_s: ``float64[n]``, where it cannot be held: the predicted time until it could; infinite
+            where it never can.
+    """
+
+    holds: NDArray[np.bool_]
+    ttft_s: Floats
+    wait_s: Floats
+
+
+class AdmissionPolicy(ABC):
+    """Tells what can be promised. One file, one subclass, one registry line. It keeps no state: a
+    promise that is made counts through its reservation in the fleet."""
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    Options: ClassVar[type[PolicyOptions]] = PolicyOptions
+
+    def __init__(self, options: PolicyOptions | None = None) -> None:
+        self.options = options if options is not None else self.Options()
+
+    @abstractmethod
+    def promises(self, job: Job, fleet: Fleet) -> Promises:
+        """What each of ``job.rows`` can promise ``job.query``."""

@@ -1,0 +1,341 @@
+"""What is known of every replica, as arrays: what placement and admission decide from.
+
+The controller fills it from reports that come over the network, the simulator from simulated ones;
+policies see the same in both. Times are seconds on one monotonic clock of the caller's, passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil, inf
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduling import fleet_rows as figure
+from scheduling.fleet_rows import FIGURES, LOAD_FIELDS, PREFILL_FIELDS, fold, settle, take
+from scheduling.kernels import COEFFICIENTS, Floats, Ints, most_work_s
+from scheduling.latency import LatencyModel
+from scheduling.ledger import Ledger, Reservation
+from scheduling.objective import Anchor
+
+MOST_PIECES = 4
+"""Most pieces of a latency model."""
+
+Condition = Literal["fresh", "aged", "stale", "draining", "gone"]
+CONDITIONS: tuple[Condition, ...] = ("fresh", "aged", "stale", "draining", "gone")
+
+_FIRST_REPLICAS = 8
+_FIRST_ENTRIES = 16
+
+
+class FleetSettings(NamedTuple):
+    """How reports are judged.
+
+    Attributes:
+        aged_after_s: a replica that has been silent for longer is *aged*: nothing is promised
+            there, and it is chosen only where no other is left.
+        stale_after_s: one that has been silent for longer is left out.
+        reservation_ttl_s: a decision that no replica confirmed by then is dropped.
+        reference_ttft_s: horizon of the prefill admission budget (FairBatching's node TTFT).
+        reference_tpot_s: pace in that budget of decodes that state none.
+        anchor: where the deadlines of later tokens start: ``FIRST_TOKEN`` or ``LAST_TOKEN``.
+    """
+
+    aged_after_s: float = 1.0
+    stale_after_s: float = 2.0
+    reservation_ttl_s: float = 5.0
+    reference_ttft_s: float = 1.0
+    reference_tpot_s: float = 0.1
+    anchor: Anchor = Anchor.FIRST_TOKEN
+
+
+class Report(NamedTuple):
+    """The state of a replica as of ``made_s``. Its times are on the replica's own clock.
+
+    Attributes:
+        rows: its table, :data:`scheduling.state.ROW`; rows of phase 0 are free slots.
+        made_s: when the report was made.
+        offset_s: what to add to the replica's times to have them on the fleet's clock.
+        stepped_s: when its last step ended and the next one began: what the rows' tokens are as of.
+        step_s: how long that step took.
+        latency: the replica's model, corrected.
+        free_blocks, total_blocks: of KV.
+        block_tokens: tokens per KV block.
+        places: most running sequences.
+        draining: it wants no more requests.
+    """
+
+    rows: np.ndarray
+    made_s: float
+    offset_s: float
+    stepped_s: float
+    step_s: float
+    latency: LatencyModel
+    free_blocks: int
+    total_blocks: int
+    block_tokens: int
+    places: int
+    draining: bool = False
+
+
+class Fleet:
+    """Every replica as a row of a few arrays, kept up to date by reports and by own decisions.
+
+    A replica keeps its row while it is known; rows are given again. Policies read the arrays and
+    change none.
+
+    - ``figures``: ``float64[rows, FIGURES]``, sums, see :mod:`scheduling.fleet_rows`;
+    - ``pieces``: ``float64[rows, MOST_PIECES, COEFFICIENTS]``, the corrected latency models;
+    - ``prefills``: ``float64[room, PREFILL_FIELDS]``, the promised prefills of all replicas; those
+      of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]`` from
+      ``starts[row]`` on;
+    - ``loads``: ``float64[room, LOAD_FIELDS]``, the promised decodes in the same way,
+      ``figures[row, LOADS]`` from ``starts[row]`` on.
+
+    A report costs ``O(n log n)`` with ``n`` requests at the replica, a decision ``O(n)`` at the
+    replica chosen, both compiled. Memory is in proportion to the requests of all replicas.
+    """
+
+    def __init__(self, settings: FleetSettings | None = None) -> None:
+        self.settings = settings or FleetSettings()
+        self.ledger = Ledger(self.settings.reservation_ttl_s)
+        self.ids: list[str] = []
+        """Replica of each row; empty where the row is free."""
+        self.row_of: dict[str, int] = {}
+        self.figures: Floats = np.zeros((0, FIGURES))
+        self.pieces: Floats = np.zeros((0, MOST_PIECES, COEFFICIENTS))
+        self.starts: Ints = np.zeros(0, np.int64)
+        self.prefills: Floats = np.zeros((0, PREFILL_FIELDS))
+        self.loads: Floats = np.zeros((0, LOAD_FIELDS))
+        self._rooms: Ints = np.zeros(0, np.int64)
+        self._used = 0
+        self._reports: list[Report | None] = []
+        self._heard_s: Floats = np.zeros(0)
+        self._gone_until_s: Floats = np.zeros(0)
+        self._willing: NDArray[np.bool_] = np.zeros(0, bool)
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    # Membership.
+
+    def report(self, replica_id: str, report: Report, now_s: float) -> None:
+        """Take in a replica's state; one that is not known yet joins."""
+        row = self.row_of.get(replica_id)
+        if row is None:
+            row = self._join(replica_id)
+        self._heard_s[row] = now_s
+        self._willing[row] = not report.draining
+        self._reports[row] = report
+        pieces = report.latency.pieces
+        self.pieces[row] = 0.0
+        self.pieces[row, : len(pieces)] = pieces
+        self._fold(row, report)
+
+    def leave(self, replica_id: str) -> bool:
+        """Forget a replica and what is reserved there; whether it was known."""
+        row = self.row_of.pop(replica_id, None)
+        if row is None:
+            return False
+        self.ledger.drop_replica(replica_id)
+        self.ids[row] = ""
+        self._rooms[row] = 0
+        self._reports[row] = None
+        self._willing[row] = False
+        self._free.append(row)
+        return True
+
+    def leave_out(self, replica_id: str, until_s: float) -> bool:
+        """Leave a replica out of decisions until then whatever it reports, and drop what is
+        reserved there; whether it is known."""
+        row = self.row_of.get(replica_id)
+        if row is None:
+            return False
+        self._gone_until_s[row] = until_s
+        self._drop(replica_id)
+        return True
+
+    def candidates(self, now_s: float) -> Ints:
+        """Rows of the replicas that may be chosen, ascending: those heard of lately; where there
+        are none, the aged ones. ``O(replicas)``."""
+        silent_s = now_s - self._heard_s
+        willing = self._willing & (now_s >= self._gone_until_s)
+        rows = np.flatnonzero(willing & (silent_s < self.settings.aged_after_s))
+        if not len(rows):
+            rows = np.flatnonzero(willing & (silent_s < self.settings.stale_after_s))
+        return rows
+
+    def condition(self, row: int, now_s: float) -> Condition:
+        """Whether a replica may be chosen (``fresh``), or why not, or only where no other is left
+        (``aged``)."""
+        if not self._willing[row]:
+            return "draining"
+        if now_s < self._gone_until_s[row]:
+            return "gone"
+        silent_s = now_s - self._heard_s[row]
+        if silent_s < self.settings.aged_after_s:
+            return "fresh"
+        return "aged" if silent_s < self.settings.stale_after_s else "stale"
+
+    def cached_tokens(self, prefix: tuple[int, ...], rows: Ints) -> Floats:
+        """Prompt tokens with this prefix that each of ``rows`` has in its KV cache."""
+        return np.zeros(len(rows))
+
+    # Decisions on their way.
+
+    def reserve(self, key: int, made: Reservation) -> None:
+        """Count a decision at once, as if its replica had reported the request."""
+        changed = self.ledger.reserve(key, made)
+        for replica_id in changed:
+            self._again(replica_id)
+        if made.replica_id in changed:
+            return  # it has just been counted, with this one
+        row = self.row_of[made.replica_id]
+        figures = self.figures[row]
+        self._make_room(row, int(max(figures[figure.QUEUED], figures[figure.LOADS])) + 1)
+        prefills, loads = self._entries(row)
+        self._take(row, prefills, loads, made)
+        settle(figures, prefills, loads)
+
+    def release(self, keys: Iterable[int]) -> None:
+        """Requests that a router gave up; unknown ones are ignored."""
+        for replica_id in self.ledger.release(keys):
+            self._again(replica_id)
+
+    def confirm(self, keys: Iterable[int], replica_id: str) -> None:
+        """A report of ``replica_id`` that follows holds these requests, or tells of their end: the
+        reservations end. :meth:`report` makes the new count of that replica."""
+        for changed in self.ledger.release(keys):
+            if changed != replica_id:
+                self._again(changed)
+
+    def expire(self, now_s: float) -> None:
+        """Drop the reservations that are too old."""
+        for replica_id in self.ledger.expire(now_s):
+            self._again(replica_id)
+
+    def _join(self, replica_id: str) -> int:
+        if not self._free:
+            self._grow(max(_FIRST_REPLICAS, 2 * len(self.ids)))
+        row = self._free.pop()
+        self.ids[row] = replica_id
+        self.row_of[replica_id] = row
+        self._gone_until_s[row] = -inf
+        return row
+
+    def _grow(self, rows: int) -> None:
+        more = rows - len(self.ids)
+        # The lowest row is taken first.
+        self._free.extend(range(rows - 1, len(self.ids) - 1, -1))
+        self.ids.extend([""] * more)
+        self._reports.extend([None] * more)
+        for name in ("figures", "pieces", "starts", "_rooms"):
+            array = getattr(self, name)
+            room = np.zeros((more, *array.shape[1:]), array.dtype)
+            setattr(self, name, np.concatenate((array, room)))
+        self._heard_s = np.concatenate((self._heard_s, np.full(more, -inf)))
+        self._gone_until_s = np.concatenate((self._gone_until_s, np.full(more, -inf)))
+        self._willing = np.concatenate((self._willing, np.zeros(more, bool)))
+
+    def _entries(self, row: int) -> tuple[Floats, Floats]:
+        """The prefills and the loads of a row, with the room that it has for them."""
+        own = slice(self.starts[row], self.starts[row] + self._rooms[row])
+        return self.prefills[own], self.loads[own]
+
+    def _make_room(self, row: int, entries: int) -> None:
+        """Have room for so many prefills and loads of a row; what it has is kept. ``O(1)`` copies
+        of an entry, amortised."""
+        if entries <= self._rooms[row]:
+            return
+        room = max(_FIRST_ENTRIES, 2 * entries)
+        if self._used + room > len(self.prefills):
+            self._compact(room)
+        kept = self._entries(row)
+        self.starts[row], self._rooms[row] = self._used, room
+        self._used += room
+        for new, old in zip(self._entries(row), kept, strict=True):
+            new[: len(old)] = old
+
+    def _compact(self, more: int) -> None:
+        """Move all entries together, into twice the space that they need with ``more`` of them."""
+        rows = np.flatnonzero(self._rooms)
+        space = 2 * (int(self._rooms.sum()) + more)
+        prefills, loads = np.zeros((space, PREFILL_FIELDS)), np.zeros((space, LOAD_FIELDS))
+        used = 0
+        for row in rows.tolist():
+            old_prefills, old_loads = self._entries(row)
+            end = used + len(old_prefills)
+            prefills[used:end], loads[used:end] = old_prefills, old_loads
+            self.starts[row] = used
+            used = end
+        self.prefills, self.loads, self._used = prefills, loads, used
+
+    def _drop(self, replica_id: str) -> None:
+        if self.ledger.drop_replica(replica_id):
+            self._again(replica_id)
+
+    def _again(self, replica_id: str) -> None:
+        """Count a replica anew from its last report."""
+        row = self.row_of.get(replica_id)
+        if row is None:
+            return
+        report = self._reports[row]
+        assert report is not None
+        self._fold(row, report)
+
+    def _fold(self, row: int, report: Report) -> None:
+        made = list(self.ledger.at(self.ids[row]))
+        self._make_room(row, len(report.rows) + len(made))
+        figures = self.figures[row]
+        prefills, loads = self._entries(row)
+        figures[figure.FREE_BLOCKS] = report.free_blocks
+        figures[figure.TOTAL_BLOCKS] = report.total_blocks
+        figures[figure.BLOCK_TOKENS] = report.block_tokens
+        figures[figure.PLACES] = report.places
+        settings = self.settings
+        fold(
+            figures,
+            self.pieces[row],
+            prefills,
+            loads,
+            report.rows,
+            report.made_s,
+            report.stepped_s,
+            report.step_s,
+            report.offset_s,
+            settings.reference_ttft_s,
+            settings.reference_tpot_s,
+            settings.anchor is Anchor.LAST_TOKEN,
+        )
+        for reservation in made:
+            self._take(row, prefills, loads, reservation)
+        settle(figures, prefills, loads)
+
+    def _take(self, row: int, prefills: Floats, loads: Floats, made: Reservation) -> None:
+        """Add a reservation to the figures of its replica; :func:`settle` must follow."""
+        figures = self.figures[row]
+        block = figures[figure.BLOCK_TOKENS]
+        prompt = made.new_tokens + made.cached_tokens
+        figures[figure.RESERVED] += 1
+        figures[figure.EXPECTED_BLOCKS] += ceil((prompt + made.output_tokens) / block)
+        if not made.promised:
+            work_s = most_work_s(self.pieces[row], made.new_tokens, made.cached_tokens)
+            figures[figure.BEST_EFFORT_S] += work_s
+            return
+        figures[figure.PAB] -= made.new_tokens
+        take(
+            figures,
+            self.pieces[row],
+            prefills,
+            loads,
+            made.due_s,
+            made.tpot_s,
+            made.priority,
+            made.new_tokens,
+            made.cached_tokens,
+            ceil(made.kv_tokens / block),
+            True,
+        )

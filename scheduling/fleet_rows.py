@@ -1,0 +1,362 @@
+"""Compiled loops over what a fleet knows of one replica: folding a report in, taking a request in.
+
+A replica is a row of three arrays, see :class:`scheduling.fleet.Fleet`: its figures, its promised
+prefills by deadline, and its loads, which are the promised decodes of now and of those prefills
+later, by the time from which they cost. All times are seconds on the fleet's clock.
+
+The prefill capacity until ``t`` is what is left of the time since the report if each decode is
+delayed to its slack and then keeps its pace (FairBatching appendix A, steps 1 to 4)::
+
+    capacity(t) = t - begun - fixed - sum of share * max(0, t - due) over the loads
+
+with ``share`` the part of each second that a load takes: the time of one step of it over its pace,
+and, where it is the tightest so far, what the more frequent steps cost. It does not depend on when
+it is asked, so it is kept from report to report: a replica that works through its queue stays where
+it was said to be.
+"""
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from math import ceil, inf
+from typing import Any
+
+import numpy as np
+
+from scheduling.kernels import (
+    DECODE_CONTEXT,
+    DECODE_SEQUENCE,
+    FIXED,
+    PREFILL_TOKENS,
+    Floats,
+    Ints,
+    compiled,
+    most_work_s,
+)
+
+# The figures of a replica.
+WAITING = 0  # requests, as reported
+RUNNING = 1
+RESERVED = 2  # requests on their way
+TOKENS = 3  # prompt tokens to prefill of promised requests, those on their way included
+CONTEXT = 4  # context tokens of the promised decodes
+DECODES = 5  # promised decodes
+FREE_BLOCKS = 6  # KV blocks, as reported
+TOTAL_BLOCKS = 7
+BLOCK_TOKENS = 8
+PAB = 9  # prefill admission budget, tokens; may be negative
+BEGUN_S = 10  # since when the reported work is being worked on
+FIXED_S = 11  # time of an empty step
+PREFILL_S = 12  # predicted time of the promised prefills
+DECODE_S = 13  # work of one step of the promised decodes
+PACE_S = 14  # their least pace that can be held; infinite for none
+DUE_S = 15  # when the first of them is due; infinite for none
+NEEDED_BLOCKS = 16  # blocks that promised prefills need beyond those they hold
+LENT_BLOCKS = 17  # blocks of best-effort requests, which promised ones may take
+LENT_PLACES = 18  # running best-effort requests
+BEST_EFFORT_S = 19  # predicted time of the best-effort prefills
+EXPECTED_BLOCKS = 20  # blocks that all live requests are expected to need beyond those they hold
+BLOCKS_PER_S = 21  # at which the promised decodes are expected to free blocks, less what they take
+PLACES = 22  # most running sequences
+QUEUED = 23  # promised prefills, entries of `prefills`
+LOADS = 24  # entries of `loads`
+STEP_ENDS_S = 25  # when the step under way is expected to end
+FIGURES = 26
+
+# A promised prefill.
+PREFILL_DUE_S = 0
+WORK_S = 1
+PRIORITY = 2
+AHEAD_S = 3  # work up to and with this one
+MARGIN_S = 4  # least of capacity less work ahead, of this one and all behind it
+PREFILL_FIELDS = 5
+
+# A load.
+LOAD_DUE_S = 0
+STEP_SHARE = 1  # of each second, for its own work
+LOAD_PACE_S = 2
+SHARES = 3  # sum of the shares up to and with this one, more frequent steps included
+OFFSETS_S = 4  # the same of share * due
+LOAD_FIELDS = 5
+
+GROWTH_TOKENS = 4
+"""KV room per running sequence that a promise leaves free, so that those that run can grow."""
+
+MOST_STEP_S = 1.0
+"""A replica counts as having worked for at most so long without the end of a step."""
+
+UNKNOWN_OUTPUT_TOKENS = 256.0
+"""Taken for the length of an output of which nothing is known."""
+
+
+def requests_at(figures: Floats) -> Floats:
+    """Requests at replicas or on their way to them; ``figures`` is ``float64[n, FIGURES]``."""
+    total: Floats = figures[:, WAITING] + figures[:, RUNNING] + figures[:, RESERVED]
+    return total
+
+
+@compiled
+def capacity_s(figures: Floats, loads: Floats, until_s: float) -> float:
+    """Time for prefill until ``until_s``. ``O(log loads)``."""
+    low, high = 0, int(figures[LOADS])
+    while low < high:
+        middle = (low + high) // 2
+        if loads[middle, LOAD_DUE_S] < until_s:
+            low = middle + 1
+        else:
+            high = middle
+    capacity = until_s - figures[BEGUN_S] - figures[FIXED_S]
+    if low > 0:
+        capacity -= loads[low - 1, SHARES] * until_s - loads[low - 1, OFFSETS_S]
+    return capacity
+
+
+@compiled
+def settle(figures: Floats, prefills: Floats, loads: Floats) -> None:
+    """Sum up the prefills and the loads, which are in order. ``O(prefills + loads)``."""
+    shares = offsets_s = 0.0
+    pace_s = inf
+    fixed_s = figures[FIXED_S]
+    for load in range(int(figures[LOADS])):
+        share = loads[load, STEP_SHARE]
+        if loads[load, LOAD_PACE_S] < pace_s:
+            share += fixed_s / loads[load, LOAD_PACE_S] - fixed_s / pace_s
+            pace_s = loads[load, LOAD_PACE_S]
+        shares += share
+        offsets_s += share * loads[load, LOAD_DUE_S]
+        loads[load, SHARES] = shares
+        loads[load, OFFSETS_S] = offsets_s
+    ahead_s = 0.0
+    queued = int(figures[QUEUED])
+    for item in range(queued):
+        ahead_s += prefills[item, WORK_S]
+        prefills[item, AHEAD_S] = ahead_s
+    margin_s = inf
+    for item in range(queued - 1, -1, -1):
+        due_s = prefills[item, PREFILL_DUE_S]
+        if due_s < inf:
+            left_s = capacity_s(figures, loads, due_s) - prefills[item, AHEAD_S]
+            # One that is late already forbids nothing by itself.
+            if left_s >= 0.0:
+                margin_s = min(margin_s, left_s)
+        prefills[item, MARGIN_S] = margin_s
+    figures[PREFILL_S] = ahead_s
+
+
+@compiled
+def put(entries: Floats, count: int, due_s: float) -> int:
+    """Make room for an entry behind those that are due no later; return its place."""
+    place = count
+    while place > 0 and entries[place - 1, 0] > due_s:
+        entries[place] = entries[place - 1]
+        place -= 1
+    return place
+
+
+@compiled
+def put_in_order(entries: Floats, count: int) -> None:
+    """Sort the first ``count`` entries by when they are due. ``O(count log count)``."""
+    order = np.argsort(entries[:count, 0], kind="mergesort")
+    entries[:count] = entries[:count][order]
+
+
+@compiled
+def pace_of(tpot_s: float, fixed_s: float, step_s: float) -> float:
+    """The time between two tokens of a decode: its TPOT, or a step of it alone where that is
+    longer; infinite where no TPOT is stated."""
+    return max(tpot_s, fixed_s + step_s)
+
+
+@compiled
+def take(
+    figures: Floats,
+    pieces: Floats,
+    prefills: Floats,
+    loads: Floats,
+    due_s: float,
+    tpot_s: float,
+    priority: float,
+    new_tokens: float,
+    cached_tokens: float,
+    blocks: float,
+    in_order: bool,
+) -> None:
+    """Add a promised prefill, and its decode after the first token.
+
+    Where not ``in_order`` both go to the end, to be sorted. :func:`settle` must follow.
+    """
+    queued = int(figures[QUEUED])
+    place = put(prefills, queued, due_s) if in_order else queued
+    prefills[place, PREFILL_DUE_S] = due_s
+    prefills[place, WORK_S] = most_work_s(pieces, new_tokens, cached_tokens)
+    prefills[place, PRIORITY] = priority
+    figures[QUEUED] += 1.0
+    figures[TOKENS] += new_tokens
+    figures[NEEDED_BLOCKS] += blocks
+    if tpot_s < inf and due_s < inf:
+        step_s = most_work_s(pieces, 1.0, new_tokens + cached_tokens)
+        pace_s = pace_of(tpot_s, figures[FIXED_S], step_s)
+        add_load(figures, loads, due_s + tpot_s, step_s / pace_s, pace_s, in_order)
+
+
+@compiled
+def add_load(
+    figures: Floats, loads: Floats, due_s: float, share: float, pace_s: float, in_order: bool
+) -> None:
+    """Add a load. Where not ``in_order`` it goes to the end, to be sorted."""
+    count = int(figures[LOADS])
+    place = put(loads, count, due_s) if in_order else count
+    loads[place, LOAD_DUE_S] = due_s
+    loads[place, STEP_SHARE] = share
+    loads[place, LOAD_PACE_S] = pace_s
+    figures[LOADS] += 1.0
+
+
+@compiled
+def next_due_s(row: Any, emitted: int, anchor_last: bool) -> float:
+    """Deadline of a reported request's next token, on its replica's clock: the rule of
+    :meth:`SLO.deadline_s <scheduling.objective.SLO.deadline_s>` anchored on the first token, or on
+    the last one."""
+    due_s = row.arrival_s + row.ttft_s
+    if emitted > 0:
+        if anchor_last and not np.isnan(row.last_token_s):
+            due_s = row.last_token_s + row.tpot_s
+        else:
+            # A missing first token is nan, which compares as false.
+            if row.first_token_s < due_s:
+                due_s = row.first_token_s
+            due_s += emitted * row.tpot_s
+    return min(due_s, row.arrival_s + row.e2e_s)
+
+
+@compiled
+def fold(
+    figures: Floats,
+    pieces: Floats,
+    prefills: Floats,
+    loads: Floats,
+    rows: np.ndarray,
+    made_s: float,
+    stepped_s: float,
+    step_s: float,
+    offset_s: float,
+    horizon_s: float,
+    unpaced_s: float,
+    anchor_last: bool,
+) -> None:
+    """Take in a whole report; what was known of the replica's requests goes. :func:`settle` must
+    follow. ``O(requests log requests)``.
+
+    Args:
+        figures: ``FREE_BLOCKS``, ``TOTAL_BLOCKS``, ``BLOCK_TOKENS`` and ``PLACES`` are set already.
+        rows: :data:`scheduling.state.ROW` of the replica; those of phase 0 are skipped.
+        made_s, stepped_s, step_s: see :class:`scheduling.fleet.Report`.
+        offset_s: what to add to the replica's times.
+        horizon_s, unpaced_s: the reference TTFT and TPOT of the prefill admission budget.
+        anchor_last: whether deadlines of later tokens start from the last one.
+    """
+    for figure in (
+        WAITING, RUNNING, RESERVED, TOKENS, CONTEXT, DECODES, DECODE_S, NEEDED_BLOCKS, LENT_BLOCKS,
+        LENT_PLACES, BEST_EFFORT_S, EXPECTED_BLOCKS, BLOCKS_PER_S, QUEUED, LOADS,
+    ):  # fmt: skip
+        figures[figure] = 0.0
+    figures[FIXED_S] = pieces[:, FIXED].max()
+    figures[PACE_S] = figures[DUE_S] = inf
+    block = figures[BLOCK_TOKENS]
+    now_s = made_s + offset_s
+    earliest_s = inf
+    decode_s = np.zeros(pieces.shape[0])
+    forced = 0.0
+    for slot in range(rows.shape[0]):
+        row = rows[slot]
+        if row.phase == 0:
+            continue
+        running = row.phase == 2
+        figures[RUNNING if running else WAITING] += 1.0
+        earliest_s = min(earliest_s, row.arrival_s)
+        pending, computed, held = row.pending_tokens, row.computed_tokens, row.kv_blocks
+        emitted = row.emitted_tokens
+        prefill = emitted == 0 or pending > 1
+        expected = max(
+            float(row.expected_tokens) if row.expected_tokens > 0 else UNKNOWN_OUTPUT_TOKENS,
+            emitted + 1.0,
+        )
+        whole = ceil((row.prompt_tokens + expected) / block)
+        figures[EXPECTED_BLOCKS] += max(0.0, whole - held)
+        if row.best_effort > 0:
+            if running:
+                figures[LENT_BLOCKS] += held
+                figures[LENT_PLACES] += 1.0
+            if prefill:
+                figures[BEST_EFFORT_S] += most_work_s(pieces, pending, computed)
+            continue
+        due_s = next_due_s(row, emitted, anchor_last) + offset_s
+        tpot_s = float(row.tpot_s)
+        if prefill:
+            blocks = max(0.0, ceil((computed + pending) / block) - held)
+            take(
+                figures, pieces, prefills, loads, due_s, tpot_s, float(row.priority),
+                float(pending), float(computed), blocks, False,
+            )  # fmt: skip
+            continue
+        own_s = most_work_s(pieces, 1.0, computed)
+        pace_s = pace_of(tpot_s, figures[FIXED_S], own_s)
+        figures[DECODES] += 1.0
+        figures[CONTEXT] += computed
+        figures[DECODE_S] += own_s
+        slack_s = max(0.0, due_s - now_s)
+        if tpot_s < inf:
+            add_load(figures, loads, max(due_s, now_s), own_s / pace_s, pace_s, False)
+            if tpot_s >= pace_s:
+                figures[PACE_S] = min(figures[PACE_S], pace_s)
+                figures[DUE_S] = min(figures[DUE_S], due_s)
+            figures[BLOCKS_PER_S] += held / (max(expected - emitted, 1.0) * pace_s) - 1.0 / (
+                block * pace_s
+            )
+        else:
+            slack_s = unpaced_s
+            pace_s = pace_of(unpaced_s, figures[FIXED_S], own_s)
+        steps = max(0.0, (horizon_s - slack_s) / pace_s)
+        forced = max(forced, steps)
+        for piece in range(pieces.shape[0]):
+            decode_s[piece] += steps * (
+                pieces[piece, DECODE_SEQUENCE] + pieces[piece, DECODE_CONTEXT] * computed
+            )
+    # An engine that was idle began with the first request that came. One that hangs must not look
+    # as if it had done its work.
+    begun_s = made_s
+    if earliest_s < inf:
+        begun_s = max(min(made_s, max(stepped_s, earliest_s)), made_s - MOST_STEP_S)
+    figures[BEGUN_S] = begun_s + offset_s
+    figures[STEP_ENDS_S] = figures[BEGUN_S] + (0.0 if earliest_s == inf else step_s)
+    figures[PAB] = budget_tokens(pieces, decode_s, forced, horizon_s) - figures[TOKENS]
+    put_in_order(prefills, int(figures[QUEUED]))
+    put_in_order(loads, int(figures[LOADS]))
+
+
+@compiled
+def budget_tokens(pieces: Floats, decode_s: Floats, forced: float, horizon_s: float) -> float:
+    """Prompt tokens that fit ``horizon_s`` beside the decodes, before those that are queued:
+    FairBatching appendix A, steps 4 and 5; of a model of several pieces, the least by one."""
+    budget = inf
+    for piece in range(pieces.shape[0]):
+        left_s = horizon_s - pieces[piece, FIXED] * (forced + 1.0) - decode_s[piece]
+        if pieces[piece, PREFILL_TOKENS] > 0.0:
+            budget = min(budget, left_s / pieces[piece, PREFILL_TOKENS])
+        elif left_s <= 0.0:
+            budget = -inf
+    # Extreme coefficients can overflow; not-a-number would win or lose every comparison.
+    return -inf if np.isnan(budget) else budget
+
+
+@compiled
+def work_on(pieces: Floats, rows: Ints, prompt_tokens: float, cached_tokens: Floats) -> Floats:
+    """Predicted time of a prompt's prefill on each of the replicas ``rows``, of which each has
+    ``cached_tokens[i]`` in its cache."""
+    work = np.empty(rows.shape[0])
+    for place, row in enumerate(rows):
+        new = max(1.0, prompt_tokens - cached_tokens[place])
+        work[place] = most_work_s(pieces[row], new, cached_tokens[place])
+    return work

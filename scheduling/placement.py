@@ -1,0 +1,172 @@
+"""One decision: what is promised, where the request goes, and what that takes of the fleet.
+
+The controller makes it for real requests and the simulator for simulated ones.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduling.admission import AdmissionPolicy
+from scheduling.fleet import Fleet
+from scheduling.fleet_rows import BEST_EFFORT_S, PREFILL_S, UNKNOWN_OUTPUT_TOKENS, work_on
+from scheduling.kernels import Floats, Ints
+from scheduling.ledger import Reservation
+from scheduling.routing.base import Job, RouteQuery, RoutingPolicy, Tier
+
+PLACED = "placed"
+UNATTAINABLE = "unattainable"
+NO_REPLICA = "no_replica"
+
+
+class Placement(NamedTuple):
+    """What became of a query.
+
+    Attributes:
+        replica_id: where the request goes; ``None``: nowhere, and ``reason`` says why.
+        reason: ``placed``; ``unattainable``: nobody can promise its objective, and it may not be
+            served without; ``no_replica``: none is known and was heard of lately.
+        tier: how it is served where it goes; ``None`` where admission is off.
+        predicted_ttft_s: from the decision to its first token, where that was promised.
+        retry_after_s: where it is ``unattainable``: when there may be capacity; ``None`` where
+            there never is.
+    """
+
+    replica_id: str | None
+    reason: str
+    tier: Tier | None = None
+    predicted_ttft_s: float | None = None
+    retry_after_s: float | None = None
+
+
+class Placer:
+    """Decides by one admission and one routing policy, and reserves.
+
+    A request that no replica can promise its objective, or that has none, is served as best effort
+    if it may be: by the replica with the least work ahead, of both tiers.
+
+    Args:
+        fleet: what is known; decisions are reserved in it.
+        routing: chooses among the replicas that can promise; of all, without admission.
+        admission: tells which can; ``None``: nothing is promised, and only who asks for it is
+            served as best effort.
+    """
+
+    def __init__(
+        self, fleet: Fleet, routing: RoutingPolicy, admission: AdmissionPolicy | None
+    ) -> None:
+        self._fleet = fleet
+        self._routing = routing
+        self._admission = admission
+
+    def place(self, query: RouteQuery, now_s: float, moved: bool = False) -> Placement:
+        """Decide on ``query`` and reserve what it takes.
+
+        Args:
+            query: the request.
+            now_s: the time.
+            moved: whether its first token is out already and the KV of its prompt comes along, as
+                from a prefill replica to a decode replica.
+        """
+        fleet = self._fleet
+        fleet.expire(now_s)
+        rows = fleet.candidates(now_s)
+        if not len(rows):
+            return Placement(None, NO_REPLICA)
+        job = self._job(query, rows, now_s, moved)
+        if Tier.GUARANTEED not in query.tiers:
+            return self._best_effort(job)
+        if self._admission is None:
+            chosen = self._choose(job)
+            self._reserve(job, chosen, promised=True)
+            return Placement(fleet.ids[job.rows[chosen]], PLACED)
+        if not has_objective(query):
+            return self._unpromised(job, 0.0)
+        return self._promise(job, self._admission)
+
+    def _promise(self, job: Job, admission: AdmissionPolicy) -> Placement:
+        fleet = self._fleet
+        promises = admission.promises(job, fleet)
+        holds = promises.holds
+        # Aged replicas are among the candidates only where there are no others.
+        if not holds.any() or fleet.condition(int(job.rows[0]), job.now_s) == "aged":
+            return self._unpromised(job, float(promises.wait_s.min()))
+        able = job.of(holds)
+        chosen = self._choose(able)
+        self._reserve(able, chosen, promised=True)
+        ttft_s = float(promises.ttft_s[holds][chosen])
+        return Placement(fleet.ids[able.rows[chosen]], PLACED, Tier.GUARANTEED, ttft_s)
+
+    def _unpromised(self, job: Job, wait_s: float) -> Placement:
+        if Tier.BEST_EFFORT in job.query.tiers:
+            return self._best_effort(job)
+        retry_after_s = wait_s if wait_s < inf else None
+        return Placement(None, UNATTAINABLE, retry_after_s=retry_after_s)
+
+    def _best_effort(self, job: Job) -> Placement:
+        figures = self._fleet.figures[job.rows]
+        ahead_s = figures[:, PREFILL_S] + figures[:, BEST_EFFORT_S] + job.work_s
+        chosen = int(np.argmin(ahead_s))
+        self._reserve(job, chosen, promised=False)
+        return Placement(self._fleet.ids[job.rows[chosen]], PLACED, Tier.BEST_EFFORT)
+
+    def _choose(self, job: Job) -> int:
+        chosen = self._routing.choose(job, self._fleet)
+        if not 0 <= chosen < len(job.rows):
+            raise RuntimeError(
+                f"policy {self._routing.name!r} chose replica {chosen} of {len(job.rows)}"
+            )
+        return chosen
+
+    def _job(self, query: RouteQuery, rows: Ints, now_s: float, moved: bool) -> Job:
+        fleet = self._fleet
+        cached: Floats = fleet.cached_tokens(query.prefix, rows)
+        if moved:
+            cached = np.full(len(rows), query.prompt_tokens - 1.0)
+        work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
+        tokens = expected_tokens(query)
+        due_s = first_due_s(query, now_s, tokens, fleet.settings.reference_tpot_s)
+        return Job(query, now_s, rows, cached, work_s, due_s, tokens, moved)
+
+    def _reserve(self, job: Job, chosen: int, promised: bool) -> None:
+        query = job.query
+        cached = float(job.cached_tokens[chosen])
+        new = max(1.0, query.prompt_tokens - cached)
+        self._fleet.reserve(
+            query.key,
+            Reservation(
+                self._fleet.ids[job.rows[chosen]],
+                job.now_s,
+                promised,
+                new,
+                cached,
+                query.prompt_tokens if job.moved else new,
+                job.due_s,
+                query.slo.columns[1],
+                float(query.slo.priority),
+                job.output_tokens,
+            ),
+        )
+
+
+def has_objective(query: RouteQuery) -> bool:
+    """Whether there is anything to promise."""
+    return min(query.slo.columns[:3]) < inf
+
+
+def expected_tokens(query: RouteQuery) -> float:
+    """The length that its output is expected to have: what is usual, or the most that it may."""
+    most = float(query.output_tokens) or inf
+    return min(UNKNOWN_OUTPUT_TOKENS, most)
+
+
+def first_due_s(query: RouteQuery, now_s: float, output_tokens: float, unpaced_s: float) -> float:
+    """When its first token is due: by its TTFT, and early enough that the expected output ends by
+    its end-to-end objective at the pace of its TPOT, or of ``unpaced_s`` where it states none."""
+    ttft_s, tpot_s, e2e_s, _ = query.slo.columns
+    pace_s = tpot_s if tpot_s < inf else unpaced_s
+    arrival_s = now_s - query.waited_s
+    return arrival_s + min(ttft_s, e2e_s - (output_tokens - 1.0) * pace_s)
