@@ -7,14 +7,18 @@ import os
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartCallbacks, parse_options_header
+from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from router.batches.disk import DiskThreads, open_private, write_all
 from router.errors import ApiError, Reason, invalid, shown
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 MAX_FIELDS = 16
 """Most parts of a form."""
