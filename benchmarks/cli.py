@@ -15,6 +15,7 @@ from benchmarks import planning
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.base import Experiment, Plan, Row, Scale, measured
 from benchmarks.experiments.estimate import METHOD
+from benchmarks.replay import replay
 from benchmarks.report import Report, ReportError, require_matplotlib
 from benchmarks.simulate import simulate
 from benchmarks.workloads.traces import TraceError
@@ -40,6 +41,7 @@ def list_experiments() -> None:
 
 
 bench.add_command(planning.planning)
+bench.add_command(replay)
 
 
 def report_of(

@@ -13,8 +13,10 @@ import json
 import re
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,7 +55,8 @@ def main(rounds: int, requests: int, replicas: int, as_json: bool) -> None:
     """Measure added TTFT and requests per second of the whole path."""
     config = _config(replicas)
     say = Console(stderr=True).print
-    with stop_signals() as stop, running(config, stop, say):
+    # Ray's own messages must not stand between the lines of the JSON.
+    with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
         _deploy_baseline(config)
         results = {
             concurrency: asyncio.run(

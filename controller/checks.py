@@ -15,6 +15,7 @@ import numpy as np
 from controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
+from scheduling.prefix import HELD, HELD_SLOTS, MAX_CHUNKS
 from scheduling.routing.base import Tier
 from scheduling.state import ROW, RUNNING, SUMMARY
 
@@ -29,9 +30,6 @@ MAX_FINISHED = 1 << 18
 
 MAX_KEYS = 1 << 16
 """Most keys or replica ids in one call."""
-
-MAX_PREFIX = 64
-"""Most chunk hashes of one prompt."""
 
 MAX_PROMPT_TOKENS = 1 << 31
 MAX_KEY = (1 << 63) - 1
@@ -68,6 +66,7 @@ def check_hello(hello: ReplicaHello) -> None:
     _check_flag("draining", hello.draining)
     _check_rows(hello.slots, hello.rows, hello.capacity)
     _check_summary(hello.summary)
+    _check_held(hello.held_slots, hello.held)
 
 
 def check_delta_header(delta: ReplicaDelta) -> None:
@@ -88,11 +87,13 @@ def check_delta_body(delta: ReplicaDelta, capacity: int) -> None:
     """Check the changes against the sender's table of ``capacity`` slots. ``O(rows)``.
 
     Raises:
-        ValueError: slots, rows, summary or finished keys are malformed or out of range.
+        ValueError: slots, rows, summary, held chunks or finished keys are malformed or out of
+            range.
     """
     _check_flag("draining", delta.draining)
     _check_rows(delta.slots, delta.rows, capacity)
     _check_summary(delta.summary)
+    _check_held(delta.held_slots, delta.held)
     check_keys("finished", delta.finished, MAX_FINISHED)
 
 
@@ -116,7 +117,7 @@ def check_query(query: RouteQuery) -> None:
     _check_integer("output_tokens", query.output_tokens, 0, MAX_PROMPT_TOKENS)
     _check_integer("session", query.session, 0, MAX_KEY)
     if query.prefix:
-        check_keys("prefix", query.prefix, MAX_PREFIX)
+        check_keys("prefix", query.prefix, MAX_CHUNKS)
 
 
 def check_text(name: str, value: Any, empty: bool = False) -> None:
@@ -167,9 +168,34 @@ def _check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be true or false, got {_short(value)}")
 
 
-def _check_rows(slots: Any, rows: Any, capacity: int) -> None:
+def _check_slots(name: str, slots: Any, capacity: int) -> None:
     if not isinstance(slots, np.ndarray) or slots.ndim != 1 or slots.dtype.kind not in "iu":
-        raise ValueError(f"slots must be a one-dimensional integer array, got {_short(slots)}")
+        raise ValueError(f"{name} must be a one-dimensional integer array, got {_short(slots)}")
+    if not len(slots):
+        return
+    if slots.min() < 0 or slots.max() >= capacity:
+        raise ValueError(f"{name} must be from 0 to {capacity - 1}, got {_short(slots)}")
+    if len(set(slots.tolist())) != len(slots):
+        raise ValueError(f"{name}: a slot appears twice in one message")
+
+
+def _check_held(slots: Any, held: Any) -> None:
+    _check_slots("held_slots", slots, HELD_SLOTS)
+    if not isinstance(held, np.ndarray) or held.dtype != HELD or held.shape != slots.shape:
+        raise ValueError(
+            f"held must be an array of the type of held chunks, one per slot ({slots.shape}), "
+            f"got {_short(held)}"
+        )
+    if not len(held):
+        return
+    if held["hash"].min() < 0:
+        raise ValueError("the hash of a held chunk must be at least 0")
+    if held["tokens"].min() < 0 or held["tokens"].max() > MAX_PROMPT_TOKENS:
+        raise ValueError(f"the tokens of a held chunk must be from 0 to {MAX_PROMPT_TOKENS}")
+
+
+def _check_rows(slots: Any, rows: Any, capacity: int) -> None:
+    _check_slots("slots", slots, capacity)
     if not isinstance(rows, np.ndarray) or rows.dtype != ROW or rows.shape != slots.shape:
         raise ValueError(
             f"rows must be an array of the row type, one per slot ({slots.shape}), "
@@ -177,10 +203,6 @@ def _check_rows(slots: Any, rows: Any, capacity: int) -> None:
         )
     if not len(slots):
         return
-    if slots.min() < 0 or slots.max() >= capacity:
-        raise ValueError(f"slots must be from 0 to {capacity - 1}, got {_short(slots)}")
-    if len(set(slots.tolist())) != len(slots):
-        raise ValueError("a slot appears twice in one message")
     phase = rows["phase"]
     if phase.min() < 0 or phase.max() > RUNNING:
         raise ValueError(f"phase must be from 0 to {RUNNING}, got {_short(phase)}")

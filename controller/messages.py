@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduling.latency_profile import LatencyProfile
+from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from scheduling.routing.base import RouteQuery, Tier
 
 __all__ = [
@@ -58,7 +59,8 @@ class ReplicaHello(NamedTuple):
 
     ``seq`` numbers the replica's reports; the next delta carries ``seq + 1``.
     ``capacity`` is the most live requests that its table holds. ``draining`` as in a delta: a
-    controller that restarted must not send to a replica that is on its way out.
+    controller that restarted must not send to a replica that is on its way out. ``held_slots`` and
+    ``held`` are as in a delta, of all chunks that it holds.
     """
 
     replica_id: str
@@ -77,6 +79,8 @@ class ReplicaHello(NamedTuple):
     rows: np.ndarray
     summary: np.void
     draining: bool = False
+    held_slots: np.ndarray = NO_HELD_SLOTS
+    held: np.ndarray = NO_HELD
 
 
 class ReplicaDelta(NamedTuple):
@@ -84,7 +88,9 @@ class ReplicaDelta(NamedTuple):
 
     ``slots``/``rows`` hold the changed slots of its table (a row with phase 0 is a freed slot);
     ``finished`` the keys of requests that ended since, so that their reservations can go.
-    ``epoch`` is the controller's as the replica knows it.
+    ``held_slots``/``held`` are the changed slots of its table of held chunks
+    (:data:`scheduling.prefix.HELD`; hash 0 is a freed slot). ``epoch`` is the controller's as the
+    replica knows it.
     """
 
     replica_id: str
@@ -96,6 +102,8 @@ class ReplicaDelta(NamedTuple):
     summary: np.void
     finished: tuple[int, ...]
     draining: bool
+    held_slots: np.ndarray = NO_HELD_SLOTS
+    held: np.ndarray = NO_HELD
 
 
 class ReportReply(NamedTuple):

@@ -19,6 +19,7 @@ import numpy as np
 from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
 from replica.config import ReplicaConfig
 from replica.engine import EngineInfo
+from scheduling.prefix import HELD, HELD_SLOTS
 from scheduling.state import ROW, EngineState
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,6 @@ their reservations."""
 
 _RETRY_S = 0.1
 """Least wait after a report that was not answered."""
-
-_ROW_WORDS = ROW.itemsize // 8
 
 
 class ReportTarget(Protocol):
@@ -58,28 +57,48 @@ class Membership(NamedTuple):
     role: str = "mixed"
 
 
-class AcknowledgedRows:
-    """The rows as the controller knows them, and the difference to a newer state."""
+class Changes(NamedTuple):
+    """What differs between two states, as in a delta."""
+
+    slots: np.ndarray
+    rows: np.ndarray
+    held_slots: np.ndarray
+    held: np.ndarray
+
+    @property
+    def any(self) -> bool:
+        """Whether anything does."""
+        return len(self.slots) + len(self.held_slots) > 0
+
+
+class AcknowledgedState:
+    """The state as the controller knows it, and the difference to a newer one."""
 
     def __init__(self, capacity: int) -> None:
-        # Rows as words: NumPy compares and copies those several times faster than records.
-        self._words = np.zeros((capacity, _ROW_WORDS), np.int64)
+        # Records as words: NumPy compares and copies those several times faster.
+        self._words = np.zeros((capacity, ROW.itemsize // 8), np.int64)
         self._slots = np.empty(0, np.int32)
         self._is_live = np.zeros(capacity, bool)
+        self._held = np.zeros((HELD_SLOTS, HELD.itemsize // 8), np.int64)
 
-    def changes(self, state: EngineState) -> tuple[np.ndarray, np.ndarray]:
-        """Slots and rows that differ in ``state``; a freed slot comes as an empty row.
+    def changes(self, state: EngineState) -> Changes:
+        """What differs in ``state``; a freed slot comes as an empty record.
 
-        Compared as bytes, since a first token that is not there is a nan. ``O(live requests)``.
+        Compared as bytes, since a first token that is not there is a nan. ``O(live requests + slots
+        of held chunks)``.
         """
         slots, rows = state.slots, state.rows
         differs = (_words(rows) != self._words[slots]).any(axis=1)
         self._is_live[slots] = True
         freed = self._slots[~self._is_live[self._slots]]
         self._is_live[slots] = False
-        return (
+        known = self._held[: len(state.held)]
+        held_slots = np.flatnonzero((_words(state.held) != known).any(axis=1))
+        return Changes(
             np.concatenate([slots[differs], freed]).astype(np.int32),
             np.concatenate([rows[differs], np.zeros(len(freed), ROW)]),
+            held_slots.astype(np.int32),
+            state.held[held_slots],
         )
 
     def acknowledge(self, state: EngineState) -> None:
@@ -87,10 +106,11 @@ class AcknowledgedRows:
         self._words[self._slots] = 0
         self._words[state.slots] = _words(state.rows)
         self._slots = state.slots
+        self._held[: len(state.held)] = _words(state.held)
 
 
-def _words(rows: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(rows).view("<i8").reshape(len(rows), _ROW_WORDS)
+def _words(records: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(records).view("<i8").reshape(len(records), records.itemsize // 8)
 
 
 class Reporter:
@@ -129,7 +149,7 @@ class Reporter:
         self._member = member
         self._live_requests = live_requests
         self._clock = clock
-        self._acknowledged = AcknowledgedRows(member.capacity)
+        self._acknowledged = AcknowledgedState(member.capacity)
         self._draining = False
         self._known_draining = False
         self._finished: dict[int, None] = {}
@@ -211,14 +231,14 @@ class Reporter:
             # Silence is the right report: the controller leaves this replica out as stale.
             logger.warning("no report: %s", error)
             return self._heartbeat_s
-        slots, rows = self._acknowledged.changes(state)
-        changed = len(slots) > 0 or bool(self._finished) or self._draining != self._known_draining
+        changes = self._acknowledged.changes(state)
+        changed = changes.any or bool(self._finished) or self._draining != self._known_draining
         epoch = self._epoch
         silent_s = self._clock() - self._sent_s
         if epoch is None:
             reply = await self._send_hello(state)
         elif changed or silent_s >= self._heartbeat_s:
-            reply = await self._send_delta(state, epoch, slots, rows)
+            reply = await self._send_delta(state, epoch, changes)
         else:
             return self._interval_s if self._busy(state) else self._heartbeat_s - silent_s
         if reply is None:
@@ -238,6 +258,7 @@ class Reporter:
     async def _send_hello(self, state: EngineState) -> ReportReply | None:
         info = self._info
         draining = self._draining
+        held_slots = np.flatnonzero(state.held["hash"]).astype(np.int32)
         self._count_report()
         reply = await self._target.hello(
             ReplicaHello(
@@ -257,13 +278,15 @@ class Reporter:
                 rows=state.rows,
                 summary=state.summary,
                 draining=draining,
+                held_slots=held_slots,
+                held=state.held[held_slots],
             )
         )
         self._known_draining = draining
         return reply
 
     async def _send_delta(
-        self, state: EngineState, epoch: int, slots: np.ndarray, rows: np.ndarray
+        self, state: EngineState, epoch: int, changes: Changes
     ) -> ReportReply | None:
         finished = tuple(self._finished)
         draining = self._draining
@@ -274,11 +297,13 @@ class Reporter:
                 epoch=epoch,
                 seq=self._seq,
                 now_s=state.now_s,
-                slots=slots,
-                rows=rows,
+                slots=changes.slots,
+                rows=changes.rows,
                 summary=state.summary,
                 finished=finished,
                 draining=draining,
+                held_slots=changes.held_slots,
+                held=changes.held,
             )
         )
         if reply is not None and not reply.resync:

@@ -1,5 +1,7 @@
 """One engine's scheduler state in shared memory: written after every step, readable at any time.
 
+It holds a row per live request, a summary, and the chunks of prompts whose KV the engine has.
+
 One writer (the process that schedules) and any number of readers on the same host, without locks: a
 sequence number is odd while a write is under way, and a reader copies again if it changed. Writing
 costs microseconds and never waits, which a call into the engine between two steps could not
@@ -17,13 +19,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduling.latency import FAMILIES, LatencyModel, StepSample
 from scheduling.objective import SLO
+from scheduling.prefix import HELD, HELD_SLOTS
 from scheduling.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 
 SAMPLE_RING = 2048
-_MAGIC = 0x534C5549_43450003
+_MAGIC = 0x534C5549_43450004
 _READ_TRIES = 30
 _READ_TRIES_AT_ONCE = 10
 _READ_PAUSE_S = 0.001
@@ -89,6 +93,12 @@ class StateTable:
         self._rows = np.frombuffer(
             buffer, dtype=ROW, count=capacity, offset=offset + self._samples.nbytes
         )
+        self._held = np.frombuffer(
+            buffer,
+            dtype=HELD,
+            count=HELD_SLOTS,
+            offset=offset + self._samples.nbytes + self._rows.nbytes,
+        )
         self._header = header[0:1]
         self._summary = self._header["summary"]
         self._sequence = self._header["sequence"]
@@ -100,7 +110,9 @@ class StateTable:
     @staticmethod
     def nbytes(capacity: int) -> int:
         """Memory of a table, bytes."""
-        return int(_HEADER.itemsize + SAMPLE_RING * _SAMPLE_FIELDS * 8 + capacity * ROW.itemsize)
+        samples = SAMPLE_RING * _SAMPLE_FIELDS * 8
+        rows = capacity * ROW.itemsize
+        return int(_HEADER.itemsize + samples + rows + HELD_SLOTS * HELD.itemsize)
 
     @classmethod
     def create(
@@ -198,6 +210,12 @@ class StateTable:
             self._summary[name] = value
         self._end()
 
+    def write_held(self, slots: NDArray[np.integer], held: np.ndarray) -> None:
+        """Write changed slots of the chunks that the engine holds: ``HELD[n]``, one per slot."""
+        self._begin()
+        self._held[slots] = held
+        self._end()
+
     def count(self, histogram: str, bucket: int) -> None:
         """Add one to a bucket of a histogram of the summary."""
         self._summary[histogram][0, bucket] += 1
@@ -236,8 +254,9 @@ class StateTable:
                 slots = np.flatnonzero(self._rows["phase"]).astype(np.int32)
                 rows = self._rows[slots]
                 summary = self._summary[0].copy()
+                held = self._held.copy()
                 if int(self._sequence[0]) == before:
-                    return EngineState(self._clock(), slots, rows, summary)
+                    return EngineState(self._clock(), slots, rows, summary, held)
             if attempt >= _READ_TRIES_AT_ONCE:
                 # A write takes microseconds, unless the machine has taken the writer off its core.
                 time.sleep(_READ_PAUSE_S)

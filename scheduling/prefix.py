@@ -45,6 +45,14 @@ HELD = np.dtype([("hash", "<i8"), ("tokens", "<i8")])
 """A chunk that a replica holds: its hash (0: an empty slot), and how many tokens the prompt has up
 to its end."""
 
+NO_HELD = np.empty(0, HELD)
+NO_HELD.flags.writeable = False
+"""No chunks."""
+
+NO_HELD_SLOTS = np.empty(0, np.int32)
+NO_HELD_SLOTS.flags.writeable = False
+"""Their slots."""
+
 
 class PromptPrefix(NamedTuple):
     """The beginning of a prompt.

@@ -147,6 +147,18 @@ class QueueView:
             self._keys = np.array([hash(r.request_id) for r in self._requests], dtype=np.int64)
         return self._keys
 
+    def select(self, rows: Ints) -> QueueView:
+        """The queue of the requests in ``rows``, in that order. ``O(rows)``."""
+        queue = QueueView.__new__(QueueView)
+        queue._requests = None
+        if self._requests is not None:
+            requests = self._requests
+            queue._requests = [requests[row] for row in rows.tolist()]
+        queue._table = self.table[rows]
+        queue._keys = None if self._keys is None else self._keys[rows]
+        queue._slos = self._slos
+        return queue
+
     def request_ids(self, rows: Ints) -> list[str]:
         """The ids of the requests in ``rows``."""
         if self._requests is None:

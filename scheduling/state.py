@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduling.objective import Anchor
+from scheduling.prefix import NO_HELD
 
 WAITING = 1
 RUNNING = 2
@@ -75,12 +76,15 @@ class EngineState(NamedTuple):
         slots: ``int32[n]``, the table slot of each row; a request keeps its slot while it lives.
         rows: ``ROW[n]``, the live requests.
         summary: ``SUMMARY`` scalar (a ``numpy.void``).
+        held: :data:`scheduling.prefix.HELD` by slot, the chunks of prompts whose KV the engine
+            holds; empty for an engine that does not tell.
     """
 
     now_s: float
     slots: np.ndarray
     rows: np.ndarray
     summary: np.void
+    held: np.ndarray = NO_HELD
 
 
 def prefill_rows(rows: np.ndarray) -> NDArray[np.bool_]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.experiments import (
     annealing,
     default_policy,
+    duration,
     fairbatching,
     flowprefill,
     proserve,
@@ -18,6 +19,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         default_policy.EXPERIMENT,
+        duration.LENGTH,
+        duration.AGEING,
         proserve.POLICIES,
         proserve.ABLATION,
         proserve.WEIGHTS,

@@ -14,6 +14,7 @@ from scheduling.batching.base import (
     PlannedTokens,
     PolicyOptions,
 )
+from scheduling.batching.best_effort import BestEffort, BestEffortOptions
 from scheduling.batching.d_edf import DEDF
 from scheduling.batching.deadline_triage import DeadlineTriage
 from scheduling.batching.edf import EDF
@@ -34,6 +35,7 @@ __all__ = [
     "BatchBuilder",
     "BatchPlan",
     "BatchPolicy",
+    "BestEffortOptions",
     "PlannedTokens",
     "PolicyOptions",
     "make_policy",
@@ -59,10 +61,17 @@ POLICIES: dict[str, type[BatchPolicy]] = {
 }
 
 
-def make_policy(name: str, options: Mapping[str, Any] | None = None) -> BatchPolicy:
-    """Build the batch policy called ``name`` with its options.
+def make_policy(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    best_effort: BestEffortOptions | None = None,
+) -> BatchPolicy:
+    """Build the batch policy called ``name`` with its options, and those of best-effort requests,
+    which are the same for every policy.
 
     Raises:
         ValueError: no such policy, or an option that is unknown or out of range.
     """
-    return make("batch", POLICIES, name, options)
+    policy = make("batch", POLICIES, name, options)
+    policy.best_effort = BestEffort(best_effort)
+    return policy

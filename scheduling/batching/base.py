@@ -1,21 +1,14 @@
-"""The contract of a local policy: which tokens run in the engine's next batch.
-
-A policy ranks; :class:`BatchBuilder` is the one place that enforces what a plan must hold, so no
-policy can break an engine.
-"""
+"""The contract of a local policy: which tokens run in the engine's next batch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from math import inf
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-import numpy as np
-
-from scheduling.batching import builder
-from scheduling.kernels import Ints
-from scheduling.latency import UNBOUNDED_TOKENS, LatencyModel
+from scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, PlannedTokens
+from scheduling.batching.best_effort import BestEffort
+from scheduling.kernels import BEST_EFFORT
+from scheduling.latency import LatencyModel
 from scheduling.policy import PolicyOptions
 from scheduling.request import QueueView
 
@@ -29,218 +22,15 @@ __all__ = [
 ]
 
 
-class BatchBudget(NamedTuple):
-    """Limits of one batch.
-
-    Attributes:
-        tokens: most new tokens in the batch.
-        sequences: most sequences that may run at once; those that run already count.
-        kv_blocks: free KV blocks (cached blocks that may be evicted count as free).
-        block_tokens: tokens per KV block.
-        reserve_prompt: a waiting request is admitted only if its whole sequence would fit.
-    """
-
-    tokens: int
-    sequences: int
-    kv_blocks: int
-    block_tokens: int
-    reserve_prompt: bool = True
-
-
-class PlannedTokens(NamedTuple):
-    """``tokens`` new tokens of one request in the next batch."""
-
-    request_id: str
-    tokens: int
-
-
-class BatchPlan:
-    """The next batch, in the order in which the engine should take it.
-
-    Attributes:
-        rows: ``int64[m]``, places in the planned queue.
-        tokens: ``int64[m]``, new tokens of each.
-        predicted_s: the step time that the latency model gives for it.
-    """
-
-    __slots__ = ("_entries", "_queue", "predicted_s", "rows", "tokens")
-
-    def __init__(self, queue: QueueView, rows: Ints, tokens: Ints, predicted_s: float) -> None:
-        self.rows = rows
-        self.tokens = tokens
-        self.predicted_s = predicted_s
-        self._queue = queue
-        self._entries: tuple[PlannedTokens, ...] | None = None
-
-    @classmethod
-    def empty(cls) -> BatchPlan:
-        """A plan of nothing."""
-        return cls(QueueView(), np.empty(0, np.int64), np.empty(0, np.int64), 0.0)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, BatchPlan)
-            and self.entries == other.entries
-            and self.predicted_s == other.predicted_s
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def entries(self) -> tuple[PlannedTokens, ...]:
-        """The batch by request id."""
-        if self._entries is None:
-            ids = self._queue.request_ids(self.rows)
-            self._entries = tuple(map(PlannedTokens, ids, self.tokens.tolist()))
-        return self._entries
-
-
-class BatchBuilder:
-    """Collects a plan and holds its invariants.
-
-    Each planned request is in the queue and appears once; a request gets at most its pending
-    tokens, so a decode gets one; the sums stay within the budget's tokens, sequences and KV blocks.
-
-    KV blocks, so that every plan is one that the engine can run:
-
-    - A running request may draw on free blocks and on those of running requests that are not in the
-      plan, which the engine then preempts whole, by recompute. What was drawn on is gone: those
-      requests cannot be planned any more beyond what is left.
-    - A waiting request draws on free blocks only, and only in a plan that preempts nothing: an
-      engine admits nothing in a step in which it ran out of blocks. So admitting one, too, ends
-      the drawing on others.
-    - The first waiting request that does not fit ends admission while anything runs. Otherwise
-      small prompts could keep taking the blocks that a long one waits for.
-
-    ``O(requests)`` to make, ``O(rows)`` per call, both compiled.
-    """
-
-    __slots__ = (
-        "_block_tokens",
-        "_costs",
-        "_granted",
-        "_order",
-        "_pieces",
-        "_queue",
-        "_state",
-        "_table",
-    )
-
-    def __init__(self, queue: QueueView, budget: BatchBudget, latency: LatencyModel) -> None:
-        self._queue = queue
-        self._table = queue.table
-        self._pieces = latency.pieces
-        self._block_tokens = budget.block_tokens
-        self._state, self._costs, self._granted, self._order = builder.begin(
-            self._table,
-            self._pieces,
-            budget.tokens,
-            budget.sequences,
-            budget.kv_blocks,
-            budget.block_tokens,
-            budget.reserve_prompt,
-        )
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing has been planned yet."""
-        return not self._state[builder.COUNT]
-
-    @property
-    def tokens_left(self) -> int:
-        """What is left of the token budget."""
-        return int(self._state[builder.TOKENS_LEFT])
-
-    @property
-    def cost_s(self) -> float:
-        """Predicted time of the batch so far; of an empty one, the fixed time of a step."""
-        return float(self._costs.max())
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens per KV block."""
-        return self._block_tokens
-
-    @property
-    def sequences_left(self) -> int:
-        """How many more waiting requests may begin to run; below zero if too many run."""
-        return int(self._state[builder.SEQUENCES_LEFT])
-
-    @property
-    def free_blocks(self) -> int:
-        """Free KV blocks left; below zero where the plan draws on running requests."""
-        return int(self._state[builder.FREE_BLOCKS])
-
-    def spare(self, blocks: int) -> None:
-        """Have every admission from now on leave ``blocks`` free while anything runs, so that those
-        that run can grow."""
-        self._state[builder.SPARE_BLOCKS] = blocks
-
-    def add(self, row: int, tokens: int = UNBOUNDED_TOKENS) -> int:
-        """Take up to ``tokens`` (default: all pending) of the request in ``row``; return how many.
-
-        Returns 0, and plans nothing, where a limit leaves no room, or the request is planned
-        already or not of this queue. :attr:`cost_s` grows by the predicted time of what was taken.
-        """
-        return self.take(np.array([row]), tokens=tokens)
-
-    def take(
-        self,
-        rows: Ints,
-        until_s: float = inf,
-        tokens: int = UNBOUNDED_TOKENS,
-        in_order: bool = False,
-    ) -> int:
-        """Take the requests in ``rows`` (``int64[n]``) in order; return the tokens taken.
-
-        Args:
-            until_s: the batch's predicted time must stay within it. The prefill that does not fit
-                is cut to what does, and ends it. A decode that does not fit cannot be cut and is
-                left out, as is a prefill of which not one token fits.
-            tokens: most tokens to take in all.
-            in_order: whether the first request that gets nothing ends it, unless the batch is still
-                empty.
-        """
-        return builder.take(
-            self._table,
-            self._pieces,
-            rows,
-            until_s,
-            tokens,
-            in_order,
-            self._state,
-            self._costs,
-            self._granted,
-            self._order,
-        )
-
-    def ensure_progress(self, rows: Iterable[int]) -> None:
-        """Where the plan is empty, take at most one block's tokens of the first that fits.
-
-        For policies with a time budget: one that is too small for any work must not stop the
-        engine, and must be exceeded by little.
-        """
-        if not self.empty:
-            return
-        for row in rows:
-            if self.add(row, self._block_tokens):
-                return
-
-    def plan(self) -> BatchPlan:
-        """The plan collected so far."""
-        rows = self._order[: self._state[builder.COUNT]]
-        return BatchPlan(self._queue, rows, self._granted[rows], self.cost_s)
-
-
 class BatchPolicy(ABC):
     """Chooses the tokens of the engine's next batch.
 
     A policy is one file with one subclass, registered by ``name`` in
     ``scheduling/batching/__init__.py``. It may keep state between calls, but is called from one
     thread. It must be work-conserving: with a request that fits, the plan is not empty.
+
+    It never sees best-effort requests: it plans the others as if those were not there, and
+    :attr:`best_effort` gives them what is left.
     """
 
     name: ClassVar[str]
@@ -249,11 +39,15 @@ class BatchPolicy(ABC):
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
         self.options = options if options is not None else self.Options()
+        self.best_effort = BestEffort()
+        """How requests are served to which nothing was promised."""
 
     def plan(
         self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
     ) -> BatchPlan:
         """Plan the next batch of ``queue`` at ``now_s`` (the clock of the views' times)."""
+        if queue.table[:, BEST_EFFORT].any():
+            return self.best_effort.plan(self.fill, queue, now_s, latency, budget)
         batch = BatchBuilder(queue, budget, latency)
         self.fill(batch, queue, now_s, latency)
         return batch.plan()

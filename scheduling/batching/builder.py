@@ -1,4 +1,4 @@
-"""The compiled side of :class:`scheduling.batching.base.BatchBuilder`, whose rules it carries out.
+"""The compiled side of :class:`scheduling.batching.batch.BatchBuilder`, whose rules it carries out.
 
 What it keeps between calls are four arrays: its counters, the predicted time by each piece of the
 latency model, the tokens granted per row, and the planned rows in order.
@@ -35,7 +35,9 @@ SEQUENCES_RUNNING = 7
 BLOCK_TOKENS = 8
 RESERVE_PROMPT = 9
 SPARE_BLOCKS = 10  # free blocks that admission leaves while anything runs
-COUNTERS = 11
+PROMISED = 11  # rows below draw on each other
+SHOWN = 12  # rows below may be taken
+COUNTERS = 13
 
 
 @compiled
@@ -47,11 +49,12 @@ def begin(
     kv_blocks: int,
     block_tokens: int,
     reserve_prompt: bool,
+    promised: int,
 ) -> tuple[Ints, Floats, Ints, Ints]:
     """An empty plan: counters, costs, granted tokens and order."""
     running = 0
     held = 0.0
-    for row in range(table.shape[0]):
+    for row in range(promised):
         if table[row, RUNNING] > 0.0:
             running += 1
             held += table[row, KV_BLOCKS]
@@ -63,18 +66,23 @@ def begin(
     state[SEQUENCES_RUNNING] = running
     state[BLOCK_TOKENS] = block_tokens
     state[RESERVE_PROMPT] = reserve_prompt
+    state[PROMISED] = promised
+    state[SHOWN] = table.shape[0]
     granted = np.zeros(table.shape[0], np.int64)
     return state, pieces[:, FIXED].copy(), granted, np.empty(table.shape[0], np.int64)
 
 
 @compiled
-def extend(state: Ints, held: int, computed: int, tokens: int) -> int:
-    """Take the blocks for ``tokens`` of a running request; return how many tokens fit."""
+def extend(state: Ints, draws: bool, held: int, computed: int, tokens: int) -> int:
+    """Take the blocks for ``tokens`` of a running request; return how many tokens fit. One that
+    ``draws`` may take them from others that do."""
     block = state[BLOCK_TOKENS]
-    others = state[RECLAIMABLE] - held
+    others = state[RECLAIMABLE]
     room = state[FREE_BLOCKS]
-    if not state[ADMITTED]:
-        room += others
+    if draws:
+        others -= held
+        if not state[ADMITTED]:
+            room += others
     blocks = max(0, -(-(computed + tokens) // block) - held)
     if blocks > room:
         if room < 0:
@@ -130,7 +138,7 @@ def take(
     for row in rows:
         if state[TOKENS_LEFT] <= 0 or taken >= tokens or costs.max() >= until_s:
             break
-        if row < 0 or row >= table.shape[0] or granted[row] > 0:
+        if row < 0 or row >= state[SHOWN] or granted[row] > 0:
             continue
         pending, computed = int(table[row, PENDING]), int(table[row, COMPUTED])
         wanted = pending
@@ -140,7 +148,7 @@ def take(
         if asked > 0:
             held = int(table[row, KV_BLOCKS])
             if table[row, RUNNING] > 0.0:
-                asked = extend(state, held, computed, asked)
+                asked = extend(state, row < state[PROMISED], held, computed, asked)
             else:
                 asked = admit(state, held, computed, pending, asked)
         if asked > 0:

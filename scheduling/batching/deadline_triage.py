@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
 from scheduling.batching.base import BatchBuilder, BatchPolicy
 from scheduling.batching.moore_hodgson import fitting, keep
 from scheduling.batching.prefill_share import PREFILL_SHARE, least_useful_s
@@ -29,7 +30,6 @@ from scheduling.kernels import (
     FIRST_TOKEN,
     KV_BLOCKS,
     LAST_TOKEN,
-    PENDING,
     PRIORITY,
     RUNNING,
     TPOT,
@@ -65,14 +65,6 @@ as the least pace of the decodes."""
 
 STANDBY_PROMPTS = 2.0
 """The tail begins no answer unless this many mean prompts could be prefilled in a mean TTFT."""
-
-LONGEST_TAIL_STEPS = 20
-"""With no decode to wait for, a tail's batch may take as long as this many empty steps: long enough
-that little time is lost to them, short enough that a new request does not wait long."""
-
-AGED_CHUNK_TOKENS = 64
-"""Least chunk of an aged prompt: each chunk reads all of the context before it, so that tiny ones
-would cost more than they compute."""
 
 
 class DeadlineTriageOptions(PolicyOptions):
@@ -174,12 +166,9 @@ class DeadlineTriage(BatchPolicy):
        a share of blocks and sequences free, and begin only while the answers that run leave room
        for new prompts.
     5. *Ageing*: a request that is shed and older than ``patience_s`` has ``aged_share`` of the
-       time, in order of arrival. With ``W`` seconds of work of aged requests before it and
-       of its own, it gets its first token at most ``patience_s + W / aged_share`` after its
-       arrival, plus the time for which no memory or sequence is free, and plus the answers of aged
-       requests before it, of which ``max(1, aged_share * running)`` run at once. From twice the
-       patience on, one that does not fit ends admission behind it until it does. A decode that
-       has been late for longer than ``patience_s`` is in every batch.
+       time and of the running sequences, in order of arrival. The bound on its wait is that of
+       :class:`~scheduling.batching.aged_lane.AgedLane`. A decode that has been late for longer
+       than ``patience_s`` is in every batch.
 
     An end-to-end deadline is turned into earlier ones for the tokens by the expected length.
     Requests without any deadline are the tail's, and never late there. Decodes without TPOT are due
@@ -200,10 +189,7 @@ class DeadlineTriage(BatchPolicy):
         self._usable = 1 - options.headroom
         self._tail_backlog_s = options.tail_backlog_s
         self._tail_reserve = options.tail_reserve
-        self._patience_s = options.patience_s
-        self._aged_share = options.aged_share
-        self._credit_s = 0.0
-        self._earned_at_s: float | None = None
+        self._lane = AgedLane(options.patience_s, options.aged_share)
         self._least_ttft_s = inf
         self._least_seen_s = -inf
 
@@ -240,7 +226,7 @@ class DeadlineTriage(BatchPolicy):
             kept, left_s, work_s, step_s, decodes.least_pace_s, self._usable
         ):
             urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + decodes.least_pace_s))
-        _take_urgent(batch, decodes, urgent, bool(len(admissible)), self._patience_s)
+        _take_urgent(batch, decodes, urgent, bool(len(admissible)), self._lane.patience_s)
 
         until_s = self._until_s(batch, table, admissible, left_s, work_s, decodes, latency)
         self._take_aged(batch, table, shed, running, active, now_s, latency)
@@ -351,39 +337,13 @@ class DeadlineTriage(BatchPolicy):
         latency: LatencyModel,
     ) -> None:
         """The aged lane: a share of the time and of the running sequences, by arrival."""
-        waited_s = now_s - table[shed, ARRIVAL]
-        aged = shed[waited_s > self._patience_s]
-        self._earn(now_s, len(aged) > 0)
+        aged = self._lane.aged(table, shed, now_s)
         if not len(aged):
             return
-        aged = aged[np.argsort(table[aged, ARRIVAL], kind="stable")]
-        answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._patience_s
-        lane = max(1, int(self._aged_share * active))
-        if np.count_nonzero(running & answering) >= lane:
+        answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._lane.patience_s
+        if np.count_nonzero(running & answering) >= self._lane.places(active):
             aged = aged[running[aged]]
-        fits = fitting(blocks_needed(table, aged, batch.block_tokens), batch.free_blocks)
-        fits |= now_s - table[aged, ARRIVAL] > 2 * self._patience_s
-        aged = aged[fits]
-        if not len(aged):
-            return
-        first = table[aged[0]]
-        tokens = min(int(first[PENDING]), AGED_CHUNK_TOKENS)
-        chunk_s = latency.work_s(tokens, int(first[COMPUTED]))
-        # What was saved up while there was no room must not come as one batch.
-        most_s = max(chunk_s, LONGEST_TAIL_STEPS * latency.fixed_s)
-        self._credit_s = min(self._credit_s, most_s)
-        if self._credit_s >= chunk_s:
-            before_s = batch.cost_s
-            batch.take(aged, before_s + self._credit_s)
-            self._credit_s -= batch.cost_s - before_s
-
-    def _earn(self, now_s: float, aged: bool) -> None:
-        """Credit the aged lane with its share of the time since the last batch; it saves up for
-        what no share of one batch would pay."""
-        if aged and self._earned_at_s is not None:
-            self._credit_s += self._aged_share * max(0.0, now_s - self._earned_at_s)
-        self._credit_s = self._credit_s if aged else 0.0
-        self._earned_at_s = now_s if aged else None
+        self._lane.take(batch, table, aged, now_s, latency)
 
     def _tail_s(
         self,
@@ -397,9 +357,9 @@ class DeadlineTriage(BatchPolicy):
         if calm:
             # Nothing is due: full batches, where no deadline could come into the queue's way.
             deadlines = np.isfinite(left_s).any()
-            return LONGEST_TAIL_STEPS * latency.fixed_s if deadlines else inf
+            return LONGEST_STEPS * latency.fixed_s if deadlines else inf
         share = min(0.8, max(0.1, self._tail_backlog_s / max(float(shed_s.sum()), 1e-9)))
-        return share * min(decodes.least_pace_s, LONGEST_TAIL_STEPS * latency.fixed_s)
+        return share * min(decodes.least_pace_s, LONGEST_STEPS * latency.fixed_s)
 
     def _tail(
         self,

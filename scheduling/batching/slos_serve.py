@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from scheduling.admission.slos_serve import MOST_NEW, Demand, Supply, admissible
-from scheduling.batching.base import BatchBudget, BatchBuilder, BatchPlan, BatchPolicy
+from scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy
 from scheduling.batching.prefill_share import least_useful_s
 from scheduling.kernels import (
     COMPUTED,
@@ -136,17 +136,11 @@ class SLOsServe(BatchPolicy):
         plan."""
         return self._keys[self._promised]
 
-    def plan(
-        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
-    ) -> BatchPlan:
-        """Plan the next batch; promise first, where something has changed."""
-        self._budget = budget
-        return super().plan(queue, now_s, latency, budget)
-
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
         """Promised decodes that are due, promised prefills, other promised decodes, best effort."""
+        self._budget = batch.budget
         table, length = self._paced(queue.table)
         due_s = deadlines_s(table, self._anchor.code)
         claims = self._claims(table, length)

@@ -35,7 +35,8 @@ _BUDGETS = (
 
 def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
     """Plan toy queues by the batch policy called ``name``: prefills, decodes and both, with and
-    without objectives, on time and late, with ample and with scarce KV blocks.
+    without objectives, on time and late, promised and best effort, with ample and with scarce KV
+    blocks.
 
     Raises:
         ValueError: no such policy, or wrong options.
@@ -51,6 +52,10 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
         [*begun, *waiting],
         [*decoding, *begun, *waiting, *preempted],
         [*decoding, *waiting[1:]],
+        [
+            view._replace(best_effort=index % 2 > 0)
+            for index, view in enumerate((*decoding, *begun, *waiting, *preempted))
+        ],
     )
     for budget in _BUDGETS:
         for step, queue in enumerate(queues):

@@ -82,8 +82,13 @@ class WeightedVTC(BatchPolicy):
         prompt_cost = np.where(counted, 0.0, self._prompt_cost * table[:, PROMPT]) / clients
         batch.take(np.flatnonzero(running))
         tags = self._tags(clients[waiting], prompt_cost[waiting])
-        batch.take(waiting[np.argsort(tags, kind="stable")], in_order=True)
-        self._remember(batch, queue, clients, counted, prompt_cost)
+        waiting = waiting[np.argsort(tags, kind="stable")]
+        batch.take(waiting, in_order=True)
+        granted = batch.granted[: len(table)]
+        admitted = waiting[granted[waiting] > 0]
+        if len(admitted):
+            self._left_last = int(clients[admitted[-1]])
+        self._remember(granted, queue, clients, counted, prompt_cost)
 
     def _count(self, queue: QueueView, clients: Ints, running: Mask) -> tuple[Mask, Mask]:
         """Add the service since the last call to the counters. Return which rows that call saw, and
@@ -138,17 +143,14 @@ class WeightedVTC(BatchPolicy):
         return tags
 
     def _remember(
-        self, batch: BatchBuilder, queue: QueueView, clients: Ints, counted: Mask, cost: Floats
+        self, granted: Ints, queue: QueueView, clients: Ints, counted: Mask, cost: Floats
     ) -> None:
         """Keep what the next call needs to see what has run."""
         table = queue.table
-        plan = batch.plan()
-        admitted = plan.rows[table[plan.rows, RUNNING] == 0]
-        if len(admitted):
-            self._left_last = int(clients[admitted[-1]])
-        emits = plan.tokens >= table[plan.rows, PENDING]
+        rows = np.flatnonzero(granted)
+        emits = granted[rows] >= table[rows, PENDING]
         planned = np.zeros(len(table))
-        planned[plan.rows] = cost[plan.rows] + emits * self._output_cost / clients[plan.rows]
+        planned[rows] = cost[rows] + emits * self._output_cost / clients[rows]
         order = np.argsort(queue.keys)
         self._keys = queue.keys[order]
         self._clients = clients[order]

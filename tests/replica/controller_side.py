@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
+from scheduling.prefix import HELD, HELD_SLOTS
 from scheduling.state import ROW, EngineState
 
 
@@ -20,6 +21,7 @@ class MirrorOfOne:
         self.epoch = 1
         self.seq: int | None = None
         self.table = np.zeros(0, ROW)
+        self.held = np.zeros(HELD_SLOTS, HELD)
         self.messages: list[ReplicaHello | ReplicaDelta] = []
         self.finished: list[int] = []
         self.draining = False
@@ -37,6 +39,8 @@ class MirrorOfOne:
             return None
         self.table = np.zeros(hello.capacity, ROW)
         self.table[hello.slots] = hello.rows
+        self.held = np.zeros(HELD_SLOTS, HELD)
+        self.held[hello.held_slots] = hello.held
         self.seq, self.draining = hello.seq, hello.draining
         return None if loss else ReportReply(self.epoch, False)
 
@@ -48,6 +52,7 @@ class MirrorOfOne:
         if self.seq is None or delta.epoch != self.epoch or delta.seq != self.seq + 1:
             return None if loss else ReportReply(self.epoch, True)
         self.table[delta.slots] = delta.rows
+        self.held[delta.held_slots] = delta.held
         self.seq, self.draining = delta.seq, delta.draining
         self.finished += delta.finished
         return None if loss else ReportReply(self.epoch, False)
@@ -59,6 +64,8 @@ class MirrorOfOne:
     def shows(self, state: EngineState) -> bool:
         """Whether the mirror equals the state, nans and all."""
         live = np.flatnonzero(self.table["phase"])
-        return live.tolist() == state.slots.tolist() and (
-            self.table[live].tobytes() == state.rows.tobytes()
+        return (
+            live.tolist() == state.slots.tolist()
+            and self.table[live].tobytes() == state.rows.tobytes()
+            and self.held.tobytes() == state.held.tobytes()
         )

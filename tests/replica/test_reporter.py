@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from math import nan
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
 from replica.config import ReplicaConfig
 from replica.engine import EngineInfo
-from replica.reporter import MAX_FINISHED, AcknowledgedRows, Membership, Reporter
+from replica.reporter import MAX_FINISHED, AcknowledgedState, Membership, Reporter
 from replica.state_table import RowUpdate, StateTable
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
+from scheduling.prefix import HELD
 from scheduling.state import EngineState
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
@@ -54,6 +56,11 @@ class Bench:
             [RowUpdate(slot, computed, 1, emitted, 1, True, first_token_s, first_token_s, nan)]
         )
 
+    def hold(self, chunks: dict[int, int]) -> None:
+        """Chunk hashes by slot; 0 frees one."""
+        held = np.array([(chunk, 128 if chunk else 0) for chunk in chunks.values()], HELD)
+        self.table.write_held(np.array(list(chunks)), held)
+
     async def tick(self) -> float:
         wait_s = await self.reporter.tick()
         self.now_s += wait_s
@@ -86,6 +93,30 @@ async def test_a_hello_and_then_only_what_changed() -> None:
     assert isinstance(delta, ReplicaDelta)
     assert (delta.slots.tolist(), delta.rows["phase"].tolist()) == ([first], [0])
     assert delta.finished == (1,)
+    assert bench.mirror.shows(bench.table.read())
+
+
+async def test_held_chunks_are_told_whole_and_then_as_they_change() -> None:
+    bench = Bench()
+    bench.hold({3: 33, 5: 55})
+    await bench.tick()
+    hello = bench.last
+    assert isinstance(hello, ReplicaHello)
+    assert (hello.held_slots.tolist(), hello.held["hash"].tolist()) == ([3, 5], [33, 55])
+
+    bench.hold({5: 0, 7: 77})
+    await bench.tick()
+    delta = bench.last
+    assert isinstance(delta, ReplicaDelta)
+    assert (delta.held_slots.tolist(), delta.held["hash"].tolist()) == ([5, 7], [0, 77])
+    assert len(delta.slots) == 0
+
+    bench.now_s += HEARTBEAT_S
+    await bench.tick()
+    heartbeat = bench.last
+    assert isinstance(heartbeat, ReplicaDelta)
+    assert heartbeat.seq == delta.seq + 1
+    assert len(heartbeat.held_slots) == 0
     assert bench.mirror.shows(bench.table.read())
 
 
@@ -218,7 +249,9 @@ async def test_a_refused_message_does_not_end_the_reports() -> None:
 # Each step: what happens to the table, and what becomes of the next message.
 events = st.lists(
     st.tuples(
-        st.sampled_from(["admit", "update", "free", "nothing", "restart", "finish"]),
+        st.sampled_from(
+            ["admit", "update", "free", "nothing", "restart", "finish", "hold", "drop"]
+        ),
         st.integers(0, 7),
         st.sampled_from([None, None, None, "request", "reply"]),
     ),
@@ -246,6 +279,10 @@ async def play(script: list[tuple[str, int, str | None]]) -> None:
             bench.update(slots[index % len(slots)], step, index)
         elif event == "free" and slots:
             bench.table.free(slots.pop(index % len(slots)))
+        elif event == "hold":
+            bench.hold({index: step + 1})
+        elif event == "drop":
+            bench.hold({index: 0})
         elif event == "restart":
             bench.mirror.restart()
         elif event == "finish":
@@ -264,11 +301,11 @@ async def play(script: list[tuple[str, int, str | None]]) -> None:
 
 def test_a_reused_slot_counts_as_changed() -> None:
     table = StateTable.create(2)
-    known = AcknowledgedRows(2)
+    known = AcknowledgedState(2)
     slot = table.allocate(1, SLO(), 5.0, 10)
     known.acknowledge(table.read())
-    assert len(known.changes(table.read())[0]) == 0
+    assert not known.changes(table.read()).any
     table.free(slot)
     assert table.allocate(2, SLO(), 5.0, 10) == slot
-    slots, rows = known.changes(table.read())
-    assert (slots.tolist(), rows["key"].tolist()) == ([slot], [2])
+    changes = known.changes(table.read())
+    assert (changes.slots.tolist(), changes.rows["key"].tolist()) == ([slot], [2])

@@ -17,6 +17,7 @@ from scheduling.latency import (
     StepSample,
 )
 from scheduling.objective import SLO
+from scheduling.prefix import HELD, HELD_SLOTS
 from scheduling.state import RUNNING, WAITING
 
 
@@ -76,6 +77,22 @@ def test_rows_follow_a_request_through_its_life():
     assert (row["phase"], row["first_token_s"], row["kv_blocks"]) == (RUNNING, 12.25, 7)
     table.free(slot)
     assert len(table.read().rows) == 0
+
+
+def test_held_chunks_are_read_where_they_were_written(tmp_path):
+    reader = StateTable.create(4, tmp_path / "state")
+    writer = StateTable.open(tmp_path / "state")
+    writer.allocate(77, SLO(), 12.0, 100)
+    chunks = np.array([(123, 128), (2**63 - 1, 256)], HELD)
+    writer.write_held(np.array([0, HELD_SLOTS - 1]), chunks)
+    held = reader.read().held
+    assert len(held) == HELD_SLOTS
+    assert held[[0, HELD_SLOTS - 1]].tolist() == chunks.tolist()
+    assert np.count_nonzero(held["hash"]) == 2
+    assert reader.read().rows["key"].tolist() == [77]
+    writer.write_held(np.array([0]), np.zeros(1, HELD))
+    assert np.flatnonzero(reader.read().held["hash"]).tolist() == [HELD_SLOTS - 1]
+    assert held["hash"][0] == 123, "a state is a copy"
 
 
 def test_a_full_table_says_so_and_takes_requests_again():

@@ -1,0 +1,82 @@
+"""What the processes of a cluster on this machine use, by what they are.
+
+Of the process that asks and everything below it: Ray's processes are its children.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import NamedTuple
+
+import psutil
+
+_KINDS = (
+    ("ReplicaServer", "replicas"),
+    (":Replica", "replicas"),
+    (":Router", "routers"),
+    ("DetachedController", "controller"),
+    ("haproxy", "HAProxy"),
+    ("ray::", "Serve"),
+)
+"""Part of a process's title -> what it is; the first one that fits."""
+
+OWN = "client"
+REST = "Ray"
+
+
+class Used(NamedTuple):
+    """Processor time in cores and resident memory in MiB."""
+
+    cores: float
+    memory_mib: float
+
+
+class Usage(NamedTuple):
+    """What was used between two moments: by kind of process, and the share of all the machine's
+    processor time that was busy, with whatever else ran there."""
+
+    kinds: dict[str, Used]
+    machine_busy: float
+
+
+class Meter:
+    """Measures from its making to :meth:`stop`. A process that ended meanwhile is not counted."""
+
+    def __init__(self) -> None:
+        self.usage = Usage({}, 0.0)
+        """What was used, once stopped."""
+        self._begun = {pid: seconds for pid, (_, seconds, _) in _processes().items()}
+        self._begun_s = time.monotonic()
+        psutil.cpu_percent()
+
+    def stop(self) -> None:
+        """Write down what was used since the meter was made."""
+        busy = psutil.cpu_percent() / 100
+        elapsed_s = time.monotonic() - self._begun_s
+        cores: dict[str, float] = defaultdict(float)
+        memory: dict[str, float] = defaultdict(float)
+        for pid, (kind, seconds, resident) in _processes().items():
+            cores[kind] += (seconds - self._begun.get(pid, 0.0)) / elapsed_s
+            memory[kind] += resident / 2**20
+        kinds = {kind: Used(round(cores[kind], 3), round(memory[kind], 1)) for kind in cores}
+        self.usage = Usage(dict(sorted(kinds.items())), round(busy, 3))
+
+
+def _processes() -> dict[int, tuple[str, float, int]]:
+    """Kind, processor seconds and resident bytes of each process, by its id."""
+    own = psutil.Process()
+    found: dict[int, tuple[str, float, int]] = {}
+    for process in (own, *own.children(recursive=True)):
+        try:
+            with process.oneshot():
+                times = process.cpu_times()
+                kind = OWN if process == own else _kind(" ".join(process.cmdline()))
+                found[process.pid] = (kind, times.user + times.system, process.memory_info().rss)
+        except psutil.Error:
+            continue  # it ended while we looked
+    return found
+
+
+def _kind(title: str) -> str:
+    return next((kind for part, kind in _KINDS if part in title), REST)

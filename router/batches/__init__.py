@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: requests that can wait, run on what the others leave."""

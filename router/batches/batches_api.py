@@ -1,0 +1,170 @@
+"""``/v1/batches``: to have a file of requests run, to see how far it is, and to stop it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from router.batches.config import window_s
+from router.batches.expiry import expiry_s
+from router.batches.files_api import owner_of
+from router.batches.lines import ENDPOINTS
+from router.batches.paging import page
+from router.batches.records import BatchRecord, Status, new_batch_id
+from router.batches.run import Resources
+from router.batches.runner import Runner
+from router.batches.store import file_not_found
+from router.body import parse_object, read_body
+from router.errors import ApiError, Reason, invalid, shown
+
+MAX_BODY_BYTES = 64 << 10
+"""Largest body that asks for a batch, bytes."""
+
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+"""Entries of a batch's metadata, and characters of their keys and values, at most."""
+
+PAGE = 20
+MAX_PAGE = 100
+"""Batches in one page of the list."""
+
+_FIELDS = (
+    "input_file_id",
+    "endpoint",
+    "completion_window",
+    "metadata",
+    "output_expires_after",
+)
+
+
+class BatchesApi:
+    """The endpoints over one store, and the runner that is told of changes."""
+
+    def __init__(self, resources: Resources, runner: Runner) -> None:
+        self._resources = resources
+        self._runner = runner
+
+    def routes(self) -> APIRouter:
+        """The endpoints."""
+        routes = APIRouter(prefix="/v1/batches")
+        routes.post("", response_model=None)(self._create)
+        routes.get("")(self._list)
+        routes.get("/{batch_id}")(self._retrieve)
+        routes.post("/{batch_id}/cancel")(self._cancel)
+        return routes
+
+    async def _create(self, request: Request) -> Response:
+        try:
+            body = parse_object(await read_body(request, MAX_BODY_BYTES))
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody is there to read it
+        resources = self._resources
+        record = self._new(owner_of(request), body)
+        source = await resources.disk.run(resources.store.file, record.owner, record.input_file_id)
+        if source is None:
+            raise file_not_found(record.input_file_id, "input_file_id")
+        if source.purpose != "batch":
+            raise invalid(
+                f"input_file_id must name a file with the purpose batch, got {source.purpose}",
+                "input_file_id",
+            )
+        await resources.disk.run(resources.store.add_batch, record, source)
+        self._runner.wake()
+        return JSONResponse(record.shown())
+
+    def _new(self, owner: str, body: dict[str, Any]) -> BatchRecord:
+        """The batch that ``body`` asks for.
+
+        Raises:
+            ApiError: 400; the message names the field and what is allowed.
+        """
+        for name in body:
+            if name not in _FIELDS:
+                raise invalid(
+                    f"{shown(name)} is not a known field; allowed: {', '.join(_FIELDS)}", name[:64]
+                )
+        config, now_s = self._resources.config, self._resources.now()
+        window = _one_of(body, "completion_window", config.completion_windows)
+        file_id = body.get("input_file_id")
+        if not isinstance(file_id, str):
+            raise invalid(
+                f"input_file_id must be the id of a file, got {shown(file_id)}", "input_file_id"
+            )
+        return BatchRecord(
+            id=new_batch_id(),
+            owner=owner,
+            endpoint=_one_of(body, "endpoint", tuple(ENDPOINTS)),
+            input_file_id=file_id,
+            completion_window=window,
+            metadata=_metadata(body.get("metadata")),
+            created_s=now_s,
+            expires_s=now_s + window_s(window),
+            output_expires_s=_output_expiry_s(body.get("output_expires_after"))
+            or config.retention_s,
+        )
+
+    async def _list(self, request: Request) -> dict[str, Any]:
+        resources = self._resources
+        batches = await resources.disk.run(resources.store.batches, owner_of(request))
+        return page(request, batches[::-1], PAGE, MAX_PAGE)
+
+    async def _retrieve(self, request: Request, batch_id: str) -> dict[str, Any]:
+        return (await self._batch(request, batch_id)).shown()
+
+    async def _cancel(self, request: Request, batch_id: str) -> dict[str, Any]:
+        record = await self._batch(request, batch_id)
+        if record.ended or record.status is Status.FINALIZING:
+            raise invalid(f"The batch cannot be cancelled any more: it is {record.status.value}.")
+        await self._resources.disk.run(self._resources.store.cancel, record)
+        self._runner.wake()
+        return (await self._batch(request, batch_id)).shown()
+
+    async def _batch(self, request: Request, batch_id: str) -> BatchRecord:
+        resources = self._resources
+        record = await resources.disk.run(resources.store.batch, owner_of(request), batch_id)
+        if record is None:
+            raise ApiError(Reason.NOT_FOUND, f"There is no batch {shown(batch_id)}.")
+        return record
+
+
+def _one_of(body: dict[str, Any], name: str, allowed: tuple[str, ...]) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or value not in allowed:
+        raise invalid(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}", name)
+    return value
+
+
+def _metadata(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if (
+        not isinstance(value, dict)
+        or len(value) > MAX_METADATA
+        or any(
+            not isinstance(text, str)
+            or len(key) > MAX_METADATA_KEY
+            or len(text) > MAX_METADATA_VALUE
+            for key, text in value.items()
+        )
+    ):
+        raise invalid(
+            f"metadata must be an object of at most {MAX_METADATA} texts of at most "
+            f"{MAX_METADATA_VALUE} characters, with keys of at most {MAX_METADATA_KEY}",
+            "metadata",
+        )
+    return value
+
+
+def _output_expiry_s(value: Any) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not value.keys() <= {"anchor", "seconds"}:
+        raise invalid(
+            "output_expires_after must be an object with anchor and seconds",
+            "output_expires_after",
+        )
+    return expiry_s("output_expires_after", value.get("anchor"), value.get("seconds"))

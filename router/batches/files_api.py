@@ -1,0 +1,145 @@
+"""``/v1/files``: what batches are made of, and what they give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from router.batches.expiry import expiry_s
+from router.batches.paging import page
+from router.batches.records import FileRecord
+from router.batches.run import Resources
+from router.batches.store import file_not_found
+from router.batches.upload import Form, receive
+from router.errors import ApiError, Reason, invalid, shown
+
+MAX_PAGE = 10_000
+"""Most files in one page of the list, and how many there are where nobody asks for less."""
+
+MAX_FILENAME = 255
+"""Longest name of a file that is kept, characters. It is only shown, and never a path of ours."""
+
+_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+
+
+class FilesApi:
+    """The endpoints over one store."""
+
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
+        self._uploads = 0
+
+    def routes(self) -> APIRouter:
+        """The endpoints."""
+        routes = APIRouter(prefix="/v1/files")
+        routes.post("", response_model=None)(self._create)
+        routes.get("")(self._list)
+        routes.get("/{file_id}")(self._retrieve)
+        routes.get("/{file_id}/content", response_model=None)(self._content)
+        routes.delete("/{file_id}")(self._delete)
+        return routes
+
+    async def _create(self, request: Request) -> Response:
+        limits = self._resources.config
+        if self._uploads >= limits.max_uploads:
+            raise ApiError(
+                Reason.ROUTER_FULL,
+                f"The router takes {limits.max_uploads} uploads at once; try again.",
+            )
+        self._uploads += 1
+        try:
+            record = await self._receive(request)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody is there to read it
+        finally:
+            self._uploads -= 1
+        return JSONResponse(record.shown())
+
+    async def _receive(self, request: Request) -> FileRecord:
+        resources, limits = self._resources, self._resources.config
+        owner = owner_of(request)
+        path: Path = await resources.disk.run(resources.store.upload_path, owner)
+        try:
+            form = await receive(
+                request, path, limits.max_file_bytes, limits.upload_timeout_s, resources.disk
+            )
+            kept_s = _checked(form)
+            name = _printable(form.filename or "")
+            return await resources.disk.run(resources.store.add_file, owner, path, name, kept_s)
+        finally:
+            await resources.disk.run(path.unlink, missing_ok=True)
+
+    async def _list(self, request: Request) -> dict[str, Any]:
+        query = request.query_params
+        order, purpose = query.get("order", "desc"), query.get("purpose")
+        if order not in ("asc", "desc"):
+            raise invalid(f"order must be asc or desc, got {shown(order)}", "order")
+        resources = self._resources
+        files = await resources.disk.run(resources.store.files, owner_of(request))
+        chosen = [file for file in files if purpose in (None, file.purpose)]
+        if order == "desc":
+            chosen.reverse()
+        return page(request, chosen, MAX_PAGE, MAX_PAGE)
+
+    async def _retrieve(self, request: Request, file_id: str) -> dict[str, Any]:
+        return (await self._file(request, file_id)).shown()
+
+    async def _content(self, request: Request, file_id: str) -> Response:
+        record = await self._file(request, file_id)
+        return FileResponse(
+            self._resources.store.data_path(record), media_type="application/octet-stream"
+        )
+
+    async def _delete(self, request: Request, file_id: str) -> dict[str, Any]:
+        record = await self._file(request, file_id)
+        await self._resources.disk.run(self._resources.store.delete_file, record)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    async def _file(self, request: Request, file_id: str) -> FileRecord:
+        resources = self._resources
+        record = await resources.disk.run(resources.store.file, owner_of(request), file_id)
+        if record is None:
+            raise file_not_found(file_id)
+        return record
+
+
+def owner_of(request: Request) -> str:
+    """Whose files and batches a request sees."""
+    owner: str = request.state.arrival.client.owner
+    return owner
+
+
+def _checked(form: Form) -> int | None:
+    """How long the file shall be kept, seconds; ``None`` where the form says nothing.
+
+    Raises:
+        ApiError: 400, a field is missing, unknown or wrong.
+    """
+    fields = form.fields
+    for name in fields:
+        if name not in _FIELDS:
+            raise invalid(
+                f"{shown(name)} is not a known field; allowed: file, {', '.join(_FIELDS)}",
+                name[:64],
+            )
+    purpose = fields.get("purpose")
+    if purpose != "batch":
+        raise invalid(f"purpose must be batch, got {shown(purpose)}", "purpose")
+    anchor, seconds = fields.get(_FIELDS[1]), fields.get(_FIELDS[2])
+    if anchor is None and seconds is None:
+        return None
+    number = int(seconds) if seconds is not None and _is_number(seconds) else seconds
+    return expiry_s("expires_after", anchor, number)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+def _printable(name: str) -> str:
+    kept = "".join(each if each.isprintable() else "_" for each in name[:MAX_FILENAME])
+    return kept or "upload"

@@ -1,0 +1,157 @@
+"""One line of a batch through the same checks and the same dispatcher as a live request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from replica.engine import Endpoint
+from router.answer import Answer
+from router.batches.lines import ENDPOINTS, Line
+from router.batches.metrics import BatchMetrics
+from router.batches.results import Reply
+from router.call import MAX_INLINE_BYTES, Call, CallReader
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.errors import ApiError, Reason, invalid
+from router.gate import Arrival
+from router.metrics import Outcome, RouterMetrics
+from router.trust import Client
+from scheduling.objective import TokenClock
+
+FIRST_PAUSE_S = 0.5
+"""Pause before a line is tried again, about; doubled each time."""
+
+LONGEST_PAUSE_S = 30.0
+"""Longest such pause, about. A line that waits keeps its place, so that lines that find no room
+keep others from being sent."""
+
+_NO_ROOM = frozenset({Reason.ROUTER_FULL, Reason.REPLICAS_FULL, Reason.NO_REPLICA})
+_TOO_MANY = 429
+
+_log = logging.getLogger(__name__)
+
+
+class LineCaller:
+    """Runs lines as best-effort calls. One per router process.
+
+    Args:
+        pause: waits for that many seconds.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        batch_metrics: BatchMetrics,
+        pause: Callable[[float], Any] = asyncio.sleep,
+    ) -> None:
+        # The same rules as for live calls, except for the class of a line that names none.
+        default = {"default_class": config.batches.service_class}
+        self._reader = CallReader(config.model_copy(update=default))
+        self._max_attempts = config.batches.max_line_attempts
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._batch_metrics = batch_metrics
+        self._pause = pause
+
+    async def run(self, line: Line, url: str, client: Client) -> Reply:
+        """The reply to ``line``, which may be an error. While there is no room for it, it waits."""
+        failures = tries = 0
+        while True:
+            arrival = Arrival(uuid.uuid4().hex, self._dispatcher.clock(), client)
+            reply = await self._attempt(line, ENDPOINTS[url], arrival)
+            if reply.status < 500 and not reply.no_room:
+                return reply
+            if reply.no_room:
+                self._batch_metrics.waits.inc()
+            else:
+                failures += 1
+                if failures == self._max_attempts:
+                    return reply
+            await self._pause(_pause_s(tries))
+            tries += 1
+
+    async def _attempt(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> Reply:
+        try:
+            return await self._serve(await self._call(line, endpoint, arrival))
+        except ApiError as error:
+            failure = error
+        except Exception:
+            _log.exception("a line of a batch failed in an unexpected way")
+            failure = ApiError(Reason.INTERNAL, "The router failed; its log says why.")
+        status = failure.rule.status
+        no_room = failure.reason in _NO_ROOM or status == _TOO_MANY
+        return Reply(status, arrival.request_id, json.dumps(failure.body).encode(), no_room)
+
+    async def _call(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> Call:
+        """The checked call.
+
+        Raises:
+            ApiError: a 4xx.
+        """
+        try:
+            if line.body.get("stream"):
+                raise invalid(
+                    "stream must be false or left out: a batch keeps whole answers", "stream"
+                )
+            if line.size <= MAX_INLINE_BYTES:
+                call = self._reader.make(line.body, (), endpoint, arrival)
+            else:
+                call = await asyncio.to_thread(self._reader.make, line.body, (), endpoint, arrival)
+        except ApiError as error:
+            self._metrics.refused(endpoint, error.reason, arrival.client)
+            raise
+        return replace(call, best_effort=True)
+
+    async def _serve(self, call: Call) -> Reply:
+        """The reply of a replica.
+
+        Raises:
+            ApiError: there is none.
+        """
+        clock = TokenClock(call.slo, call.received_s)
+        outcome = Outcome.FAILED
+        answer: Answer | None = None
+        try:
+            answer = await self._dispatcher.open(call)
+            # Whole: a plain response is open once it is complete.
+            body = b"".join([piece.data async for piece in answer])
+            status = answer.head.status
+            outcome = Outcome.of_status(status)
+            if status < 400:
+                self._time(answer, call, clock)
+            return Reply(status, call.request_id, body, status == _TOO_MANY)
+        except ApiError as error:
+            outcome = Outcome.of_status(error.rule.status)
+            raise
+        except asyncio.CancelledError:
+            outcome = Outcome.CANCELLED
+            raise
+        finally:
+            if answer is not None:
+                answer.close()
+            now_s = self._dispatcher.clock()
+            self._metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
+
+    def _time(self, answer: Answer, call: Call, clock: TokenClock) -> None:
+        if answer.tail is None:
+            return
+        reached_s = call.received_s + answer.waited_s
+        for offset_s in answer.tail.token_offsets_s:
+            clock.emit(1, reached_s + offset_s)
+        if clock.ttft_s is not None:
+            self._metrics.first_token(call.slo.service_class, clock.ttft_s)
+
+
+def _pause_s(tries: int) -> float:
+    """Doubled each time, and spread, so that lines that failed together do not return together."""
+    longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 16))
+    return longest_s * random.uniform(0.5, 1.0)

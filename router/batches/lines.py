@@ -1,0 +1,162 @@
+"""The input of a batch: a JSON object a line, each one request."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+from replica.engine import Endpoint
+from router.batches.records import LineFault
+from router.body import parse_object
+from router.errors import ApiError, shown
+
+ENDPOINTS: Final[dict[str, Endpoint]] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+}
+"""What a batch may be for, and what the engines call it."""
+
+MAX_CUSTOM_ID: Final = 512
+"""Longest ``custom_id``, characters."""
+
+MAX_FAULTS: Final = 100
+"""Most faults of one input that are told; reading stops there."""
+
+SLICE_LINES: Final = 64
+SLICE_BYTES: Final = 1 << 20
+"""A slice ends with the line that reaches either."""
+
+
+class Line(NamedTuple):
+    """One request of a batch. Nothing was checked of ``body``; ``size`` is that of the whole line,
+    bytes."""
+
+    custom_id: str
+    body: dict[str, Any]
+    size: int
+
+
+class Checked(NamedTuple):
+    """What came of a check: the number of requests, and what is wrong with them."""
+
+    total: int
+    faults: tuple[LineFault, ...]
+
+
+class LineError(ValueError):
+    """A line is no request of the batch.
+
+    Args:
+        code: for programs. param: the key at fault.
+    """
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+def check_lines(path: Path, url: str, max_lines: int, max_line_bytes: int) -> Checked:
+    """Read the whole input, and find the lines that are no requests.
+
+    What an engine would be asked is not looked into: a request that the API would refuse is
+    refused in its turn, and the others run. ``O(bytes)``; the ids are kept in memory.
+    """
+    faults: list[LineFault] = []
+    seen: set[str] = set()
+    total = 0
+    with path.open("rb") as file:
+        for number, raw in _numbered(file, max_line_bytes):
+            total += 1
+            if total > max_lines:
+                faults.append(
+                    LineFault(
+                        code="too_many_lines",
+                        message=f"A batch may have at most {max_lines} requests.",
+                    )
+                )
+                break
+            try:
+                line = parse_line(raw, url, max_line_bytes)
+                if line.custom_id in seen:
+                    raise LineError(
+                        "duplicate_custom_id",
+                        f"custom_id {shown(line.custom_id)} is that of an earlier line.",
+                        "custom_id",
+                    )
+                seen.add(line.custom_id)
+            except LineError as error:
+                faults.append(
+                    LineFault(code=error.code, message=str(error), line=number, param=error.param)
+                )
+                if len(faults) == MAX_FAULTS:
+                    break
+    if total == 0:
+        faults.append(LineFault(code="empty_file", message="The file holds no requests."))
+    return Checked(total, tuple(faults))
+
+
+def parse_line(raw: bytes, url: str, max_bytes: int) -> Line:
+    """The request in ``raw``, of a batch that is for ``url``.
+
+    Raises:
+        LineError: it is too long, is not JSON, lacks a key, or is for something else.
+    """
+    if len(raw) > max_bytes:
+        raise LineError("line_too_large", f"A line may have at most {max_bytes} bytes.")
+    try:
+        value = parse_object(raw)
+    except ApiError as error:
+        raise LineError("invalid_json_line", error.message) from None
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        raise LineError(
+            "invalid_custom_id",
+            f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters, "
+            f"got {shown(custom_id)}.",
+            "custom_id",
+        )
+    if value.get("method") != "POST":
+        raise LineError(
+            "invalid_method", f"method must be POST, got {shown(value.get('method'))}.", "method"
+        )
+    if value.get("url") != url:
+        raise LineError(
+            "invalid_url",
+            f"url must be the endpoint of the batch, {url}, got {shown(value.get('url'))}.",
+            "url",
+        )
+    body = value.get("body")
+    if not isinstance(body, dict):
+        raise LineError("invalid_body", f"body must be an object, got {shown(body)}.", "body")
+    return Line(custom_id, body, len(raw))
+
+
+def slices(path: Path, url: str, max_line_bytes: int) -> Generator[list[Line], None, None]:
+    """The requests of an input that was checked, some at a time. Closes the file at its end."""
+    with path.open("rb") as file:
+        lines: list[Line] = []
+        size = 0
+        for _, raw in _numbered(file, max_line_bytes):
+            lines.append(parse_line(raw, url, max_line_bytes))
+            size += lines[-1].size
+            if len(lines) == SLICE_LINES or size >= SLICE_BYTES:
+                yield lines
+                lines, size = [], 0
+        if lines:
+            yield lines
+
+
+def _numbered(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers from 1. Of one that is too long only a part
+    that is too long comes back, and its rest is never held in memory."""
+    number = 0
+    # One more than the limit and its line feed, so that the longest line and a longer one differ.
+    while raw := file.readline(max_bytes + 2):
+        number += 1
+        whole = raw.endswith(b"\n")
+        if raw.strip():
+            yield number, raw.rstrip(b"\r\n") if whole else raw
+        while not whole and (rest := file.readline(1 << 16)):
+            whole = rest.endswith(b"\n")

@@ -1,0 +1,176 @@
+"""What is kept of files and batches, and how OpenAI's API shows it."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+import uuid
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FILE_ID: Final = re.compile(r"file-[0-9a-f]{32}")
+BATCH_ID: Final = re.compile(r"batch_[0-9a-f]{32}")
+
+Purpose = Literal["batch", "batch_output"]
+
+
+class Status(enum.StrEnum):
+    """Where a batch is; the names are OpenAI's. ``CANCELLING`` is shown and never stored."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+ENDED: Final = frozenset({Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED})
+
+_TIMED: Final = (
+    Status.IN_PROGRESS,
+    Status.FINALIZING,
+    Status.COMPLETED,
+    Status.FAILED,
+    Status.EXPIRED,
+    Status.CANCELLING,
+    Status.CANCELLED,
+)
+"""Those that the API shows a time for."""
+
+
+class FileRecord(BaseModel):
+    """A stored file. Times are Unix seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    owner: str
+    filename: str
+    purpose: Purpose
+    bytes: int
+    created_s: float
+    expires_s: float
+
+    def shown(self) -> dict[str, Any]:
+        """OpenAI's file object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": int(self.created_s),
+            "expires_at": int(self.expires_s),
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class LineFault(BaseModel):
+    """Why a batch was refused: ``line`` counts from 1, and is ``None`` for the whole file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchRecord(BaseModel):
+    """A batch. Times are Unix seconds.
+
+    Attributes:
+        id, owner, endpoint, input_file_id, completion_window, metadata: as asked for.
+        created_s, expires_s: when it was made, and when what is left of it will not be run.
+        output_expires_s: how long its results are kept, seconds.
+        status: as stored. reached_s: when it got to each status.
+        total, completed, failed: lines.
+        faults: why it was refused.
+        output_file_id, error_file_id: its results, where it has ended and there are any.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    owner: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: dict[str, str] | None
+    created_s: float
+    expires_s: float
+    output_expires_s: float
+    status: Status = Status.VALIDATING
+    reached_s: dict[Status, float] = {}
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    faults: tuple[LineFault, ...] = ()
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more happens to it."""
+        return self.status in ENDED
+
+    @property
+    def cancelling(self) -> bool:
+        """Whether it was asked to end early."""
+        return Status.CANCELLING in self.reached_s
+
+    def at(self, status: Status, now_s: float, **changes: Any) -> BatchRecord:
+        """A copy that got to ``status`` now, with ``changes``."""
+        reached_s = {**self.reached_s, status: now_s}
+        return self.model_copy(update={"status": status, "reached_s": reached_s, **changes})
+
+    def shown(self) -> dict[str, Any]:
+        """OpenAI's batch object."""
+        status = Status.CANCELLING if self.cancelling and not self.ended else self.status
+        faults = [fault.model_dump() for fault in self.faults]
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": status.value,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "errors": {"object": "list", "data": faults} if faults else None,
+            "created_at": int(self.created_s),
+            "expires_at": int(self.expires_s),
+            **{f"{each.value}_at": _whole(self.reached_s.get(each)) for each in _TIMED},
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
+            "metadata": self.metadata,
+        }
+
+
+def new_file_id() -> str:
+    """An id that cannot be guessed."""
+    return f"file-{uuid.uuid4().hex}"
+
+
+def new_batch_id() -> str:
+    """An id that cannot be guessed."""
+    return f"batch_{uuid.uuid4().hex}"
+
+
+def result_file_id(batch_id: str, name: str) -> str:
+    """The id of a batch's result file ``name``: always the same, so that who takes over a batch
+    that was about to end does not publish its results twice."""
+    return f"file-{hashlib.blake2b(f'{batch_id}/{name}'.encode(), digest_size=16).hexdigest()}"
+
+
+def _whole(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s)

@@ -1,0 +1,235 @@
+"""One batch, from the check of its input to its result files, by the router that has its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+
+from router.batches.config import BatchesConfig
+from router.batches.disk import DiskThreads, Lock
+from router.batches.line_caller import LineCaller
+from router.batches.lines import Line, check_lines, slices
+from router.batches.metrics import BatchMetrics, LineOutcome
+from router.batches.records import BatchRecord, Status
+from router.batches.results import Reply, ResultLog, answered, not_run
+from router.batches.store import ERRORS, INPUT, OUTPUT, Store
+from router.trust import Client
+
+SAVE_S = 1.0
+"""How often the progress of a batch is written to disk, seconds. A crash loses nothing by it, a
+loss of power what ran since; those lines run again."""
+
+_log = logging.getLogger(__name__)
+
+_EXPIRED = "This request could not be run before the completion window had passed."
+_CANCELLED = "The batch was cancelled before this request had been run."
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What all batches of a router share.
+
+    Attributes:
+        max_line_bytes: longest line of an input.
+        lines: a place for each line that may be under way.
+        now: Unix seconds.
+    """
+
+    config: BatchesConfig
+    max_line_bytes: int
+    store: Store
+    disk: DiskThreads
+    caller: LineCaller
+    lines: asyncio.Semaphore
+    metrics: BatchMetrics
+    now: Callable[[], float]
+
+
+class BatchRun:
+    """Runs a batch, or as much of it as is left.
+
+    It may be given up at any point, by a crash too: who takes the lease next goes on from what is
+    on disk. Every line of the input gets one result.
+
+    Args:
+        lock: the lease; released at the end.
+        client: whose batch it is.
+    """
+
+    def __init__(
+        self, resources: Resources, lock: Lock, record: BatchRecord, client: Client
+    ) -> None:
+        self._resources = resources
+        self._lock = lock
+        self._record = record
+        self._client = client
+        self._ending = asyncio.Event()
+        self.look(record)
+
+    def look(self, record: BatchRecord) -> None:
+        """Notice whether the record on disk says that it was cancelled, and what time it is."""
+        if record.cancelling and not self._record.cancelling:
+            reached_s = {**self._record.reached_s}
+            reached_s[Status.CANCELLING] = record.reached_s[Status.CANCELLING]
+            self._record = self._record.model_copy(update={"reached_s": reached_s})
+        if self._record.cancelling or self._resources.now() >= self._record.expires_s:
+            self._ending.set()
+
+    async def run(self) -> None:
+        """Run it to its end.
+
+        Raises:
+            Exception: it could not be run on, because of the disk for example. It has lost nothing
+                and can be tried again.
+        """
+        try:
+            self._resources.metrics.running.inc()
+            if self._record.status is Status.VALIDATING and not await self._check():
+                return
+            paths = [self._resources.store.path(self._record, name) for name in (OUTPUT, ERRORS)]
+            log = await self._resources.disk.run(ResultLog, *paths)
+            try:
+                if not self._ending.is_set():
+                    await self._answer(log)
+                await self._finish(log)
+            finally:
+                await self._resources.disk.run(log.close)
+        finally:
+            self._resources.metrics.running.dec()
+            self._lock.release()
+
+    async def _check(self) -> bool:
+        """Whether the input can be run. Otherwise the batch has failed."""
+        config, record = self._resources.config, self._record
+        checked = await self._resources.disk.run(
+            check_lines,
+            self._resources.store.path(record, INPUT),
+            record.endpoint,
+            config.max_lines,
+            self._resources.max_line_bytes,
+        )
+        if not checked.faults:
+            await self._move(Status.IN_PROGRESS, total=checked.total)
+            return True
+        await self._move(Status.FAILED, faults=checked.faults)
+        await self._resources.disk.run(self._resources.store.drop_work, record)
+        self._resources.metrics.ended(Status.FAILED)
+        return False
+
+    async def _answer(self, log: ResultLog) -> None:
+        """Run the lines that have no result, until all have, or until it is to end."""
+        work = asyncio.create_task(self._run_lines(log))
+        ending = asyncio.create_task(self._ending.wait())
+        saved = asyncio.Event()
+        saving = asyncio.create_task(self._save_progress(log, saved))
+        try:
+            await asyncio.wait({work, ending, saving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ending.cancel()
+            work.cancel()
+            saved.set()
+            await asyncio.wait({work, ending, saving})
+        for task in (work, saving):
+            if not task.cancelled():
+                task.result()
+
+    async def _run_lines(self, log: ResultLog) -> None:
+        places = self._resources.lines
+        with closing(self._slices()) as pending:
+            async with asyncio.TaskGroup() as group:
+                while lines := await self._resources.disk.run(_next, pending):
+                    await self._wait_for_room()
+                    for line in lines:
+                        if log.has(line.custom_id):
+                            continue
+                        await places.acquire()
+                        try:
+                            task = group.create_task(self._run_line(line, log))
+                        except BaseException:
+                            places.release()
+                            raise
+                        # Not in the task: one that is cancelled before it starts runs nothing.
+                        task.add_done_callback(lambda _: places.release())
+
+    async def _run_line(self, line: Line, log: ResultLog) -> None:
+        with self._resources.metrics.in_flight.track_inprogress():
+            reply = await self._resources.caller.run(line, self._record.endpoint, self._client)
+        ok = await self._resources.disk.run(_keep, log, line, reply)
+        self._resources.metrics.line(LineOutcome.OK if ok else LineOutcome.ERROR)
+
+    async def _wait_for_room(self) -> None:
+        store, owner = self._resources.store, self._record.owner
+        # Room comes from other processes, too: no event here can tell of it.
+        while not await self._resources.disk.run(store.has_room, owner):  # noqa: ASYNC110
+            await asyncio.sleep(self._resources.config.poll_s)
+
+    async def _save_progress(self, log: ResultLog, saved: asyncio.Event) -> None:
+        while not saved.is_set():
+            try:
+                async with asyncio.timeout(SAVE_S):
+                    await saved.wait()
+            except TimeoutError:
+                counts = (log.completed, log.failed)
+                if counts != (self._record.completed, self._record.failed):
+                    await self._resources.disk.run(log.sync)
+                    update = {"completed": counts[0], "failed": counts[1]}
+                    await self._save(self._record.model_copy(update=update))
+
+    async def _finish(self, log: ResultLog) -> None:
+        """Give every line that has no result one that says why, and publish the results."""
+        store, disk = self._resources.store, self._resources.disk
+        await self._move(Status.FINALIZING)
+        outcome, code, message = (
+            (LineOutcome.CANCELLED, "batch_cancelled", _CANCELLED)
+            if self._record.cancelling
+            else (LineOutcome.EXPIRED, "batch_expired", _EXPIRED)
+        )
+        missing = await disk.run(self._fill, log, code, message)
+        await disk.run(log.sync)
+        files = {
+            "output_file_id": await disk.run(store.publish, self._record, OUTPUT),
+            "error_file_id": await disk.run(store.publish, self._record, ERRORS),
+        }
+        if self._record.cancelling:
+            status = Status.CANCELLED
+        else:
+            status = Status.EXPIRED if missing else Status.COMPLETED
+        await self._move(status, completed=log.completed, failed=log.failed, **files)
+        await disk.run(store.drop_work, self._record)
+        self._resources.metrics.line(outcome, missing)
+        self._resources.metrics.ended(status)
+        _log.info("batch %s is %s", self._record.id, status.value)
+
+    def _fill(self, log: ResultLog, code: str, message: str) -> int:
+        missing = 0
+        if log.completed + log.failed < self._record.total:
+            for line in chain.from_iterable(self._slices()):
+                if not log.has(line.custom_id):
+                    log.add(not_run(line, code, message))
+                    missing += 1
+        return missing
+
+    def _slices(self) -> Generator[list[Line], None, None]:
+        path = self._resources.store.path(self._record, INPUT)
+        return slices(path, self._record.endpoint, self._resources.max_line_bytes)
+
+    async def _move(self, status: Status, **changes: object) -> None:
+        await self._save(self._record.at(status, self._resources.now(), **changes))
+
+    async def _save(self, record: BatchRecord) -> None:
+        self._record = record
+        await self._resources.disk.run(self._resources.store.save, record)
+
+
+def _keep(log: ResultLog, line: Line, reply: Reply) -> bool:
+    result = answered(line, reply)
+    log.add(result)
+    return result.ok
+
+
+def _next(pending: Iterator[list[Line]]) -> list[Line]:
+    return next(pending, [])

@@ -1,0 +1,84 @@
+"""Files and batches of one router: the endpoints, and the runner that lives as long as they do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+
+from router.auth import KeyRing
+from router.batches.batches_api import BatchesApi
+from router.batches.disk import DiskThreads
+from router.batches.files_api import FilesApi
+from router.batches.line_caller import LineCaller
+from router.batches.metrics import BatchMetrics
+from router.batches.run import Resources
+from router.batches.runner import Runner
+from router.batches.store import Store
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.errors import ApiError, Reason
+from router.metrics import RouterMetrics
+
+_METHODS = ["GET", "POST", "DELETE"]
+
+
+def batch_routes(
+    config: RouterConfig,
+    dispatcher: Dispatcher,
+    metrics: RouterMetrics,
+    now: Callable[[], float] = time.time,
+) -> APIRouter:
+    """``/v1/files`` and ``/v1/batches``. Batches run between the application's start and end.
+
+    Args:
+        now: Unix seconds.
+
+    Raises:
+        OSError: the configured folder cannot be used.
+    """
+    if config.batches.directory is None:
+        return _routes_when_off()
+    disk = DiskThreads()
+    batch_metrics = BatchMetrics(metrics.registry)
+    resources = Resources(
+        config=config.batches,
+        max_line_bytes=config.max_body_bytes,
+        store=Store(config.batches, config.batches.directory, now),
+        disk=disk,
+        caller=LineCaller(config, dispatcher, metrics, batch_metrics),
+        lines=asyncio.Semaphore(config.batches.max_lines_in_flight),
+        metrics=batch_metrics,
+        now=now,
+    )
+    runner = Runner(resources, KeyRing(config.api_keys), dispatcher.clock)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        runner.start()
+        yield
+        await runner.stop()
+
+    routes = APIRouter(lifespan=lifespan)
+    routes.include_router(FilesApi(resources).routes())
+    routes.include_router(BatchesApi(resources, runner).routes())
+    return routes
+
+
+def _routes_when_off() -> APIRouter:
+    routes = APIRouter()
+
+    async def off(_: Request) -> Response:
+        raise ApiError(
+            Reason.BATCHES_OFF,
+            "Files and batches are not enabled here: set router.batches.directory.",
+        )
+
+    for path in ("/v1/files", "/v1/batches"):
+        routes.api_route(path, methods=_METHODS, response_model=None)(off)
+        routes.api_route(path + "/{rest:path}", methods=_METHODS, response_model=None)(off)
+    return routes

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.replay_client import End, Outcome, replay
+from benchmarks.replay_load import CLASSES, ENGINE, SHARES, make_load, objectives
+from benchmarks.replay_report import of_class, predictions, summary, tables
+from benchmarks.resources import Meter, Usage, Used
+from benchmarks.workloads.traces import TraceError
+from scheduling.objective import SLO
+from simulation.workload import Arrival, Workload
+from tests.documents import ROOT, newcomer
+
+SLOW = SLO(ttft_s=60.0, tpot_s=60.0, service_class="standard")
+
+
+def write_trace(path: Path, requests: int) -> Path:
+    rows = [
+        f"2023-11-16 18:{minute:02d}:{second:02d}.0,{400 + second},{4 + second % 3}"
+        for minute in range(60)
+        for second in range(60)
+    ]
+    text = "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows[:requests]])
+    path.write_text(text)
+    return path
+
+
+# The load.
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_load_has_the_rate_that_was_asked_for_and_fits_the_engine(
+    recorded: bool, tmp_path: Path
+) -> None:
+    traces = [write_trace(tmp_path / "trace.csv", 1_000)] if recorded else []
+    workload = make_load(traces, rate=5.0, seconds=120.0, seed=3)
+    assert len(workload) == pytest.approx(600, abs=30)
+    assert workload.duration_s == pytest.approx(120.0, rel=0.15)
+    longest = max(each.prompt_tokens + each.output_tokens for each in workload.arrivals)
+    assert longest <= ENGINE["max_model_tokens"]
+
+
+def test_classes_are_drawn_by_share_and_carry_their_objectives() -> None:
+    workload = make_load([], rate=20.0, seconds=200.0, seed=3)
+    drawn = Counter(each.slo.service_class for each in workload.arrivals)
+    assert set(drawn) == set(CLASSES) == set(SHARES)
+    for name, share in SHARES.items():
+        assert drawn[name] / len(workload) == pytest.approx(share, abs=0.05)
+    assert {each.slo for each in workload.arrivals} == set(objectives().values())
+    assert objectives()["interactive"].ttft_s == CLASSES["interactive"].ttft_ms / 1e3  # type: ignore[operator]
+
+
+def test_the_same_seed_gives_the_same_load_and_another_one_does_not(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.csv", 1_000)
+    one, same, other = (make_load([trace], 2.0, 60.0, seed).arrivals for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+
+
+def test_a_folder_of_traces_is_replayed_together(tmp_path: Path) -> None:
+    write_trace(tmp_path / "a.csv", 200)
+    write_trace(tmp_path / "b.csv", 200)
+    assert len(make_load([tmp_path], 4.0, 100.0, 1)) == 400
+
+
+def test_a_trace_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"have 50 requests .* need 600"):
+        make_load([write_trace(tmp_path / "trace.csv", 50)], 5.0, 120.0, 1)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(TraceError, match=r"no \.csv or \.jsonl"):
+        make_load([empty], 5.0, 120.0, 1)
+
+
+# The client, against a server that ends answers in every way.
+
+TOKENS = 3
+PIECE = b'data: {"choices": [{"text": "word"}]}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"completion_tokens": %d}}\n\n'
+DONE = b"data: [DONE]\n\n"
+ERROR = b'{"error": {"message": "none", "type": "t", "param": null, "code": "%s"}}'
+
+ENDINGS: dict[int, tuple[list[bytes], End, str]] = {
+    1: ([PIECE * TOKENS, USAGE % TOKENS, DONE], End.ANSWERED, ""),
+    2: ([PIECE, USAGE % 1, DONE], End.SILENT, "tokens are missing"),
+    3: ([PIECE], End.SILENT, "no end mark"),
+    4: ([], End.SILENT, "no end mark"),
+    5: ([PIECE, b"data: " + ERROR % b"stream_broken" + b"\n\n"], End.FAILED, "stream_broken"),
+    # A first token that comes in two pieces of the connection.
+    6: ([PIECE[:30], PIECE[30:] + PIECE * 2, USAGE % TOKENS, DONE], End.ANSWERED, ""),
+}
+STATUSES = {
+    11: (429, ERROR % b"slo_unattainable", End.REFUSED, "slo_unattainable"),
+    12: (503, ERROR % b"no_replica", End.REFUSED, "no_replica"),
+    13: (500, ERROR % b"internal_error", End.FAILED, "internal_error"),
+    14: (502, b"bad gateway", End.FAILED, "status 502"),
+}
+BREAKS, HANGS = 21, 22
+
+
+async def _answer(request: web.Request) -> web.StreamResponse:
+    kind = len((await request.json())["prompt"]) // 4
+    if kind in STATUSES:
+        status, body, *_ = STATUSES[kind]
+        return web.Response(status=status, body=body)
+    response = web.StreamResponse(
+        headers={"x-sluice-admission": "guaranteed", "x-sluice-predicted-ttft-ms": "250.5"}
+    )
+    await response.prepare(request)
+    for piece in ENDINGS.get(kind, ([PIECE],))[0]:
+        await response.write(piece)
+    if kind == BREAKS and request.transport is not None:
+        request.transport.abort()
+    while kind == HANGS:
+        await response.write(PIECE)
+    return response
+
+
+@asynccontextmanager
+async def far_side() -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/", _answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    finally:
+        await runner.cleanup()
+
+
+async def outcomes_of(kinds: list[int], grace_s: float = 30.0) -> list[Outcome]:
+    arrivals = tuple(Arrival(0.001 * n, kind, TOKENS, SLOW) for n, kind in enumerate(kinds))
+    async with far_side() as url:
+        return await replay(url, "model", Workload("test", arrivals), grace_s)
+
+
+async def test_the_client_tells_every_ending_from_every_other() -> None:
+    expected = {kind: (end, reason) for kind, (_, end, reason) in ENDINGS.items()}
+    expected |= {kind: (end, reason) for kind, (_, _, end, reason) in STATUSES.items()}
+    outcomes = await outcomes_of(list(expected))
+    assert [(each.end, each.reason) for each in outcomes] == list(expected.values())
+    answered = [each for each in outcomes if each.end is End.ANSWERED]
+    assert all(each.attained and each.admission == "guaranteed" for each in answered)
+    assert all(each.predicted_ttft_s == 0.2505 for each in answered)
+    assert not any(each.attained for each in outcomes if each not in answered)
+
+
+async def test_a_connection_that_breaks_after_the_head_is_silent() -> None:
+    (outcome,) = await outcomes_of([BREAKS])
+    assert outcome.end is End.SILENT
+
+
+async def test_a_stream_that_never_ends_is_silent_after_the_grace() -> None:
+    hanging, answered = await outcomes_of([HANGS, 1], grace_s=0.5)
+    assert (hanging.end, hanging.reason) == (End.SILENT, "unfinished")
+    assert answered.end is End.ANSWERED
+
+
+async def test_nobody_there_is_a_failure_and_not_silence() -> None:
+    async with far_side() as url:
+        pass
+    workload = Workload("test", (Arrival(0.0, 1, TOKENS, SLOW),))
+    (outcome,) = await replay(url, "model", workload)
+    assert outcome.end is End.FAILED
+
+
+# The figures.
+
+
+def outcome(end: End = End.ANSWERED, ttft_s: float = 1.0, **fields: object) -> Outcome:
+    made = Outcome(SLO(ttft_s=2.0, tpot_s=0.1, service_class="interactive"), 10, 5, 0.0, 0.001)
+    made.end, made.ttft_s, made.tpot_s = end, ttft_s, 0.05
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_a_refused_request_and_a_late_one_are_missed() -> None:
+    figures = of_class(
+        [outcome(), outcome(ttft_s=3.0), outcome(tpot_s=0.2), outcome(End.REFUSED, reason="full")]
+    )
+    assert figures["attained"] == 0.25
+    assert (figures["answered"], figures["refused"], figures["sent"]) == (3, 1, 4)
+    assert figures["kept"] is None
+
+
+def test_kept_counts_only_what_was_promised() -> None:
+    promised = {"admission": "guaranteed"}
+    figures = of_class(
+        [
+            outcome(**promised),
+            outcome(ttft_s=9.0, **promised),
+            outcome(ttft_s=9.0, admission="best-effort"),
+        ]
+    )
+    assert (figures["guaranteed"], figures["best_effort"], figures["kept"]) == (2, 1, 0.5)
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0.01, 10)), max_size=60))
+def test_every_promise_stands_in_one_decile(pairs: list[tuple[float, float]]) -> None:
+    outcomes = [outcome(ttft_s=seen, predicted_ttft_s=said) for said, seen in pairs]
+    parts = predictions([*outcomes, outcome(), outcome(End.REFUSED)])
+    assert sum(part["requests"] for part in parts) == len(pairs)
+    assert len(parts) == min(10, len(pairs))
+    bounds = [bound for part in parts for bound in part["predicted_ms"]]
+    assert bounds == sorted(bounds)
+
+
+def test_errors_are_observed_less_predicted() -> None:
+    (part,) = predictions([outcome(ttft_s=1.0, predicted_ttft_s=0.75)])
+    assert part["error_ms"] == [250.0, 250.0, 250.0]
+
+
+def test_a_summary_is_json_and_makes_tables() -> None:
+    outcomes = [outcome(predicted_ttft_s=0.9), outcome(End.FAILED, reason="status 502")]
+    found = summary(outcomes, Usage({"client": Used(0.5, 100.0)}, 0.4), 1.02)
+    assert found["failed"] == {"status 502": 1}
+    assert json.loads(json.dumps(found)) == found
+    entry = {"policy": "pab", **found}
+    assert len(tables({"default": entry, "other": entry})) == 6
+
+
+def test_the_meter_sees_what_this_process_does() -> None:
+    meter = Meter()
+    assert sum(range(2_000_000)) > 0
+    meter.stop()
+    client = meter.usage.kinds["client"]
+    assert client.cores > 0 and client.memory_mib > 10
+
+
+@pytest.mark.ray
+def test_a_short_replay_serves_every_request_on_real_ray() -> None:
+    command = ["-m", "benchmarks.replay", "--json", "--minutes", "0.1"]
+    command += ["--replicas", "2", "--routers", "2", "--policies", "round_robin"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=newcomer(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)["settings"]
+    assert set(found) == {"default", "round_robin"}
+    for entry in found.values():
+        every = entry["all"]
+        assert every["sent"] == every["answered"] + every["refused"]
+        assert every["sent"] == 12
+        assert {"client", "controller", "replicas", "routers"} <= set(entry["processes"])
+        assert entry["step_ratio"] > 0.9
