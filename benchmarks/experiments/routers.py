@@ -62,11 +62,12 @@ def workloads(plan: Plan) -> dict[str, Make]:
     return {name: GENERATED[name] for name in names} | traces
 
 
-def _cells(plan: Plan, layouts: Sequence[Layout], policies: Sequence[str]) -> list[Cell]:
+def _cells(
+    plan: Plan, layouts: Sequence[Layout], policies: Sequence[str], routers: Sequence[str]
+) -> list[Cell]:
     setup = SETUPS["8b"]
-    routers = plan.pick(QUICK_ROUTERS, tuple(ROUTERS), tuple(ROUTERS))
     loads = plan.pick([1.1], [0.9, 1.2], [0.7, 0.9, 1.05, 1.2, 1.5])
-    span = plan.pick(Span(1.0, 5, 8), Span(20.0, 40, 150), Span(120.0, 100, 2_000))
+    span = plan.pick(Span(1.0, 5, 8), Span(15.0, 40, 150), Span(120.0, 100, 2_000))
     grid = []
     for workload, make in workloads(plan).items():
         systems = [
@@ -84,18 +85,30 @@ def _cells(plan: Plan, layouts: Sequence[Layout], policies: Sequence[str]) -> li
     return grid
 
 
+def _routers(plan: Plan) -> tuple[str, ...]:
+    return plan.pick(QUICK_ROUTERS, tuple(ROUTERS), tuple(ROUTERS))
+
+
 def colocated_cells(plan: Plan) -> list[Cell]:
-    """Workloads x sizes x loads x local policies x routers."""
-    sizes = plan.pick((4,), (4, 8, 32), (4, 8, 32))
-    policies = plan.pick((LOCAL,), (LOCAL, "slidebatching", "fcfs"), tuple(LOCAL_POLICIES))
-    return _cells(plan, [colocated(size) for size in sizes], policies)
+    """Workloads x sizes x loads x local policies x routers; in normal scale other policies than
+    the default on 32 replicas with the default router and its rivals alone."""
+    few = [router for router in ROUTERS if router == DEFAULT or router in RIVALS]
+    small = [colocated(size) for size in plan.pick((4,), (4, 8), (4, 8, 32))]
+    large = [colocated(size) for size in plan.pick((), (32,), ())]
+    others = plan.pick((), ("slidebatching", "fcfs"), ())
+    policies = plan.pick((LOCAL,), (LOCAL, *others), tuple(LOCAL_POLICIES))
+    return [
+        *_cells(plan, small, policies, _routers(plan)),
+        *_cells(plan, large, (LOCAL,), _routers(plan)),
+        *_cells(plan, large, others, few),
+    ]
 
 
 def disaggregated_cells(plan: Plan) -> list[Cell]:
     """The same with replicas of each role."""
     sizes = plan.pick((4,), (4, 8, 32), (4, 8, 32))
     policies = plan.pick((LOCAL,), (LOCAL,), (LOCAL, "slidebatching", "fcfs"))
-    return _cells(plan, [disaggregated(size) for size in sizes], policies)
+    return _cells(plan, [disaggregated(size) for size in sizes], policies, _routers(plan))
 
 
 def findings(rows: Sequence[Row]) -> Findings:
