@@ -1,0 +1,329 @@
+"""Batches from upload to results, with the official client, through restarts and among routers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+
+import openai
+import pytest
+
+from router.batches.config import DAY_S
+from scheduling.objective import SLO
+from tests.router.batches.routers import (
+    KEY,
+    OTHER_KEY,
+    Held,
+    UnixClock,
+    config,
+    jsonl,
+    line,
+    results,
+    said,
+    serving,
+    submit,
+    until,
+    upload,
+)
+from tests.router.far_side import FarSide, answer, serve
+
+NAMES = [f"line-{number}" for number in range(6)]
+
+
+def ids(entries: list[dict[str, object]]) -> list[object]:
+    return [entry["custom_id"] for entry in entries]
+
+
+async def test_a_batch_is_run_as_best_effort_and_gives_its_results(tmp_path: Path) -> None:
+    async with serving(config(tmp_path)) as router:
+        client = router.client
+        made = await submit(client, map(line, NAMES), metadata={"for": "tests"})
+        assert (made.status, made.object, made.endpoint) == (
+            "validating",
+            "batch",
+            "/v1/chat/completions",
+        )
+        assert made.expires_at == made.created_at + DAY_S
+        done = await until(client, made.id, "completed", "failed")
+        assert done.status == "completed"
+        assert done.metadata == {"for": "tests"}
+        counts = done.request_counts
+        assert counts is not None
+        assert (counts.total, counts.completed, counts.failed) == (6, 6, 0)
+        assert None not in (done.in_progress_at, done.finalizing_at, done.completed_at)
+        assert done.error_file_id is None and done.errors is None
+        output = await results(client, done.output_file_id)
+        assert sorted(ids(output)) == NAMES
+        for entry in output:
+            assert entry["error"] is None
+            response = entry["response"]
+            assert response["status_code"] == 200
+            assert response["body"]["choices"][0]["message"]["content"] == "one two three"
+        sent = {response["response"]["request_id"] for response in output}
+        calls = [request for _, request in router.edge.side.calls]
+        assert sent == {request.request_id for request in calls}
+        assert all(request.best_effort for request in calls)
+        assert {request.slo for request in calls} == {SLO(priority=1, service_class="batch")}
+        assert router.edge.sample("sluice_batches_total", status="completed") == 1
+        assert router.edge.sample("sluice_batch_lines_total", outcome="ok") == 6
+        labels = {"class": "batch", "outcome": "ok", "endpoint": "chat"}
+        assert router.edge.sample("sluice_requests_total", **labels) == 6
+
+
+async def test_completions_run_too(tmp_path: Path) -> None:
+    url = "/v1/completions"
+    async with serving(config(tmp_path)) as router:
+        made = await submit(router.client, [line("a", url)], url)
+        await until(router.client, made.id, "completed")
+        assert [request.endpoint for _, request in router.edge.side.calls] == ["completions"]
+
+
+async def test_what_the_api_would_refuse_is_refused_line_by_line(tmp_path: Path) -> None:
+    lines = [
+        line("good"),
+        line("streamed", stream=True),
+        line("many", n=1_000),
+        line("hasty", slo={"ttft_ms": -1}),
+        line("classless", slo={"class": "none"}),
+        line("own", slo={"class": "interactive"}),
+    ]
+    async with serving(config(tmp_path)) as router:
+        done = await until(router.client, (await submit(router.client, lines)).id, "completed")
+        counts = done.request_counts
+        assert counts is not None
+        assert (counts.completed, counts.failed) == (2, 4)
+        assert sorted(ids(await results(router.client, done.output_file_id))) == ["good", "own"]
+        errors = {
+            entry["custom_id"]: entry for entry in await results(router.client, done.error_file_id)
+        }
+        assert {
+            name: entry["response"]["body"]["error"]["param"] for name, entry in errors.items()
+        } == {
+            "streamed": "stream",
+            "many": "n",
+            "hasty": "slo.ttft_ms",
+            "classless": "slo.class",
+        }
+        assert {entry["response"]["status_code"] for entry in errors.values()} == {400}
+        assert {request.slo.service_class for _, request in router.edge.side.calls} == {
+            "batch",
+            "interactive",
+        }
+
+
+async def test_an_engines_refusal_is_an_error_of_its_line(tmp_path: Path) -> None:
+    body = b'{"error": {"message": "no such model", "code": 404}}'
+    async with serving(config(tmp_path), FarSide(a=answer(404, body))) as router:
+        done = await until(
+            router.client, (await submit(router.client, [line("a")])).id, "completed"
+        )
+        (entry,) = await results(router.client, done.error_file_id)
+        assert entry["response"]["status_code"] == 404
+        assert entry["response"]["body"] == json.loads(body)
+        assert done.output_file_id is None
+
+
+BAD_INPUTS = {
+    "invalid_json_line": b"{",
+    "invalid_custom_id": jsonl([{**line("a"), "custom_id": 7}]),
+    "duplicate_custom_id": jsonl([line("a"), line("a")]),
+    "invalid_method": jsonl([{**line("a"), "method": "GET"}]),
+    "invalid_url": jsonl([line("a", "/v1/completions")]),
+    "invalid_body": jsonl([{**line("a"), "body": []}]),
+    "line_too_large": jsonl([line("a", text="x" * 2_000)]),
+    "too_many_lines": jsonl(map(line, NAMES)),
+    "empty_file": b"\n \n",
+}
+
+
+@pytest.mark.parametrize("code", BAD_INPUTS)
+async def test_an_input_that_is_not_requests_fails_the_batch(tmp_path: Path, code: str) -> None:
+    settings = config(tmp_path, max_lines=5).model_copy(update={"max_body_bytes": 1_024})
+    async with serving(settings) as router:
+        client = router.client
+        file = await client.files.create(file=("x", BAD_INPUTS[code]), purpose="batch")
+        made = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        failed = await until(client, made.id, "failed")
+        assert failed.errors is not None and failed.errors.data is not None
+        assert [fault.code for fault in failed.errors.data] == [code]
+        assert failed.failed_at is not None and failed.output_file_id is None
+        assert router.edge.side.calls == []
+
+
+async def test_a_router_that_starts_goes_on_where_another_stopped(tmp_path: Path) -> None:
+    settings = config(tmp_path, max_lines_in_flight=2)
+    first = FarSide(a=Held(3))
+    async with serving(settings, first) as router:
+        made = await submit(router.client, map(line, NAMES))
+        await first.until(lambda: len(first.calls) == 5)
+        before = await until(router.client, made.id, "in_progress")
+    assert before.output_file_id is None
+    assert not first.live, "what was under way has been stopped"
+    second = FarSide(a=serve)
+    async with serving(settings, second) as router:
+        done = await until(router.client, made.id, "completed")
+        assert sorted(ids(await results(router.client, done.output_file_id))) == NAMES
+        assert done.request_counts is not None and done.request_counts.completed == 6
+    assert Counter(said(first.calls)[:3] + said(second.calls)) == Counter(NAMES)
+
+
+async def test_routers_share_a_folder_and_run_each_batch_once(tmp_path: Path) -> None:
+    settings = config(tmp_path, max_running=1, max_lines_in_flight=1)
+    sides = [FarSide(a=serve), FarSide(a=serve)]
+    async with serving(settings, sides[0]) as one, serving(settings, sides[1]) as two:
+        made = [
+            await submit(router.client, [line(f"{number}-{name}") for name in NAMES])
+            for number in range(3)
+            for router in (one, two)
+        ]
+        for batch in made:
+            done = await until(two.client, batch.id, "completed")
+            assert await until(one.client, batch.id, "completed") == done
+            assert len(await results(one.client, done.output_file_id)) == len(NAMES)
+    lines = Counter(said(sides[0].calls) + said(sides[1].calls))
+    assert set(lines.values()) == {2}, "each line is in two batches"
+
+
+async def test_another_router_takes_over_a_batch(tmp_path: Path) -> None:
+    held, free = FarSide(a=Held(2)), FarSide(a=serve)
+    settings = config(tmp_path, max_running=1)
+    async with serving(settings, held) as one:
+        made = await submit(one.client, map(line, NAMES))
+        await held.until(lambda: len(held.live) == len(NAMES) - 2)
+        async with serving(settings, free) as two:
+            # It looked for work at its start, and the next batch shows that it does work.
+            await until(two.client, (await submit(two.client, [line("x")])).id, "completed")
+            assert said(free.calls) == ["x"]
+    async with serving(settings, free) as two:
+        done = await until(two.client, made.id, "completed")
+        assert sorted(ids(await results(two.client, done.output_file_id))) == NAMES
+
+
+async def test_cancelling_stops_what_is_under_way_and_keeps_what_is_done(tmp_path: Path) -> None:
+    side = FarSide(a=Held(2))
+    async with serving(config(tmp_path), side) as one, serving(config(tmp_path)) as two:
+        made = await submit(one.client, map(line, NAMES))
+        await side.until(lambda: len(side.live) == len(NAMES) - 2)
+        # At the router that does not run it.
+        asked = await two.client.batches.cancel(made.id)
+        assert asked.status in ("cancelling", "cancelled") and asked.cancelling_at is not None
+        done = await until(two.client, made.id, "cancelled")
+        assert done.cancelled_at is not None
+        assert not side.live
+        output = await results(two.client, done.output_file_id)
+        errors = await results(two.client, done.error_file_id)
+        assert sorted(ids(output) + ids(errors)) == NAMES
+        assert len(output) == 2
+        assert {entry["error"]["code"] for entry in errors} == {"batch_cancelled"}
+        with pytest.raises(openai.BadRequestError, match="cannot be cancelled any more"):
+            await one.client.batches.cancel(made.id)
+
+
+async def test_what_is_left_at_the_end_of_the_window_expires(tmp_path: Path) -> None:
+    side, now = FarSide(a=Held(2)), UnixClock()
+    async with serving(config(tmp_path), side, now) as router:
+        made = await submit(router.client, map(line, NAMES))
+        await side.until(lambda: len(side.live) == len(NAMES) - 2)
+        now.now_s += DAY_S
+        done = await until(router.client, made.id, "expired")
+        errors = await results(router.client, done.error_file_id)
+        assert {entry["error"]["code"] for entry in errors} == {"batch_expired"}
+        assert len(await results(router.client, done.output_file_id)) == 2
+        assert done.request_counts is not None and done.request_counts.failed == 4
+        assert router.edge.sample("sluice_batch_lines_total", outcome="expired") == 4
+
+
+async def test_a_batch_that_nobody_could_run_expires_too(tmp_path: Path) -> None:
+    side, now = FarSide(a=Held(0)), UnixClock()
+    async with serving(config(tmp_path, max_running=1), side, now) as router:
+        first = await submit(router.client, [line("a")])
+        await side.until(lambda: bool(side.live))
+        second = await submit(router.client, [line("b")])
+        now.now_s += DAY_S
+        await until(router.client, first.id, "expired")
+        await until(router.client, second.id, "expired")
+        assert said(side.calls) == ["a"]
+
+
+async def test_each_key_gets_its_turn(tmp_path: Path) -> None:
+    side = FarSide(a=Held(0))
+    settings = config(tmp_path, [KEY, OTHER_KEY], max_running=2, max_lines_in_flight=2)
+    async with serving(settings, side) as router:
+        for number in range(3):
+            await submit(router.of(KEY), [line(f"mine-{number}")])
+        await side.until(lambda: len(side.live) == 2)
+        last = await submit(router.of(OTHER_KEY), [line("other")])
+        mine = [batch async for batch in router.of(KEY).batches.list()]
+        running = [batch for batch in mine if batch.status == "in_progress"]
+        await router.of(KEY).batches.cancel(running[0].id)
+        await side.until(lambda: "other" in said(side.calls))
+        assert (await router.of(OTHER_KEY).batches.retrieve(last.id)).status == "in_progress"
+
+
+async def test_batches_of_a_key_that_is_gone_do_not_run(tmp_path: Path) -> None:
+    side, now = FarSide(a=serve), UnixClock()
+    held = FarSide(a=Held(0))
+    async with serving(config(tmp_path, [KEY, OTHER_KEY]), held, now) as router:
+        made = await submit(router.of(KEY), [line("a")])
+        await held.until(lambda: bool(held.live))
+    async with serving(config(tmp_path, [OTHER_KEY]), side, now) as router:
+        mine = await submit(router.of(OTHER_KEY), [line("b")])
+        await until(router.of(OTHER_KEY), mine.id, "completed")
+        assert said(side.calls) == ["b"]
+        now.now_s += DAY_S
+    async with serving(config(tmp_path, [KEY, OTHER_KEY]), side, now) as router:
+        await until(router.of(KEY), made.id, "expired")
+
+
+async def test_deleting_the_input_does_not_stop_its_batch(tmp_path: Path) -> None:
+    side = FarSide(a=Held(0))
+    async with serving(config(tmp_path), side) as router:
+        file_id = await upload(router.client, map(line, NAMES))
+        made = await router.client.batches.create(
+            input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        await side.until(lambda: bool(side.live))
+        await router.client.files.delete(file_id)
+    async with serving(config(tmp_path)) as router:
+        done = await until(router.client, made.id, "completed")
+        assert done.request_counts is not None and done.request_counts.completed == 6
+        left = [path.name for path in (tmp_path / "anyone/batches" / made.id).iterdir()]
+        assert sorted(left) == ["batch.json", "lease"]
+
+
+async def test_batches_wait_while_there_is_no_room_for_results(tmp_path: Path) -> None:
+    lines = [line("a", text="x" * 3_000)]
+    async with serving(config(tmp_path, max_bytes_per_key=4_096)) as router:
+        made = await submit(router.client, lines)
+        done = await until(router.client, made.id, "completed")
+        # Input and result together pass the limit.
+        with pytest.raises(openai.PermissionDeniedError, match="allowed: 4096") as full:
+            await upload(router.client, [line("b", text="x" * 3_000)])
+        assert full.value.code == "storage_limit"
+        await router.client.files.delete(done.input_file_id)
+        await upload(router.client, [line("b")])
+        assert done.output_file_id is not None
+
+
+async def test_a_lease_that_is_let_go_is_taken(tmp_path: Path) -> None:
+    """Every batch has an end, however often its routers come and go."""
+    settings = config(tmp_path, max_lines_in_flight=1)
+    batch_id = ""
+    ran: list[str] = []
+    for _ in NAMES:
+        side = FarSide(a=Held(1))
+        async with serving(settings, side) as router:
+            if not batch_id:
+                batch_id = (await submit(router.client, map(line, NAMES))).id
+            async with asyncio.timeout(10):
+                while (
+                    len(side.calls) < 2
+                    and (await router.client.batches.retrieve(batch_id)).status != "completed"
+                ):
+                    pass
+        ran.append(said(side.calls)[0])
+    assert ran == NAMES
