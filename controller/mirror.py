@@ -188,3 +188,5 @@ class Mirror:
             fleet.confirm(finished, message.replica_id)
         report = replica.report(message.now_s, message.draining)
         fleet.report(message.replica_id, report, now_s)
+        anew = isinstance(message, ReplicaHello)
+        fleet.hold(message.replica_id, message.held_slots, message.held, anew)

@@ -19,6 +19,7 @@ from scheduling.kernels import COEFFICIENTS, Floats, Ints, most_work_s
 from scheduling.latency import LatencyModel
 from scheduling.ledger import Ledger, Reservation
 from scheduling.objective import Anchor
+from scheduling.prefix import PrefixIndex
 
 MOST_PIECES = 4
 """Most pieces of a latency model."""
@@ -101,6 +102,7 @@ class Fleet:
     def __init__(self, settings: FleetSettings | None = None) -> None:
         self.settings = settings or FleetSettings()
         self.ledger = Ledger(self.settings.reservation_ttl_s)
+        self.prefixes = PrefixIndex()
         self.ids: list[str] = []
         """Replica of each row; empty where the row is free."""
         self.row_of: dict[str, int] = {}
@@ -141,6 +143,7 @@ class Fleet:
         if row is None:
             return False
         self.ledger.drop_replica(replica_id)
+        self.prefixes.clear(row)
         self.ids[row] = ""
         self._rooms[row] = 0
         self._reports[row] = None
@@ -182,7 +185,20 @@ class Fleet:
 
     def cached_tokens(self, prefix: tuple[int, ...], rows: Ints) -> Floats:
         """Prompt tokens with this prefix that each of ``rows`` has in its KV cache."""
-        return np.zeros(len(rows))
+        if not prefix:
+            return np.zeros(len(rows))
+        return self.prefixes.cached_tokens(prefix, rows).astype(np.float64)
+
+    def hold(
+        self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, anew: bool = False
+    ) -> None:
+        """A replica, which is known, says what chunks of prompts it holds: the changed ``slots`` of
+        its table, see :meth:`PrefixIndex.write <scheduling.prefix.PrefixIndex.write>`, or with
+        ``anew`` all of it."""
+        row = self.row_of[replica_id]
+        if anew:
+            self.prefixes.clear(row)
+        self.prefixes.write(row, slots, held)
 
     # Decisions on their way.
 
