@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from scheduling.batching import make_policy
+from scheduling.batching import BestEffortOptions, make_policy
 
 
 class SimulatedEngineConfig(BaseModel):
@@ -51,6 +51,10 @@ class EngineConfig(BaseModel):
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the batch policy."
+    )
+    best_effort: BestEffortOptions = Field(
+        default_factory=BestEffortOptions,
+        description="How requests are served to which nothing was promised, whatever the policy.",
     )
     vllm_args: dict[str, Any] = Field(
         default_factory=dict,

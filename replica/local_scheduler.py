@@ -16,6 +16,7 @@ from typing import TextIO
 
 from replica.state_table import RowUpdate, StateTable, TableFullError
 from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
+from scheduling.batching.best_effort import longest_wait_s
 from scheduling.latency import LatencyModel, LinearLatency, OnlineCorrection, StepSample
 from scheduling.length import TaskLengths
 from scheduling.objective import SLO
@@ -132,6 +133,9 @@ class LocalScheduler:
         self._steps = 0
         self._mismatches = 0
         self._preemptions = 0
+        self._evictions = 0
+        self._evicted_tokens = 0
+        self._best_effort_wait_s = 0.0
         self._plan_seconds = 0.0
         self._ratio_sum = 0.0
         self._last_end_s = 0.0
@@ -204,10 +208,16 @@ class LocalScheduler:
             self._correction = OnlineCorrection()
         self._model = self._base_model.corrected(self._correction.factor)
         plan = self._policy.plan(queue, now_s, self._model, budget)
+        self._best_effort_wait_s = longest_wait_s(queue.table, now_s)
         elapsed = time.perf_counter() - started
         self._plan_seconds += elapsed
         self._table.count("plan_histogram", bisect_left(PLAN_BUCKETS_S, elapsed))
         return plan
+
+    def count_evictions(self, plan: BatchPlan) -> None:
+        """The engine has preempted what ``plan`` evicts."""
+        self._evictions += len(plan.evicted)
+        self._evicted_tokens += plan.evicted_tokens
 
     def begin_step(
         self,
@@ -279,6 +289,10 @@ class LocalScheduler:
             free_kv_blocks=free_blocks,
             total_kv_blocks=total_blocks,
             preemptions=self._preemptions,
+            evictions=self._evictions,
+            evicted_tokens=self._evicted_tokens,
+            best_effort_wait_s=self._best_effort_wait_s,
+            patience_s=self._policy.best_effort.patience_s,
             plan_mismatches=self._mismatches,
             plan_seconds_sum=self._plan_seconds,
             step_ratio_sum=self._ratio_sum,

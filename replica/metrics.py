@@ -27,6 +27,14 @@ logger = logging.getLogger(__name__)
 _COUNTERS = {
     "sluice_engine_steps": ("steps", "Batches that engines ran."),
     "sluice_preemptions": ("preemptions", "Requests that lost their KV and were recomputed."),
+    "sluice_best_effort_evictions": (
+        "evictions",
+        "Best-effort requests that lost their KV to promised ones.",
+    ),
+    "sluice_best_effort_evicted_tokens": (
+        "evicted_tokens",
+        "Computed tokens that evictions threw away.",
+    ),
     "sluice_plan_mismatches": (
         "plan_mismatches",
         "Batches in which the engine ran other tokens than planned.",
@@ -36,6 +44,14 @@ _GAUGES = {
     "sluice_latency_correction": ("correction", "Online factor on the latency model."),
     "sluice_last_step_seconds": ("last_step_s", "Real time of the last batch."),
     "sluice_predicted_step_seconds": ("predicted_step_s", "Predicted time of the last batch."),
+    "sluice_best_effort_wait_seconds": (
+        "best_effort_wait_s",
+        "Longest time for which a best-effort request that does not run has had no token.",
+    ),
+    "sluice_best_effort_patience_seconds": (
+        "patience_s",
+        "Wait after which best-effort requests have a share of the engine.",
+    ),
 }
 
 

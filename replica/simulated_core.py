@@ -234,25 +234,29 @@ class SimulatedCore:
     def _allocate(
         self, plan: BatchPlan
     ) -> tuple[list[tuple[SimulatedSequence, int]], list[SimulatedSequence]]:
-        """Give every planned request its blocks, preempting running ones outside the plan."""
+        """Preempt what the plan evicts, then give every planned request its blocks, preempting
+        running ones outside the plan."""
         block = self._config.block_tokens
-        planned = {entry.request_id for entry in plan.entries}
+        spared = {entry.request_id for entry in plan.entries}.union(plan.kept_ids)
         ran: list[tuple[SimulatedSequence, int]] = []
-        preempted: list[SimulatedSequence] = []
+        preempted = [self.live[engine_id] for engine_id in plan.evicted_ids]
+        for victim in preempted:
+            self._preempt(victim)
+        self._scheduler.count_evictions(plan)
         for engine_id, tokens in plan.entries:
             sequence = self.live[engine_id]
             if not sequence.running and len(self._running) >= self._config.max_sequences:
                 continue
             needed = -(-(sequence.computed + tokens) // block) - sequence.blocks
             while needed > self.free_blocks:
-                victim = next(
-                    (other for key, other in reversed(self._running.items()) if key not in planned),
+                loser = next(
+                    (other for key, other in reversed(self._running.items()) if key not in spared),
                     None,
                 )
-                if victim is None:
+                if loser is None:
                     break
-                self._preempt(victim)
-                preempted.append(victim)
+                self._preempt(loser)
+                preempted.append(loser)
             if needed > self.free_blocks:
                 continue
             if needed > 0:

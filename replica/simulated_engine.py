@@ -108,7 +108,7 @@ class SimulatedEngine:
         if config.batch_log is not None:
             log = BatchLog(config.batch_log / f"{replica_id}.jsonl")
         scheduler = LocalScheduler(
-            make_policy(config.policy, config.policy_options),
+            make_policy(config.policy, config.policy_options, config.best_effort),
             self._table,
             profile.model.with_headroom(config.headroom),
             log,

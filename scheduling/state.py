@@ -58,6 +58,10 @@ SUMMARY = np.dtype(
         ("free_kv_blocks", "<i4"),
         ("total_kv_blocks", "<i4"),
         ("preemptions", "<i8"),
+        ("evictions", "<i8"),  # of best-effort requests for promised ones
+        ("evicted_tokens", "<i8"),  # computed tokens that these lost
+        ("best_effort_wait_s", "<f8"),  # longest of a best-effort request that does not run
+        ("patience_s", "<f8"),  # after which such a wait gives a share of the engine
         ("plan_mismatches", "<i8"),  # steps in which the engine ran other tokens than planned
         ("plan_seconds_sum", "<f8"),
         ("step_ratio_sum", "<f8"),

@@ -35,8 +35,9 @@ class Engine:
     The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it.
     Between the two, requests may be submitted. The engine does what stock vLLM does around a plan
     (:class:`~scheduling.batching.base.BatchBuilder`): a running request that lacks blocks preempts
-    others by recompute. A plan of which nothing runs does not stop it: that step is planned first
-    come, first served, as in production, and counted in ``fallbacks``.
+    others by recompute. What the plan evicts loses its KV before the step. A plan of which nothing
+    runs does not stop it: that step is planned first come, first served, as in production, and
+    counted in ``fallbacks``.
 
     It differs from vLLM in this: a preempted request computes everything again that the workload
     has no hashes for, while vLLM's own hashes may still find some of it; and drafted tokens cost
@@ -125,6 +126,16 @@ class Engine:
     def lost_tokens(self) -> int:
         """Computed tokens that preemptions threw away."""
         return int(self._counters[steps.LOST_TOKENS])
+
+    @property
+    def evictions(self) -> int:
+        """Best-effort requests that lost their KV to promised ones, since the start."""
+        return int(self._counters[steps.EVICTIONS])
+
+    @property
+    def evicted_tokens(self) -> int:
+        """Of :attr:`lost_tokens`, those of evictions."""
+        return int(self._counters[steps.EVICTED_TOKENS])
 
     @property
     def done_tokens(self) -> int:
@@ -223,13 +234,17 @@ class Engine:
         rows, config = self._rows, self.config
         admitted: list[int] = []
         if self.cache is not None:
-            admitted = self.cache.admit(rows, plan.rows, plan.tokens, self._lookahead)
+            admitted = self.cache.admit(
+                rows, plan.rows, plan.tokens, self._lookahead, len(plan.evicted) > 0
+            )
         self._ran_count = steps.begin(
             rows.table,
             rows.private,
             rows.counters,
             plan.rows,
             plan.tokens,
+            plan.evicted,
+            plan.kept,
             config.block_tokens,
             config.max_sequences,
             self._lookahead,

@@ -80,11 +80,14 @@ class PrefixCache:
             if not self._handed_over(rows.table[row], key):
                 self._show(rows, row, self._hits(key))
 
-    def admit(self, rows: Rows, planned: Ints, tokens: Ints, lookahead: int) -> list[int]:
+    def admit(
+        self, rows: Rows, planned: Ints, tokens: Ints, lookahead: int, evicts: bool = False
+    ) -> list[int]:
         """Before a step: hold the cached prefixes of the waiting requests in it; return their rows.
 
         It holds no more than their rows show, which is what the plan is made for. ``lookahead``
-        are the tokens beyond its own for which the step gives a request blocks.
+        are the tokens beyond its own for which the step gives a request blocks, and ``evicts`` says
+        whether it begins by taking some from others.
         """
         admitted = []
         need = 0
@@ -100,7 +103,7 @@ class PrefixCache:
             shown = int(table[COMPUTED]) // self._tokens
             self._hold(rows, row, key, min(shown, self._hits(key)))
             admitted.append(row)
-        if need > rows.counters[FREE_BLOCKS]:
+        if evicts or need > rows.counters[FREE_BLOCKS]:
             self._count_sole(rows)
         return admitted
 

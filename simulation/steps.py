@@ -46,7 +46,9 @@ DONE_TOKENS = 6  # computed tokens in all
 DROPPED = 7  # planned entries of the last step that the engine could not run
 VICTIMS = 8  # requests preempted in the last step
 TURNS = 9  # requests to which the last step was more than a step
-COUNTERS = 10
+EVICTIONS = 10  # best-effort requests that plans preempted
+EVICTED_TOKENS = 11  # computed tokens that these lost
+COUNTERS = 12
 
 # What the end of a step was to a request.
 FINISHED = 1  # it has all its output
@@ -85,6 +87,8 @@ def begin(
     counters: Ints,
     rows: Ints,
     tokens: Ints,
+    evicted: Ints,
+    kept: Ints,
     block_tokens: int,
     max_sequences: int,
     lookahead: int,
@@ -96,10 +100,11 @@ def begin(
 ) -> int:
     """Start a step that runs ``rows`` with ``tokens`` each; return how many of them run.
 
-    Running requests come first, in order of the plan. One that lacks blocks takes them from those
-    outside the plan, the last admitted first, and then from those that the plan has behind it.
-    Waiting requests are admitted only in a step that preempts nothing. Decodes get blocks for
-    ``lookahead`` more tokens where there are some.
+    Before it the rows ``evicted`` are preempted. Running requests come first, in order of the plan.
+    One that lacks blocks takes them from those outside the plan, the last admitted first and those
+    ``kept`` never, and then from those that the plan has behind it. Waiting requests are admitted
+    only in a step that itself preempts nothing. Decodes get blocks for ``lookahead`` more tokens
+    where there are some.
 
     Written are ``ran`` (rows, then their tokens), ``victims`` (rows) and ``seconds`` (time by the
     truth, by the belief). ``O(live + planned * pieces)``, and ``O(live)`` more per preemption.
@@ -108,6 +113,13 @@ def begin(
     planned = np.zeros(live, np.int64)
     for place in range(len(rows)):
         planned[rows[place]] = tokens[place]
+    for row in kept:
+        planned[row] = -1
+    for place in range(len(evicted)):
+        counters[EVICTIONS] += 1
+        counters[EVICTED_TOKENS] += int(table[evicted[place], COMPUTED])
+        preempt(table, private, counters, evicted[place])
+        victims[place] = evicted[place]
     preempted, count = 0, 0
     for admitting in range(2):
         for place in range(len(rows)):
@@ -131,7 +143,7 @@ def begin(
                     break
                 preempt(table, private, counters, loser)
                 planned[loser] = 0
-                victims[preempted] = loser
+                victims[len(evicted) + preempted] = loser
                 preempted += 1
             if need > counters[FREE_BLOCKS]:
                 continue
@@ -149,7 +161,7 @@ def begin(
             ran[count, 0] = row
             ran[count, 1] = new
             count += 1
-    counters[VICTIMS] = preempted
+    counters[VICTIMS] = len(evicted) + preempted
     counters[DROPPED] = len(rows) - count
     seconds[0] = step_s(table, ran, count, truth)
     seconds[1] = step_s(table, ran, count, belief)

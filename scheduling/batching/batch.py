@@ -253,9 +253,8 @@ class BatchBuilder:
         self._state[builder.SEQUENCES_LEFT] -= running
         self._state[builder.SEQUENCES_RUNNING] += running
 
-    def release(self, blocks: int) -> None:
-        """Count a running request that holds ``blocks`` as evicted, and open admission again."""
-        self.withhold(-blocks, -1)
+    def reopen(self) -> None:
+        """Let waiting requests pass one that did not fit."""
         self._state[builder.CLOSED] = 0
 
     def spare(self, blocks: int) -> None:

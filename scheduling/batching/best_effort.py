@@ -17,11 +17,13 @@ from scheduling.batching.moore_hodgson import fitting
 from scheduling.batching.prefill_share import least_useful_s
 from scheduling.batching.triage_rows import expected_tokens
 from scheduling.kernels import (
+    ARRIVAL,
     BEST_EFFORT,
     COMPUTED,
     EMITTED,
     FIRST,
     KV_BLOCKS,
+    LAST_TOKEN,
     PENDING,
     PROMPT,
     RUNNING,
@@ -248,10 +250,21 @@ class BestEffort:
             self._closed_until_s = max(self._closed_until_s, now_s) + lost_s / self._lost_share
 
 
+def longest_wait_s(table: Floats, now_s: float) -> float:
+    """The longest time for which a best-effort request that does not run has had no token, since
+    its arrival or its last one; 0 where all run."""
+    rows = (table[:, BEST_EFFORT] > 0) & (table[:, RUNNING] == 0)
+    if not rows.any():
+        return 0.0
+    since_s = np.fmax(table[rows, ARRIVAL], table[rows, LAST_TOKEN])
+    return max(0.0, now_s - float(since_s.min()))
+
+
 def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: Ints) -> Ints:
     """Where nothing is planned, plan a little of whatever fits, and evict until something does;
     return what is evicted: no more than before if that is of no use."""
     batch.spare(0)
+    batch.reopen()
     rows = np.arange(len(batch.table))
     gone = evicted.tolist()
     running = lane[batch.table[lane, RUNNING] > 0]
@@ -263,7 +276,8 @@ def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: I
         if not victims:
             return evicted
         gone.append(victims.pop())
-        batch.release(int(batch.table[gone[-1], KV_BLOCKS]))
+        batch.withhold(-int(batch.table[gone[-1], KV_BLOCKS]), -1)
+        batch.reopen()
 
 
 @compiled

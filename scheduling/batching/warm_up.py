@@ -52,14 +52,17 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
         [*begun, *waiting],
         [*decoding, *begun, *waiting, *preempted],
         [*decoding, *waiting[1:]],
-        [
-            view._replace(best_effort=index % 2 > 0)
-            for index, view in enumerate((*decoding, *begun, *waiting, *preempted))
-        ],
+        [*decoding[::2], *_best_effort(decoding[1::2]), *_best_effort(waiting)],
+        [*waiting, *_best_effort(begun), *_best_effort(decoding), *_best_effort(preempted)],
+        _best_effort(waiting),
     )
     for budget in _BUDGETS:
         for step, queue in enumerate(queues):
             policy.plan(QueueView(queue), _NOW_S + 0.1 * step, _LATENCY, budget)
+
+
+def _best_effort(views: list[RequestView]) -> list[RequestView]:
+    return [view._replace(best_effort=True) for view in views]
 
 
 def _cases(group: int) -> list[tuple[str, tuple[SLO, float]]]:

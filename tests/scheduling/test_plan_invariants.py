@@ -110,15 +110,21 @@ def blocks_for(tokens: int, budget: BatchBudget) -> int:
 def run_as_engine(queue: QueueView, plan: BatchPlan, budget: BatchBudget) -> None:
     """Run the plan as the engine does, and fail if it cannot run exactly as planned.
 
-    Running requests come first, in order of the plan and those left out behind them; one that
+    What it evicts is preempted before. Running requests come first, in order of the plan and those left out behind them; one that
     needs blocks takes them from the last of that list. Waiting requests are admitted only if
     nothing was preempted, up to the limit of sequences.
     """
     views = {request.request_id: request for request in queue.requests}
     planned = {entry.request_id: entry.tokens for entry in plan.entries}
+    gone = set(plan.evicted_ids)
+    assert planned or not gone, "evicted for nothing"
+    assert all(views[rid].running and views[rid].best_effort for rid in gone)
+    assert not gone & planned.keys() and not gone & set(plan.kept_ids)
     active = [views[rid] for rid in planned if views[rid].running]
-    active += [r for r in queue.requests if r.running and r.request_id not in planned]
-    free = budget.kv_blocks
+    active += [views[rid] for rid in plan.kept_ids]
+    rest = {r.request_id: r for r in queue.requests if r.running}
+    active += [r for rid, r in rest.items() if rid not in {*planned, *plan.kept_ids, *gone}]
+    free = budget.kv_blocks + sum(views[rid].kv_blocks for rid in gone)
     preempted = False
     position = 0
     while position < len(active):
@@ -131,6 +137,7 @@ def run_as_engine(queue: QueueView, plan: BatchPlan, budget: BatchBudget) -> Non
             victim = active.pop()
             assert victim is not request, "the engine would have to preempt a planned request"
             assert victim.request_id not in planned, "a planned request lost its blocks"
+            assert not victim.best_effort, "it was not named, or nobody may draw on it"
             free += victim.kv_blocks
             preempted = True
         free -= max(0, need)
@@ -151,12 +158,16 @@ def run_as_engine(queue: QueueView, plan: BatchPlan, budget: BatchBudget) -> Non
 
 
 def fits_alone(request: RequestView, queue: QueueView, budget: BatchBudget) -> bool:
-    """Whether a plan of one token of this request could run."""
-    room = budget.kv_blocks + request.kv_blocks
+    """Whether a plan of one token of this request could run, the best-effort ones evicted."""
+    running = [r for r in queue.requests if r.running and r is not request]
+    gone = [r for r in running if r.best_effort]
+    room = budget.kv_blocks + request.kv_blocks + sum(r.kv_blocks for r in gone)
     if request.running:
-        others = sum(r.kv_blocks for r in queue.requests if r.running) - request.kv_blocks
+        others = sum(r.kv_blocks for r in running if not r.best_effort)
+        if request.best_effort:
+            others = 0
         return blocks_for(request.computed_tokens + 1, budget) <= room + others
-    if sum(r.running for r in queue.requests) >= budget.sequences:
+    if len(running) - len(gone) >= budget.sequences:
         return False
     tokens = request.pending_tokens if budget.reserve_prompt else 1
     return blocks_for(request.computed_tokens + tokens, budget) <= room

@@ -125,6 +125,7 @@ def requests(draw: st.DrawFn, index: int) -> RequestView:
         running=running,
         last_token_s=draw(st.sampled_from([None, 99.0, 100.0])) if emitted else None,
         expected_tokens=draw(st.sampled_from([nan, 1.0, 40.0, 100_000.0])),
+        best_effort=draw(st.sampled_from([False, False, True])),
     )
 
 
