@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduling.fleet import Fleet
+from scheduling.job import Job
 from scheduling.kernels import Floats
 from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job
 
 
 class Promises(NamedTuple):

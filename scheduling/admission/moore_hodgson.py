@@ -38,9 +38,9 @@ from scheduling.fleet_rows import (
     capacity_s,
     pace_of,
 )
+from scheduling.job import Job
 from scheduling.kernels import Floats, Ints, compiled, most_work_s
 from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job
 
 MEMORY_HORIZON_S = 5.0
 """KV blocks that come free later than this do not count for a promise: nobody knows how long the

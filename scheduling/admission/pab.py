@@ -12,10 +12,10 @@ import numpy as np
 from scheduling.admission.base import AdmissionPolicy, Promises
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import PAB, PREFILL_S
+from scheduling.job import Job
 from scheduling.kernels import DECODE_CONTEXT, DECODE_SEQUENCE, FIXED, PREFILL_TOKENS, Floats
 from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
-from scheduling.routing.base import Job
 from scheduling.state import next_deadlines_s, prefill_rows
 
 

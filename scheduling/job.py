@@ -1,0 +1,80 @@
+"""A request to place, and what it would be on each replica."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduling.kernels import Floats, Ints
+from scheduling.objective import SLO
+
+
+class Tier(enum.StrEnum):
+    """How a request is served.
+
+    ``GUARANTEED``: its objective is promised. ``BEST_EFFORT``: nothing is; it runs on what the
+    promised ones leave.
+    """
+
+    GUARANTEED = "guaranteed"
+    BEST_EFFORT = "best-effort"
+
+
+class RouteQuery(NamedTuple):
+    """A request to place.
+
+    Attributes:
+        key: its 63-bit key.
+        slo: its objective. Where it states none there is nothing to promise.
+        prompt_tokens: an estimate: the edge does not tokenise.
+        waited_s: its age at the edge when the query was made.
+        tiers: those that it may be served in. With both, it is promised where it can be.
+        output_tokens: the most that it may generate; 0 if that is not known.
+        session: names what it belongs to (a conversation, say), a 63-bit hash; 0 for nothing.
+        prefix: 63-bit hashes of its prompt's first chunks, each covering all chunks before it, see
+            :mod:`scheduling.prefix`.
+    """
+
+    key: int
+    slo: SLO
+    prompt_tokens: int
+    waited_s: float = 0.0
+    tiers: frozenset[Tier] = frozenset(Tier)
+    output_tokens: int = 0
+    session: int = 0
+    prefix: tuple[int, ...] = ()
+
+
+class Job(NamedTuple):
+    """A query, and what it would be on each of the replicas that may serve it.
+
+    Attributes:
+        query: the request.
+        now_s: the time of the decision, on the fleet's clock.
+        rows: ``int64[n]``, rows of the fleet, ascending; never empty where a policy sees it.
+        cached_tokens: ``float64[n]``, prompt tokens that each replica has in its KV cache.
+        work_s: ``float64[n]``, predicted time of the prefill of the others on each.
+        due_s: when its first token is due; infinite if no time is stated.
+        output_tokens: expected length of its output.
+        moved: whether its first token is out already, and the KV of its prompt comes along.
+    """
+
+    query: RouteQuery
+    now_s: float
+    rows: Ints
+    cached_tokens: Floats
+    work_s: Floats
+    due_s: float
+    output_tokens: float
+    moved: bool = False
+
+    def of(self, places: NDArray[np.bool_] | Ints) -> Job:
+        """The same job for some of the replicas only."""
+        return self._replace(
+            rows=self.rows[places],
+            cached_tokens=self.cached_tokens[places],
+            work_s=self.work_s[places],
+        )
