@@ -7,6 +7,7 @@ scheduler unchanged, in another process. The settings of that scheduler travel i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from scheduling.batching import BestEffortOptions
 from scheduling.objective import SLO
+from scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
 
 CONFIG_KEY = "sluice"
-PREFIX = "sluice_"
+KEY_PREFIX = "sluice_"
 ID = "sluice_id"
 ARRIVAL_S = "sluice_arrival_s"
 TTFT_S = "sluice_ttft_s"
@@ -26,6 +29,9 @@ E2E_S = "sluice_e2e_s"
 PRIORITY = "sluice_priority"
 SERVICE_CLASS = "sluice_class"
 BEST_EFFORT = "sluice_best_effort"
+PROMPT_PREFIX = "sluice_prefix"
+
+_PROMPT_PREFIX = re.compile(rf"([0-9a-f]{{1,15}}),((?:[0-7][0-9a-f]{{15}}){{1,{MAX_CHUNKS}}})")
 
 _OBJECTIVES = ((TTFT_S, "ttft_s"), (TPOT_S, "tpot_s"), (E2E_S, "e2e_s"))
 
@@ -38,12 +44,14 @@ class RequestArgs(NamedTuple):
         arrival_s: when the edge received it, on the host's monotonic clock.
         slo: its objective.
         best_effort: nothing was promised to it.
+        prefix: how its prompt begins.
     """
 
     request_id: str
     arrival_s: float
     slo: SLO
     best_effort: bool = False
+    prefix: PromptPrefix = NO_PREFIX
 
 
 def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
@@ -60,6 +68,9 @@ def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
             xargs[key] = value
     if args.best_effort:
         xargs[BEST_EFFORT] = 1
+    if args.prefix.hashes:
+        hashes = "".join(f"{chunk:016x}" for chunk in args.prefix.hashes)
+        xargs[PROMPT_PREFIX] = f"{args.prefix.size:x},{hashes}"
     return xargs
 
 
@@ -70,7 +81,7 @@ def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -
     Raises:
         ValueError: a key holds what :func:`to_xargs` cannot have written.
     """
-    given = {key: value for key, value in (xargs or {}).items() if key.startswith(PREFIX)}
+    given = {key: value for key, value in (xargs or {}).items() if key.startswith(KEY_PREFIX)}
     if not given:
         return RequestArgs(default_id, now_s, SLO())
     request_id = given.pop(ID, default_id)
@@ -85,16 +96,34 @@ def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -
     best_effort = given.pop(BEST_EFFORT, 0)
     if best_effort not in (0, 1):
         raise ValueError(f"{BEST_EFFORT} must be 0 or 1, got {best_effort!r}")
+    prefix = _prompt_prefix(given.pop(PROMPT_PREFIX, None))
     objectives = {field: _number(key, given.pop(key)) for key, field in _OBJECTIVES if key in given}
     if given:
         raise ValueError(f"unknown keys: {', '.join(sorted(given))}")
     slo = SLO(**objectives, priority=priority, service_class=service_class)
-    return RequestArgs(request_id, min(arrival_s, now_s), slo, best_effort == 1)
+    return RequestArgs(request_id, min(arrival_s, now_s), slo, best_effort == 1, prefix)
 
 
 def reserved_keys(xargs: Mapping[str, Any] | None) -> list[str]:
     """Keys of a client's own extra arguments that only Sluice may set."""
-    return sorted(key for key in xargs or {} if key.startswith(PREFIX))
+    return sorted(key for key in xargs or {} if key.startswith(KEY_PREFIX))
+
+
+def _prompt_prefix(value: Any) -> PromptPrefix:
+    if value is None:
+        return NO_PREFIX
+    match = _PROMPT_PREFIX.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(
+            f"{PROMPT_PREFIX} must be a size and 1 to {MAX_CHUNKS} hashes of 63 bits in hexadecimal"
+        )
+    size, digits = int(match[1], 16), match[2]
+    hashes = tuple(int(digits[at : at + 16], 16) for at in range(0, len(digits), 16))
+    if 0 in hashes:
+        raise ValueError(f"{PROMPT_PREFIX} must not have a hash of 0")
+    if size < CHUNK_ENDS[len(hashes) - 1]:
+        raise ValueError(f"{PROMPT_PREFIX} has more chunks than a prompt of size {size}")
+    return PromptPrefix(hashes, size)
 
 
 def _number(key: str, value: Any) -> float:
@@ -111,6 +140,9 @@ class SchedulerSettings(BaseModel):
     state_table: Path = Field(description="File of the state table; it exists already.")
     policy: str = Field(description="Batch policy.")
     policy_options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
+    best_effort: BestEffortOptions = Field(
+        default_factory=BestEffortOptions, description="How best-effort requests are served."
+    )
     batch_log: Path | None = Field(default=None, description="File of the batch log.")
     cpu_core: int | None = Field(
         default=None, ge=0, description="Core that the scheduling thread is pinned to."

@@ -134,6 +134,7 @@ class VllmEngine:
                 state_table=path,
                 policy=config.policy,
                 policy_options=config.policy_options,
+                best_effort=config.best_effort,
                 batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
                 cpu_core=self._cpu_core,
             )
@@ -219,7 +220,11 @@ class VllmEngine:
                 f"vllm_xargs holds keys that are reserved: {', '.join(reserved)}.", "vllm_xargs"
             )
         args = RequestArgs(
-            request.request_id, received_s - request.waited_s, request.slo, request.best_effort
+            request.request_id,
+            received_s - request.waited_s,
+            request.slo,
+            request.best_effort,
+            request.prefix,
         )
         body["vllm_xargs"] = {**(extra or {}), **to_xargs(args)}
         body["request_id"] = request.request_id

@@ -27,6 +27,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from replica.engine import request_key
 from replica.garbage import GarbageCollector
+from replica.held_prefixes import HeldPrefixes
+from replica.kv_events import EventTap, PooledBlocks, enable_kv_events
 from replica.local_scheduler import BatchLog, LocalScheduler, StepInFlight
 from replica.prefix_hits import PrefixHits
 from replica.state_table import RowUpdate, StateTable
@@ -47,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _EMPTY = BatchPlan.empty()
 _UNPLANNED = 1 << 30
+_KEPT = _UNPLANNED - 1
 _ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 # The mixin is typed as what it is mixed into; vLLM's types are not followed by the type checker.
@@ -69,10 +72,9 @@ class PlanMixin(_Base):
         warm_up(settings.policy, settings.policy_options)
         logger.info("policy loaded in %.1f s", time.monotonic() - started_s)
         log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
+        table = StateTable.open(settings.state_table)
         self._local = LocalScheduler(
-            make_policy(settings.policy, settings.policy_options),
-            StateTable.open(settings.state_table),
-            log=log,
+            make_policy(settings.policy, settings.policy_options, settings.best_effort), table, log=log
         )
         self._names: set[str] = set()
         self._caps: dict[str, int] | None = None
@@ -84,6 +86,10 @@ class PlanMixin(_Base):
         # With several groups of layers, each takes a block of its own for the same tokens.
         self._groups = max(1, len(self.kv_cache_config.kv_cache_groups))
         self._hits = PrefixHits(self.kv_cache_manager, self._groups, self.block_size)
+        self._held = HeldPrefixes(
+            table, PooledBlocks(self._pool), self.block_size, self._pool.hash_block_size
+        )
+        self.kv_event_publisher = EventTap(self._held, self.kv_event_publisher)
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
         most: int | None = getattr(self, "max_num_active_reqs", None)  # from 0.32
         self._most_running: int = self.max_num_running_reqs if most is None else most
@@ -115,6 +121,7 @@ class PlanMixin(_Base):
             request.max_tokens,
             args.best_effort,
         )
+        self._held.begin(request_id, args.prefix, request.num_prompt_tokens)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         tracked = self._local.requests.get(request.request_id)
@@ -123,6 +130,7 @@ class PlanMixin(_Base):
             ended = request.status in _ENDED_BY_ITSELF
             self._local.forget(request.request_id, request.num_output_tokens if ended else None)
             self._hits.forget(request.request_id)
+            self._held.forget(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +146,9 @@ class PlanMixin(_Base):
         queue = QueueView(views)
         plan = self._local.plan(queue, start_s, self._budget(views)) if views else _EMPTY
         self._garbage.before_batch(queue, plan.predicted_s)
+        evicted: list[str] = []
         if plan.entries and not self._stalled:
+            evicted = plan.evicted_ids
             output = self._schedule_planned(plan, *args, **kwargs)
         else:
             output = super().schedule(*args, **kwargs)
@@ -148,16 +158,18 @@ class PlanMixin(_Base):
         ]
         # Where not even stock scheduling ran anything, an empty plan was right.
         self._stalled = len(plan) > 0 and not ran
-        step = self._local.begin_step(
-            plan, ran, time.monotonic(), tuple(output.preempted_req_ids or ())
-        )
+        # From some version on vLLM counts those, too, that lost their KV before the call.
+        preempted = tuple({*evicted, *(output.preempted_req_ids or ())})
+        step = self._local.begin_step(plan, ran, time.monotonic(), preempted)
         self._in_flight[id(output)] = step
         self._busy_until_s = max(step.started_s, start_s) + plan.predicted_s
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Take the result of a batch, learn its time, and publish the new state."""
+        self._note_computed(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._held.publish()
         step = self._in_flight.pop(id(scheduler_output))
         now_s = time.monotonic()
         for client in outputs.values():
@@ -295,7 +307,10 @@ class PlanMixin(_Base):
         waiting ones are hidden for the call. Requests that wait for something other than a place
         (a grammar, remote KV) must stay visible: vLLM looks there whether they are ready.
         """
+        self._evict(plan)
         rank = {entry.request_id: position for position, entry in enumerate(plan.entries)}
+        # Those are the last to be preempted of what the plan leaves out.
+        rank.update(dict.fromkeys(plan.kept_ids, _KEPT))
 
         def key(request: Request) -> tuple[int, float]:
             return rank.get(request.request_id, _UNPLANNED), request.arrival_time
@@ -321,6 +336,22 @@ class PlanMixin(_Base):
             self._caps = None
             for queue, rest in hidden:
                 queue.extend(rest)
+
+    def _note_computed(self, scheduler_output: Any) -> None:
+        """Before a batch's requests may leave: their blocks are filled, and cached by now."""
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._held.computed(request_id, request.num_computed_tokens, request.block_hashes)
+
+    def _evict(self, plan: BatchPlan) -> None:
+        """Preempt what the plan evicts as vLLM preempts within a step: output in flight is still
+        delivered, and the request does not run again before."""
+        for request_id in plan.evicted_ids:
+            request = self.requests[request_id]
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+        self._local.count_evictions(plan)
 
     def _updates(self, request_ids: list[str]) -> list[RowUpdate]:
         """Rows of the requests that are still alive."""
@@ -394,6 +425,7 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncSc
     """
     check_vllm()
     check_config(vllm_config)
+    enable_kv_events(vllm_config)
     core = SchedulerSettings.from_additional_config(vllm_config.additional_config).cpu_core
     if core is not None:
         _pin(core)

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import vllm
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -24,11 +25,13 @@ _SCHEDULER_NAMES = (
     "update_from_output",
     "_free_request",
     "_is_blocked_waiting_status",
+    "_preempt_request",
 )
 _INSTANCE_NAMES = (
     "block_size",
     "kv_cache_config",
     "kv_cache_manager",
+    "kv_event_publisher",
     "max_model_len",
     "max_num_running_reqs",
     "max_num_scheduled_tokens",
@@ -37,6 +40,7 @@ _INSTANCE_NAMES = (
     "waiting",
 )
 _LOOKUP_NAMES = ("find_longest_cache_hit",)
+_POOL_NAMES = ("get_cached_block", "take_events")
 _MANAGER_NAMES = ("block_pool", "coordinator", "enable_caching")
 _REQUEST_NAMES = (
     "arrival_time",
@@ -87,6 +91,7 @@ def check_vllm(version: str = vllm.__version__) -> None:
     missing = [
         *(f"KVCacheManager.{n}" for n in _MANAGER_NAMES if n not in manager),
         *(f"KVCacheCoordinator.{n}" for n in _LOOKUP_NAMES if not hasattr(KVCacheCoordinator, n)),
+        *(f"BlockPool.{n}" for n in _POOL_NAMES if not hasattr(BlockPool, n)),
         *(f"Scheduler.{n}" for n in (*_SCHEDULER_NAMES, hook_name()) if not hasattr(Scheduler, n)),
         *(f"Scheduler.{n}" for n in (*_INSTANCE_NAMES, second_queue_name()) if n not in made),
         *(f"Request.{n}" for n in _REQUEST_NAMES if n not in request and not hasattr(Request, n)),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from replica.vllm_args import RequestArgs, from_xargs, reserved_keys, to_xargs
 from scheduling.objective import SLO
+from scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
 
 _objective = st.none() | st.floats(min_value=1e-6, max_value=1e6)
 _slos = st.builds(
@@ -18,12 +19,25 @@ _slos = st.builds(
     priority=st.integers(1, 10),
     service_class=st.text(min_size=1, max_size=20),
 )
+_hashes = st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=MAX_CHUNKS)
+_prefixes = st.just(NO_PREFIX) | st.builds(
+    lambda hashes, more: PromptPrefix(tuple(hashes), CHUNK_ENDS[len(hashes) - 1] + more),
+    _hashes,
+    st.integers(0, 2**40),
+)
 
 
-@given(st.text(min_size=1), st.floats(0, 1e9), _slos, st.dictionaries(st.text(), st.integers()))
-def test_round_trip(request_id, arrival_s, slo, others):
+@given(
+    st.text(min_size=1),
+    st.floats(0, 1e9),
+    _slos,
+    st.booleans(),
+    _prefixes,
+    st.dictionaries(st.text(), st.integers()),
+)
+def test_round_trip(request_id, arrival_s, slo, best_effort, prefix, others):
     others = {key: value for key, value in others.items() if not key.startswith("sluice_")}
-    args = RequestArgs(request_id, arrival_s, slo)
+    args = RequestArgs(request_id, arrival_s, slo, best_effort, prefix)
     xargs = to_xargs(args)
     assert all(isinstance(value, str | int | float) for value in xargs.values())
     assert from_xargs({**others, **xargs}, "engine-id", now_s=2e9) == args
@@ -49,6 +63,13 @@ def test_a_request_cannot_arrive_in_the_future():
         ({"sluice_arrival_s": float("inf")}, "sluice_arrival_s"),
         ({"sluice_id": 3}, "sluice_id"),
         ({"sluice_tfft_s": 3}, "sluice_tfft_s"),
+        ({"sluice_prefix": 3}, "sluice_prefix"),
+        ({"sluice_prefix": "200,"}, "sluice_prefix"),
+        ({"sluice_prefix": "200,0123"}, "sluice_prefix"),
+        ({"sluice_prefix": "200,f" + "0" * 15}, "sluice_prefix"),
+        ({"sluice_prefix": "200," + "0" * 16}, "hash of 0"),
+        ({"sluice_prefix": "1ff," + "1" * 16}, "more chunks than a prompt of size 511"),
+        ({"sluice_prefix": "fffffff," + "1" * 16 * 65}, "1 to 64 hashes"),
     ],
 )
 def test_a_wrong_value_is_named(xargs, named):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -22,6 +23,7 @@ from replica.local_model import local_model
 from replica.state_table import StateTable
 from replica.vllm_engine import VllmEngine
 from replica.vllm_setup import parse_arguments, prepare_environment
+from router.prompt_prefix import prefix_of
 from scheduling.objective import SLO
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -103,6 +105,29 @@ async def test_what_is_fixed_about_the_engine(started):
     assert info.kv_blocks * 32 >= 2048
     assert info.profile.report is not None
     assert info.profile.report.samples >= 8
+
+
+async def test_the_chunks_of_a_conversation_are_held_once_it_was_answered(engine):
+    opening = {"role": "system", "content": "".join(f"Rule {i}: be kind. " for i in range(90))}
+    asked = [opening, {"role": "user", "content": "Why?"}]
+    first = request("holds", "chat", messages=asked)
+    prefix = prefix_of("chat", first.body)
+    assert len(prefix.hashes) == 3
+    _, _, tail = split(await items(engine, replace(first, prefix=prefix)))
+
+    def held():
+        chunks = engine.state().held
+        return dict(chunks[chunks["hash"] != 0].tolist())
+
+    await until(lambda: set(prefix.hashes) <= held().keys())
+    tokens = [held()[chunk] for chunk in prefix.hashes]
+    assert tokens == sorted(tokens)
+    assert all(upto % 32 == 0 for upto in tokens)
+    # 1536 characters of about 1650.
+    assert 0.7 * tail.prompt_tokens < tokens[-1] <= tail.prompt_tokens
+
+    longer = [*asked, {"role": "assistant", "content": "Because."}, *MESSAGES]
+    assert prefix_of("chat", {**first.body, "messages": longer}).hashes[:3] == prefix.hashes
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])

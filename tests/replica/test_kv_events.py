@@ -1,0 +1,150 @@
+"""Held chunks in real vLLM: shown after a prompt was computed, gone with its blocks."""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from replica.local_model import local_model
+from replica.vllm_args import RequestArgs, to_xargs
+from scheduling.objective import SLO
+from scheduling.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
+
+from .in_process import InProcess
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 32
+CHUNK = CHUNK_ENDS[0] // TOKEN_UNITS
+SMALL = {"num_gpu_blocks_override": 22, "max_model_len": 600}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
+
+
+@pytest.fixture
+def start(model, tmp_path):
+    engines = []
+
+    def start(**args):
+        engines.append(InProcess(model, tmp_path, "fcfs", **args))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def prefix_of_ids(first, tokens):
+    """Chunk ``k`` of the prompts that begin with token ``first`` is called ``100 * first + k``."""
+    chunks = sum(end <= tokens * TOKEN_UNITS for end in CHUNK_ENDS)
+    hashes = tuple(100 * first + 1 + chunk for chunk in range(chunks))
+    return PromptPrefix(hashes, tokens * TOKEN_UNITS)
+
+
+def serve(engine, first, tokens, named=True):
+    """Generate after a prompt of one token, ``tokens`` times; tokens that the cache had of it."""
+    from vllm import SamplingParams
+
+    prefix = prefix_of_ids(first, tokens) if named else NO_PREFIX
+    args = RequestArgs("r", time.monotonic(), SLO(), prefix=prefix)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=3, ignore_eos=True, extra_args=to_xargs(args)
+    )
+    prompt = {"prompt_token_ids": [300 + first] * tokens}
+    (output,) = engine.llm.generate([prompt], [params], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+    return output.num_cached_tokens
+
+
+def shown(engine):
+    held = engine.table.read().held
+    return dict(held[held["hash"] != 0].tolist())
+
+
+def test_chunks_are_held_until_their_blocks_are_evicted(start):
+    engine = start(**SMALL)
+    assert serve(engine, 1, 300) == 0
+    assert shown(engine) == {101: CHUNK, 102: 2 * CHUNK}
+    assert serve(engine, 1, 300) >= 2 * CHUNK
+    # Nineteen of 21 blocks.
+    serve(engine, 2, 580, named=False)
+    assert shown(engine) == {}
+    # What was evicted can be held again.
+    assert serve(engine, 1, 150) < CHUNK
+    assert shown(engine) == {101: CHUNK}
+
+
+def test_what_is_shown_is_what_the_cache_has(start):
+    engine = start(**SMALL)
+    chance = random.Random(5)
+    seen = set()
+    for _ in range(60):
+        first, tokens = chance.randrange(1, 5), chance.randrange(60, 560)
+        table = shown(engine)
+        mine = [table[chunk] for chunk in prefix_of_ids(first, tokens).hashes if chunk in table]
+        hit = serve(engine, first, tokens)
+        # The last token is always computed; of a block that ends there nothing is used.
+        most = (tokens - 1) // BLOCK * BLOCK
+        assert min(max(mine, default=0), most) == min(hit // CHUNK * CHUNK, most)
+        seen.add(len(mine))
+    assert seen >= {0, 1, 2, 3}
+    engine.llm.llm_engine.reset_prefix_cache()
+    serve(engine, 9, 40)
+    assert shown(engine) == {}
+
+
+def test_an_engine_without_a_prefix_cache_holds_nothing(start):
+    engine = start(enable_prefix_caching=False)
+    serve(engine, 1, 300)
+    assert shown(engine) == {}
+    assert engine.scheduler.kv_cache_manager.take_events() == []
+
+
+def test_an_operators_own_publisher_gets_every_event():
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, KVEventBatch
+
+    from replica.kv_events import EventTap
+
+    heard, told = [], []
+    held = SimpleNamespace(removed=heard.append, cleared=lambda: heard.append("all"))
+    own = SimpleNamespace(
+        publish=told.append, shutdown=lambda: told.append("end"), get_publisher_config=lambda: 5
+    )
+    tap = EventTap(held, own)
+    batch = KVEventBatch(
+        ts=1.0, events=[BlockRemoved(block_hashes=[3, 4], medium=None), AllBlocksCleared()]
+    )
+    tap.publish(batch)
+    assert heard == [3, 4, "all"]
+    assert tap.get_publisher_config() == 5
+    tap.shutdown()
+    assert told == [batch, "end"]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_events_are_collected_where_prefixes_are_cached(caching):
+    from vllm.config import KVEventsConfig
+
+    from replica.kv_events import enable_kv_events
+
+    def settled(given):
+        config = SimpleNamespace(
+            kv_events_config=given, cache_config=SimpleNamespace(enable_prefix_caching=caching)
+        )
+        enable_kv_events(config)
+        return config.kv_events_config
+
+    own = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://*:5999")
+    assert settled(own) is own
+    for given in (None, KVEventsConfig(endpoint="tcp://*:5999")):
+        config = settled(given)
+        if caching:
+            assert (config.enable_kv_cache_events, config.publisher) == (True, "null")
+        else:
+            assert config is given
