@@ -16,7 +16,7 @@ from router.batches.paging import page
 from router.batches.records import BatchRecord, Status, new_batch_id
 from router.batches.run import Resources
 from router.batches.runner import Runner
-from router.batches.store import file_not_found
+from router.batches.store import file_not_found, full_disk_told
 from router.body import parse_object, read_body
 from router.errors import ApiError, Reason, invalid, shown
 
@@ -72,7 +72,8 @@ class BatchesApi:
                 f"input_file_id must name a file with the purpose batch, got {source.purpose}",
                 "input_file_id",
             )
-        await resources.disk.run(resources.store.add_batch, record, source)
+        with full_disk_told():
+            await resources.disk.run(resources.store.add_batch, record, source)
         self._runner.wake()
         return JSONResponse(record.shown())
 

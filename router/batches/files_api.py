@@ -13,7 +13,7 @@ from router.batches.expiry import expiry_s
 from router.batches.paging import page
 from router.batches.records import FileRecord
 from router.batches.run import Resources
-from router.batches.store import file_not_found
+from router.batches.store import file_not_found, full_disk_told
 from router.batches.upload import Form, receive
 from router.errors import ApiError, Reason, invalid, shown
 
@@ -52,7 +52,8 @@ class FilesApi:
             )
         self._uploads += 1
         try:
-            record = await self._receive(request)
+            with full_disk_told():
+                record = await self._receive(request)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody is there to read it
         finally:

@@ -18,11 +18,12 @@ The folder must be on a file system with hard links and ``flock``.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -167,7 +168,7 @@ class Store:
                     f"There are {unfinished} batches that have not ended, which is the limit.",
                 )
             ended = [each for each in batches if each.ended]
-            for old in ended[: max(0, len(ended) - self._config.max_ended_per_key + 1)]:
+            for old in ended[: max(0, len(ended) - self._config.max_ended_per_key)]:
                 self._remove(old)
             make_folder(folder)
             try:
@@ -352,6 +353,17 @@ def file_not_found(file_id: str, param: str | None = None) -> ApiError:
 def storage_full() -> ApiError:
     """A 507: nobody's fault who asks."""
     return ApiError(Reason.STORAGE_FULL, "There is no room for more files and batches.")
+
+
+@contextmanager
+def full_disk_told() -> Iterator[None]:
+    """Turns the system's word that the disk is full into a :func:`storage_full`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise storage_full() from error
 
 
 def _listed(folder: Path, pattern: str) -> list[Path]:

@@ -1,0 +1,454 @@
+"""Files, lists and limits over HTTP, with the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import ValidationError
+
+from router.batches.config import DAY_S, BatchesConfig
+from router.config import RouterConfig
+from tests.router.batches.routers import (
+    KEY,
+    OTHER_KEY,
+    Held,
+    UnixClock,
+    config,
+    jsonl,
+    line,
+    serving,
+    submit,
+    until,
+    upload,
+)
+from tests.router.far_side import Edge, FarSide, serve
+
+FOREVER = "file-" + "0" * 32
+BOUNDARY = {"content-type": "multipart/form-data; boundary=edge"}
+
+
+def form(*parts: tuple[str, bytes], end: bytes = b"--edge--\r\n") -> bytes:
+    """A form with these parts: what follows ``form-data`` in their headers, and their content."""
+    heads = [
+        f"--edge\r\ncontent-disposition: form-data{head}\r\n\r\n".encode() for head, _ in parts
+    ]
+    return (
+        b"".join(head + data + b"\r\n" for head, (_, data) in zip(heads, parts, strict=True)) + end
+    )
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def everything_in(folder: Path) -> list[bytes]:
+    """All paths and contents."""
+    paths = list(folder.rglob("*"))
+    return [str(path).encode() for path in paths] + [
+        path.read_bytes() for path in paths if path.is_file()
+    ]
+
+
+FILE = ('; name="file"; filename="x"', b"{}\n")
+PURPOSE = ('; name="purpose"', b"batch")
+
+
+async def test_a_file_comes_back_as_it_was_sent(tmp_path: Path) -> None:
+    now = UnixClock()
+    content = jsonl([line("a")]) + bytes(range(256)) * 9_000 + b"\r\n--almost a boundary"
+    async with serving(config(tmp_path), now=now) as router:
+        files = router.client.files
+        made = await files.create(file=("in put.jsonl", content), purpose="batch")
+        assert (made.object, made.bytes, made.filename) == ("file", len(content), "in put.jsonl")
+        assert (made.purpose, made.status) == ("batch", "processed")
+        assert made.created_at == now.now_s and made.expires_at == now.now_s + 30 * DAY_S
+        assert await files.retrieve(made.id) == made
+        assert (await files.content(made.id)).content == content
+        assert (await files.delete(made.id)).deleted
+        for call in (files.retrieve, files.content, files.delete):
+            with pytest.raises(openai.NotFoundError, match="There is no file"):
+                await call(made.id)
+        assert not list((tmp_path / "anyone/files").iterdir())
+
+
+async def test_a_file_expires_when_its_maker_said(tmp_path: Path) -> None:
+    now = UnixClock()
+    async with serving(config(tmp_path), now=now) as router:
+        files = router.client.files
+        expires_after: Any = {"anchor": "created_at", "seconds": 3_600}
+        made = await files.create(file=b"x", purpose="batch", expires_after=expires_after)
+        assert made.expires_at == now.now_s + 3_600
+        now.now_s += 3_600
+        with pytest.raises(openai.NotFoundError):
+            await files.retrieve(made.id)
+        assert [file async for file in files.list()] == []
+    async with serving(config(tmp_path), now=now) as router:
+        # What has expired is deleted at the first look.
+        async with asyncio.timeout(10):
+            while list((tmp_path / "anyone/files").iterdir()):
+                await router.client.models.list()
+
+
+async def test_lists_go_on_after_what_was_seen(tmp_path: Path) -> None:
+    now = UnixClock()
+    async with serving(config(tmp_path), now=now) as router:
+        client = router.client
+        made = []
+        for _ in range(5):
+            now.now_s += 1
+            made.append((await submit(client, [line("a")])).id)
+        for batch_id in made:
+            await until(client, batch_id, "completed")
+        first = await client.batches.list(limit=2)
+        assert [batch.id for batch in first.data] == made[:2:-1]
+        assert first.has_more
+        assert [batch.id async for batch in client.batches.list(limit=2)] == made[::-1]
+        inputs = [file.id async for file in client.files.list(purpose="batch", limit=2)]
+        assert len(inputs) == 5
+        oldest = [file.id async for file in client.files.list(purpose="batch", order="asc")]
+        assert oldest == inputs[::-1]
+        everything = [file.purpose async for file in client.files.list()]
+        assert sorted(everything) == ["batch"] * 5 + ["batch_output"] * 5
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.list(after=FOREVER)
+        for wrong in (0, 101, -1, "many", 10**12):
+            with pytest.raises(
+                openai.BadRequestError, match="limit must be an integer from 1 to 100"
+            ):
+                await client.batches.list(limit=wrong)  # type: ignore[arg-type]
+        with pytest.raises(openai.BadRequestError, match="order must be asc or desc"):
+            await client.files.list(order="up")  # type: ignore[arg-type]
+
+
+async def test_nobody_sees_what_belongs_to_another_key(tmp_path: Path) -> None:
+    async with serving(config(tmp_path, [KEY, OTHER_KEY])) as router:
+        mine, other = router.of(KEY), router.of(OTHER_KEY)
+        made = await submit(mine, [line("a")])
+        done = await until(mine, made.id, "completed")
+        assert done.output_file_id is not None
+        for file_id in (done.input_file_id, done.output_file_id):
+            for call in (other.files.retrieve, other.files.content, other.files.delete):
+                with pytest.raises(openai.NotFoundError):
+                    await call(file_id)
+        for look in (other.batches.retrieve, other.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await look(made.id)
+        with pytest.raises(openai.NotFoundError) as refused:
+            await other.batches.create(
+                input_file_id=done.input_file_id,
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+            )
+        assert refused.value.param == "input_file_id"
+        assert [entry async for entry in other.files.list()] == []
+        assert [entry async for entry in other.batches.list()] == []
+        with pytest.raises(openai.AuthenticationError):
+            await router.of("wrong").files.list()
+        assert len([entry async for entry in mine.files.list()]) == 2
+    assert not [each for each in everything_in(tmp_path) if KEY.encode() in each]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..",
+        "../../etc/passwd",
+        "%2e%2e%2f%2e%2e%2fsecret",
+        "..%2Fsecret.txt",
+        "file-../../secret.txt",
+        FOREVER + "/../secret.txt",
+        FOREVER.upper(),
+        FOREVER + "\n",
+        "anyone",
+        "\x00",
+    ],
+)
+async def test_no_id_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret.txt").write_text("what is outside")
+    edge = Edge(FarSide(a=serve), config=config(tmp_path / "store"))
+    quoted = "".join(
+        each if each in "/%." or each.isalnum() else f"%{ord(each):02x}" for each in name
+    )
+    async with edge.client() as client:
+        for path in (f"/v1/files/{quoted}", f"/v1/files/{quoted}/content", f"/v1/batches/{quoted}"):
+            response = await client.get(httpx.URL(f"http://router{path}"))
+            assert response.status_code in (404, 405), response.text
+            assert "what is outside" not in response.text
+        body = {"input_file_id": name, "endpoint": "/v1/completions", "completion_window": "24h"}
+        response = await client.post("/v1/batches", json=body)
+        assert response.status_code == 404
+
+
+async def test_a_filename_is_only_a_name(tmp_path: Path) -> None:
+    edge = Edge(FarSide(a=serve), config=config(tmp_path / "store"))
+    async with edge.client() as client:
+        for name in ("../../evil", "/etc/passwd", "a" * 900, "tab\there"):
+            body = form((f'; name="file"; filename="{name}"', b"{}\n"), PURPOSE)
+            made = (await client.post("/v1/files", content=body, headers=BOUNDARY)).json()
+            assert made["filename"] == name[:255].replace("\t", "_")
+    assert names_in(tmp_path) == ["store"]
+    kept = names_in(tmp_path / "store/anyone/files")
+    assert all(name.startswith("file-") for name in kept) and len(kept) == 8
+
+
+BAD_FORMS: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "ends before its last boundary"),
+    "no form": (b"{}", "not a form"),
+    "cut off": (form(FILE, PURPOSE, end=b""), "ends before its last boundary"),
+    "no file": (form(PURPOSE), "must have a file"),
+    "no purpose": (form(FILE), "purpose must be batch, got None"),
+    "two files": (form(FILE, FILE, PURPOSE), "must have one file"),
+    "purpose twice": (form(FILE, PURPOSE, PURPOSE), "must be given once"),
+    "no name": (form(("", b"x"), FILE), "must have a name"),
+    "other purpose": (form(FILE, ('; name="purpose"', b"vision")), "purpose must be batch"),
+    "unknown field": (form(FILE, PURPOSE, ('; name="path"', b"/")), "'path' is not a known field"),
+    "not text": (form(FILE, ('; name="purpose"', b"\xff")), "must be UTF-8"),
+    "huge field": (form(FILE, ('; name="purpose"', b"x" * 5_000)), "at most 4096 bytes"),
+    "many parts": (form(*[(f'; name="f{n}"', b"") for n in range(20)]), "at most 16 parts"),
+    "huge header": (form((f'; name="{"x" * 9_000}"', b"")), "not a form"),
+    "wrong anchor": (
+        form(FILE, PURPOSE, ('; name="expires_after[seconds]"', b"3600")),
+        "expires_after.anchor must be created_at",
+    ),
+    "wrong seconds": (
+        form(
+            FILE,
+            PURPOSE,
+            ('; name="expires_after[anchor]"', b"created_at"),
+            ('; name="expires_after[seconds]"', b"3.5e9"),
+        ),
+        "expires_after.seconds must be an integer from 3600 to 2592000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FORMS)
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+async def test_a_form_that_is_wrong_is_refused_and_leaves_nothing(
+    tmp_path: Path, name: str, step: int
+) -> None:
+    body, message = BAD_FORMS[name]
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), step):
+            yield body[start : start + step]
+
+    edge = Edge(FarSide(a=serve), config=config(tmp_path))
+    async with edge.client() as client:
+        response = await client.post("/v1/files", content=chunks(), headers=BOUNDARY)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert list((tmp_path / "anyone/files").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "application/json"},
+        {"content-type": "multipart/form-data"},
+        {**BOUNDARY, "content-encoding": "gzip"},
+    ],
+)
+async def test_only_plain_forms_are_taken(tmp_path: Path, headers: dict[str, str]) -> None:
+    edge = Edge(FarSide(a=serve), config=config(tmp_path))
+    async with edge.client() as client:
+        response = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=headers)
+    assert response.status_code == 415
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_an_upload_is_cut_at_the_limit(tmp_path: Path, announced: bool) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield form(FILE, end=b"")[:-2]
+        while True:
+            sent += 1 << 14
+            yield b"x" * (1 << 14)
+
+    edge = Edge(FarSide(a=serve), config=config(tmp_path, max_file_bytes=1 << 16))
+    content: Any = form(('; name="file"', b"x" * (1 << 18)), PURPOSE) if announced else endless()
+    async with edge.client() as client:
+        response = await client.post("/v1/files", content=content, headers=BOUNDARY)
+    assert response.status_code == 413
+    assert "allowed: 65536 bytes" in response.json()["error"]["message"]
+    assert sent <= 1 << 17
+    assert list((tmp_path / "anyone/files").iterdir()) == []
+
+
+async def test_uploads_that_hang_keep_others_out_but_not_for_ever(tmp_path: Path) -> None:
+    began, end = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        body = form(FILE, PURPOSE)
+        yield body[:20]
+        began.set()
+        await end.wait()
+        yield body[20:]
+
+    edge = Edge(FarSide(a=serve), config=config(tmp_path, max_uploads=1, upload_timeout_s=1))
+    async with edge.client() as client:
+        first = asyncio.create_task(client.post("/v1/files", content=slow(), headers=BOUNDARY))
+        await began.wait()
+        second = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=BOUNDARY)
+        assert second.status_code == 503
+        assert int(second.headers["retry-after"]) >= 1
+        assert (await first).json()["error"]["code"] == "body_too_slow"
+        third = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=BOUNDARY)
+        assert third.status_code == 200
+
+
+BAD_BATCHES: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"input_file_id": None}, "input_file_id must be the id of a file, got None", "input_file_id"),
+    (
+        {"endpoint": "/v1/embeddings"},
+        "endpoint must be one of /v1/chat/completions, /v1/completions",
+        "endpoint",
+    ),
+    ({"endpoint": ["x"]}, "endpoint must be one of", "endpoint"),
+    (
+        {"completion_window": "1h"},
+        "completion_window must be one of 24h, got '1h'",
+        "completion_window",
+    ),
+    ({"metadata": "x"}, "metadata must be an object", "metadata"),
+    ({"metadata": {str(n): "" for n in range(17)}}, "at most 16 texts", "metadata"),
+    ({"metadata": {"k": 1}}, "metadata must be", "metadata"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata must be", "metadata"),
+    ({"metadata": {"k": "v" * 513}}, "metadata must be", "metadata"),
+    ({"output_expires_after": 7}, "output_expires_after must be", "output_expires_after"),
+    (
+        {"output_expires_after": {"anchor": "created_at", "seconds": True}},
+        "must be an integer from 3600",
+        "output_expires_after.seconds",
+    ),
+    ({"priority": 3}, "'priority' is not a known field", "priority"),
+]
+
+
+@pytest.mark.parametrize(("change", "message", "param"), BAD_BATCHES)
+async def test_a_wrong_batch_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str, param: str | None
+) -> None:
+    edge = Edge(FarSide(a=serve), config=config(tmp_path))
+    good = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    async with edge.client() as client:
+        made = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=BOUNDARY)
+        body = {"input_file_id": made.json()["id"], **good, **change}
+        response = await client.post("/v1/batches", json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert message in error["message"] and error["param"] == param
+        response = await client.post("/v1/batches", content=b"[]")
+        assert response.json()["error"]["code"] == "invalid_json"
+        assert (await client.get("/v1/batches")).json()["data"] == []
+
+
+async def test_limits_of_a_key(tmp_path: Path) -> None:
+    side = FarSide(a=Held(0))
+    settings = config(
+        tmp_path,
+        [KEY, OTHER_KEY],
+        max_files_per_key=3,
+        max_unfinished_per_key=2,
+        max_ended_per_key=1,
+    )
+    now = UnixClock()
+    async with serving(settings, side, now) as router:
+        client = router.of(KEY)
+        batches = []
+        for _ in range(2):
+            now.now_s += 1
+            batches.append((await submit(client, [line("a")])).id)
+        with pytest.raises(openai.PermissionDeniedError, match="2 batches that have not ended"):
+            await submit(client, [line("b")])
+        with pytest.raises(openai.PermissionDeniedError, match="3 files, which is the limit"):
+            await upload(client, [line("c")])
+        await submit(router.of(OTHER_KEY), [line("d")])
+        for batch_id in batches:
+            await client.batches.cancel(batch_id)
+            await until(client, batch_id, "cancelled")
+        (file, *_) = [entry async for entry in client.files.list(purpose="batch")]
+        now.now_s += 1
+        again = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        # Of the two that have ended only the younger is remembered.
+        assert [batch.id async for batch in client.batches.list()] == [again.id, batches[1]]
+        kept = [names_in(folder / "batches") for folder in tmp_path.glob("key-*")]  # noqa: ASYNC240
+        assert sorted(map(len, kept)) == [1, 2]
+
+
+async def test_results_are_no_input(tmp_path: Path) -> None:
+    async with serving(config(tmp_path)) as router:
+        done = await until(
+            router.client, (await submit(router.client, [line("a")])).id, "completed"
+        )
+        with pytest.raises(openai.BadRequestError, match="with the purpose batch"):
+            await router.client.batches.create(
+                input_file_id=str(done.output_file_id),
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+            )
+
+
+async def test_results_are_kept_as_long_as_was_asked(tmp_path: Path) -> None:
+    now = UnixClock()
+    async with serving(config(tmp_path), now=now) as router:
+        expires: Any = {"anchor": "created_at", "seconds": 7_200}
+        made = await submit(router.client, [line("a")], output_expires_after=expires)
+        done = await until(router.client, made.id, "completed")
+        output = await router.client.files.retrieve(str(done.output_file_id))
+        assert output.expires_at == now.now_s + 7_200
+        assert output.purpose == "batch_output"
+
+
+async def test_a_full_store_is_the_servers_fault(tmp_path: Path) -> None:
+    async with serving(config(tmp_path, [KEY, OTHER_KEY], max_bytes=1_024)) as router:
+        await upload(router.of(KEY), [line("a", text="x" * 600)])
+        with pytest.raises(openai.InternalServerError, match="no room") as full:
+            await upload(router.of(OTHER_KEY), [line("a", text="x" * 600)])
+        assert (full.value.status_code, full.value.code) == (507, "storage_full")
+
+
+async def test_without_a_folder_it_is_said_what_to_set() -> None:
+    edge = Edge(FarSide(a=serve))
+    async with edge.client() as client:
+        for method, path in [
+            ("POST", "/v1/files"),
+            ("GET", f"/v1/files/{FOREVER}/content"),
+            ("DELETE", f"/v1/files/{FOREVER}"),
+            ("GET", "/v1/batches"),
+            ("POST", "/v1/batches/x/cancel"),
+        ]:
+            response = await client.request(method, path)
+            assert response.status_code == 404
+            error = response.json()["error"]
+            assert error["code"] == "batches_off"
+            assert "set router.batches.directory" in error["message"]
+
+
+def test_a_folder_must_be_absolute_and_the_class_known() -> None:
+    with pytest.raises(ValidationError, match="must be an absolute path"):
+        BatchesConfig(directory=Path("here"))
+    with pytest.raises(ValidationError, match="service_class 'none' is not one of"):
+        RouterConfig(batches=BatchesConfig(directory=Path("/x"), service_class="none"))
+    with pytest.raises(ValidationError, match="must look like 24h or 7d"):
+        BatchesConfig(completion_windows=("soon",))
+    assert json.loads(RouterConfig().model_dump_json())["batches"]["directory"] is None
+
+
+def test_a_folder_that_cannot_be_used_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="file"):
+        Edge(FarSide(a=serve), config=config(tmp_path / "file"))
