@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from replica.engine import EVENT_STREAM, ResponseChunk, ResponseHead, ResponseItem, ResponseTail
 from router.errors import Reason
+from scheduling.routing.base import Tier
 
 
 class ReplicaFailedError(Exception):
@@ -53,12 +54,19 @@ class Answer:
     """An open response of one replica. Iterate over it for the pieces; then :attr:`tail` is set.
 
     Close it in any case.
+
+    Attributes:
+        waited_s: the request's age when it was sent to the replica.
+        tier: ``GUARANTEED`` if its objective was promised.
+        predicted_ttft_s: from the request's arrival to the first token, where that was promised.
     """
 
     def __init__(self, stream: ReplicaStream, waited_s: float, close: Callable[[], None]) -> None:
         self.head = ResponseHead(500, "application/json")
         self.tail: ResponseTail | None = None
         self.waited_s = waited_s
+        self.tier = Tier.BEST_EFFORT
+        self.predicted_ttft_s: float | None = None
         self._items = stream.__aiter__()
         self._ready: list[Piece] = []
         self._close: Callable[[], None] | None = close

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from replica.engine import Endpoint
 from router import wire
+from router.batches.service import batch_routes
 from router.call import CallReader
 from router.catalog import Catalog
 from router.config import RouterConfig
@@ -22,7 +24,7 @@ from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason
 from router.exchange import Exchange
 from router.gate import Arrival, Gate
-from router.metrics import Outcome, RouterMetrics
+from router.metrics import RouterMetrics
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -41,8 +43,16 @@ def make_api(
     metrics: RouterMetrics,
     page: MetricsPage,
     lifespan: Lifespan | None = None,
+    unix_clock: Callable[[], float] = time.time,
 ) -> FastAPI:
-    """The FastAPI application of one router process."""
+    """The FastAPI application of one router process.
+
+    Args:
+        unix_clock: Unix seconds, which files and batches expire by.
+
+    Raises:
+        OSError: the folder of files and batches cannot be used.
+    """
     api = FastAPI(
         title="Sluice", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
     )
@@ -52,10 +62,10 @@ def make_api(
         try:
             call = await reader.read(request, endpoint)
         except ApiError as error:
-            metrics.refused(endpoint, Outcome.CLIENT_ERROR)
+            metrics.refused(endpoint, error.reason, request.state.arrival.client)
             return error.response()
         except ClientDisconnect:
-            metrics.refused(endpoint, Outcome.CANCELLED)
+            metrics.left_early(endpoint, request.state.arrival.client)
             return Response(status_code=400)  # nobody is there to read it
         return Exchange(call, dispatcher, metrics)
 
@@ -80,6 +90,7 @@ def make_api(
     async def metrics_page() -> Response:
         return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
+    api.include_router(batch_routes(config, dispatcher, metrics, unix_clock))
     _add_error_handlers(api)
     api.add_middleware(Gate, config=config, metrics=metrics, clock=dispatcher.clock)
     return api

@@ -119,7 +119,7 @@ class Router:
 
         self._api = make_api(
             config,
-            Dispatcher(client, serve_replicas, metrics, config.max_attempts),
+            Dispatcher(client, serve_replicas, metrics, config),
             Catalog(serve_replicas),
             metrics,
             ControllerMetricsPage(client, pusher, metrics.registry),

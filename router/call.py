@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
@@ -13,10 +13,14 @@ from replica.engine import Endpoint
 from router.body import parse_object, read_body
 from router.config import RouterConfig
 from router.gate import Arrival
-from router.prompt_size import PromptSize, measure
+from router.prompt_prefix import prefix_of
+from router.prompt_size import PromptSize, measure, output_limit
+from router.session import session_of
 from router.slo import SloReader
+from router.trust import ANYONE, Client
 from router.validation import check_body, engine_body
 from scheduling.objective import SLO
+from scheduling.prefix import NO_PREFIX, PromptPrefix
 
 MAX_INLINE_BYTES = 64 << 10
 """Largest body that is parsed and checked on the event loop, bytes: some 4 ms at worst."""
@@ -29,6 +33,11 @@ class Call:
     Attributes:
         received_s: when it came, on the dispatcher's monotonic clock.
         best_effort: it asks for no promise: it runs on what the promised ones leave.
+        output_tokens: the most that it may generate; 0 if only the model's length bounds it.
+        session: names what it belongs to, a 63-bit hash; 0 for nothing.
+        prefix: how its prompt begins.
+        client: who asks.
+        clamped: what the client's caps changed in the objective, and to what, by field.
     """
 
     request_id: str
@@ -38,6 +47,11 @@ class Call:
     prompt: PromptSize
     received_s: float
     best_effort: bool = False
+    output_tokens: int = 0
+    session: int = 0
+    prefix: PromptPrefix = NO_PREFIX
+    client: Client = ANYONE
+    clamped: Mapping[str, str] = field(default_factory=dict)
 
 
 class CallReader:
@@ -73,7 +87,7 @@ class CallReader:
     def make(
         self,
         body: dict[str, Any],
-        headers: Iterable[tuple[bytes, bytes]],
+        headers: Sequence[tuple[bytes, bytes]],
         endpoint: Endpoint,
         arrival: Arrival,
     ) -> Call:
@@ -82,7 +96,9 @@ class CallReader:
         Raises:
             ApiError: a 4xx.
         """
-        slo = self._objectives.read(body, headers)
+        client = arrival.client
+        slo, clamped = self._objectives.read(body, headers, client.caps)
+        session = session_of(body, headers, client.owner)
         check_body(endpoint, body)
         return Call(
             request_id=arrival.request_id,
@@ -91,4 +107,9 @@ class CallReader:
             slo=slo,
             prompt=measure(endpoint, body),
             received_s=arrival.received_s,
+            output_tokens=output_limit(endpoint, body),
+            session=session,
+            prefix=prefix_of(endpoint, body),
+            client=client,
+            clamped=clamped,
         )

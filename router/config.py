@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SecretStr,
+    Tag,
+    model_validator,
+)
 
+from router.batches.config import BatchesConfig
+from router.trust import ApiKey
+from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
-
-MIN_OBJECTIVE_MS = 0.001
-"""Shortest objective that may be asked for: a microsecond, in milliseconds."""
-
-MAX_OBJECTIVE_MS = 86_400_000.0
-"""Longest objective that may be asked for: a day, in milliseconds."""
-
-# They are sent in a header and label metrics.
-_CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class ServiceClass(BaseModel):
@@ -51,6 +53,24 @@ class ServiceClass(BaseModel):
         default=(),
         description="Values of OpenAI's `service_tier` that select this class.",
     )
+    when_unattainable: Literal["best_effort", "reject", "queue"] = Field(
+        default="best_effort",
+        description="What becomes of a request whose objective no replica can promise: "
+        "`best_effort` serves it on what the promised ones leave, `reject` answers 429, `queue` "
+        "lets it wait at the router until one can.",
+    )
+    queue_limit_s: float = Field(
+        default=10.0,
+        gt=0,
+        le=3_600,
+        description="With `queue`: longest wait, seconds; then 429.",
+    )
+    queue_length: int = Field(
+        default=256,
+        ge=1,
+        le=100_000,
+        description="With `queue`: most requests that wait in one router replica; more get 429.",
+    )
 
 
 def _default_classes() -> dict[str, ServiceClass]:
@@ -65,6 +85,16 @@ def _default_classes() -> dict[str, ServiceClass]:
     }
 
 
+def _kind_of_key(entry: Any) -> str:
+    return "object" if isinstance(entry, dict | ApiKey) else "plain"
+
+
+_Key = Annotated[
+    Annotated[SecretStr, Tag("plain")] | Annotated[ApiKey, Tag("object")],
+    Discriminator(_kind_of_key),
+]
+
+
 class RouterConfig(BaseModel):
     """The HTTP edge."""
 
@@ -73,9 +103,11 @@ class RouterConfig(BaseModel):
     host: str = Field(default="127.0.0.1", description="Address that HTTP listens on.")
     port: int = Field(default=8000, ge=1, le=65_535, description="Port that HTTP listens on.")
     replicas: int = Field(default=1, ge=1, le=64, description="Router replicas.")
-    api_keys: tuple[SecretStr, ...] = Field(
+    api_keys: tuple[_Key, ...] = Field(
         default=(),
-        description="Accepted `Authorization: Bearer` keys. Empty: every request is accepted.",
+        max_length=1_000,
+        description="Accepted `Authorization: Bearer` keys: each a text, or an object with the "
+        "key and the most that who holds it may ask for. Empty: every request is accepted.",
     )
     classes: dict[str, ServiceClass] = Field(
         default_factory=_default_classes,
@@ -107,11 +139,14 @@ class RouterConfig(BaseModel):
         le=10,
         description="Replicas tried for a request that has sent nothing yet.",
     )
+    batches: BatchesConfig = Field(
+        default_factory=BatchesConfig, description="OpenAI's files and batches."
+    )
 
     @model_validator(mode="after")
     def _check_keys(self) -> RouterConfig:
-        for key in self.api_keys:
-            text = key.get_secret_value()
+        texts = [_text_of(entry) for entry in self.api_keys]
+        for text in texts:
             if not text or not text.isascii() or not text.isprintable() or " " in text:
                 raise ValueError("api_keys must be printable ASCII without spaces, and not empty")
             if not text.strip("*"):
@@ -119,6 +154,21 @@ class RouterConfig(BaseModel):
                     "an entry of api_keys consists of asterisks only: that is the mask which "
                     "`sluice config` prints in place of a key; give the key itself"
                 )
+        if len(set(texts)) < len(texts):
+            raise ValueError("two entries of api_keys have the same key")
+        return self
+
+    @model_validator(mode="after")
+    def _check_clients(self) -> RouterConfig:
+        entries = [entry for entry in self.api_keys if isinstance(entry, ApiKey)]
+        names = [entry.name for entry in entries if entry.name is not None]
+        doubles = {name for name in names if names.count(name) > 1}
+        if doubles:
+            raise ValueError(f"entries of api_keys share a name: {sorted(doubles)}")
+        unknown = {name for entry in entries for name in entry.classes or ()} - set(self.classes)
+        if unknown:
+            known = ", ".join(sorted(self.classes))
+            raise ValueError(f"api_keys name classes {sorted(unknown)} that are not of: {known}")
         return self
 
     @model_validator(mode="after")
@@ -126,11 +176,24 @@ class RouterConfig(BaseModel):
         if self.default_class not in self.classes:
             known = ", ".join(sorted(self.classes))
             raise ValueError(f"default_class {self.default_class!r} is not one of: {known}")
-        bad = [name for name in self.classes if not _CLASS_NAME.fullmatch(name)]
+        bad = [name for name in self.classes if not LABEL.fullmatch(name)]
         if bad:
-            raise ValueError(f"class names must match {_CLASS_NAME.pattern}, got {bad}")
+            raise ValueError(f"class names must match {LABEL.pattern}, got {bad}")
         tiers = [tier for entry in self.classes.values() for tier in entry.service_tiers]
         doubles = {tier for tier in tiers if tiers.count(tier) > 1}
         if doubles:
             raise ValueError(f"service_tiers name more than one class: {sorted(doubles)}")
         return self
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> RouterConfig:
+        name = self.batches.service_class
+        if self.batches.directory is not None and name not in self.classes:
+            known = ", ".join(sorted(self.classes))
+            raise ValueError(f"batches.service_class {name!r} is not one of: {known}")
+        return self
+
+
+def _text_of(entry: SecretStr | ApiKey) -> str:
+    key = entry.key if isinstance(entry, ApiKey) else entry
+    return key.get_secret_value()

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from controller.messages import RouteDecision, RouteQuery, Tier
-from replica.engine import EngineRequest, ResponseHead, request_key
+from controller.messages import Tier
+from replica.engine import EngineRequest, request_key
 from router.answer import Answer, ReplicaFailedError, ReplicaStream
 from router.call import Call
+from router.config import RouterConfig
 from router.errors import ApiError, Reason
 from router.metrics import Fallback, RouterMetrics
+from router.placement import Controller, Placement, Placer
 from router.prompt_size import TokenEstimator
 
 RETRY_PAUSE_S = 0.02
@@ -25,8 +27,6 @@ RETRY_PAUSE_S = 0.02
 replica to arrive, and a brake on a failure that hits every replica."""
 
 _BUSY = 503
-_ANY_TIER = frozenset(Tier)
-_BEST_EFFORT_ONLY = frozenset({Tier.BEST_EFFORT})
 
 
 class Replicas(Protocol):
@@ -46,19 +46,6 @@ class Replicas(Protocol):
         """
 
 
-class Controller(Protocol):
-    """What the dispatcher needs of the controller's client."""
-
-    async def route(self, query: RouteQuery) -> RouteDecision | None:
-        """The decision, or ``None`` where the controller does not answer in time."""
-
-    def release(self, key: int) -> None:
-        """The request does not run where it was placed. Returns at once."""
-
-    def replica_gone(self, replica_ids: Sequence[str]) -> None:
-        """These replicas serve nothing any more. Returns at once."""
-
-
 class Dispatcher:
     """Opens responses. One per router process.
 
@@ -72,17 +59,22 @@ class Dispatcher:
         controller: Controller,
         replicas: Replicas,
         metrics: RouterMetrics,
-        max_attempts: int,
+        config: RouterConfig,
         clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], Any] = asyncio.sleep,
+        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self.clock = clock
-        self.estimator = TokenEstimator()
+        self._placer = Placer(controller, metrics, config, clock, pause)
         self._controller = controller
         self._replicas = replicas
         self._metrics = metrics
-        self._max_attempts = max_attempts
+        self._max_attempts = config.max_attempts
         self._pause = pause
+
+    @property
+    def estimator(self) -> TokenEstimator:
+        """Learns from answers how long prompts are."""
+        return self._placer.estimator
 
     async def open(self, call: Call) -> Answer:
         """Send ``call`` to a replica, and to another while attempts fail.
@@ -90,15 +82,19 @@ class Dispatcher:
         Cancelling it stops the attempt under way.
 
         Raises:
-            ApiError: every attempt failed; it tells of the last one.
+            ApiError: every attempt failed, and it tells of the last one; or the objective cannot be
+                promised and the call may not be served without.
         """
         failed: list[str] = []
         for attempt in range(1, self._max_attempts + 1):
             try:
-                return await self._try(call, attempt, failed)
+                answer = await self._try(call, attempt, failed)
             except ReplicaFailedError as failure:
                 if not failure.retry or attempt == self._max_attempts:
                     raise ApiError(failure.reason, str(failure)) from failure
+            else:
+                self._metrics.admission.admitted(call.slo.service_class, answer.tier)
+                return answer
             self._metrics.retries.inc()
             await self._pause(RETRY_PAUSE_S * 2 ** (attempt - 1))
         raise AssertionError("max_attempts is at least 1")
@@ -109,15 +105,19 @@ class Dispatcher:
         # take the release of the last one for that of this one.
         request_id = call.request_id if attempt == 1 else f"{call.request_id}-{attempt}"
         key = request_key(request_id)
-        target = await self._decide(call, key, failed)
+        placement = await self._placer.place(call, key, failed)
+        target = placement.replica_id
         waited_s = self.clock() - call.received_s
-        stream = self._replicas.generate(
-            EngineRequest(
-                request_id, call.endpoint, call.body, call.slo, waited_s, call.best_effort
-            ),
-            target,
-            failed,
+        request = EngineRequest(
+            request_id,
+            call.endpoint,
+            call.body,
+            call.slo,
+            waited_s,
+            call.best_effort or placement.tier is Tier.BEST_EFFORT,
+            call.prefix,
         )
+        stream = self._replicas.generate(request, target, failed)
 
         def close() -> None:
             stream.cancel()
@@ -135,31 +135,8 @@ class Dispatcher:
         except BaseException:
             close()
             raise
-        self._note_place(answer.head, target, key)
+        self._note_place(answer, placement, key)
         return answer
-
-    async def _decide(self, call: Call, key: int, failed: Sequence[str]) -> str | None:
-        """The controller's choice, or ``None`` to leave it to Serve."""
-        started_s = self.clock()
-        query = RouteQuery(
-            key,
-            call.slo,
-            self.estimator.estimate(call.prompt),
-            started_s - call.received_s,
-            _BEST_EFFORT_ONLY if call.best_effort else _ANY_TIER,
-        )
-        decision = await self._controller.route(query)
-        self._metrics.decision_s.observe(self.clock() - started_s)
-        if decision is None:
-            self._metrics.fallback(Fallback.NO_ANSWER)
-            return None
-        if decision.replica_id is None:
-            self._metrics.fallback(Fallback.NO_DECISION)
-        elif decision.replica_id in failed:
-            self._controller.release(key)
-            self._metrics.fallback(Fallback.REPEATED)
-            return None
-        return decision.replica_id
 
     def _note_failure(
         self, replica_id: str | None, failure: ReplicaFailedError, failed: list[str]
@@ -170,10 +147,16 @@ class Dispatcher:
         if failure.dead:
             self._controller.replica_gone([replica_id])
 
-    def _note_place(self, head: ResponseHead, target: str | None, key: int) -> None:
-        """Free a reservation that no replica will confirm."""
+    def _note_place(self, answer: Answer, placement: Placement, key: int) -> None:
+        """Free a reservation that no replica will confirm. What was promised there is not promised
+        where the request went instead."""
+        target, head = placement.replica_id, answer.head
         if target is not None and head.replica_id not in ("", target):
             self._metrics.fallback(Fallback.MOVED)
             self._controller.release(key)
-        elif head.status >= 400:
+            return
+        if head.status >= 400:
             self._controller.release(key)
+        if placement.tier is Tier.GUARANTEED:
+            answer.tier = Tier.GUARANTEED
+            answer.predicted_ttft_s = placement.predicted_ttft_s

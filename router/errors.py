@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import enum
 import json
+from math import ceil
 from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse
 
 INVALID_REQUEST = "invalid_request_error"
+PERMISSION_ERROR = "permission_error"
+RATE_LIMIT_ERROR = "rate_limit_error"
 SERVER_ERROR = "server_error"
+
+MAX_RETRY_AFTER_S = 3_600.0
+"""Longest time after which a client is told to come again, seconds."""
 
 
 class Reason(enum.StrEnum):
@@ -27,6 +33,12 @@ class Reason(enum.StrEnum):
     TOO_LARGE = "request_too_large"
     UNSUPPORTED_MEDIA = "unsupported_media_type"
     BODY_TOO_SLOW = "body_too_slow"
+    NOT_PERMITTED = "not_permitted"
+    CLIENT_FULL = "client_full"
+    SLO_UNATTAINABLE = "slo_unattainable"
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIMEOUT = "queue_timeout"
+    DEADLINE_PASSED = "deadline_passed"
     ROUTER_FULL = "router_full"
     REPLICAS_FULL = "replicas_full"
     NO_REPLICA = "no_replica"
@@ -36,11 +48,12 @@ class Reason(enum.StrEnum):
 
 
 class Rule(NamedTuple):
-    """What a reason becomes. ``retry_after_s`` is sent as ``Retry-After``."""
+    """What a reason becomes. ``retry_after_s`` is sent as ``Retry-After`` where the failure does
+    not know better."""
 
     status: int
     type: str
-    retry_after_s: int | None = None
+    retry_after_s: float | None = None
 
 
 RULES: dict[Reason, Rule] = {
@@ -48,6 +61,7 @@ RULES: dict[Reason, Rule] = {
     Reason.INVALID_JSON: Rule(400, INVALID_REQUEST),
     Reason.BODY_TOO_SLOW: Rule(400, INVALID_REQUEST),
     Reason.INVALID_API_KEY: Rule(401, INVALID_REQUEST),
+    Reason.NOT_PERMITTED: Rule(403, PERMISSION_ERROR),
     # A limit that waiting does not lift.
     Reason.STORAGE_LIMIT: Rule(403, INVALID_REQUEST),
     Reason.UNKNOWN_URL: Rule(404, INVALID_REQUEST),
@@ -56,6 +70,11 @@ RULES: dict[Reason, Rule] = {
     Reason.METHOD_NOT_ALLOWED: Rule(405, INVALID_REQUEST),
     Reason.TOO_LARGE: Rule(413, INVALID_REQUEST),
     Reason.UNSUPPORTED_MEDIA: Rule(415, INVALID_REQUEST),
+    Reason.CLIENT_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
+    Reason.SLO_UNATTAINABLE: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
+    Reason.QUEUE_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
+    Reason.QUEUE_TIMEOUT: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
+    Reason.DEADLINE_PASSED: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.INTERNAL: Rule(500, SERVER_ERROR),
     Reason.ROUTER_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.REPLICAS_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
@@ -75,6 +94,8 @@ class ApiError(Exception):
         message: what was wrong and what is allowed.
         param: the field or header at fault, if one is.
         headers: sent besides those of the rule.
+        retry_after_s: when there may be room for the request, seconds, if that was predicted. It
+            stands in the body as milliseconds, and rounded up to whole seconds in the header.
     """
 
     def __init__(
@@ -83,12 +104,16 @@ class ApiError(Exception):
         message: str,
         param: str | None = None,
         headers: dict[str, str] | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.param = param
         self._headers = headers or {}
+        if retry_after_s is not None:
+            retry_after_s = max(0.0, min(MAX_RETRY_AFTER_S, retry_after_s))
+        self._retry_after_s = retry_after_s
 
     @property
     def rule(self) -> Rule:
@@ -97,21 +122,25 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's error body."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.rule.type,
-                "param": self.param,
-                "code": self.reason.value,
-            }
+        """OpenAI's error body, with ``retry_after_ms`` where that was predicted."""
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.rule.type,
+            "param": self.param,
+            "code": self.reason.value,
         }
+        if self._retry_after_s is not None:
+            error["retry_after_ms"] = round(self._retry_after_s * 1000, 3)
+        return {"error": error}
 
     def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
         """The whole HTTP response, with ``headers`` added."""
         merged = {**self._headers, **(headers or {})}
-        if self.rule.retry_after_s is not None:
-            merged["retry-after"] = str(self.rule.retry_after_s)
+        retry_after_s = self._retry_after_s
+        if retry_after_s is None:
+            retry_after_s = self.rule.retry_after_s
+        if retry_after_s is not None:
+            merged["retry-after"] = str(max(1, ceil(retry_after_s)))
         return JSONResponse(self.body, status_code=self.rule.status, headers=merged)
 
     def event(self) -> bytes:

@@ -16,6 +16,7 @@ from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason
 from router.metrics import Outcome, RouterMetrics
 from scheduling.objective import TokenClock
+from scheduling.routing.base import Tier
 
 
 class DisconnectGuard:
@@ -81,7 +82,7 @@ class Exchange(Response):
         finally:
             if self._answer is not None:
                 self._answer.close()
-            self._metrics.ended(self._call.endpoint, self._clock, outcome, self._dispatcher.clock())
+            self._count(outcome)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> Outcome:
         # The guard ends before the last message: a server reports the end of a complete response
@@ -100,8 +101,9 @@ class Exchange(Response):
             return Outcome.CANCELLED
         if self._answer is None:
             assert error is not None
+            self._metrics.admission.refused(error.reason, self._call.slo.service_class)
             await error.response(self._own_headers())(scope, receive, send)
-            return _outcome_of(error.rule.status)
+            return Outcome.of_status(error.rule.status)
         if self._answer.head.media_type == EVENT_STREAM:
             last = error.event() if error is not None else b""
             await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -144,7 +146,7 @@ class Exchange(Response):
         )
         await response(scope, receive, send)
         self._learn(answer)
-        return _outcome_of(answer.head.status)
+        return Outcome.of_status(answer.head.status)
 
     def _emit(self, tokens: int, now_s: float | None = None) -> None:
         clock = self._clock
@@ -157,16 +159,25 @@ class Exchange(Response):
         if answer.tail is not None and answer.tail.prompt_tokens > 0:
             self._dispatcher.estimator.learn(self._call.prompt, answer.tail.prompt_tokens)
 
+    def _count(self, outcome: Outcome) -> None:
+        call, metrics, answer = self._call, self._metrics, self._answer
+        metrics.ended(call.endpoint, self._clock, outcome, self._dispatcher.clock(), call.client)
+        metrics.admission.clamped(call.client.name, call.clamped)
+        if answer is not None and answer.tier is Tier.GUARANTEED:
+            failed = outcome is Outcome.FAILED
+            metrics.admission.ended(self._clock, answer.predicted_ttft_s, failed)
+
     def _own_headers(self) -> dict[str, str]:
-        headers = {wire.CLASS_HEADER: self._call.slo.service_class}
-        if self._answer is not None and self._answer.head.replica_id:
-            headers[wire.REPLICA_HEADER] = self._answer.head.replica_id
+        call, answer = self._call, self._answer
+        headers = {wire.CLASS_HEADER: call.slo.service_class}
+        if call.clamped:
+            changes = [f"{field}={value}" for field, value in call.clamped.items()]
+            headers[wire.CLAMPED_HEADER] = ", ".join(changes)
+        if answer is None:
+            return headers
+        if answer.head.replica_id:
+            headers[wire.REPLICA_HEADER] = answer.head.replica_id
+        headers[wire.ADMISSION_HEADER] = answer.tier.value
+        if answer.predicted_ttft_s is not None:
+            headers[wire.PREDICTED_TTFT_HEADER] = f"{answer.predicted_ttft_s * 1000:.1f}"
         return headers
-
-
-def _outcome_of(status: int) -> Outcome:
-    if status < 400:
-        return Outcome.OK
-    if status < 500:
-        return Outcome.CLIENT_ERROR
-    return Outcome.REFUSED if status == 503 else Outcome.FAILED

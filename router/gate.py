@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from router import wire
 from router.auth import KeyRing
 from router.config import RouterConfig
 from router.errors import ApiError, Reason
-from router.metrics import Outcome, RouterMetrics
+from router.metrics import RouterMetrics
+from router.trust import ANYONE, Client
 
 INFERENCE_PATHS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
@@ -30,6 +32,7 @@ class Arrival(NamedTuple):
 
     request_id: str
     received_s: float
+    client: Client = ANYONE
 
 
 class Gate:
@@ -39,8 +42,8 @@ class Gate:
       sent back in every response.
     - With keys configured every path needs one, but ``/health``. ``/metrics`` too: a Prometheus
       scrape can send one.
-    - At most ``max_in_flight`` inference requests are inside; more are refused before their body
-      is read.
+    - At most ``max_in_flight`` inference requests are inside, and of one client at most as many as
+      its key allows; more are refused before their body is read.
 
     Paths are those after Serve's route prefix, as for routing.
     """
@@ -56,6 +59,7 @@ class Gate:
         self._keys = KeyRing(config.api_keys)
         self._max_in_flight = config.max_in_flight
         self._in_flight = 0
+        self._of_client: Counter[str] = Counter()
         self._metrics = metrics
         self._clock = clock
 
@@ -78,28 +82,41 @@ class Gate:
         endpoint = INFERENCE_PATHS.get(path) if scope["method"] == "POST" else None
         try:
             if path != OPEN_PATH:
-                self._keys.check(scope["headers"])
-            if endpoint is not None and self._in_flight >= self._max_in_flight:
-                raise ApiError(
-                    Reason.ROUTER_FULL,
-                    f"The router serves {self._max_in_flight} requests, which is its limit.",
-                )
+                arrival = arrival._replace(client=self._keys.check(scope["headers"]))
+                scope["state"]["arrival"] = arrival
+            if endpoint is not None:
+                self._check_room(arrival.client)
         except ApiError as error:
             if endpoint is not None:
-                full = error.reason is Reason.ROUTER_FULL
-                self._metrics.refused(endpoint, Outcome.REFUSED if full else Outcome.CLIENT_ERROR)
+                self._metrics.refused(endpoint, error.reason, arrival.client)
             await error.response()(scope, receive, send_named)
             return
-        await self._pass(endpoint is not None, scope, receive, send_named)
+        if endpoint is None:
+            await self._app(scope, receive, send_named)
+        else:
+            await self._count(arrival.client.owner, scope, receive, send_named)
 
-    async def _pass(self, counted: bool, scope: Scope, receive: Receive, send: Send) -> None:
-        if not counted:
-            await self._app(scope, receive, send)
-            return
+    def _check_room(self, client: Client) -> None:
+        if self._in_flight >= self._max_in_flight:
+            raise ApiError(
+                Reason.ROUTER_FULL,
+                f"The router serves {self._max_in_flight} requests, which is its limit.",
+            )
+        most = client.caps.max_in_flight
+        if most is not None and self._of_client[client.owner] >= most:
+            raise ApiError(
+                Reason.CLIENT_FULL,
+                f"The router serves {most} requests with this API key, which is the key's limit.",
+            )
+
+    async def _count(self, owner: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in and count it while it is inside."""
         self._in_flight += 1
+        self._of_client[owner] += 1
         self._metrics.in_flight.inc()
         try:
             await self._app(scope, receive, send)
         finally:
             self._in_flight -= 1
+            self._of_client[owner] -= 1
             self._metrics.in_flight.dec()

@@ -7,10 +7,10 @@ import enum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from replica.engine import Endpoint
+from router.admission_metrics import NO_CLASS, AdmissionMetrics
+from router.errors import RULES, Reason
+from router.trust import ANYONE, Client
 from scheduling.objective import SLO, TokenClock
-
-NO_CLASS = "none"
-"""Class label of a request that was refused before its class was known."""
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 300)
 TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
@@ -24,11 +24,20 @@ class Outcome(enum.StrEnum):
     CLIENT_ERROR = "client_error"
     """The client's mistake: a 4xx of the router or of the engine."""
     REFUSED = "refused"
-    """No room or no replica: a 503 before anything was served."""
+    """No room, no promise or no replica: a 429 or 503 before anything was served."""
     FAILED = "failed"
     """A replica's or our own failure: a 5xx, or an error event in a stream."""
     CANCELLED = "cancelled"
     """The client left."""
+
+    @classmethod
+    def of_status(cls, status: int) -> Outcome:
+        """How a request ended that was answered with this status."""
+        if status < 400:
+            return cls.OK
+        if status in (429, 503):
+            return cls.REFUSED
+        return cls.CLIENT_ERROR if status < 500 else cls.FAILED
 
 
 class Fallback(enum.StrEnum):
@@ -109,6 +118,13 @@ class RouterMetrics:
         self.in_flight = Gauge(
             "sluice_in_flight_requests", "Requests inside the edge.", registry=registry
         )
+        self._by_client = Counter(
+            "sluice_client_requests",
+            "Requests that ended, by the name of their API key and outcome.",
+            ["client", "outcome"],
+            registry=registry,
+        )
+        self.admission = AdmissionMetrics(registry)
 
     def fallback(self, reason: Fallback) -> None:
         """Count a request that did not go where the controller said."""
@@ -118,14 +134,31 @@ class RouterMetrics:
         """Observe a first token."""
         self._ttft.labels(service_class).observe(ttft_s)
 
-    def refused(self, endpoint: Endpoint, outcome: Outcome) -> None:
-        """Count a request that ended before its class was known."""
-        self._requests.labels(NO_CLASS, outcome.value, endpoint).inc()
+    def refused(self, endpoint: Endpoint, reason: Reason, client: Client = ANYONE) -> None:
+        """Count a request that was refused before its class was known."""
+        self._ended_early(endpoint, Outcome.of_status(RULES[reason].status), client)
+        self.admission.refused(reason)
 
-    def ended(self, endpoint: Endpoint, clock: TokenClock, outcome: Outcome, now_s: float) -> None:
+    def left_early(self, endpoint: Endpoint, client: Client) -> None:
+        """Count a request whose client left before its class was known."""
+        self._ended_early(endpoint, Outcome.CANCELLED, client)
+
+    def _ended_early(self, endpoint: Endpoint, outcome: Outcome, client: Client) -> None:
+        self._requests.labels(NO_CLASS, outcome.value, endpoint).inc()
+        self._by_client.labels(client.name, outcome.value).inc()
+
+    def ended(
+        self,
+        endpoint: Endpoint,
+        clock: TokenClock,
+        outcome: Outcome,
+        now_s: float,
+        client: Client = ANYONE,
+    ) -> None:
         """Count a request that ended, with what ``clock`` saw of it."""
         slo = clock.slo
         self._requests.labels(slo.service_class, outcome.value, endpoint).inc()
+        self._by_client.labels(client.name, outcome.value).inc()
         if clock.tpot_s is not None:
             self._tpot.labels(slo.service_class).observe(clock.tpot_s)
         if outcome in (Outcome.CANCELLED, Outcome.CLIENT_ERROR):

@@ -1,4 +1,4 @@
-"""The length of a prompt before anyone has tokenised it, for the controller's placement."""
+"""How much work a call is before anyone has tokenised it, for the controller's placement."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ MESSAGE_TOKENS = 4
 MEDIA_TOKENS = 512
 """Our guess for an image or a sound; only the engine knows."""
 
+COMPLETION_TOKENS = 16
+"""Output tokens of a completion that does not say how many: OpenAI's default, and vLLM's."""
+
+MAX_OUTPUT_TOKENS = 1 << 31
+"""No output counts as longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
@@ -33,6 +39,18 @@ class PromptSize:
 def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
     """Measure a validated body. ``O(messages)``: it never looks into the text."""
     return _measure_chat(body) if endpoint == "chat" else _measure_prompt(body["prompt"])
+
+
+def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
+    """The most tokens that a validated body may generate, over all its prompts and choices; 0
+    where only the model's length bounds it."""
+    if endpoint == "chat":
+        tokens, prompts = body.get("max_completion_tokens") or body.get("max_tokens") or 0, 1
+    else:
+        prompt = body["prompt"]
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        tokens, prompts = body.get("max_tokens") or COMPLETION_TOKENS, len(prompt) if several else 1
+    return min(tokens * prompts * (body.get("n") or 1), MAX_OUTPUT_TOKENS)
 
 
 class TokenEstimator:

@@ -1,24 +1,26 @@
-"""The objective of a request, from what the client stated and its service class.
+"""The objective of a request, from what the client stated, its service class and its key's caps.
 
 Precedence, field by field: the body's ``slo`` object, the ``x-slo-*`` headers, their
 ``x-llm-d-slo-*`` aliases, the service class. The class itself: ``slo.class``, ``x-slo-class``,
 ``service_tier``, the configured default.
 
 Every stated value is checked, also one that another overrides. JSON ``null`` is the same as
-leaving the field out.
+leaving the field out. The caps hold what applies in the end, see :class:`~router.trust.Leash`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from router import wire
-from router.config import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, RouterConfig
+from router.config import RouterConfig
 from router.errors import ApiError, invalid, shown
+from router.trust import NO_CAPS, Caps, Leash
+from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
@@ -54,6 +56,34 @@ _HEADER_FIELDS = {name: (0, field) for field, name in wire.SLO_HEADERS.items()} 
 }
 
 
+_BODY_NAMES = {key: f"{wire.SLO_FIELD}.{key}" for key in wire.SLO_HEADERS}
+
+
+class Objective(NamedTuple):
+    """What applies to a request, and what its key's caps changed in that, and to what."""
+
+    slo: SLO
+    clamped: Mapping[str, str]
+
+
+class _Sources(NamedTuple):
+    """What the client stated, the source that wins first."""
+
+    body: _Stated
+    headers: _Stated
+    aliases: _Stated
+
+    def first(self, field: str) -> tuple[Any, str | None]:
+        """The value of ``field`` and how the client called it; nothing if none was stated."""
+        attribute = "service_class" if field == wire.CLASS else field
+        names = (_BODY_NAMES, wire.SLO_HEADERS, wire.SLO_HEADER_ALIASES)
+        for source, name in zip(self, names, strict=True):
+            value = getattr(source, attribute)
+            if value is not None:
+                return value, name[field]
+        return None, None
+
+
 class SloReader:
     """Reads objectives by one configuration of classes."""
 
@@ -64,27 +94,45 @@ class SloReader:
             tier: name for name, entry in config.classes.items() for tier in entry.service_tiers
         }
 
-    def read(self, body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]]) -> SLO:
+    def read(
+        self,
+        body: Mapping[str, Any],
+        headers: Iterable[tuple[bytes, bytes]],
+        caps: Caps = NO_CAPS,
+    ) -> Objective:
         """The objective of a request with this body and these raw headers (lower-case names).
 
         Raises:
-            ApiError: 400; the message names the field and what is allowed.
+            ApiError: 400; the message names the field and what is allowed. 403: ``caps`` are to be
+                refused beyond, and it states more.
         """
         stated = self._stated(body.get(wire.SLO_FIELD))
-        plain, alias = self._from_headers(headers)
+        sources = _Sources(stated, *self._from_headers(headers))
         tier_class = self._of_tier(body.get(wire.SERVICE_TIER_FIELD))
-        class_name = (
-            stated.service_class or plain.service_class or tier_class or self._default_class
-        )
+        class_name, said_in = sources.first(wire.CLASS)
+        if class_name is None and tier_class is not None:
+            class_name, said_in = tier_class, wire.SERVICE_TIER_FIELD
+        leash = Leash(caps)
+        class_name = leash.service_class(class_name or self._default_class, said_in)
         defaults = self._classes[class_name]
-        priority = stated.priority or plain.priority or defaults.priority
-        return SLO(
-            ttft_s=_seconds(stated.ttft_ms, plain.ttft_ms, alias.ttft_ms, defaults.ttft_ms),
-            tpot_s=_seconds(stated.tpot_ms, plain.tpot_ms, alias.tpot_ms, defaults.tpot_ms),
-            e2e_s=_seconds(stated.e2e_ms, plain.e2e_ms, defaults.e2e_ms),
+        priority, said_in = sources.first(wire.PRIORITY)
+        priority = leash.priority(priority or defaults.priority, said_in)
+
+        def seconds(field: str, preset_ms: float | None) -> float | None:
+            value_ms, said_in = sources.first(field)
+            value_ms = leash.objective_ms(
+                field, preset_ms if value_ms is None else value_ms, said_in
+            )
+            return None if value_ms is None else value_ms / 1000
+
+        slo = SLO(
+            ttft_s=seconds(wire.TTFT, defaults.ttft_ms),
+            tpot_s=seconds(wire.TPOT, defaults.tpot_ms),
+            e2e_s=seconds(wire.E2E, defaults.e2e_ms),
             priority=priority,
             service_class=class_name,
         )
+        return Objective(slo, leash.clamped)
 
     def _stated(self, value: Any) -> _Stated:
         if value is None:
@@ -103,8 +151,7 @@ class SloReader:
                     f"{_names(wire.SLO_HEADERS)}",
                     wire.SLO_FIELD,
                 )
-        names = {key: f"{wire.SLO_FIELD}.{key}" for key in wire.SLO_HEADERS}
-        return self._checked(value, names)
+        return self._checked(value, _BODY_NAMES)
 
     def _from_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[_Stated, _Stated]:
         """What the headers and what their aliases state. One pass over the headers."""
@@ -177,13 +224,6 @@ def _parsed(field: str, name: str, text: str) -> object:
     if field != wire.PRIORITY and _NUMBER.fullmatch(text):
         return float(text)
     raise invalid(f"{name} must be {_ALLOWED[field]}, got {shown(text)}", name)
-
-
-def _seconds(*candidates_ms: float | None) -> float | None:
-    for value in candidates_ms:
-        if value is not None:
-            return value / 1000
-    return None
 
 
 def _names(names: Iterable[str]) -> str:

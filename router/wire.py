@@ -5,7 +5,17 @@ The aliases are the names that the llm-d router reads for the same two objective
 
 from __future__ import annotations
 
+import re
 from typing import Final
+
+MIN_OBJECTIVE_MS = 0.001
+"""Shortest objective that may be asked for: a microsecond, in milliseconds."""
+
+MAX_OBJECTIVE_MS = 86_400_000.0
+"""Longest objective that may be asked for: a day, in milliseconds."""
+
+LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+"""Names of classes and clients: they are sent in headers and label metrics."""
 
 SLO_FIELD: Final = "slo"
 """Body object with the objective; its keys are those of :data:`SLO_HEADERS`."""
@@ -43,6 +53,23 @@ REQUEST_ID_HEADER: Final = "x-sluice-request-id"
 
 CLASS_HEADER: Final = "x-sluice-class"
 """Response: the service class that the request was served as."""
+
+ADMISSION_HEADER: Final = "x-sluice-admission"
+"""Response: ``guaranteed`` where the objective was promised, else ``best-effort``."""
+
+PREDICTED_TTFT_HEADER: Final = "x-sluice-predicted-ttft-ms"
+"""Response, where the objective was promised: the expected time to the first token, milliseconds
+from the request's arrival."""
+
+CLAMPED_HEADER: Final = "x-sluice-clamped"
+"""Response: what the API key's caps changed in what applies, such as ``priority=4,
+ttft_ms=500``."""
+
+SESSION_HEADER: Final = "x-sluice-session"
+"""Request: what it belongs to, such as a conversation."""
+
+SESSION_FIELDS: Final = ("prompt_cache_key", "user")
+"""OpenAI's body fields that name a session where the header does not; the first one wins."""
 
 TARGET_KWARG: Final = "_target"
 """Keyword of the replica call that the request router reads its hint from."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
@@ -252,6 +253,7 @@ class Edge:
         controller: FarController | None = None,
         config: RouterConfig | None = None,
         clock: Clock | None = None,
+        unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self.side = side
         self.controller = controller or FarController(next(iter(side.behaviours), None))
@@ -262,7 +264,7 @@ class Edge:
             self.controller,
             side,
             self.metrics,
-            self.config.max_attempts,
+            self.config,
             **extra,  # type: ignore[arg-type]
         )
         self.api: FastAPI = make_api(
@@ -271,6 +273,7 @@ class Edge:
             Catalog(side),
             self.metrics,
             LocalPage(self.metrics),
+            unix_clock=unix_clock,
         )
 
     def client(self, prefix: str = "") -> httpx.AsyncClient:

@@ -20,6 +20,7 @@ from controller.config import ControllerConfig
 from replica.engine import EngineRequest
 from router.answer import ReplicaFailedError
 from router.call import Call
+from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.errors import Reason
 from router.hint import Hint, NoReplicaError
@@ -202,7 +203,7 @@ async def test_a_killed_replica_costs_a_retry_and_is_reported(replicas: ServeRep
             await client.hello(hello(name))
         bystander = start(replicas, "hang", target)
         waiting = asyncio.create_task(failure(bystander))
-        dispatcher = Dispatcher(FarController(target), replicas, RouterMetrics(), max_attempts=3)
+        dispatcher = Dispatcher(FarController(target), replicas, RouterMetrics(), RouterConfig())
         lost = await failure(start(replicas, "die", target))
         assert (lost.reason, lost.retry) == (Reason.REPLICA_FAILED, True)
         call = Call("r", "chat", {"do": "serve"}, SLO(), PromptSize(1), 0.0)

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from router.config import MAX_OBJECTIVE_MS, RouterConfig, ServiceClass
+from router.config import RouterConfig, ServiceClass
 from router.errors import ApiError, Reason
 from router.slo import SloReader
+from router.wire import MAX_OBJECTIVE_MS
 from scheduling.objective import SLO
 
 CONFIG = RouterConfig(
@@ -32,7 +33,7 @@ ALIASES = ("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms")
 
 def read(body: dict[str, Any] | None = None, *headers: tuple[str, str]) -> SLO:
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-    return READER.read(body or {}, raw)
+    return READER.read(body or {}, raw).slo
 
 
 def refused(body: dict[str, Any] | None = None, *headers: tuple[str, str]) -> ApiError:

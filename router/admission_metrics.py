@@ -1,0 +1,100 @@
+"""What the edge counts of promises: made, kept, refused and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from router.errors import RULES, Reason
+from scheduling.objective import TokenClock
+from scheduling.routing.base import Tier
+
+NO_CLASS = "none"
+"""Class label of a request that was refused before its class was known."""
+
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 3, 5, 10)
+WAIT_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 30, 60, 300)
+
+_REFUSING = (403, 429, 503)
+
+
+class AdmissionMetrics:
+    """Metrics of admission, in ``registry``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._admissions = Counter(
+            "sluice_admissions",
+            "Requests that a replica answered, by whether their objective was promised.",
+            ["class", "admission"],
+            registry=registry,
+        )
+        self._refusals = Counter(
+            "sluice_refusals",
+            "Requests that were refused with 403, 429 or 503, by the error's code.",
+            ["class", "reason"],
+            registry=registry,
+        )
+        self._promises = Counter(
+            "sluice_promises",
+            "Promised requests by whether the first token came in time.",
+            ["class", "outcome"],
+            registry=registry,
+        )
+        self._ttft_ratio = Histogram(
+            "sluice_ttft_ratio",
+            "Real over predicted time to first token of promised requests.",
+            ["class"],
+            buckets=RATIO_BUCKETS,
+            registry=registry,
+        )
+        self.line_length = Gauge(
+            "sluice_line_requests",
+            "Requests that wait at the router until their objective can be promised.",
+            ["class"],
+            registry=registry,
+        )
+        self.line_wait_s = Histogram(
+            "sluice_line_wait_seconds",
+            "How long requests waited at the router, however that ended.",
+            ["class"],
+            buckets=WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        self._clamped = Counter(
+            "sluice_clamped",
+            "Requests in which an API key's caps changed a field of the objective.",
+            ["client", "field"],
+            registry=registry,
+        )
+
+    def admitted(self, service_class: str, tier: Tier) -> None:
+        """Count a request that a replica answers."""
+        self._admissions.labels(service_class, tier.value).inc()
+
+    def refused(self, reason: Reason, service_class: str = NO_CLASS) -> None:
+        """Count a request that the router did not serve. Other mistakes of the client than asking
+        for too much are no refusals."""
+        if RULES[reason].status in _REFUSING:
+            self._refusals.labels(service_class, reason.value).inc()
+
+    def clamped(self, client: str, fields: Iterable[str]) -> None:
+        """Count what the caps of ``client`` changed in a request."""
+        for field in fields:
+            self._clamped.labels(client, field).inc()
+
+    def ended(self, clock: TokenClock, predicted_ttft_s: float | None, failed: bool) -> None:
+        """Count a promised request that ended, if it shows whether the promise was kept.
+
+        It is kept if the first token came in time: by the TTFT or, where that is sooner or stated
+        alone, by the end-to-end objective. With neither there is no such time. A request that ended
+        without a token shows it only if that was the server's failure.
+        """
+        service_class, ttft_s = clock.slo.service_class, clock.ttft_s
+        if ttft_s is not None and predicted_ttft_s is not None and predicted_ttft_s > 0:
+            self._ttft_ratio.labels(service_class).observe(ttft_s / predicted_ttft_s)
+        due_s = min(clock.slo.columns[0], clock.slo.columns[2])
+        if due_s < inf and (ttft_s is not None or failed):
+            kept = ttft_s is not None and ttft_s <= due_s
+            self._promises.labels(service_class, "kept" if kept else "missed").inc()

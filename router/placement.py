@@ -1,0 +1,156 @@
+"""Where a call goes and what it is promised: the controller's decision, and what its class makes of
+a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
+from typing import NamedTuple, Protocol
+
+from controller.messages import RouteDecision, RouteQuery, Tier
+from router.call import Call
+from router.config import RouterConfig
+from router.errors import ApiError, Reason
+from router.metrics import Fallback, RouterMetrics
+from router.prompt_size import TokenEstimator
+from router.waiting import Line, is_unattainable
+
+_ANY_TIER = frozenset(Tier)
+_GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})
+_BEST_EFFORT_ONLY = frozenset({Tier.BEST_EFFORT})
+
+
+class Controller(Protocol):
+    """What the router needs of the controller's client."""
+
+    async def route(self, query: RouteQuery) -> RouteDecision | None:
+        """The decision, or ``None`` where the controller does not answer in time."""
+
+    def release(self, key: int) -> None:
+        """The request does not run where it was placed. Returns at once."""
+
+    def replica_gone(self, replica_ids: Sequence[str]) -> None:
+        """These replicas serve nothing any more. Returns at once."""
+
+
+class Placement(NamedTuple):
+    """Where a call goes.
+
+    Attributes:
+        replica_id: the controller's choice; ``None``: Serve's.
+        tier: as the controller decided. ``None``: it did not, because it is away or admission is
+            off; then the call is served like a promised one, and nothing is promised.
+        predicted_ttft_s: from the call's arrival to its first token, where that was promised.
+    """
+
+    replica_id: str | None = None
+    tier: Tier | None = None
+    predicted_ttft_s: float | None = None
+
+
+class Placer:
+    """Asks the controller. One per router process.
+
+    Args:
+        clock: monotonic seconds; the one of :attr:`~router.call.Call.received_s`.
+        pause: waits for that many seconds.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        metrics: RouterMetrics,
+        config: RouterConfig,
+        clock: Callable[[], float],
+        pause: Callable[[float], Awaitable[object]],
+    ) -> None:
+        self.estimator = TokenEstimator()
+        self._controller = controller
+        self._metrics = metrics
+        self._clock = clock
+        classes = config.classes.items()
+        self._promised_only = {
+            name for name, entry in classes if entry.when_unattainable != "best_effort"
+        }
+        self._lines = {
+            name: Line(name, entry, metrics.admission, clock, pause)
+            for name, entry in classes
+            if entry.when_unattainable == "queue"
+        }
+
+    async def place(self, call: Call, key: int, failed: Sequence[str]) -> Placement:
+        """Where ``call`` goes under this key, but to none of ``failed`` by the controller's choice.
+
+        Raises:
+            ApiError: 429; no replica can promise its objective, and it may not be served without.
+        """
+        decision = await self._decide(call, key)
+        if decision is None:
+            self._metrics.fallback(Fallback.NO_ANSWER)
+            return Placement()
+        if decision.replica_id is None:
+            self._metrics.fallback(Fallback.NO_DECISION)
+            return Placement()
+        if decision.replica_id in failed:
+            self._controller.release(key)
+            self._metrics.fallback(Fallback.REPEATED)
+            # What was promised there is promised nowhere else.
+            return Placement(tier=None if decision.tier is Tier.GUARANTEED else decision.tier)
+        return Placement(decision.replica_id, decision.tier, decision.predicted_ttft_s)
+
+    async def _decide(self, call: Call, key: int) -> RouteDecision | None:
+        """The controller's decision, also after a wait in line. Never that it is unattainable.
+
+        Raises:
+            ApiError: 429.
+        """
+        tiers = self._tiers(call)
+
+        async def ask() -> RouteDecision | None:
+            return await self._ask(call, key, tiers)
+
+        line = self._lines.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
+        refused = None
+        # Who comes while others wait stands behind them.
+        if line is None or len(line) == 0:
+            decision = await ask()
+            if decision is None or not is_unattainable(decision):
+                return decision
+            refused = decision
+        if line is not None:
+            ttft_s, _, e2e_s, _ = call.slo.columns
+            return await line.wait(ask, call.received_s + min(ttft_s, e2e_s), refused)
+        raise ApiError(
+            Reason.SLO_UNATTAINABLE,
+            "No replica can promise the objective now, and requests of the class "
+            f"{call.slo.service_class} are not served without.",
+            retry_after_s=None if refused is None else refused.retry_after_s,
+        )
+
+    def _tiers(self, call: Call) -> frozenset[Tier]:
+        if call.best_effort:
+            return _BEST_EFFORT_ONLY
+        # Without an objective there is nothing to promise, whatever the class wants.
+        has_objective = min(call.slo.columns[:3]) < inf
+        promised_only = has_objective and call.slo.service_class in self._promised_only
+        return _GUARANTEED_ONLY if promised_only else _ANY_TIER
+
+    async def _ask(self, call: Call, key: int, tiers: frozenset[Tier]) -> RouteDecision | None:
+        """The decision as of now, its predicted TTFT counted from the call's arrival."""
+        asked_s = self._clock()
+        waited_s = asked_s - call.received_s
+        query = RouteQuery(
+            key,
+            call.slo,
+            self.estimator.estimate(call.prompt),
+            waited_s,
+            tiers,
+            call.output_tokens,
+            call.session,
+            call.prefix.hashes,
+        )
+        decision = await self._controller.route(query)
+        self._metrics.decision_s.observe(self._clock() - asked_s)
+        if decision is None or decision.predicted_ttft_s is None:
+            return decision
+        return decision._replace(predicted_ttft_s=waited_s + decision.predicted_ttft_s)

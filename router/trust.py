@@ -1,0 +1,199 @@
+"""How far a client is trusted: who it is by its key, and the most that it may ask for."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from router import wire
+from router.errors import ApiError, Reason, shown
+from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
+
+UNNAMED: Final = "unnamed"
+"""Name of every client whose key has none."""
+
+
+class Caps(BaseModel):
+    """The most that a client may ask for. Where nothing is set, whatever the API allows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    classes: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Service classes that it may use. The first stands in for any other. Null: "
+        "all.",
+    )
+    max_priority: int = Field(
+        default=MAX_PRIORITY, ge=MIN_PRIORITY, le=MAX_PRIORITY, description="Highest priority."
+    )
+    min_ttft_ms: float | None = Field(
+        default=None,
+        ge=MIN_OBJECTIVE_MS,
+        le=MAX_OBJECTIVE_MS,
+        description="Tightest time to first token, ms. No end-to-end objective may be tighter.",
+    )
+    min_tpot_ms: float | None = Field(
+        default=None,
+        ge=MIN_OBJECTIVE_MS,
+        le=MAX_OBJECTIVE_MS,
+        description="Tightest time per output token after the first, ms.",
+    )
+    min_e2e_ms: float | None = Field(
+        default=None,
+        ge=MIN_OBJECTIVE_MS,
+        le=MAX_OBJECTIVE_MS,
+        description="Tightest time to the last token, ms.",
+    )
+    max_in_flight: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="Most requests of it in one router replica at once; more get 429. Null: as "
+        "many as the router takes.",
+    )
+    beyond: Literal["clamp", "refuse"] = Field(
+        default="clamp",
+        description="What becomes of a request that states more than this allows: `clamp` serves "
+        "it as what is allowed and says so, `refuse` answers 403. What a class only presets is "
+        "clamped in either case.",
+    )
+
+    def floor_ms(self, field: str) -> float | None:
+        """Tightest value of an objective, ms. The first token is no later than the last, so an
+        end-to-end objective is held to the floor of the TTFT, too."""
+        if field == wire.TTFT:
+            return self.min_ttft_ms
+        if field == wire.TPOT:
+            return self.min_tpot_ms
+        floors = [floor for floor in (self.min_e2e_ms, self.min_ttft_ms) if floor is not None]
+        return max(floors, default=None)
+
+
+NO_CAPS: Final = Caps()
+"""Those of a key without any."""
+
+
+class ApiKey(Caps):
+    """An accepted key, the name that it goes by, and the caps of who holds it."""
+
+    key: SecretStr = Field(description="The key: printable ASCII without spaces.")
+    name: str | None = Field(
+        default=None,
+        description="What the client is called in metrics, and what its files and batches are kept "
+        "under, so that they outlive a change of the key. Null: the key itself stands for it.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, data: Any) -> Any:
+        # Not left to pydantic, which names an unknown field: it may be a key in the wrong place.
+        if isinstance(data, dict) and not data.keys() <= cls.model_fields.keys():
+            raise ValueError(f"an unknown field; allowed are {', '.join(cls.model_fields)}")
+        return data
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        if name is not None and (name == UNNAMED or not LABEL.fullmatch(name)):
+            raise ValueError(f"must match {LABEL.pattern} and not be {UNNAMED!r}")
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who asks.
+
+    Attributes:
+        name: for metrics; never the key.
+        owner: stands for the client where what belongs to it is kept. It stays the same as long
+            as the key's name does, or where it has none, the key. Not secret.
+        caps: the most that it may ask for.
+    """
+
+    name: str = UNNAMED
+    owner: str = "anyone"
+    caps: Caps = NO_CAPS
+
+    @classmethod
+    def of(cls, entry: SecretStr | ApiKey) -> Client:
+        """The holder of a configured key."""
+        if isinstance(entry, SecretStr):
+            return cls(owner=_owner_of(entry))
+        caps = Caps(**entry.model_dump(include=set(Caps.model_fields)))
+        if entry.name is None:
+            return cls(owner=_owner_of(entry.key), caps=caps)
+        return cls(entry.name, f"name-{entry.name}", caps)
+
+
+ANYONE: Final = Client()
+"""Who asks where no keys are configured."""
+
+
+class Leash:
+    """Holds one request to its client's caps.
+
+    ``said_in`` names the field or header in which the client stated a value; ``None`` where it
+    stated none and a class presets it.
+
+    Attributes:
+        clamped: what the caps changed, and to what: ``{"priority": "4", "ttft_ms": "500"}``.
+    """
+
+    def __init__(self, caps: Caps) -> None:
+        self._caps = caps
+        self.clamped: dict[str, str] = {}
+
+    def service_class(self, asked: str, said_in: str | None) -> str:
+        """The class that it is served as.
+
+        Raises:
+            ApiError: 403.
+        """
+        allowed = self._caps.classes
+        if allowed is None or asked in allowed:
+            return asked
+        self._refuse(said_in, f"one of {', '.join(allowed)}", asked)
+        self.clamped[wire.CLASS] = allowed[0]
+        return allowed[0]
+
+    def priority(self, asked: int, said_in: str | None) -> int:
+        """The priority that it gets.
+
+        Raises:
+            ApiError: 403.
+        """
+        most = self._caps.max_priority
+        if asked <= most:
+            return asked
+        self._refuse(said_in, f"at most {most}", asked)
+        self.clamped[wire.PRIORITY] = str(most)
+        return most
+
+    def objective_ms(self, field: str, asked: float | None, said_in: str | None) -> float | None:
+        """An objective of it, ms.
+
+        Raises:
+            ApiError: 403.
+        """
+        floor = self._caps.floor_ms(field)
+        if asked is None or floor is None or asked >= floor:
+            return asked
+        self._refuse(said_in, f"at least {floor:.15g} ms", asked)
+        self.clamped[field] = f"{floor:.15g}"
+        return floor
+
+    def _refuse(self, said_in: str | None, allowed: str, asked: object) -> None:
+        if said_in is not None and self._caps.beyond == "refuse":
+            message = f"{said_in} must be {allowed} with this API key, got {shown(asked)}"
+            raise ApiError(Reason.NOT_PERMITTED, message, said_in)
+
+
+def _owner_of(key: SecretStr) -> str:
+    # Another digest than the one that keys are compared by, which must not be kept anywhere.
+    text = key.get_secret_value().encode()
+    return "key-" + hashlib.blake2b(text, digest_size=16, person=b"sluice-owner").hexdigest()

@@ -1,0 +1,179 @@
+"""Lines of requests that wait at the router until some replica can promise their objective.
+
+One line per service class that queues. Its first few ask the controller again and again, the others
+wait behind them; so a request is overtaken only by one of the few beside it, whose objective or
+length is easier to promise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import islice
+
+from controller.messages import RouteDecision
+from router.admission_metrics import AdmissionMetrics
+from router.config import ServiceClass
+from router.errors import ApiError, Reason
+
+ASKERS = 4
+"""How many of a line ask: enough that one request which nobody can promise does not hold up the
+others, few enough that a long line is no load on the controller."""
+
+MIN_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
+"""Between two rounds of asking, seconds: half of the time after which there should be capacity,
+within these bounds."""
+
+Ask = Callable[[], Awaitable[RouteDecision | None]]
+
+
+def is_unattainable(decision: RouteDecision) -> bool:
+    """Whether the decision is that no replica can promise the request's objective."""
+    return decision.reason == "unattainable"
+
+
+class _Place:
+    """A request's place in a line. ``called`` is set when the request should ask or has no time
+    left, ``answered`` when it has asked or is gone."""
+
+    def __init__(self, retry_after_s: float | None) -> None:
+        self.called = asyncio.Event()
+        self.answered = asyncio.Event()
+        self.expired = False
+        self.retry_after_s = retry_after_s
+
+    async def expire(self, pause: Callable[[float], Awaitable[object]], left_s: float) -> None:
+        """Run out of time after ``left_s`` seconds."""
+        await pause(max(0.0, left_s))
+        self.expired = True
+        self.called.set()
+
+
+class Line:
+    """The requests of one class that wait, in the order in which they came.
+
+    Args:
+        name: of the class. entry: its configuration.
+        metrics: what is counted.
+        clock: monotonic seconds.
+        pause: waits for that many seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entry: ServiceClass,
+        metrics: AdmissionMetrics,
+        clock: Callable[[], float],
+        pause: Callable[[float], Awaitable[object]],
+    ) -> None:
+        self._limit_s = entry.queue_limit_s
+        self._most = entry.queue_length
+        self._length = metrics.line_length.labels(name)
+        self._wait_s = metrics.line_wait_s.labels(name)
+        self._clock = clock
+        self._pause = pause
+        self._places: dict[_Place, None] = {}
+        self._front_changed = asyncio.Event()
+        self._caller: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """Requests in it."""
+        return len(self._places)
+
+    async def wait(
+        self, ask: Ask, due_s: float, refused: RouteDecision | None = None
+    ) -> RouteDecision | None:
+        """Wait at the end of the line for the first answer of ``ask`` that is another than that the
+        objective is unattainable.
+
+        Cancelling it leaves the line at once.
+
+        Args:
+            ask: asks the controller.
+            due_s: when the request is late, on the clock; may be infinite.
+            refused: the answer that sent the request here, if it has asked.
+
+        Raises:
+            ApiError: 429; the line is full, the request is late, or has waited for too long.
+        """
+        if len(self._places) >= self._most:
+            message = f"{self._most} requests of this class wait already, which is the limit."
+            head = next(iter(self._places))
+            raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=head.retry_after_s)
+        joined_s = self._clock()
+        place = self._join(refused)
+        expiry = asyncio.create_task(
+            place.expire(self._pause, min(self._limit_s, due_s - joined_s))
+        )
+        try:
+            while True:
+                await place.called.wait()
+                if place.expired:
+                    raise self._too_late(place, late=due_s - joined_s <= self._limit_s)
+                place.called.clear()
+                decision = await ask()
+                if decision is None or not is_unattainable(decision):
+                    return decision
+                place.retry_after_s = decision.retry_after_s
+                place.answered.set()
+        finally:
+            expiry.cancel()
+            self._leave(place)
+            self._wait_s.observe(self._clock() - joined_s)
+
+    def _too_late(self, place: _Place, late: bool) -> ApiError:
+        if late:
+            reason = Reason.DEADLINE_PASSED
+            message = "The objective's deadline passed before a replica could promise it."
+        else:
+            reason = Reason.QUEUE_TIMEOUT
+            message = f"No replica could promise the objective within {self._limit_s:g} seconds."
+        return ApiError(reason, message, retry_after_s=place.retry_after_s)
+
+    def _join(self, refused: RouteDecision | None) -> _Place:
+        place = _Place(None if refused is None else refused.retry_after_s)
+        self._places[place] = None
+        self._length.inc()
+        if refused is None and len(self._places) <= ASKERS:
+            self._front_changed.set()
+        if self._caller is None or self._caller.done():
+            self._caller = asyncio.create_task(self._call())
+        return place
+
+    def _leave(self, place: _Place) -> None:
+        if place in islice(self._places, ASKERS):
+            self._front_changed.set()
+        del self._places[place]
+        self._length.dec()
+        place.answered.set()
+
+    async def _call(self) -> None:
+        """Call the first few to ask, in order and in one turn of the event loop, so that they ask
+        in that order. Again at once when the front has changed, else after a pause. Ends with the
+        line."""
+        while self._places:
+            if not self._front_changed.is_set():
+                await self._rest()
+            self._front_changed.clear()
+            first = list(islice(self._places, ASKERS))
+            for place in first:
+                place.answered.clear()
+                place.called.set()
+            for place in first:
+                await place.answered.wait()
+
+    async def _rest(self) -> None:
+        """Pause between two rounds, or until the front of the line changes."""
+        known = [place.retry_after_s or 0.0 for place in islice(self._places, ASKERS)]
+        pause_s = min(max(min(known) / 2, MIN_PAUSE_S), MAX_PAUSE_S)
+        ends = [
+            asyncio.ensure_future(self._pause(pause_s)),
+            asyncio.ensure_future(self._front_changed.wait()),
+        ]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
