@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from controller.config import ControllerConfig
-from scheduling import batching, routing
+from scheduling import admission, batching, routing
+from scheduling.policy import Policy
 
 
 class Listed(NamedTuple):
@@ -28,32 +28,22 @@ class Listed(NamedTuple):
 
 
 def policies() -> list[Listed]:
-    """All policies. Admission has no policies of its own to choose: it acts inside the batch policy
-    or the controller that its options belong to, and is listed so that they are found."""
-    promise = batching.POLICIES["slos_serve"]
-    batch, route = batching.POLICIES.values(), routing.POLICIES.values()
+    """All policies, as ``engine.policy``, ``controller.admission`` and ``controller.policy`` name
+    them."""
+    kinds: dict[str, Iterable[type[Policy]]] = {
+        "batch": batching.POLICIES.values(),
+        "admission": admission.POLICIES.values(),
+        "routing": routing.POLICIES.values(),
+    }
     return [
-        *(Listed("batch", p.name, p.source, _options(p.Options)) for p in batch),
-        Listed(
-            "admission",
-            "pab",
-            "FairBatching §3.4 and appendix A; the controller publishes the budget, the routing "
-            "policy `pab` spends it",
-            _options(ControllerConfig, ("reference_ttft_ms", "reference_tpot_ms")),
-        ),
-        Listed(
-            "admission",
-            "slos_serve",
-            "SLOs-Serve §3.2.1 and appendix C; part of the batch policy `slos_serve`",
-            _options(promise.Options),
-        ),
-        *(Listed("routing", p.name, p.source, _options(p.Options)) for p in route),
+        Listed(kind, policy.name, policy.source, _options(policy.Options))
+        for kind, registered in kinds.items()
+        for policy in registered
     ]
 
 
-def _options(model: type[BaseModel], names: Iterable[str] | None = None) -> dict[str, Any]:
-    fields = model.model_fields
+def _options(model: type[BaseModel]) -> dict[str, Any]:
     return {
-        name: {"default": fields[name].default, "description": fields[name].description or ""}
-        for name in (fields if names is None else names)
+        name: {"default": field.default, "description": field.description or ""}
+        for name, field in model.model_fields.items()
     }

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from deploy.cli import main
 from deploy.config import SluiceConfig
 from deploy.local import StartError, curl_line, running, stop_signals
-from scheduling import batching, routing
+from scheduling import admission, batching, routing
 from tests.e2e.conftest import free_port
 
 
@@ -23,8 +23,7 @@ def test_policies_lists_every_policy_with_source_and_options() -> None:
     assert names == {
         *(("batch", name) for name in batching.POLICIES),
         *(("routing", name) for name in routing.POLICIES),
-        ("admission", "pab"),
-        ("admission", "slos_serve"),
+        *(("admission", name) for name in admission.POLICIES),
     }
     assert all(entry["source"] for entry in listed)
     assert all(option["description"] for entry in listed for option in entry["options"].values())
