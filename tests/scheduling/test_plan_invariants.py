@@ -110,9 +110,9 @@ def blocks_for(tokens: int, budget: BatchBudget) -> int:
 def run_as_engine(queue: QueueView, plan: BatchPlan, budget: BatchBudget) -> None:
     """Run the plan as the engine does, and fail if it cannot run exactly as planned.
 
-    What it evicts is preempted before. Running requests come first, in order of the plan and those left out behind them; one that
-    needs blocks takes them from the last of that list. Waiting requests are admitted only if
-    nothing was preempted, up to the limit of sequences.
+    What it evicts is preempted before. Running requests come first, in order of the plan and those
+    left out behind them; one that needs blocks takes them from the last of that list. Waiting
+    requests are admitted only if nothing else was preempted, up to the limit of sequences.
     """
     views = {request.request_id: request for request in queue.requests}
     planned = {entry.request_id: entry.tokens for entry in plan.entries}

@@ -1,0 +1,311 @@
+"""The best-effort tier under every policy: what was promised is served as if it were not there, it
+gets what is left, and it does not wait for ever."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduling.batching import (
+    POLICIES,
+    BatchBudget,
+    BatchPlan,
+    BatchPolicy,
+    BestEffortOptions,
+    make_policy,
+)
+from scheduling.batching.best_effort import longest_wait_s, victims
+from scheduling.latency import LatencyModel, LinearLatency
+from scheduling.objective import SLO
+from scheduling.request import QueueView, RequestView
+from tests.scheduling.test_plan_invariants import VARIANTS, run_as_engine
+from tests.scheduling.views import ROOMY, budgets, decode, latencies, prefill, queue_of, queues
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+NOW_S = 100.0
+MODEL = LinearLatency(a=0.010, b=0.001)
+"""10 ms a step and 1 ms a token: the numbers below can be added up by hand."""
+CHAT = SLO(ttft_s=1.0, tpot_s=0.1)
+
+EAGER = BestEffortOptions(patience_s=1e-6, aged_share=0.5)
+"""Everything that waits is aged."""
+
+
+def behind(view: RequestView) -> RequestView:
+    """``view`` without a promise."""
+    return view._replace(best_effort=True)
+
+
+def plan(
+    *requests: RequestView,
+    policy: BatchPolicy | None = None,
+    now_s: float = 0.0,
+    latency: LatencyModel = MODEL,
+    budget: BatchBudget = ROOMY,
+) -> BatchPlan:
+    policy = policy or make_policy("fcfs")
+    return policy.plan(queue_of(*requests), now_s, latency, budget)
+
+
+def without_best_effort(
+    queue: QueueView, budget: BatchBudget
+) -> tuple[list[RequestView], BatchBudget]:
+    """The promised requests, and the limits of an engine in which nobody else is."""
+    promised = [view for view in queue.requests if not view.best_effort]
+    freed = sum(view.kv_blocks for view in queue.requests if view.best_effort and view.running)
+    return promised, budget._replace(kv_blocks=budget.kv_blocks + freed)
+
+
+@settings(max_examples=100)
+@given(data=st.data(), queue=queues(), latency=latencies)
+def test_promised_requests_are_planned_as_if_nobody_else_were_there(
+    data: st.DataObject, queue: QueueView, latency: LatencyModel
+) -> None:
+    budget = data.draw(budgets(queue))
+    promised, alone = without_best_effort(queue, budget)
+    names = {view.request_id for view in promised}
+    for name, options in VARIANTS:
+        both = make_policy(name, options).plan(queue, NOW_S, latency, budget)
+        expected = make_policy(name, options).plan(QueueView(promised), NOW_S, latency, alone)
+        taken = tuple(entry for entry in both.entries if entry.request_id in names)
+        # At a standstill best-effort work is evicted that nothing promised would need.
+        assert taken == expected.entries or not expected.entries, name
+        assert both.entries[: len(taken)] == taken, name
+
+
+@settings(max_examples=60)
+@given(data=st.data(), queue=queues(), latency=latencies)
+def test_plans_with_an_aged_lane_can_be_run(
+    data: st.DataObject, queue: QueueView, latency: LatencyModel
+) -> None:
+    budget = data.draw(budgets(queue))
+    views = {view.request_id: view for view in queue.requests}
+    waited = sorted((v for v in queue.requests if v.best_effort), key=lambda v: v.arrival_s)
+    lane = waited[: max(1, sum(view.running for view in queue.requests) // 2)]
+    for name, options in VARIANTS:
+        policy = make_policy(name, options, EAGER)
+        for now_s in (NOW_S, NOW_S + 0.5):
+            made = policy.plan(queue, now_s, latency, budget)
+            run_as_engine(queue, made, budget)
+            if sum(entry.tokens for entry in made.entries) > budget.block_tokens:
+                # No standstill.
+                assert not {view.request_id for view in lane} & set(made.evicted_ids), name
+            assert all(views[rid].running and views[rid].best_effort for rid in made.kept_ids)
+
+
+@settings(max_examples=200)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 300)), max_size=8),
+    blocks=st.integers(-2, 60),
+    places=st.integers(-2, 6),
+)
+def test_as_few_are_evicted_as_are_needed(
+    sizes: list[tuple[int, int]], blocks: int, places: int
+) -> None:
+    held = np.array([size[0] for size in sizes], np.float64)
+    computed = np.array([size[1] for size in sizes], np.float64)
+    chosen = victims(held, computed, blocks, places).tolist()
+    assert len(set(chosen)) == len(chosen)
+    enough = held[chosen].sum() >= blocks and len(chosen) >= places
+    assert enough or len(chosen) == len(sizes)
+    for spared in chosen:
+        rest = [row for row in chosen if row != spared]
+        assert held[rest].sum() < blocks or len(rest) < places
+    alone = [row for row in range(len(sizes)) if held[row] >= blocks]
+    if blocks > 0 and places <= 1 and alone:
+        assert len(chosen) == 1
+        assert computed[chosen[0]] == min(computed[row] for row in alone)
+
+
+def test_a_promised_prompt_takes_the_memory_of_the_one_that_loses_least() -> None:
+    old = behind(decode("old", context=800))
+    new = behind(decode("new", context=640))
+    tiny = behind(decode("tiny", context=16))
+    budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=5, block_tokens=16)
+    made = plan(old, new, tiny, prefill("chat", 600, CHAT), budget=budget)
+    # It needs 38 blocks: 5 are free, and 40 come free.
+    assert made.evicted_ids == ["new"]
+    assert made.evicted_tokens == 640
+    assert dict(made.entries)["chat"] == 600
+
+
+def test_a_promised_prompt_takes_a_sequence() -> None:
+    views = [behind(decode(f"b{n}", context=100 - n)) for n in range(4)]
+    budget = BatchBudget(tokens=4_096, sequences=4, kv_blocks=500, block_tokens=16)
+    made = plan(*views, prefill("chat", 60, CHAT), budget=budget)
+    assert made.evicted_ids == ["b3"]
+    assert "chat" in dict(made.entries)
+
+
+def test_a_promised_answer_that_grows_takes_memory() -> None:
+    growing = decode("growing", CHAT, context=32)
+    budget = BatchBudget(tokens=64, sequences=8, kv_blocks=0, block_tokens=16)
+    made = plan(growing, behind(decode("b", context=31)), budget=budget)
+    assert made.evicted_ids == ["b"]
+    assert made.entries == (("growing", 1),)
+
+
+def test_nothing_is_evicted_for_a_prompt_that_would_not_fit_all_the_same() -> None:
+    running = decode("running", CHAT, context=160)
+    held = behind(decode("held", context=160))
+    budget = BatchBudget(tokens=64, sequences=8, kv_blocks=5, block_tokens=16)
+    made = plan(running, held, prefill("long", 400, CHAT), budget=budget)
+    assert not made.evicted_ids
+    # What the long one waits for is memory, not time.
+    assert dict(made.entries) == {"running": 1, "held": 1}
+
+
+def test_best_effort_fills_the_time_that_decodes_leave() -> None:
+    chat = decode("chat", CHAT, arrival_s=9.5, first_token_s=9.99)
+    batch = behind(prefill("batch", 5_000))
+    # 0.09 s are left of 0.1, of which 0.9 may be used: less 10 ms a step and 1 ms for the decode.
+    assert dict(plan(chat, batch, now_s=10.0).entries) == {"chat": 1, "batch": 70}
+
+
+def test_a_late_decode_is_caught_up_with() -> None:
+    late = decode("late", CHAT, emitted=5, first_token_s=9.0)
+    batch = behind(prefill("batch", 5_000))
+    # Half of its TPOT of 0.1 s.
+    assert dict(plan(late, batch, now_s=10.0).entries) == {"late": 1, "batch": 34}
+
+
+def test_while_a_promised_prefill_is_left_all_time_is_its_own() -> None:
+    budget = ROOMY._replace(tokens=256)
+    long, batch = prefill("long", 300, CHAT), behind(prefill("batch", 50))
+    assert dict(plan(long, batch, budget=budget).entries) == {"long": 256}
+    sarathi = make_policy("sarathi", {"token_budget": 100})
+    assert dict(plan(long, batch, policy=sarathi).entries) == {"long": 100}
+
+
+def test_alone_best_effort_runs_in_batches_that_a_newcomer_can_wait_for() -> None:
+    made = plan(behind(prefill("a", 150)), behind(prefill("b", 5_000)))
+    # 20 empty steps.
+    assert dict(made.entries) == {"a": 150, "b": 40}
+    assert made.predicted_s == pytest.approx(0.2)
+
+
+def test_answers_come_first_then_what_can_be_on_time_then_the_oldest() -> None:
+    made = plan(
+        behind(prefill("old", 40, arrival_s=0.0)),
+        behind(prefill("late", 40, SLO(ttft_s=1.0), arrival_s=5.0)),
+        behind(prefill("due", 40, SLO(ttft_s=1.0), arrival_s=9.8)),
+        behind(prefill("first", 40, SLO(ttft_s=0.9), arrival_s=9.8)),
+        behind(decode("answer", arrival_s=9.9)),
+        now_s=10.0,
+    )
+    assert [entry.request_id for entry in made.entries] == ["answer", "first", "due", "old", "late"]
+
+
+def test_a_best_effort_request_begins_only_with_a_reserve_to_spare() -> None:
+    chat = decode("chat", SLO(ttft_s=1.0, tpot_s=10.0), context=1_600)._replace(expected_tokens=2.0)
+    batch = behind(prefill("batch", 160))._replace(expected_tokens=160.0)
+    # Its whole length takes 20 blocks; one more is for the running one, and 10 % for newcomers.
+    options = BestEffortOptions(reserve=0.1)
+    for free, begins in ((20, False), (34, False), (35, True)):
+        budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=free, block_tokens=16)
+        made = plan(chat, batch, policy=make_policy("fcfs", {}, options), budget=budget)
+        assert ("batch" in dict(made.entries)) == begins
+
+
+def test_after_an_eviction_none_begins_until_its_loss_is_made_good() -> None:
+    policy = make_policy("fcfs", {}, BestEffortOptions(lost_share=0.1))
+    chat = prefill("chat", 100, SLO(ttft_s=5.0, tpot_s=1.0))
+    tight = BatchBudget(tokens=4_096, sequences=8, kv_blocks=0, block_tokens=16)
+    made = plan(behind(decode("b", context=200)), chat, policy=policy, budget=tight)
+    assert made.evicted_ids == ["b"]
+    # 200 tokens are 0.2 s of work: at a tenth of the time that is 2 s.
+    answer = decode("chat", SLO(ttft_s=5.0, tpot_s=10.0), context=100)
+    waiting = behind(prefill("b", 200))
+    early = plan(answer, waiting, policy=policy, now_s=1.9)
+    assert "b" not in dict(early.entries)
+    assert "b" in dict(plan(answer, waiting, policy=policy, now_s=2.1).entries)
+    # With nothing promised there is nothing to wait for.
+    policy = make_policy("fcfs", {}, BestEffortOptions(lost_share=0.1))
+    plan(behind(decode("b", context=200)), chat, policy=policy, budget=tight)
+    assert "b" in dict(plan(waiting, policy=policy, now_s=0.1).entries)
+
+
+def test_running_best_effort_requests_out_of_memory_give_way_to_each_other() -> None:
+    views = [behind(decode(f"b{n}", context=32, arrival_s=float(n))) for n in range(3)]
+    budget = BatchBudget(tokens=64, sequences=8, kv_blocks=0, block_tokens=16)
+    made = plan(*views, budget=budget)
+    assert made.evicted_ids == ["b2"]
+    assert made.entries == (("b0", 1),)
+
+
+def test_an_aged_request_has_begun_is_in_every_batch_and_is_not_evicted() -> None:
+    aged = behind(decode("aged", context=320, arrival_s=-40.0))
+    young = behind(decode("young", context=640, arrival_s=-1.0))
+    budget = BatchBudget(tokens=256, sequences=8, kv_blocks=1, block_tokens=16)
+    made = plan(aged, young, prefill("chat", 600, CHAT), budget=budget)
+    assert made.evicted_ids == ["young"]
+    assert dict(made.entries) == {"aged": 1, "chat": 255}
+
+
+def test_the_longest_wait_is_that_of_those_which_do_not_run() -> None:
+    table = queue_of(
+        prefill("promised", 10),
+        behind(decode("runs", arrival_s=1.0)),
+        behind(prefill("waits", 10, arrival_s=4.0)),
+        behind(prefill("evicted", 10, arrival_s=2.0)._replace(emitted_tokens=2, last_token_s=7.0)),
+    ).table
+    assert longest_wait_s(table, 10.0) == 6.0
+    assert longest_wait_s(table[:2], 10.0) == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_the_wait_is_bounded_while_promises_fill_the_engine(name: str) -> None:
+    patience_s, share = 3.0, 0.1
+    policy = make_policy(name, {}, BestEffortOptions(patience_s=patience_s, aged_share=share))
+    first = behind(prefill("first", 90, arrival_s=0.0))
+    second = behind(prefill("second", 90, arrival_s=0.0))
+    target = {view.request_id: view for view in (first, second)}
+    answers = {"first": 0, "second": 0}
+    stream: list[RequestView] = []
+    now_s, served = 0.0, 0
+    # The second waits for the first one's prompt and its 20 tokens of answer.
+    bound_s = patience_s + 2 * 0.090 / share
+    begun_s: dict[str, float] = {}
+    while target and now_s < 60.0:
+        while sum(request.pending_tokens for request in stream) < 2_000:
+            served += 1
+            stream.append(prefill(f"s{served}", 40, SLO(ttft_s=0.5), arrival_s=now_s))
+        queue = [*target.values(), *stream]
+        budget = ROOMY._replace(tokens=512)
+        made = policy.plan(queue_of(*queue), now_s, MODEL, budget)
+        taken = dict(made.entries)
+        now_s += made.predicted_s
+        for view in list(target.values()):
+            key, tokens = view.request_id, taken.pop(view.request_id, 0)
+            if not view.is_prefill:
+                assert tokens == 1, "an aged one that answers is in every batch"
+            computed = view.computed_tokens + tokens
+            emits = tokens == view.pending_tokens
+            answers[key] += emits
+            if emits:
+                begun_s.setdefault(key, now_s)
+            target[key] = view._replace(
+                computed_tokens=computed,
+                pending_tokens=1 if emits else view.pending_tokens - tokens,
+                emitted_tokens=answers[key],
+                first_token_s=begun_s.get(key),
+                running=computed > 0,
+                kv_blocks=-(-computed // 16),
+            )
+            if answers[key] == 20:
+                del target[key]
+        stream = [request for request in stream if request.request_id not in taken]
+    assert patience_s < begun_s["first"] < begun_s["second"]
+    # A batch is 0.5 s; twenty of them are the first one's answer.
+    assert begun_s["first"] <= patience_s + 0.090 / share + 1.1
+    assert begun_s["second"] <= bound_s + 20 * 0.53 + 1.1
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="greater than 0"):
+        BestEffortOptions(patience_s=0)
+    with pytest.raises(ValueError, match=r"less than or equal to 0\.5"):
+        BestEffortOptions(aged_share=0.6)
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        BestEffortOptions.model_validate({"patience": 3})
