@@ -128,7 +128,7 @@ class LineCaller:
             outcome = Outcome.of_status(status)
             if status < 400:
                 self._time(answer, call, clock)
-            return Reply(status, call.request_id, body, status == _TOO_MANY)
+            return Reply(status, call.request_id, body, status == _TOO_MANY, call.clamped)
         except ApiError as error:
             outcome = Outcome.of_status(error.rule.status)
             raise
@@ -140,6 +140,7 @@ class LineCaller:
                 answer.close()
             now_s = self._dispatcher.clock()
             self._metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
+            self._metrics.admission.clamped(call.client.name, call.clamped)
 
     def _time(self, answer: Answer, call: Call, clock: TokenClock) -> None:
         if answer.tail is None:

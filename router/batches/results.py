@@ -6,7 +6,9 @@ import json
 import os
 import threading
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from router.batches.disk import open_private, write_all
@@ -19,12 +21,14 @@ class Reply(NamedTuple):
     Attributes:
         status: HTTP status. request_id: our id of the attempt. body: of the response, JSON.
         no_room: it was not served for lack of capacity, and may be tried again.
+        clamped: what the client's caps changed in its objective, and to what, by field.
     """
 
     status: int
     request_id: str
     body: bytes
     no_room: bool = False
+    clamped: Mapping[str, str] = MappingProxyType({})
 
 
 class Result(NamedTuple):
@@ -43,6 +47,8 @@ def answered(line: Line, reply: Reply) -> Result:
     except ValueError:
         return not_run(line, "invalid_response", "The response of the engine was not JSON.")
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
+    if reply.clamped:
+        response["clamped"] = dict(reply.clamped)
     return _result(line, reply.status < 400, {"response": response, "error": None})
 
 

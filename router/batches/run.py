@@ -14,6 +14,7 @@ from router.batches.disk import DiskThreads, Lock
 from router.batches.line_caller import LineCaller
 from router.batches.lines import Line, check_lines, slices
 from router.batches.metrics import BatchMetrics, LineOutcome
+from router.batches.places import LinePlaces
 from router.batches.records import BatchRecord, Status
 from router.batches.results import Reply, ResultLog, answered, not_run
 from router.batches.store import ERRORS, INPUT, OUTPUT, Store
@@ -35,7 +36,7 @@ class Resources:
 
     Attributes:
         max_line_bytes: longest line of an input.
-        lines: a place for each line that may be under way.
+        places: for the lines that are under way.
         now: Unix seconds.
     """
 
@@ -44,7 +45,7 @@ class Resources:
     store: Store
     disk: DiskThreads
     caller: LineCaller
-    lines: asyncio.Semaphore
+    places: LinePlaces
     metrics: BatchMetrics
     now: Callable[[], float]
 
@@ -138,22 +139,23 @@ class BatchRun:
                 task.result()
 
     async def _run_lines(self, log: ResultLog) -> None:
-        places = self._resources.lines
         with closing(self._slices()) as pending:
             async with asyncio.TaskGroup() as group:
                 while lines := await self._resources.disk.run(_next, pending):
                     await self._wait_for_room()
                     for line in lines:
-                        if log.has(line.custom_id):
-                            continue
-                        await places.acquire()
-                        try:
-                            task = group.create_task(self._run_line(line, log))
-                        except BaseException:
-                            places.release()
-                            raise
-                        # Not in the task: one that is cancelled before it starts runs nothing.
-                        task.add_done_callback(lambda _: places.release())
+                        if not log.has(line.custom_id):
+                            await self._begin(line, log, group)
+
+    async def _begin(self, line: Line, log: ResultLog, group: asyncio.TaskGroup) -> None:
+        give_back = await self._resources.places.take(self._client)
+        try:
+            task = group.create_task(self._run_line(line, log))
+        except BaseException:
+            give_back()
+            raise
+        # Not in the task: one that is cancelled before it starts runs nothing.
+        task.add_done_callback(lambda _: give_back())
 
     async def _run_line(self, line: Line, log: ResultLog) -> None:
         with self._resources.metrics.in_flight.track_inprogress():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from router.batches.disk import DiskThreads
 from router.batches.files_api import FilesApi
 from router.batches.line_caller import LineCaller
 from router.batches.metrics import BatchMetrics
+from router.batches.places import LinePlaces
 from router.batches.run import Resources
 from router.batches.runner import Runner
 from router.batches.store import Store
@@ -51,7 +51,7 @@ def batch_routes(
         store=Store(config.batches, config.batches.directory, now),
         disk=disk,
         caller=LineCaller(config, dispatcher, metrics, batch_metrics),
-        lines=asyncio.Semaphore(config.batches.max_lines_in_flight),
+        places=LinePlaces(config.batches.max_lines_in_flight),
         metrics=batch_metrics,
         now=now,
     )

@@ -28,6 +28,7 @@ from router.batches.lines import (
     slices,
 )
 from router.batches.metrics import BatchMetrics
+from router.batches.places import LinePlaces
 from router.batches.records import BatchRecord, FileRecord, Status, new_batch_id
 from router.batches.results import Reply, ResultLog, answered
 from router.batches.run import BatchRun, Resources
@@ -430,7 +431,7 @@ async def run_until(kept: Kept, record: BatchRecord, stop: int) -> bool:
         store=kept.store,
         disk=disk,
         caller=LineCaller(edge.config, edge.dispatcher, edge.metrics, metrics),
-        lines=asyncio.Semaphore(1),
+        places=LinePlaces(1),
         metrics=metrics,
         now=kept.now,
     )

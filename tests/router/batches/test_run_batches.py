@@ -9,8 +9,10 @@ from pathlib import Path
 
 import openai
 import pytest
+from pydantic import SecretStr
 
 from router.batches.config import DAY_S
+from router.trust import ApiKey
 from scheduling.objective import SLO
 from tests.router.batches.routers import (
     KEY,
@@ -327,3 +329,24 @@ async def test_a_lease_that_is_let_go_is_taken(tmp_path: Path) -> None:
                     pass
         ran.append(said(side.calls)[0])
     assert ran == NAMES
+
+
+async def test_the_caps_of_a_key_hold_for_its_batches(tmp_path: Path) -> None:
+    side = FarSide(a=Held(1))
+    caps = ApiKey(key=SecretStr(KEY), name="tenant", max_priority=3, max_in_flight=2)
+    settings = config(tmp_path).model_copy(update={"api_keys": (caps,)})
+    lines = [line(name, slo={"priority": 9}) for name in NAMES]
+    async with serving(settings, side) as router:
+        made = await submit(router.client, lines)
+        await side.until(lambda: len(side.calls) == 3)
+        second = await submit(router.client, lines)
+        await until(router.client, second.id, "in_progress")
+        await router.client.batches.cancel(second.id)
+        await until(router.client, second.id, "cancelled")
+        assert len(side.calls) == 3, "two are under way, of both batches"
+        assert {request.slo.priority for _, request in side.calls} == {3}
+        await router.client.batches.cancel(made.id)
+        done = await until(router.client, made.id, "cancelled")
+        (entry,) = await results(router.client, done.output_file_id)
+        assert entry["response"]["clamped"] == {"priority": "3"}
+    assert [path.name for path in tmp_path.glob("*-*")] == ["name-tenant"]  # noqa: ASYNC240
