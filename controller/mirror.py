@@ -19,6 +19,7 @@ import numpy as np
 from controller.checks import check_delta_body, check_delta_header, check_hello
 from controller.messages import ReplicaDelta, ReplicaHello
 from scheduling.fleet import Fleet, Report
+from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from scheduling.state import ROW, WAITING
 
 MAX_REPLICAS = 4096
@@ -50,7 +51,11 @@ class MirroredReplica:
         """Forget the table and the static facts, and take those of ``hello``."""
         # The mirror keeps its own arrays; those of the message need not stay in memory.
         self.hello = hello._replace(
-            slots=np.empty(0, np.int32), rows=np.empty(0, ROW), summary=hello.summary.copy()
+            slots=np.empty(0, np.int32),
+            rows=np.empty(0, ROW),
+            summary=hello.summary.copy(),
+            held_slots=NO_HELD_SLOTS,
+            held=NO_HELD,
         )
         self.latency = hello.profile.model
         self.table = np.zeros(hello.capacity, ROW)

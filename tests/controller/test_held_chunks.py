@@ -1,4 +1,4 @@
-"""What the controller refuses of the chunks that a replica says it holds."""
+"""The chunks that a replica says it holds: what is refused, and that the rules of order hold."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from controller.checks import check_delta_body, check_hello
+from controller.mirror import Mirror
+from scheduling.fleet import Fleet
 from scheduling.prefix import HELD, HELD_SLOTS
 
 from .fleet import delta, hello
@@ -46,3 +50,72 @@ def test_chunks_in_bounds_are_taken() -> None:
     check_delta_body(delta("a", 1, 1)._replace(held_slots=SLOTS, held=CHUNKS), 64)
     check_hello(hello("a"))
     check_delta_body(delta("a", 1, 1), 64)
+
+
+EPOCH = 3
+REPORTS = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b"]),
+        st.dictionaries(st.integers(0, 5), st.integers(0, 9), max_size=4),
+        st.sampled_from(["comes", "comes", "is lost", "comes twice"]),
+    ),
+    max_size=25,
+)
+
+
+class Side:
+    """A replica: its table, and which slots changed since the last report that it made."""
+
+    def __init__(self) -> None:
+        self.table: dict[int, int] = {}
+        self.seq = 0
+
+    def write(self, changes: dict[int, int]) -> dict[int, int]:
+        """Chunk by slot, 0 for none; what differs afterwards. A chunk is in one slot only."""
+        before = dict(self.table)
+        for slot, chunk in changes.items():
+            for other in [s for s, c in self.table.items() if c == chunk]:
+                self.table[other] = 0
+            self.table[slot] = chunk
+        return {slot: c for slot, c in self.table.items() if before.get(slot, 0) != c}
+
+
+def held_fields(chunks: dict[int, int]) -> dict[str, np.ndarray]:
+    slots = np.array(list(chunks), np.int32)
+    held = np.array([(chunk, 100 * chunk) for chunk in chunks.values()], HELD)
+    return {"held_slots": slots, "held": held}
+
+
+@settings(deadline=None)
+@given(REPORTS)
+def test_the_index_is_the_tables_whatever_is_lost_or_repeated(
+    reports: list[tuple[str, dict[int, int], str]],
+) -> None:
+    fleet = Fleet()
+    mirror = Mirror(EPOCH, fleet, forget_after_s=30)
+    sides = {"a": Side(), "b": Side()}
+    for name, side in sides.items():
+        mirror.hello(hello(name), 0.0)
+        assert fleet.row_of[name] >= 0
+        assert not side.table
+    for name, changes, fate in reports:
+        side = sides[name]
+        changed = side.write(changes)
+        side.seq += 1
+        message = delta(name, EPOCH, side.seq)._replace(**held_fields(changed))
+        if fate == "is lost":
+            continue
+        known = mirror.delta(message, 0.0)
+        if fate == "comes twice":
+            assert not mirror.delta(message, 0.0)
+        if not known:
+            side.seq += 1
+            whole = hello(name, seq=side.seq)._replace(**held_fields(side.table))
+            mirror.hello(whole, 0.0)
+        rows = np.array([fleet.row_of[name]])
+        for chunk in range(1, 10):
+            expected = 100.0 * chunk if chunk in side.table.values() else 0.0
+            assert fleet.cached_tokens((chunk,), rows).tolist() == [expected]
+    for name in sides:
+        mirror.forget(name)
+    assert len(fleet.prefixes) == 0
