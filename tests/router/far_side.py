@@ -30,6 +30,7 @@ from router.catalog import Catalog
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
+from tests.router.virtual_time import VirtualTime
 
 Behaviour = Callable[["FarSide", str, EngineRequest], AsyncIterator[ResponseItem]]
 
@@ -198,9 +199,12 @@ class FarSide:
 
 
 class FarController:
-    """Answers with what it is given, in turn and the last for ever, and notes what it is told."""
+    """Answers with what it is given, in turn and the last for ever, and notes what it is told.
 
-    def __init__(self, *decisions: str | None) -> None:
+    A name stands for a replica, without a tier.
+    """
+
+    def __init__(self, *decisions: str | RouteDecision | None) -> None:
         self.decisions = list(decisions)
         self.queries: list[RouteQuery] = []
         self.released: list[int] = []
@@ -212,7 +216,7 @@ class FarController:
         if self.silent:
             return None
         choice = self.decisions.pop(0) if len(self.decisions) > 1 else self.decisions[0]
-        return RouteDecision(choice, "test")
+        return choice if isinstance(choice, RouteDecision) else RouteDecision(choice, "test")
 
     def release(self, key: int) -> None:
         self.released.append(key)
@@ -252,7 +256,7 @@ class Edge:
         side: FarSide,
         controller: FarController | None = None,
         config: RouterConfig | None = None,
-        clock: Clock | None = None,
+        clock: Clock | VirtualTime | None = None,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self.side = side

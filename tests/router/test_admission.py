@@ -1,0 +1,365 @@
+"""From the controller's decision to what the client sees and what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from controller.messages import RouteDecision, Tier
+from replica.engine import EngineRequest
+from router.answer import ReplicaFailedError
+from router.config import RouterConfig, ServiceClass
+from router.errors import RULES, ApiError, Reason
+from router.prompt_size import MAX_OUTPUT_TOKENS, output_limit
+from router.session import MAX_SESSION_CHARACTERS, session_of
+from tests.router.far_side import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    Clock,
+    Edge,
+    FarController,
+    FarSide,
+    answer,
+    fail,
+    serve,
+)
+from tests.router.test_openai_client import KEY, served
+from tests.router.virtual_time import VirtualTime, settle
+
+CONFIG = RouterConfig(
+    classes={
+        "standard": ServiceClass(ttft_ms=400, tpot_ms=200),
+        "strict": ServiceClass(ttft_ms=400, when_unattainable="reject"),
+        "patient": ServiceClass(
+            ttft_ms=9_000, when_unattainable="queue", queue_limit_s=3, queue_length=2
+        ),
+        "free": ServiceClass(when_unattainable="reject"),
+    }
+)
+BROKEN = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
+
+
+def guaranteed(replica: str = "a", ttft_s: float | None = 0.25) -> RouteDecision:
+    return RouteDecision(replica, "placed", Tier.GUARANTEED, ttft_s)
+
+
+def best_effort(replica: str = "a") -> RouteDecision:
+    return RouteDecision(replica, "placed", Tier.BEST_EFFORT)
+
+
+def unattainable(retry_after_s: float | None = 2.25) -> RouteDecision:
+    return RouteDecision(None, "unattainable", retry_after_s=retry_after_s)
+
+
+def edge_of(*decisions: RouteDecision | str | None, **more: Any) -> Edge:
+    side = more.pop("side", None) or FarSide(a=serve, b=serve)
+    return Edge(side, FarController(*decisions), CONFIG, **more)
+
+
+async def post(edge: Edge, name: str = "standard", **body: Any) -> httpx.Response:
+    async with edge.client() as client:
+        return await client.post(
+            "/v1/chat/completions", json={**CHAT_BODY, "slo": {"class": name}, **body}
+        )
+
+
+def admissions(edge: Edge, admission: str, name: str = "standard") -> float:
+    return edge.sample("sluice_admissions_total", **{"class": name, "admission": admission})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_promise_is_said_with_the_ttft_that_is_expected(stream: bool) -> None:
+    edge = edge_of(guaranteed(ttft_s=0.25))
+    response = await post(edge, stream=stream)
+    assert response.headers["x-sluice-admission"] == "guaranteed"
+    assert float(response.headers["x-sluice-predicted-ttft-ms"]) >= 250
+    assert edge.side.calls[0][1].best_effort is False
+    assert admissions(edge, "guaranteed") == 1
+
+
+@pytest.mark.parametrize(
+    ("decision", "runs_as_best_effort"),
+    [
+        (best_effort(), True),
+        (RouteDecision("a", "placed"), False),
+        (RouteDecision(None, "no_replica"), False),
+        (RouteDecision(None, "invalid_query"), False),
+    ],
+    ids=["best effort", "admission off", "no replica known", "odd query"],
+)
+async def test_without_a_promise_the_answer_says_best_effort(
+    decision: RouteDecision, runs_as_best_effort: bool
+) -> None:
+    edge = edge_of(decision)
+    response = await post(edge)
+    assert response.headers["x-sluice-admission"] == "best-effort"
+    assert "x-sluice-predicted-ttft-ms" not in response.headers
+    assert edge.side.calls[0][1].best_effort is runs_as_best_effort
+    assert admissions(edge, "best-effort") == 1
+
+
+async def test_without_the_controller_nothing_is_promised_and_nothing_is_put_last() -> None:
+    edge = Edge(FarSide(a=serve), FarController(), CONFIG)
+    response = await post(edge, "strict")
+    assert response.headers["x-sluice-admission"] == "best-effort"
+    assert edge.side.calls[0][1].best_effort is False
+
+
+async def test_the_expected_ttft_counts_from_the_arrival() -> None:
+    clock = Clock()
+    edge = edge_of(
+        guaranteed("a"), guaranteed("b", 0.1), side=FarSide(a=fail(BROKEN), b=serve), clock=clock
+    )
+    response = await post(edge)
+    # The second attempt was decided 20 ms after the first, and is the one that answered.
+    waited_s = edge.controller.queries[1].waited_s
+    assert waited_s == pytest.approx(0.02)
+    assert response.headers["x-sluice-predicted-ttft-ms"] == "120.0"
+    assert response.headers["x-sluice-replica"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("decisions", "reason"),
+    [
+        ((guaranteed("a"), guaranteed("a")), "repeated"),
+        ((guaranteed("a"), guaranteed("gone")), "moved"),
+    ],
+)
+async def test_a_promise_for_one_replica_does_not_hold_for_another(
+    decisions: tuple[RouteDecision, ...], reason: str
+) -> None:
+    edge = edge_of(*decisions, side=FarSide(a=fail(BROKEN), b=serve))
+    response = await post(edge)
+    assert response.headers["x-sluice-replica"] == "b"
+    assert response.headers["x-sluice-admission"] == "best-effort"
+    assert edge.side.calls[1][1].best_effort is False
+    assert edge.sample("sluice_fallback_total", reason=reason) == 1
+    # Counted once, as what it was in the end.
+    assert (admissions(edge, "guaranteed"), admissions(edge, "best-effort")) == (0, 1)
+
+
+async def test_what_ran_last_runs_last_at_the_next_attempt_too() -> None:
+    edge = edge_of(best_effort("a"), best_effort("a"), side=FarSide(a=fail(BROKEN), b=serve))
+    response = await post(edge)
+    assert response.headers["x-sluice-admission"] == "best-effort"
+    assert [request.best_effort for _, request in edge.side.calls] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "slo", "tiers"),
+    [
+        ("standard", {}, set(Tier)),
+        ("strict", {}, {Tier.GUARANTEED}),
+        ("patient", {}, {Tier.GUARANTEED}),
+        ("free", {}, set(Tier)),
+        ("free", {"tpot_ms": 5}, {Tier.GUARANTEED}),
+    ],
+)
+async def test_the_class_says_in_which_tiers_it_may_run(
+    name: str, slo: dict[str, Any], tiers: set[Tier]
+) -> None:
+    edge = edge_of(guaranteed())
+    await post(edge, slo={"class": name, **slo})
+    assert edge.controller.queries[0].tiers == tiers
+
+
+@pytest.mark.parametrize(
+    ("retry_after_s", "header", "body_ms"),
+    [(2.25, "3", 2250), (0.0, "1", 0), (None, "1", None), (1e300, "3600", 3_600_000)],
+)
+async def test_a_class_that_rejects_says_when_to_come_again(
+    retry_after_s: float | None, header: str, body_ms: float | None
+) -> None:
+    edge = edge_of(unattainable(retry_after_s))
+    response = await post(edge, "strict")
+    assert response.status_code == 429
+    error = response.json()["error"]
+    assert (error["code"], error["type"]) == ("slo_unattainable", "rate_limit_error")
+    assert response.headers["retry-after"] == header
+    assert error.get("retry_after_ms") == body_ms
+    assert response.headers["x-sluice-class"] == "strict"
+    assert "x-sluice-admission" not in response.headers
+    assert edge.side.calls == []
+    labels = {"class": "strict", "reason": "slo_unattainable"}
+    assert edge.sample("sluice_refusals_total", **labels) == 1
+    labels = {"class": "strict", "outcome": "refused", "endpoint": "chat"}
+    assert edge.sample("sluice_requests_total", **labels) == 1
+
+
+async def test_the_official_client_sees_a_rate_limit() -> None:
+    config = CONFIG.model_copy(update={"default_class": "strict"})
+    edge = Edge(FarSide(a=serve), FarController(unattainable()), config)
+    async with served(edge, KEY) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.chat.completions.create(model="m", messages=CHAT_BODY["messages"])  # type: ignore[arg-type]
+    assert caught.value.code == "slo_unattainable"
+
+
+async def test_who_queues_is_served_when_its_objective_can_be_promised() -> None:
+    time = VirtualTime()
+    edge = edge_of(unattainable(1.0), unattainable(1.0), guaranteed(ttft_s=0.5), clock=time)
+    answered = asyncio.create_task(post(edge, "patient"))
+    await settle()
+    waiting = {"class": "patient"}
+    assert edge.sample("sluice_line_requests", **waiting) == 1
+    await time.advance(1.2)
+    response = await answered
+    assert response.headers["x-sluice-admission"] == "guaranteed"
+    # Asked at 0, 0.5 and 1 s.
+    assert [query.waited_s for query in edge.controller.queries] == [0.0, 0.5, 1.0]
+    assert response.headers["x-sluice-predicted-ttft-ms"] == "1500.0"
+    assert edge.side.calls[0][1].waited_s == 1.0
+    assert edge.sample("sluice_line_requests", **waiting) == 0
+    assert edge.sample("sluice_line_wait_seconds_sum", **waiting) == 1.0
+
+
+async def test_who_comes_later_stands_behind_who_waits() -> None:
+    time = VirtualTime()
+    edge = edge_of(unattainable(1.0), unattainable(1.0), guaranteed(), clock=time)
+    first = asyncio.create_task(post(edge, "patient"))
+    await settle()
+    second = asyncio.create_task(post(edge, "patient"))
+    await settle()
+    # The newcomer makes the front ask at once, itself last.
+    keys = [query.key for query in edge.controller.queries]
+    assert keys[0] == keys[1] != keys[2]
+    await time.advance(1.0)
+    assert {(await first).status_code, (await second).status_code} == {200}
+
+
+@pytest.mark.parametrize(
+    ("slo", "wait_s", "reason"),
+    [
+        ({"ttft_ms": 2_000}, 2.0, Reason.DEADLINE_PASSED),
+        ({"e2e_ms": 1_000}, 1.0, Reason.DEADLINE_PASSED),
+        ({}, 3.0, Reason.QUEUE_TIMEOUT),
+    ],
+)
+async def test_a_wait_that_is_too_long_ends_with_a_429_that_says_why(
+    slo: dict[str, Any], wait_s: float, reason: Reason
+) -> None:
+    time = VirtualTime()
+    edge = edge_of(unattainable(), clock=time)
+    answered = asyncio.create_task(post(edge, slo={"class": "patient", **slo}))
+    await time.advance(0.99 * wait_s)
+    assert not answered.done()
+    await time.advance(0.02 * wait_s)
+    response = await answered
+    assert response.status_code == 429
+    assert response.json()["error"]["code"] == reason
+    assert response.json()["error"]["retry_after_ms"] == 2250
+    assert edge.side.calls == []
+    labels = {"class": "patient", "reason": reason.value}
+    assert edge.sample("sluice_refusals_total", **labels) == 1
+
+
+async def test_a_full_line_refuses() -> None:
+    time = VirtualTime()
+    edge = edge_of(unattainable(), clock=time)
+    calls = [asyncio.create_task(post(edge, "patient")) for _ in range(3)]
+    await settle()
+    (full,) = [await call for call in calls if call.done()]
+    assert full.json()["error"]["code"] == "queue_full"
+    await time.advance(3.0)
+    assert {(await call).status_code for call in calls} == {429}
+
+
+def promises(edge: Edge, outcome: str) -> float:
+    return edge.sample("sluice_promises_total", **{"class": "standard", "outcome": outcome})
+
+
+async def test_kept_and_missed_promises_are_counted() -> None:
+    # The far side's plain answers have their first token after 0.1 s.
+    edge = edge_of(guaranteed(ttft_s=0.05), clock=Clock())
+    await post(edge)
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 0)
+    assert edge.sample("sluice_ttft_ratio_sum", **{"class": "standard"}) == pytest.approx(2.0)
+    await post(edge, slo={"ttft_ms": 50})
+    await post(edge, slo={"e2e_ms": 50})
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 2)
+    # One that fails before its first token broke its promise; the client's mistake broke none.
+    edge.side.behaviours["a"] = fail(BROKEN, after=2)
+    await post(edge, stream=True)
+    assert promises(edge, "kept") == 2
+    edge.side.behaviours["a"] = answer(400, b'{"error": {}}')
+    await post(edge)
+    edge.controller.decisions = [best_effort()]
+    edge.side.behaviours["a"] = serve
+    await post(edge)
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (2, 2)
+    assert edge.sample("sluice_ttft_ratio_count", **{"class": "standard"}) == 4
+
+
+async def test_a_query_carries_what_placing_needs() -> None:
+    edge = edge_of(guaranteed())
+    long = "word " * 1_000
+    body = {"messages": [{"role": "user", "content": long}], "max_tokens": 7, "n": 3}
+    await post(edge, **body, user="someone")
+    query = edge.controller.queries[0]
+    request: EngineRequest = edge.side.calls[0][1]
+    assert query.output_tokens == 21
+    assert query.session > 0
+    assert query.prefix
+    assert request.prefix.hashes == query.prefix
+    await post(edge, **body, user="someone")
+    assert edge.controller.queries[1].session == query.session
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "expected"),
+    [
+        ("chat", {}, 0),
+        ("chat", {"max_tokens": 5}, 5),
+        ("chat", {"max_tokens": 5, "max_completion_tokens": 9, "n": 2}, 18),
+        ("completions", {}, 16),
+        ("completions", {"max_tokens": None, "n": 2}, 32),
+        ("completions", {"max_tokens": 3, "prompt": ["a", "b"], "n": 2}, 12),
+        ("completions", {"max_tokens": 3, "prompt": [1, 2, 3]}, 3),
+        ("completions", {"max_tokens": 2**31 - 1, "n": 16}, MAX_OUTPUT_TOKENS),
+    ],
+)
+def test_the_most_that_a_call_may_generate(
+    endpoint: Any, body: dict[str, Any], expected: int
+) -> None:
+    assert output_limit(endpoint, {**COMPLETION_BODY, **body}) == expected
+
+
+def session(body: dict[str, Any], *headers: str, owner: str = "o") -> int:
+    return session_of(body, [(b"x-sluice-session", value.encode()) for value in headers], owner)
+
+
+def test_a_session_is_the_headers_then_the_cache_keys_then_the_users() -> None:
+    body = {"prompt_cache_key": "cache", "user": "user"}
+    assert session(body, "header") == session({}, "header") == session({"user": "header"})
+    assert session(body) == session({"user": "cache"}) != session({"user": "user"})
+    assert session({}) == session({"user": None}) == session({"user": ""}) == 0
+    assert session(body) != session(body, owner="other")
+    assert 0 < session(body) < 2**63
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "param"),
+    [
+        ({"user": 5}, (), "user"),
+        ({"user": "x" * (MAX_SESSION_CHARACTERS + 1)}, ("x",), "user"),
+        ({"prompt_cache_key": ["x"]}, (), "prompt_cache_key"),
+        ({}, ("x" * (MAX_SESSION_CHARACTERS + 1),), "x-sluice-session"),
+        ({}, ("x", "x"), "x-sluice-session"),
+    ],
+)
+def test_a_bad_session_is_named(body: dict[str, Any], headers: tuple[str, ...], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        session(body, *headers)
+    assert caught.value.param == param
+    assert len(caught.value.message) < 300
+
+
+def test_every_reason_has_a_rule_and_none_is_a_408() -> None:
+    assert RULES.keys() == set(Reason)
+    assert 408 not in {rule.status for rule in RULES.values()}
+    for rule in RULES.values():
+        assert (rule.type == "rate_limit_error") == (rule.status == 429)

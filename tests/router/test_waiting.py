@@ -1,0 +1,235 @@
+"""Lines of waiting requests, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.messages import RouteDecision, Tier
+from router.config import ServiceClass
+from router.errors import ApiError, Reason
+from router.metrics import RouterMetrics
+from router.waiting import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S, Line
+from tests.router.virtual_time import VirtualTime, settle
+
+PLACED = RouteDecision("a", "placed", Tier.GUARANTEED, 0.1)
+
+
+def unattainable(retry_after_s: float | None = 0.4) -> RouteDecision:
+    return RouteDecision(None, "unattainable", retry_after_s=retry_after_s)
+
+
+class Fleet:
+    """Room for so many more requests; each that asks takes some of it."""
+
+    def __init__(self, room: int = 0, retry_after_s: float | None = 0.4) -> None:
+        self.room = room
+        self.retry_after_s = retry_after_s
+        self.asked: list[int] = []
+
+    async def ask(self, number: int) -> RouteDecision | None:
+        self.asked.append(number)
+        await asyncio.sleep(0)
+        if self.room <= 0:
+            return unattainable(self.retry_after_s)
+        self.room -= 1
+        return PLACED
+
+
+class Queue:
+    """A line and the requests in it, by number."""
+
+    def __init__(self, fleet: Fleet, limit_s: float = 10.0, length: int = 256) -> None:
+        self.fleet = fleet
+        self.time = VirtualTime()
+        self.metrics = RouterMetrics()
+        entry = ServiceClass(when_unattainable="queue", queue_limit_s=limit_s, queue_length=length)
+        self.line = Line("c", entry, self.metrics.admission, self.time, self.time.pause)
+        self.served: list[int] = []
+        self.errors: dict[int, ApiError] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def join(self, due_s: float = inf, refused: RouteDecision | None = None) -> int:
+        number = len(self.tasks)
+
+        async def wait() -> None:
+            try:
+                decision = await self.line.wait(
+                    lambda: self.fleet.ask(number), self.time.now_s + due_s, refused
+                )
+            except ApiError as error:
+                self.errors[number] = error
+            else:
+                assert decision is PLACED
+                self.served.append(number)
+
+        self.tasks.append(asyncio.create_task(wait()))
+        await settle()
+        return number
+
+    def sample(self, name: str) -> float:
+        return self.metrics.registry.get_sample_value(name, {"class": "c"}) or 0.0
+
+
+async def test_requests_are_served_in_the_order_in_which_they_came() -> None:
+    queue = Queue(Fleet())
+    for _ in range(3 * ASKERS):
+        await queue.join()
+    assert len(queue.line) == queue.sample("sluice_line_requests") == 3 * ASKERS
+    queue.fleet.room = ASKERS + 1
+    await queue.time.advance(MAX_PAUSE_S)
+    assert queue.served == list(range(ASKERS + 1))
+    queue.fleet.room = 100
+    await queue.time.advance(MAX_PAUSE_S)
+    assert queue.served == list(range(3 * ASKERS))
+    assert queue.sample("sluice_line_requests") == 0
+    assert queue.sample("sluice_line_wait_seconds_count") == 3 * ASKERS
+
+
+async def test_only_the_first_few_ask() -> None:
+    queue = Queue(Fleet())
+    for _ in range(ASKERS + 5):
+        await queue.join()
+    await queue.time.advance(5.0)
+    assert set(queue.fleet.asked) == set(range(ASKERS))
+    queue.tasks[1].cancel()
+    await settle()
+    # Who comes near the front asks at once.
+    assert queue.fleet.asked[-1] == ASKERS
+
+
+@pytest.mark.parametrize(
+    ("retry_after_s", "pause_s"),
+    [(0.4, 0.2), (0.0, MIN_PAUSE_S), (None, MIN_PAUSE_S), (60.0, MAX_PAUSE_S), (inf, MAX_PAUSE_S)],
+)
+async def test_the_pause_is_half_of_what_was_predicted_within_bounds(
+    retry_after_s: float | None, pause_s: float
+) -> None:
+    queue = Queue(Fleet(retry_after_s=retry_after_s))
+    await queue.join(refused=unattainable(retry_after_s))
+    # It has just asked, so the first time is after a pause.
+    assert queue.fleet.asked == []
+    await queue.time.advance(0.99 * pause_s)
+    assert queue.fleet.asked == []
+    await queue.time.advance(0.02 * pause_s)
+    assert queue.fleet.asked == [0]
+    await queue.time.advance(pause_s)
+    assert queue.fleet.asked == [0, 0]
+
+
+async def test_who_joins_near_the_front_without_having_asked_asks_at_once() -> None:
+    queue = Queue(Fleet(retry_after_s=60.0))
+    await queue.join(refused=unattainable(60.0))
+    await queue.join()
+    assert queue.fleet.asked == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("due_s", "limit_s", "reason"),
+    [
+        (0.3, 10.0, Reason.DEADLINE_PASSED),
+        (inf, 0.3, Reason.QUEUE_TIMEOUT),
+        (5.0, 0.3, Reason.QUEUE_TIMEOUT),
+        (-1.0, 0.3, Reason.DEADLINE_PASSED),
+    ],
+)
+@pytest.mark.parametrize("before", [0, ASKERS])
+async def test_a_wait_ends_with_its_reason_wherever_in_the_line(
+    due_s: float, limit_s: float, reason: Reason, before: int
+) -> None:
+    queue = Queue(Fleet(), limit_s)
+    for _ in range(before):
+        await queue.join()
+    number = await queue.join(due_s)
+    if due_s > 0:
+        await queue.time.advance(0.299)
+        assert queue.errors == {}
+    await queue.time.advance(0.002)
+    assert queue.errors[number].reason is reason
+    assert queue.errors[number].rule.status == 429
+    assert number not in queue.served
+
+
+async def test_a_full_line_says_so_and_when_to_come_again() -> None:
+    queue = Queue(Fleet(retry_after_s=2.2), length=3)
+    for _ in range(4):
+        await queue.join()
+    assert queue.errors.keys() == {3}
+    error = queue.errors[3]
+    assert error.reason is Reason.QUEUE_FULL
+    assert error.body["error"]["retry_after_ms"] == 2200
+    assert error.response().headers["retry-after"] == "3"
+    assert len(queue.line) == 3
+
+
+async def test_who_leaves_is_gone_at_once_also_while_it_asks() -> None:
+    queue = Queue(Fleet())
+    asking = asyncio.Event()
+
+    async def slow(number: int) -> RouteDecision | None:
+        asking.set()
+        await asyncio.Event().wait()
+        return None
+
+    queue.fleet.ask = slow  # type: ignore[method-assign]
+    await queue.join()
+    await asking.wait()
+    queue.tasks[0].cancel()
+    await settle()
+    assert len(queue.line) == queue.sample("sluice_line_requests") == 0
+    # The line goes on with the next.
+    del queue.fleet.ask
+    queue.fleet.room = 1
+    await queue.join()
+    assert queue.served == [1]
+
+
+async def test_without_an_answer_the_wait_is_over() -> None:
+    queue = Queue(Fleet())
+
+    async def silent() -> None:
+        return None
+
+    assert await queue.line.wait(silent, inf) is None
+
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("join"), st.floats(0.05, 5.0) | st.just(inf)),
+        st.tuples(st.just("room"), st.integers(0, 6)),
+        st.tuples(st.just("leave"), st.integers(0, 40)),
+        st.tuples(st.just("wait"), st.floats(0.0, 2.0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=_STEPS, length=st.integers(1, 12), limit_s=st.floats(0.1, 4.0))
+async def test_whatever_happens_the_line_is_bounded_in_order_and_ends(
+    steps: list[tuple[str, float]], length: int, limit_s: float
+) -> None:
+    queue = Queue(Fleet(), limit_s, length)
+    for step, value in steps:
+        if step == "join":
+            await queue.join(value)
+        elif step == "room":
+            queue.fleet.room = int(value)
+        elif step == "leave" and queue.tasks:
+            queue.tasks[int(value) % len(queue.tasks)].cancel()
+            await settle()
+        else:
+            await queue.time.advance(value)
+        assert len(queue.line) <= length
+        assert queue.sample("sluice_line_requests") == len(queue.line)
+    # All ask for the same here, so none overtakes another.
+    assert queue.served == sorted(queue.served)
+    await queue.time.advance(limit_s + 0.1)
+    assert len(queue.line) == 0
+    assert all(task.done() for task in queue.tasks)
+    reasons = {error.reason for error in queue.errors.values()}
+    assert reasons <= {Reason.QUEUE_FULL, Reason.QUEUE_TIMEOUT, Reason.DEADLINE_PASSED}

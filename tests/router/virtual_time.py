@@ -1,0 +1,42 @@
+"""A clock whose seconds pass when told to, and pauses that last by it."""
+
+from __future__ import annotations
+
+import asyncio
+from heapq import heappop, heappush
+from itertools import count
+
+
+async def settle() -> None:
+    """Let everything happen that can happen without time going by."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+class VirtualTime:
+    """Call it for the time; wait with :meth:`pause`; let it go by with :meth:`advance`."""
+
+    def __init__(self, now_s: float = 100.0) -> None:
+        self.now_s = now_s
+        self._pauses: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._number = count()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    async def pause(self, seconds: float) -> None:
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heappush(self._pauses, (self.now_s + seconds, next(self._number), end))
+        await end
+
+    async def advance(self, seconds: float) -> None:
+        """Let ``seconds`` go by, each pause ending at its time."""
+        until_s = self.now_s + seconds
+        await settle()
+        while self._pauses and self._pauses[0][0] <= until_s:
+            self.now_s, _, end = heappop(self._pauses)
+            if not end.done():
+                end.set_result(None)
+            await settle()
+        self.now_s = until_s
+        await settle()
