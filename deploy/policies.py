@@ -44,6 +44,6 @@ def policies() -> list[Listed]:
 
 def _options(model: type[BaseModel]) -> dict[str, Any]:
     return {
-        name: {"default": field.default, "description": field.description or ""}
+        field.alias or name: {"default": field.default, "description": field.description or ""}
         for name, field in model.model_fields.items()
     }

@@ -7,10 +7,17 @@ from typing import Any
 
 from scheduling.policy import make
 from scheduling.routing.base import Job, RouteQuery, RoutingPolicy, Tier
+from scheduling.routing.go_routing import GoRouting
+from scheduling.routing.least_memory import LeastMemory
 from scheduling.routing.least_tokens import LeastTokens
+from scheduling.routing.least_work import LeastWork
+from scheduling.routing.min_load import MinLoad
 from scheduling.routing.pab import PABBalancing
 from scheduling.routing.power_of_two import PowerOfTwo
 from scheduling.routing.round_robin import RoundRobin
+from scheduling.routing.session_affinity import SessionAffinity
+from scheduling.routing.slos_serve import SLOsServe
+from scheduling.routing.vllm import VLLM
 
 __all__ = [
     "POLICIES",
@@ -22,7 +29,20 @@ __all__ = [
 ]
 
 POLICIES: dict[str, type[RoutingPolicy]] = {
-    policy.name: policy for policy in (RoundRobin, PowerOfTwo, LeastTokens, PABBalancing)
+    policy.name: policy
+    for policy in (
+        RoundRobin,
+        PowerOfTwo,
+        MinLoad,
+        VLLM,
+        LeastTokens,
+        LeastWork,
+        LeastMemory,
+        PABBalancing,
+        GoRouting,
+        SLOsServe,
+        SessionAffinity,
+    )
 }
 
 

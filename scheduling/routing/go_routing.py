@@ -1,0 +1,309 @@
+"""GoRouting: the gain that a request adds to each replica, and room kept for requests to come."""
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import random
+from math import inf
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from scheduling.fleet import Fleet
+from scheduling.fleet_rows import (
+    BEGUN_S,
+    DECODE_S,
+    FIXED_S,
+    FREE_BLOCKS,
+    NEEDED_BLOCKS,
+    PACE_S,
+    PREFILL_DUE_S,
+    PREFILL_S,
+    PRIORITY,
+    QUEUED,
+    RUNNING,
+    WAITING,
+    WORK_S,
+)
+from scheduling.kernels import Floats, Ints, compiled
+from scheduling.policy import PolicyOptions
+from scheduling.routing.base import Job, RoutingPolicy
+
+LEAST_WORK_S = 1e-12
+"""Work counts as at least this much, seconds: by some models it takes no time."""
+
+
+class GoRoutingOptions(PolicyOptions):
+    """Options of :class:`GoRouting`. The paper names alpha, mu and lambda and gives no values."""
+
+    alpha: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Candidates are the replicas that gain at least this share of the most that "
+        "any gains.",
+    )
+    mu: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="A replica is lightly loaded while its queue takes less than this share of "
+        "the request's TTFT objective. The idlest of those is taken.",
+    )
+    lambda_: float = Field(
+        default=0.5,
+        alias="lambda",
+        ge=0,
+        le=1,
+        description="A replica is heavily loaded if with the request its queue would take more "
+        "than this share of its TTFT objective. None is packed beyond it while another candidate "
+        "is left.",
+    )
+    gamma: float = Field(
+        default=1.0,
+        ge=0,
+        le=100,
+        description="Aggressiveness of the local policy, see that of `slidebatching`.",
+    )
+    boundary: Literal["phi_a", "phi_p"] = Field(
+        default="phi_a",
+        description="How long a queue takes: `phi_a` beside decodes (Eq. 8), `phi_p` on replicas "
+        "that only prefill, in a batch per request.",
+    )
+    fallback: Literal["idlest", "random"] = Field(
+        default="idlest",
+        description="Who gets a request that adds gain nowhere: the replica with the shortest "
+        "queue, or, as in the paper, any.",
+    )
+    seed: int | None = Field(
+        default=None, description="Seed of the draws; default: from the operating system."
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.mu > self.lambda_:
+            raise ValueError(f"mu must not be above lambda, got {self.mu} and {self.lambda_}")
+        return self
+
+
+class GoRouting(RoutingPolicy):
+    """Takes, of the replicas where the request adds about the most gain, an idle one or else the
+    fullest that stays below a bound.
+
+    For each replica, with ``Q`` its promised prefills and ``r`` the request:
+
+    1. ``exec(Q)``, how long the queue takes: ``phi_a(Q)`` (Eq. 8) and one step of its decodes
+       (``n_d * b_d``), or ``phi_p(Q)``; less the time for which it has been worked on since the
+       replica's last step ended, as far as is known. The budget in ``phi_a`` is the least time that
+       a prefill has left, at most the least TPOT.
+    2. ``gain(Q)``, the priorities of the prefills that end in time if SlideBatching orders them:
+       urgent ones (less than ``gamma * exec(Q)`` left) by priority per second of work descending,
+       then the others by deadline, each ending when all before it and itself are done.
+    3. ``delta = gain(Q + r) - gain(Q)``.
+
+    Candidates ``C`` have ``delta >= alpha * most delta``. Where the most is above 0: of the lightly
+    loaded ones in ``C`` (``exec(Q) < mu * TTFT``) the one with the least ``exec(Q)``; else of ``C``
+    without the heavily loaded ones (``exec(Q + r) > lambda * TTFT``) the one with the **most**;
+    else of ``C`` the one with the least. Ties go to the first in the list. A request whose first
+    token is out, on its way to a decode replica, goes where most KV blocks are free.
+
+    Our readings:
+
+    - In the budget only those count that could be on time if they were next: one that is late
+      already would pin it, as in :mod:`scheduling.batching.slidebatching`; and it is at least
+      twice the fixed time of a step. The least TPOT is that of the decodes that can be held and of
+      the request.
+    - What a replica has not reported yet has not been worked on: where only reservations are
+      there, nothing is subtracted.
+    - The weight of a first token is the same for all, so it is left out; an infinite deadline is
+      always met. The TTFT is the time from arrival to the first deadline, whatever states it.
+    - The fallback is the paper's ``RANDOMSELECT`` only where ``fallback`` is ``random``.
+    - With reservations the free blocks are those that the requests on their way leave.
+
+    ``O(log q)``, where all of the queue is in time and no request in it urgent, else
+    ``O(u log u)``, for each replica with ``q`` promised prefills of which ``u`` are urgent.
+    """
+
+    name = "go_routing"
+    source = "ProServe §4.3, Algorithm 2"
+    Options = GoRoutingOptions
+
+    def __init__(self, options: GoRoutingOptions | None = None) -> None:
+        options = options or GoRoutingOptions()
+        super().__init__(options)
+        self._alpha = options.alpha
+        self._mu = options.mu
+        self._lambda = options.lambda_
+        self._gamma = options.gamma
+        self._alone = options.boundary == "phi_p"
+        # Spreads load; nothing secret hangs on it.
+        self._random = random.Random(options.seed) if options.fallback == "random" else None
+
+    def choose(self, job: Job, fleet: Fleet) -> int:
+        """The replica by Algorithm 2."""
+        if job.moved:
+            figures = fleet.figures[job.rows]
+            return int(np.argmax(figures[:, FREE_BLOCKS] - figures[:, NEEDED_BLOCKS]))
+        slo = job.query.slo
+        exec_s, with_s, delta = gains(
+            fleet.figures,
+            fleet.starts,
+            fleet.prefills,
+            job.rows,
+            job.work_s,
+            job.now_s,
+            job.due_s,
+            slo.columns[1],
+            float(slo.priority),
+            self._gamma,
+            self._alone,
+        )
+        most = delta.max()
+        if most <= 0:
+            if self._random is not None:
+                return self._random.randrange(len(job.rows))
+            return int(np.argmin(exec_s))
+        ttft_s = job.due_s - job.now_s + job.query.waited_s
+        candidate = delta >= self._alpha * most
+        light = candidate & (exec_s < self._mu * ttft_s)
+        if light.any():
+            return int(np.argmin(np.where(light, exec_s, inf)))
+        room = candidate & (with_s <= self._lambda * ttft_s)
+        if room.any():
+            return int(np.argmax(np.where(room, exec_s, -inf)))
+        return int(np.argmin(np.where(candidate, exec_s, inf)))
+
+
+@compiled
+def gains(
+    figures: Floats,
+    starts: Ints,
+    prefills: Floats,
+    rows: Ints,
+    work_s: Floats,
+    now_s: float,
+    due_s: float,
+    tpot_s: float,
+    priority: float,
+    gamma: float,
+    alone: bool,
+) -> tuple[Floats, Floats, Floats]:
+    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each of ``rows``."""
+    exec_s = np.empty(rows.shape[0])
+    with_s = np.empty(rows.shape[0])
+    delta = np.empty(rows.shape[0])
+    for place, row in enumerate(rows):
+        of, queue = figures[row], prefills[starts[row] :]
+        before = time_of_queue(of, queue, now_s, 0.0, inf, inf, 0.0, alone)
+        after = time_of_queue(of, queue, now_s, work_s[place], due_s, tpot_s, 1.0, alone)
+        exec_s[place] = max(0.0, before[0])
+        with_s[place] = max(0.0, after[0])
+        delta[place] = delta_of(
+            of, queue, work_s[place], now_s, due_s, priority, gamma, before, after
+        )
+    return exec_s, with_s, delta
+
+
+@compiled
+def time_of_queue(
+    figures: Floats,
+    prefills: Floats,
+    now_s: float,
+    work_s: float,
+    due_s: float,
+    tpot_s: float,
+    more: float,
+    alone: bool,
+) -> tuple[float, float, float, float]:
+    """How long the queue takes from now on, with ``more`` (0 or 1) requests of this work, deadline
+    and TPOT; may be negative.
+
+    Returns the time, and what it is made of: time per second of work, per request, and what is
+    there or done already.
+    """
+    fixed_s = figures[FIXED_S]
+    queued = figures[QUEUED] + more
+    offset_s = 0.0
+    if figures[WAITING] + figures[RUNNING] > 0.0:
+        offset_s = min(0.0, figures[BEGUN_S] - now_s)
+    total_s = figures[PREFILL_S] + work_s
+    if alone:
+        return total_s + queued * fixed_s + offset_s, 1.0, fixed_s, offset_s
+    budget_s = min(figures[PACE_S], tpot_s)
+    if more > 0.0 and due_s - now_s >= fixed_s + work_s:
+        budget_s = min(budget_s, due_s - now_s)
+    for item in range(int(figures[QUEUED])):
+        left_s = prefills[item, PREFILL_DUE_S] - now_s
+        if left_s >= budget_s:
+            break
+        if left_s >= fixed_s + prefills[item, WORK_S]:
+            budget_s = left_s
+            break
+    budget_s = max(budget_s, 2.0 * fixed_s)
+    stretch = 1.0
+    if budget_s < inf and fixed_s > 0.0:
+        stretch = budget_s / (budget_s - fixed_s)
+    offset_s += figures[DECODE_S]
+    return stretch * total_s + offset_s, stretch, 0.0, offset_s
+
+
+@compiled
+def delta_of(
+    figures: Floats,
+    prefills: Floats,
+    work_s: float,
+    now_s: float,
+    due_s: float,
+    priority: float,
+    gamma: float,
+    before: tuple[float, float, float, float],
+    after: tuple[float, float, float, float],
+) -> float:
+    """Gain of the queue with the request less that without it."""
+    queued = int(figures[QUEUED])
+    # Where nothing is urgent and nothing would end after the first deadline, all of it is on time.
+    first_s = due_s - now_s
+    if queued > 0:
+        first_s = min(first_s, prefills[0, PREFILL_DUE_S] - now_s)
+    if first_s >= max(1.0, gamma) * max(0.0, after[0]):
+        return priority
+    works, dues = np.empty(queued + 1), np.empty(queued + 1)
+    worths = np.empty(queued + 1)
+    for item in range(queued):
+        works[item] = prefills[item, WORK_S]
+        dues[item] = prefills[item, PREFILL_DUE_S]
+        worths[item] = prefills[item, PRIORITY]
+    without = gain_of(works[:queued], dues[:queued], worths[:queued], now_s, gamma, before)
+    works[queued], dues[queued], worths[queued] = work_s, due_s, priority
+    return gain_of(works, dues, worths, now_s, gamma, after) - without
+
+
+@compiled
+def gain_of(
+    works_s: Floats,
+    dues_s: Floats,
+    worths: Floats,
+    now_s: float,
+    gamma: float,
+    takes: tuple[float, float, float, float],
+) -> float:
+    """Sum of the priorities of those that end in time, in SlideBatching's order. All but the last
+    are by deadline."""
+    count = works_s.shape[0]
+    key = np.empty(count)
+    urgent_s = gamma * max(0.0, takes[0])
+    for item in range(count):
+        # Urgent ones come first: their keys are negative.
+        if dues_s[item] - now_s < urgent_s:
+            key[item] = -worths[item] / max(works_s[item], LEAST_WORK_S)
+        else:
+            key[item] = dues_s[item] - now_s
+    gain, ends_s = 0.0, takes[3]
+    for item in np.argsort(key, kind="mergesort"):
+        ends_s += takes[1] * works_s[item] + takes[2]
+        if max(0.0, ends_s) <= dues_s[item] - now_s:
+            gain += worths[item]
+    return gain

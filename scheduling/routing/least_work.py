@@ -1,0 +1,65 @@
+"""Least work: the replica with the least predicted time of prefill ahead, caches counted."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduling.fleet import Fleet
+from scheduling.fleet_rows import (
+    BEGUN_S,
+    DECODE_S,
+    FIXED_S,
+    PACE_S,
+    PREFILL_S,
+    RUNNING,
+    WAITING,
+    requests_at,
+)
+from scheduling.kernels import Floats
+from scheduling.routing.base import Job, RoutingPolicy
+
+LEAST_SHARE = 0.05
+"""Least share of a replica's time that counts as left for prefill."""
+
+
+class LeastWork(RoutingPolicy):
+    """Takes the replica where this prompt's prefill is done first, if all prefill there is served
+    in order of arrival. ``O(replicas)``.
+
+    That is the predicted time of the prefills ahead, less what was done since the report, and of
+    what this prompt needs there, over the share of the time that the decodes leave. So it is a
+    time, not a number of tokens: a faster replica, or one with fewer decodes, takes more. And it is
+    affinity to prefixes: a replica that has the prompt's beginning in its cache saves that time,
+    and is chosen while its queue is not longer than the others' by more than that.
+
+    Ties go to fewer requests, then to the first in the list.
+    """
+
+    name = "least_work"
+    source = "join the shortest queue, in predicted seconds; ours"
+
+    def choose(self, job: Job, fleet: Fleet) -> int:
+        """The replica where the prefill is done first."""
+        figures = fleet.figures[job.rows]
+        left_s = np.maximum(0.0, figures[:, PREFILL_S] - done_s(figures, job.now_s)) + job.work_s
+        ahead_s = left_s / prefill_share(figures)
+        least = np.flatnonzero(ahead_s == ahead_s.min())
+        return int(least[np.argmin(requests_at(figures[least]))])
+
+
+def prefill_share(figures: Floats) -> Floats:
+    """The share of each replica's time that is left for prefill beside one step of all promised
+    decodes per pace of the fastest; ``figures`` is ``float64[n, FIGURES]``."""
+    step_s = figures[:, FIXED_S] + figures[:, DECODE_S]
+    # An infinite pace: there is nothing to keep.
+    return np.clip(1.0 - step_s / figures[:, PACE_S], LEAST_SHARE, 1.0)
+
+
+def done_s(figures: Floats, now_s: float) -> Floats:
+    """Prefill work that was done since the report. A replica that reported nothing to do has done
+    nothing: what is on its way counts in full."""
+    busy: NDArray[np.bool_] = figures[:, WAITING] + figures[:, RUNNING] > 0
+    since_s = np.maximum(0.0, now_s - figures[:, BEGUN_S])
+    done: Floats = np.where(busy, since_s * prefill_share(figures), 0.0)
+    return done

@@ -1,0 +1,85 @@
+"""Session affinity: the requests of a session go to one replica while its load allows it."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from scheduling.fleet import Fleet
+from scheduling.fleet_rows import requests_at
+from scheduling.policy import PolicyOptions
+from scheduling.routing.base import Job, RoutingPolicy
+from scheduling.routing.inner import Inner, make_inner
+
+
+class SessionAffinityOptions(PolicyOptions):
+    """Options of :class:`SessionAffinity`."""
+
+    epsilon: float = Field(
+        default=0.25,
+        gt=0,
+        le=100,
+        description="A replica takes a session's request while it has at most 1 + epsilon times "
+        "the mean of all replicas' requests.",
+    )
+    otherwise: Inner = Field(
+        default="least_tokens", description="Who places requests that belong to no session."
+    )
+
+
+class SessionAffinity(RoutingPolicy):
+    """Takes the replica that ranks highest for the request's session and has room.
+
+    The rank is a hash of the session and the replica's name (rendezvous hashing), so it is the same
+    after a restart, and when a replica leaves, only its own sessions move. A replica has room while
+    it would have at most ``ceil((1 + epsilon) * mean)`` requests, the mean with this request
+    included; where it has not, the next in rank is taken (bounded loads). One always has room.
+
+    ``O(replicas)``. A request without a session is the inner policy's.
+    """
+
+    name = "session_affinity"
+    source = (
+        "Thaler and Ravishankar (ToN 1998), rendezvous hashing; Mirrokni, Thorup and "
+        "Zadimoghaddam (SODA 2018), bounded loads"
+    )
+    Options = SessionAffinityOptions
+
+    def __init__(self, options: SessionAffinityOptions | None = None) -> None:
+        options = options or SessionAffinityOptions()
+        super().__init__(options)
+        self._share = 1.0 + options.epsilon
+        self._otherwise = make_inner(options.otherwise)
+        # The replicas of the fleet's rows, and a hash of each.
+        self._ids: list[str] = []
+        self._hashes: NDArray[np.uint64] = np.zeros(0, np.uint64)
+
+    def choose(self, job: Job, fleet: Fleet) -> int:
+        """The highest ranked replica that has room."""
+        session = job.query.session
+        if not session:
+            return self._otherwise.choose(job, fleet)
+        requests = requests_at(fleet.figures[job.rows])
+        most = ceil(self._share * (float(requests.sum()) + 1.0) / len(requests))
+        rank = _mixed(self._of(fleet)[job.rows] ^ _mixed(np.array([session], np.uint64)))
+        return int(np.argmax(np.where(requests + 1.0 <= most, rank | np.uint64(1), np.uint64(0))))
+
+    def _of(self, fleet: Fleet) -> NDArray[np.uint64]:
+        if fleet.ids != self._ids:
+            self._ids = list(fleet.ids)
+            hashes = [blake2b(name.encode(), digest_size=8).digest() for name in self._ids]
+            self._hashes = np.frombuffer(b"".join(hashes), np.dtype("<u8")).astype(np.uint64)
+        return self._hashes
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Each bit of the result depends on every bit of the value: the finisher of SplitMix64 (Steele,
+    Lea and Flood, OOPSLA 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed

@@ -1,0 +1,76 @@
+"""SLOs-Serve's sequential routing over virtual replicas."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from scheduling.admission import POLICIES as ADMISSION
+from scheduling.fleet import Fleet
+from scheduling.policy import PolicyOptions
+from scheduling.routing.base import Job, RoutingPolicy
+from scheduling.routing.inner import Inner, make_inner
+from scheduling.routing.round_robin import RoundRobin
+
+
+class SLOsServeOptions(PolicyOptions):
+    """Options of :class:`SLOsServe`."""
+
+    hops: int = Field(
+        default=4,
+        ge=1,
+        le=4096,
+        description="Most replicas that are asked before the backup policy decides. The paper "
+        "gives no number; its largest fleet has 4.",
+    )
+    virtual: str = Field(
+        default="moore_hodgson",
+        description="The admission policy that stands for a replica's scheduler, with its default "
+        "options.",
+    )
+    backup: Inner = Field(
+        default="least_tokens", description="Who decides after that many replicas have declined."
+    )
+
+    @field_validator("virtual")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in ADMISSION:
+            raise ValueError(f"unknown admission policy {name!r}; known: {sorted(ADMISSION)}")
+        return name
+
+
+class SLOsServe(RoutingPolicy):
+    """Asks one replica after the other whether it can hold the request's objective.
+
+    The first one is the next in turn (:mod:`scheduling.routing.round_robin`). Where its scheduler,
+    run on what is known of it (the paper's virtual execution), declines, the next one in the list
+    is asked, up to ``hops`` replicas; then the backup policy decides among all of them. The paper's
+    backup declines the request or gives it to a lower tier: here that is admission's part, and a
+    request that comes this far is to be served.
+
+    ``O(log replicas)`` and at most ``hops`` tests.
+    """
+
+    name = "slos_serve"
+    source = "SLOs-Serve §4.2 (one-shot sequential routing)"
+    Options = SLOsServeOptions
+
+    def __init__(self, options: SLOsServeOptions | None = None) -> None:
+        options = options or SLOsServeOptions()
+        super().__init__(options)
+        self._hops = options.hops
+        self._virtual = ADMISSION[options.virtual]()
+        self._first = RoundRobin()
+        self._backup = make_inner(options.backup)
+
+    def choose(self, job: Job, fleet: Fleet) -> int:
+        """The first replica asked that can hold the objective, or the backup policy's choice."""
+        count = len(job.rows)
+        first = self._first.choose(job, fleet)
+        for hop in range(min(self._hops, count)):
+            place = (first + hop) % count
+            asked = job.of(np.array([place]))
+            if self._virtual.promises(asked, fleet).holds[0]:
+                return place
+        return self._backup.choose(job, fleet)

@@ -1,0 +1,27 @@
+"""vLLM's own balancer between data-parallel engines."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduling.fleet import Fleet
+from scheduling.fleet_rows import RESERVED, RUNNING, WAITING
+from scheduling.routing.base import Job, RoutingPolicy
+
+WAITING_WEIGHT = 4
+
+
+class VLLM(RoutingPolicy):
+    """Takes the replica with the least ``4 * waiting + running``. ``O(replicas)``.
+
+    A request on its way counts as waiting. Ties go to the first in the list.
+    """
+
+    name = "vllm"
+    source = "vLLM v1, the load balancer of its data-parallel client"
+
+    def choose(self, job: Job, fleet: Fleet) -> int:
+        """The replica with the least score."""
+        figures = fleet.figures[job.rows]
+        waiting = figures[:, WAITING] + figures[:, RESERVED]
+        return int(np.argmin(WAITING_WEIGHT * waiting + figures[:, RUNNING]))
