@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import inf
+from math import inf, nan
 from typing import NamedTuple
 
 import numpy as np
 
-from scheduling import kernels
 from scheduling.admission import AdmissionPolicy
 from scheduling.batching import BatchPolicy
 from scheduling.latency import LatencyModel
@@ -67,10 +66,11 @@ class _Pool:
         role: Role,
         config: ClusterConfig,
         routing: RoutingPolicy,
+        depths: Mapping[int, int],
         admission: AdmissionPolicy | None = None,
     ) -> None:
         self.role = role
-        self.mirror = Mirror(config, routing, admission)
+        self.mirror = Mirror(config, routing, admission, depths)
         self.replicas: dict[str, Replica] = {}
 
 
@@ -123,11 +123,12 @@ class Cluster:
         self._sending: dict[int, tuple[Replica, int]] = {}
         self._arrived = 0
         entry: Role = "prefill" if config.decoders else "mixed"
-        self._entry = _Pool(entry, config, make_route(entry), admission)
+        depths = requests.depths
+        self._entry = _Pool(entry, config, make_route(entry), depths, admission)
         self._pools: dict[Role, _Pool] = {entry: self._entry}
         self._grow(self._entry, config.replicas)
         if config.decoders:
-            self._pools["decode"] = _Pool("decode", config, make_route("decode"))
+            self._pools["decode"] = _Pool("decode", config, make_route("decode"), depths)
             self._grow(self._pools["decode"], config.decoders)
 
     def run(self, incidents: Sequence[Incident] = ()) -> float:
@@ -191,6 +192,7 @@ class Cluster:
             arrival.prompt_tokens,
             now_s - arrival.arrival_s,
             self._tiers(key) if entry else frozenset(Tier),
+            prefix=arrival.block_hashes if entry else (),
         )
         placement = pool.mirror.place(query, now_s, moved=not entry)
         if placement.replica_id is None:
@@ -202,8 +204,9 @@ class Cluster:
             return None
         self._waiting_since.pop(key, None)
         if entry:
-            best_effort = placement.tier is Tier.BEST_EFFORT
-            self._requests.rows[key, kernels.BEST_EFFORT] = best_effort
+            ttft_s = placement.predicted_ttft_s
+            promised_s = nan if ttft_s is None else query.waited_s + ttft_s
+            self._requests.serve_as(key, placement.tier is Tier.BEST_EFFORT, promised_s)
         return pool.replicas[placement.replica_id]
 
     def _tiers(self, key: int) -> frozenset[Tier]:

@@ -7,7 +7,8 @@ fail gets nothing; a reservation counts until its replica reports the request, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +30,13 @@ class Sent(NamedTuple):
         table: the replica's live requests, a copy.
         report: the rest of it, without rows.
         received: how many requests the replica had been given until then.
+        held: hashes of the blocks of prompts in its prefix cache.
     """
 
     table: Floats
     report: Report
     received: int
+    held: frozenset[int] = frozenset()
 
 
 class _Known:
@@ -42,6 +45,7 @@ class _Known:
     def __init__(self, given: Sequence[int]) -> None:
         self.given = given
         self.confirmed = 0
+        self.held: frozenset[int] = frozenset()
         self.draining = False
         self.news: tuple[Sent, float] | None = None
 
@@ -51,6 +55,11 @@ class Mirror:
 
     Reports are taken in when the next decision is made, so those that no decision looks at cost
     nothing but their copy.
+
+    Args:
+        config: how reports are judged.
+        routing, admission: the policies that decide.
+        depths: tokens of a prompt up to the end of each hashed block, by hash.
     """
 
     def __init__(
@@ -58,6 +67,7 @@ class Mirror:
         config: ClusterConfig,
         routing: RoutingPolicy,
         admission: AdmissionPolicy | None = None,
+        depths: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.fleet = Fleet(
             FleetSettings(
@@ -70,6 +80,7 @@ class Mirror:
         )
         self._placer = Placer(self.fleet, routing, admission)
         self._known: dict[str, _Known] = {}
+        self._depths = depths
         self._turn = 0
 
     def register(self, name: str, given: Sequence[int], sent: Sent, now_s: float) -> None:
@@ -112,6 +123,14 @@ class Mirror:
                 self.fleet.confirm(known.given[known.confirmed : sent.received], name)
                 known.confirmed = sent.received
                 self.fleet.report(name, sent.report._replace(rows=state_rows(sent.table)), heard_s)
+                self._hold(name, known, sent.held)
+
+    def _hold(self, name: str, known: _Known, held: frozenset[int]) -> None:
+        """What changed in a replica's prefix cache."""
+        row, index = self.fleet.row_of[name], self.fleet.prefixes
+        index.drop(row, known.held - held)
+        index.hold(row, {block: self._depths[block] for block in held - known.held})
+        known.held = held
 
 
 def state_rows(table: Floats) -> np.ndarray:

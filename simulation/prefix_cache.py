@@ -155,6 +155,11 @@ class PrefixCache:
             self._release(rows, key)
 
     @property
+    def held(self) -> frozenset[int]:
+        """The hashes that it has, in use or not."""
+        return frozenset(self._users) | self._idle.keys()
+
+    @property
     def idle_blocks(self) -> int:
         """KV blocks of prefixes that nobody uses."""
         return len(self._idle) * self._blocks

@@ -15,6 +15,7 @@ from simulation.events import Events
 from simulation.mirror import Mirror, Sent
 
 _NO_ROWS = np.zeros(0, ROW)
+_NOTHING_HELD: frozenset[int] = frozenset()
 
 
 class Replica:
@@ -185,4 +186,5 @@ class Replica:
             engine.config.max_sequences,
             self.draining,
         )
-        return Sent(engine.queue.table.copy(), report, len(self.given))
+        held = engine.cache.held if engine.cache is not None else _NOTHING_HELD
+        return Sent(engine.queue.table.copy(), report, len(self.given), held)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from math import inf, isnan, nan
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduling.kernels import (
     ARRIVAL,
+    BEST_EFFORT,
     EMITTED,
     EXPECTED,
     FIELDS,
@@ -55,6 +57,8 @@ class Requests:
         offsets: ``int64[stages + 1]``, where a stage's emission times begin.
         emitted_s: ``float64[all output tokens]``, when each token left; nan before.
         failures: why a request ended without its output, by key.
+        promised_s: ``float64[requests]``, the time to the first token that was predicted when the
+            objective was promised, seconds from the arrival; nan where nothing was.
     """
 
     def __init__(self, workload: Workload, predictor: LengthPredictor | None = None) -> None:
@@ -62,8 +66,14 @@ class Requests:
         self.arrivals = workload.arrivals
         self.slos: list[SLO] = [arrival.slo for arrival in self.arrivals]
         self.failures: dict[int, str] = {}
+        self.promised_s: Floats = np.full(len(self.arrivals), nan)
         self.hashed = any(arrival.block_hashes for arrival in self.arrivals)
         """Whether any prompt states which blocks it has."""
+        self.depths: dict[int, int] = {}
+        """Tokens of a prompt up to the end of each of its hashed blocks, by hash."""
+        for arrival in self.arrivals:
+            ends = range(workload.block_tokens, 1 << 62, workload.block_tokens)
+            self.depths.update(zip(arrival.block_hashes, ends, strict=False))
         self._predictor = predictor if predictor is not None else TaskLengths()
         self._columns()
 
@@ -111,6 +121,17 @@ class Requests:
         arrival = self.arrivals[key]
         expected = self._predictor.predict(arrival.task, arrival.prompt_tokens)
         self.rows[key, EXPECTED] = expected
+
+    def serve_as(self, key: int, best_effort: bool, promised_s: float = nan) -> None:
+        """Write what an engine is told of a request that was placed, before it gets it."""
+        self.rows[key, BEST_EFFORT] = best_effort
+        self.promised_s[key] = promised_s
+
+    @property
+    def best_effort(self) -> NDArray[np.bool_]:
+        """By request, whether it was placed without a promise where others had one."""
+        served: NDArray[np.bool_] = self.rows[:, BEST_EFFORT] > 0
+        return served
 
     def prolong(self, key: int, row: Floats, private: Ints) -> None:
         """Expect more of a request that goes on after as many tokens as it was expected to have,

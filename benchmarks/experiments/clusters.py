@@ -233,22 +233,25 @@ def against_rivals(rows: Sequence[Row], cell: Sequence[str]) -> Table:
     """
     lines = []
     ours = of_router(rows, DEFAULT)
-    cells = grouped(rows, *cell).values()
+    cells = grouped(rows, *cell)
     for figure, words in METRICS.items():
         lines.append((words, f"{DEFAULT} (default)", estimate(ours, figure).shown(4), "", "", ""))
         for (router,), theirs in grouped(rows, "router").items():
             if router == DEFAULT:
                 continue
+            # Some routers are not measured in every cell.
+            names = grouped(theirs, *cell)
+            both = [row for name in names for row in of_router(cells[name], DEFAULT)]
             leads = [
-                difference(of_router(own, DEFAULT), of_router(own, str(router)), figure).mean
-                for own in cells
+                difference(of_router(cells[name], DEFAULT), own, figure).mean
+                for name, own in names.items()
             ]
             lines.append(
                 (
                     words,
                     str(router),
                     estimate(theirs, figure).shown(4),
-                    difference(ours, theirs, figure).shown(4),
+                    difference(both, theirs, figure).shown(4),
                     f"{min(leads) * 100:+.2f}",
                     f"{sum(lead < -MARGIN for lead in leads)} of {len(leads)}",
                 )
@@ -264,7 +267,7 @@ def against_rivals(rows: Sequence[Row], cell: Sequence[str]) -> Table:
             "default > 1 point below",
         ),
         lines,
-        "Leads are paired by seed.",
+        "Leads are paired by seed, over the cells in which the router was measured.",
     )
 
 

@@ -1,6 +1,7 @@
 """Clusters: nothing is lost whatever happens, and what is exact is exact."""
 
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from router.config import RouterConfig
 from router.dispatch import RETRY_PAUSE_S
 from router.hint_router import NO_REPLICA_WAIT_S
 from scheduling import routing
+from scheduling.admission import POLICIES as ADMISSIONS
 from scheduling.admission import make_policy as make_admission
 from scheduling.batching import BatchPolicy, make_policy
 from scheduling.latency import LinearLatency
@@ -25,7 +27,15 @@ from simulation.cluster import (
     Node,
     simulate_cluster,
 )
-from simulation.config import ClusterConfig, EngineConfig, Failure, Resize, Role, Slowdown
+from simulation.config import (
+    ClusterConfig,
+    EngineConfig,
+    Failure,
+    Resize,
+    Role,
+    Slowdown,
+    WhenUnattainable,
+)
 from simulation.engine import Engine
 from simulation.metrics import TPOTMetric, attained, stages
 from simulation.requests import Requests
@@ -98,6 +108,8 @@ incidents = st.lists(
     decoders=st.sampled_from([0, 0, 1, 2]),
     loss=st.sampled_from([0.0, 0.5, 0.95]),
     delay_s=st.sampled_from([0.0, 0.3]),
+    admission=st.sampled_from([None, *sorted(ADMISSIONS)]),
+    when=st.sampled_from(get_args(WhenUnattainable)),
     seed=st.integers(0, 9),
 )
 def test_every_request_ends_exactly_once(
@@ -108,6 +120,8 @@ def test_every_request_ends_exactly_once(
     decoders: int,
     loss: float,
     delay_s: float,
+    admission: str | None,
+    when: WhenUnattainable,
     seed: int,
 ) -> None:
     entry: Role = "prefill" if decoders else "mixed"
@@ -121,10 +135,20 @@ def test_every_request_ends_exactly_once(
         report_loss=loss,
         report_delay_s=delay_s,
         edge_wait_s=1.0,
+        when_unattainable={"standard": when},
     )
     engine = EngineConfig(kv_blocks=40, max_batch_tokens=200, max_sequences=6)
     result = simulate_cluster(
-        load, batch("fairbatching"), route(router), MODEL, None, engine, cluster, happening, seed
+        load,
+        batch("fairbatching"),
+        route(router),
+        MODEL,
+        None,
+        engine,
+        cluster,
+        happening,
+        seed,
+        admission=make_admission(admission) if admission is not None else None,
     )
     requests = result.requests
     whole = ended_well(result)
@@ -141,8 +165,14 @@ def test_every_request_ends_exactly_once(
         if requests.whole_tokens(key) > engine.kv_tokens:
             assert key in requests.failures
     if not happening:
-        assert set(requests.failures.values()) <= {TOO_LONG}
+        refusing = admission is not None and when != "best_effort"
+        assert set(requests.failures.values()) <= {TOO_LONG} | ({REFUSED} if refusing else set())
         assert result.moved == 0
+    # What was promised is not best effort, and without admission nothing is either.
+    assert not (requests.best_effort & ~np.isnan(requests.promised_s)).any()
+    if admission is None:
+        assert not requests.best_effort.any()
+        assert np.isnan(requests.promised_s).all()
 
 
 @pytest.mark.parametrize("decoders", [0, 2])
@@ -317,6 +347,47 @@ def test_admission_by_budget_refuses_what_would_be_late_and_keeps_the_rest_in_ti
     ]
     assert met[1] > 2 * met[0]
     assert met[1] >= 0.95 * (len(load) - len(some.requests.failures))
+
+
+def overloaded(when: WhenUnattainable, count: int = 300) -> Result:
+    """About twice what the engine can prefill, with the default admission."""
+    load = steady(count=count, gap_s=0.01, prompt=400, output=5)
+    return simulate_cluster(
+        load,
+        batch("deadline_triage"),
+        route(),
+        EXACT,
+        cluster=ClusterConfig(replicas=1, when_unattainable={"standard": when}),
+        admission=make_admission("moore_hodgson"),
+    )
+
+
+def test_promises_are_kept_and_the_others_are_served_on_what_is_left() -> None:
+    result = overloaded("best_effort")
+    requests = result.requests
+    promised = ~np.isnan(requests.promised_s)
+    assert not requests.failures
+    assert 0.2 < promised.mean() < 0.8
+    assert (promised != requests.best_effort).all()
+    met = attained(requests, stages(requests), TPOTMetric.MEAN)
+    assert met[promised].mean() >= 0.98
+    # The best-effort ones end last.
+    wait_s = stages(requests).ttft_s
+    assert wait_s[requests.best_effort].mean() > 2 * wait_s[promised].mean()
+
+
+def test_what_nobody_can_promise_waits_if_its_class_says_so() -> None:
+    rejecting, queueing = overloaded("reject"), overloaded("queue")
+    for result in (rejecting, queueing):
+        requests = result.requests
+        refused = np.zeros(len(requests), bool)
+        refused[list(requests.failures)] = True
+        assert set(requests.failures.values()) == {REFUSED}
+        assert (refused == np.isnan(requests.promised_s)).all()
+        assert not requests.best_effort.any()
+    # Some of those that waited were promised later than at their arrival.
+    assert len(queueing.requests.failures) <= len(rejecting.requests.failures)
+    assert queueing.requests.failures.keys() != rejecting.requests.failures.keys()
 
 
 def test_each_replica_is_what_its_node_says() -> None:

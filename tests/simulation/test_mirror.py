@@ -156,3 +156,29 @@ def test_the_budget_is_that_of_the_corrected_model() -> None:
     mirror.place(query(50, 1), now_s)
     fast, slow = mirror.fleet.figures[:2, figure.PAB]
     assert slow < fast
+
+
+def test_what_replicas_hold_of_a_prompt_follows_their_reports() -> None:
+    engine, now_s = loaded_engine()
+    depths = {7: 64, 8: 128, 9: 192}
+    mirror = Mirror(CONFIG, make_routing("least_tokens"), depths=depths)
+    made = sent(engine, now_s)
+    mirror.register("one", list(range(8)), made._replace(held=frozenset({7, 8})), now_s)
+    mirror.register("two", list(range(8)), made, now_s)
+
+    def cached(now_s: float) -> dict[str, float]:
+        mirror.place(query(90), now_s)
+        rows = mirror.fleet.candidates(now_s)
+        tokens = mirror.fleet.cached_tokens((7, 8, 9), rows)
+        return {mirror.fleet.ids[row]: float(held) for row, held in zip(rows, tokens, strict=True)}
+
+    assert cached(now_s) == {"one": 128.0, "two": 0.0}
+    mirror.hear("one", made._replace(held=frozenset({7})), now_s)
+    mirror.hear("two", made._replace(held=frozenset({7, 8, 9})), now_s)
+    assert cached(now_s) == {"one": 64.0, "two": 192.0}
+    mirror.forget("two")
+    assert cached(now_s) == {"one": 64.0}
+    # With less to compute there, the prompt goes where its beginning is.
+    mirror.register("two", list(range(8)), made._replace(held=frozenset(depths)), now_s)
+    known = RouteQuery(91, SLO(ttft_s=1.0), 1_000, prefix=(7, 8, 9))
+    assert mirror.place(known, now_s).replica_id == "two"
