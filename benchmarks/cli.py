@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import planning
+from benchmarks.decision import decision
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.base import Experiment, Plan, Row, Scale, measured
 from benchmarks.experiments.estimate import METHOD
@@ -41,6 +42,7 @@ def list_experiments() -> None:
 
 
 bench.add_command(planning.planning)
+bench.add_command(decision)
 bench.add_command(replay)
 
 

@@ -1,7 +1,7 @@
 """A plain TCP connection for decisions, which costs a fraction of an actor call.
 
 A decision is on the path of every request, so it is the one thing that does not travel as an actor
-call while this connection stands; ``python -m benchmarks.controller_decision`` measures both. The
+call while this connection stands; ``sluice bench decision`` measures both. The
 actor listens on its node's address, on a port of the system's choice; who knows the token that the
 actor hands out may ask. Messages are lines: first the token, answered by ``ok``, then JSON:
 ``[number, [query, ...]]``, answered, in the order of the questions, by

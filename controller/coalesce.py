@@ -1,7 +1,7 @@
 """Many small questions, few calls: what one loop turn asks goes out together.
 
 A call has a price of its own, however little it asks, and many questions in one call pay it once:
-compare the callers in the tables of ``python -m benchmarks.controller_decision``.
+compare the callers in the tables of ``sluice bench decision``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.decision import FLEET_SIZES, Inside, finish
+from benchmarks.decision_figures import figures
+from benchmarks.decision_fleet import CHANGED, QUEUED, Voices
+from controller.actor import Controller
+from controller.config import ControllerConfig
+from deploy.cli import main
+from scheduling.routing import POLICIES
+
+
+def run(*options: str) -> dict[str, dict[str, dict[str, float]]]:
+    result = CliRunner().invoke(main, ["bench", "decision", "--json", *options])
+    assert result.exit_code == 0, result.output
+    found: dict[str, dict[str, dict[str, float]]] = json.loads(result.stdout)
+    return found
+
+
+def test_every_policy_is_measured_at_every_size() -> None:
+    found = run("--no-actor", "--decisions", "100")
+    assert set(POLICIES) <= set(found)
+    for cells in found.values():
+        assert list(cells) == [str(size) for size in FLEET_SIZES]
+        for cell in cells.values():
+            assert 0 < cell["p50_ms"] <= cell["p99_ms"]
+            assert cell["per_second"] > 0
+
+
+@pytest.mark.ray
+def test_a_real_actor_answers_while_its_fleet_reports() -> None:
+    found = run("--policy", "round_robin", "--decisions", "100", "--seconds", "0.5")
+    connection = found["round_robin"]["64"]["connection"]
+    assert isinstance(connection, dict)
+    assert connection["reports_per_s"] > 0
+    assert connection["memory_mib"] > 10
+    for way in ("alone", "with_reports", "batched"):
+        assert connection[way]["per_second"] > 0
+
+
+def test_the_controller_believes_the_fleet() -> None:
+    controller = Controller(ControllerConfig())
+    voices = Voices(3)
+    epoch = 0
+    for index in range(3):
+        epoch = finish(controller.hello(voices.hello(index))).epoch
+    for _ in range(2):
+        assert not finish(controller.report(voices.delta(1, epoch, (7,)))).resync
+    replicas = finish(controller.snapshot())["replicas"]
+    assert [each["condition"] for each in replicas] == ["fresh"] * 3
+    assert all(each["waiting"] + each["running"] == QUEUED for each in replicas)
+    # Some are more behind than others, or every choice would be as good as another.
+    assert len({each["waiting"] for each in replicas}) > 1
+    assert 0 < CHANGED < QUEUED
+
+
+def test_what_is_measured_leaves_no_reservation_behind() -> None:
+    fleet = Inside(ControllerConfig(), 4)
+    times = fleet.line(50, reports=False)
+    assert (len(times.decision_ns), len(times.answer_ns), times.report_ns) == (50, 50, [])
+    times = fleet.line(50, reports=True)
+    assert times.report_ns
+    # An answer takes at least as long as its decision.
+    assert all(a >= d - 1 for d, a in zip(times.decision_ns, times.answer_ns, strict=True))
+    fleet.report()
+    assert fleet.reservations() == 0
+
+
+def test_figures_are_quantiles_in_milliseconds_and_a_rate() -> None:
+    found = figures([1_000_000] * 99 + [3_000_000])
+    assert found["p50_ms"] == 1.0
+    assert 1.0 < found["p99_ms"] < 3.0
+    assert found["per_second"] == round(100 / 0.102)
+    assert figures([1_000_000] * 10, elapsed_s=2.0)["per_second"] == 5
