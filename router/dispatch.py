@@ -17,9 +17,9 @@ from replica.engine import EngineRequest, request_key
 from router.answer import Answer, ReplicaFailedError, ReplicaStream
 from router.call import Call
 from router.config import RouterConfig
+from router.destinations import Controller, Destination, Destinations
 from router.errors import ApiError, Reason
 from router.metrics import Fallback, RouterMetrics
-from router.placement import Controller, Placement, Placer
 from router.prompt_size import TokenEstimator
 
 RETRY_PAUSE_S = 0.02
@@ -64,7 +64,7 @@ class Dispatcher:
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self.clock = clock
-        self._placer = Placer(controller, metrics, config, clock, pause)
+        self._destinations = Destinations(controller, metrics, config, clock, pause)
         self._controller = controller
         self._replicas = replicas
         self._metrics = metrics
@@ -74,7 +74,7 @@ class Dispatcher:
     @property
     def estimator(self) -> TokenEstimator:
         """Learns from answers how long prompts are."""
-        return self._placer.estimator
+        return self._destinations.estimator
 
     async def open(self, call: Call) -> Answer:
         """Send ``call`` to a replica, and to another while attempts fail.
@@ -105,8 +105,8 @@ class Dispatcher:
         # take the release of the last one for that of this one.
         request_id = call.request_id if attempt == 1 else f"{call.request_id}-{attempt}"
         key = request_key(request_id)
-        placement = await self._placer.place(call, key, failed)
-        target = placement.replica_id
+        destination = await self._destinations.find(call, key, failed)
+        target = destination.replica_id
         waited_s = self.clock() - call.received_s
         request = EngineRequest(
             request_id,
@@ -114,7 +114,7 @@ class Dispatcher:
             call.body,
             call.slo,
             waited_s,
-            call.best_effort or placement.tier is Tier.BEST_EFFORT,
+            call.best_effort or destination.tier is Tier.BEST_EFFORT,
             call.prefix,
         )
         stream = self._replicas.generate(request, target, failed)
@@ -135,7 +135,7 @@ class Dispatcher:
         except BaseException:
             close()
             raise
-        self._note_place(answer, placement, key)
+        self._note_place(answer, destination, key)
         return answer
 
     def _note_failure(
@@ -147,16 +147,16 @@ class Dispatcher:
         if failure.dead:
             self._controller.replica_gone([replica_id])
 
-    def _note_place(self, answer: Answer, placement: Placement, key: int) -> None:
+    def _note_place(self, answer: Answer, destination: Destination, key: int) -> None:
         """Free a reservation that no replica will confirm. What was promised there is not promised
         where the request went instead."""
-        target, head = placement.replica_id, answer.head
+        target, head = destination.replica_id, answer.head
         if target is not None and head.replica_id not in ("", target):
             self._metrics.fallback(Fallback.MOVED)
             self._controller.release(key)
             return
         if head.status >= 400:
             self._controller.release(key)
-        if placement.tier is Tier.GUARANTEED:
+        if destination.tier is Tier.GUARANTEED:
             answer.tier = Tier.GUARANTEED
-            answer.predicted_ttft_s = placement.predicted_ttft_s
+            answer.predicted_ttft_s = destination.predicted_ttft_s

@@ -71,7 +71,7 @@ RULES: dict[Reason, Rule] = {
     Reason.TOO_LARGE: Rule(413, INVALID_REQUEST),
     Reason.UNSUPPORTED_MEDIA: Rule(415, INVALID_REQUEST),
     Reason.CLIENT_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
-    Reason.SLO_UNATTAINABLE: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
+    Reason.SLO_UNATTAINABLE: Rule(429, RATE_LIMIT_ERROR),
     Reason.QUEUE_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.QUEUE_TIMEOUT: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.DEADLINE_PASSED: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),

@@ -28,9 +28,13 @@ within these bounds."""
 Ask = Callable[[], Awaitable[RouteDecision | None]]
 
 
-def is_unattainable(decision: RouteDecision) -> bool:
-    """Whether the decision is that no replica can promise the request's objective."""
-    return decision.reason == "unattainable"
+UNATTAINABLE = "unattainable"
+"""Reason of a decision that no replica can promise the request's objective."""
+
+
+def may_wait(decision: RouteDecision) -> bool:
+    """Whether no replica can promise the request's objective, but one will."""
+    return decision.reason == UNATTAINABLE and decision.retry_after_s is not None
 
 
 class _Place:
@@ -85,8 +89,8 @@ class Line:
     async def wait(
         self, ask: Ask, due_s: float, refused: RouteDecision | None = None
     ) -> RouteDecision | None:
-        """Wait at the end of the line for the first answer of ``ask`` that is another than that the
-        objective is unattainable.
+        """Wait at the end of the line for the first answer of ``ask`` that is another than that
+        waiting may help.
 
         Cancelling it leaves the line at once.
 
@@ -114,7 +118,7 @@ class Line:
                     raise self._too_late(place, late=due_s - joined_s <= self._limit_s)
                 place.called.clear()
                 decision = await ask()
-                if decision is None or not is_unattainable(decision):
+                if decision is None or not may_wait(decision):
                     return decision
                 place.retry_after_s = decision.retry_after_s
                 place.answered.set()

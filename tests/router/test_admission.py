@@ -169,10 +169,10 @@ async def test_the_class_says_in_which_tiers_it_may_run(
 
 @pytest.mark.parametrize(
     ("retry_after_s", "header", "body_ms"),
-    [(2.25, "3", 2250), (0.0, "1", 0), (None, "1", None), (1e300, "3600", 3_600_000)],
+    [(2.25, "3", 2250), (0.0, "1", 0), (1e300, "3600", 3_600_000)],
 )
 async def test_a_class_that_rejects_says_when_to_come_again(
-    retry_after_s: float | None, header: str, body_ms: float | None
+    retry_after_s: float, header: str, body_ms: float
 ) -> None:
     edge = edge_of(unattainable(retry_after_s))
     response = await post(edge, "strict")
@@ -180,7 +180,7 @@ async def test_a_class_that_rejects_says_when_to_come_again(
     error = response.json()["error"]
     assert (error["code"], error["type"]) == ("slo_unattainable", "rate_limit_error")
     assert response.headers["retry-after"] == header
-    assert error.get("retry_after_ms") == body_ms
+    assert error["retry_after_ms"] == body_ms
     assert response.headers["x-sluice-class"] == "strict"
     assert "x-sluice-admission" not in response.headers
     assert edge.side.calls == []
@@ -188,6 +188,16 @@ async def test_a_class_that_rejects_says_when_to_come_again(
     assert edge.sample("sluice_refusals_total", **labels) == 1
     labels = {"class": "strict", "outcome": "refused", "endpoint": "chat"}
     assert edge.sample("sluice_requests_total", **labels) == 1
+
+
+@pytest.mark.parametrize("name", ["strict", "patient"])
+async def test_what_no_replica_can_ever_hold_is_refused_without_a_time(name: str) -> None:
+    edge = edge_of(unattainable(None))
+    response = await post(edge, name)
+    assert response.status_code == 429
+    assert "retry-after" not in response.headers
+    assert "even when it is idle" in response.json()["error"]["message"]
+    assert response.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
 async def test_the_official_client_sees_a_rate_limit() -> None:

@@ -19,14 +19,14 @@ from tests.router.virtual_time import VirtualTime, settle
 PLACED = RouteDecision("a", "placed", Tier.GUARANTEED, 0.1)
 
 
-def unattainable(retry_after_s: float | None = 0.4) -> RouteDecision:
+def unattainable(retry_after_s: float = 0.4) -> RouteDecision:
     return RouteDecision(None, "unattainable", retry_after_s=retry_after_s)
 
 
 class Fleet:
     """Room for so many more requests; each that asks takes some of it."""
 
-    def __init__(self, room: int = 0, retry_after_s: float | None = 0.4) -> None:
+    def __init__(self, room: int = 0, retry_after_s: float = 0.4) -> None:
         self.room = room
         self.retry_after_s = retry_after_s
         self.asked: list[int] = []
@@ -104,10 +104,10 @@ async def test_only_the_first_few_ask() -> None:
 
 @pytest.mark.parametrize(
     ("retry_after_s", "pause_s"),
-    [(0.4, 0.2), (0.0, MIN_PAUSE_S), (None, MIN_PAUSE_S), (60.0, MAX_PAUSE_S), (inf, MAX_PAUSE_S)],
+    [(0.4, 0.2), (0.0, MIN_PAUSE_S), (60.0, MAX_PAUSE_S), (inf, MAX_PAUSE_S)],
 )
 async def test_the_pause_is_half_of_what_was_predicted_within_bounds(
-    retry_after_s: float | None, pause_s: float
+    retry_after_s: float, pause_s: float
 ) -> None:
     queue = Queue(Fleet(retry_after_s=retry_after_s))
     await queue.join(refused=unattainable(retry_after_s))

@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.errors import ApiError, Reason
 from router.metrics import Fallback, RouterMetrics
 from router.prompt_size import TokenEstimator
-from router.waiting import Line, is_unattainable
+from router.waiting import UNATTAINABLE, Line, may_wait
 
 _ANY_TIER = frozenset(Tier)
 _GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})
@@ -33,7 +33,7 @@ class Controller(Protocol):
         """These replicas serve nothing any more. Returns at once."""
 
 
-class Placement(NamedTuple):
+class Destination(NamedTuple):
     """Where a call goes.
 
     Attributes:
@@ -48,8 +48,8 @@ class Placement(NamedTuple):
     predicted_ttft_s: float | None = None
 
 
-class Placer:
-    """Asks the controller. One per router process.
+class Destinations:
+    """Finds them by asking the controller. One per router process.
 
     Args:
         clock: monotonic seconds; the one of :attr:`~router.call.Call.received_s`.
@@ -78,7 +78,7 @@ class Placer:
             if entry.when_unattainable == "queue"
         }
 
-    async def place(self, call: Call, key: int, failed: Sequence[str]) -> Placement:
+    async def find(self, call: Call, key: int, failed: Sequence[str]) -> Destination:
         """Where ``call`` goes under this key, but to none of ``failed`` by the controller's choice.
 
         Raises:
@@ -87,22 +87,24 @@ class Placer:
         decision = await self._decide(call, key)
         if decision is None:
             self._metrics.fallback(Fallback.NO_ANSWER)
-            return Placement()
+            return Destination()
+        if decision.reason == UNATTAINABLE:
+            raise _refusal(call, decision)
         if decision.replica_id is None:
             self._metrics.fallback(Fallback.NO_DECISION)
-            return Placement()
+            return Destination()
         if decision.replica_id in failed:
             self._controller.release(key)
             self._metrics.fallback(Fallback.REPEATED)
             # What was promised there is promised nowhere else.
-            return Placement(tier=None if decision.tier is Tier.GUARANTEED else decision.tier)
-        return Placement(decision.replica_id, decision.tier, decision.predicted_ttft_s)
+            return Destination(tier=None if decision.tier is Tier.GUARANTEED else decision.tier)
+        return Destination(decision.replica_id, decision.tier, decision.predicted_ttft_s)
 
     async def _decide(self, call: Call, key: int) -> RouteDecision | None:
-        """The controller's decision, also after a wait in line. Never that it is unattainable.
+        """The controller's decision, where the class queues after a wait in line.
 
         Raises:
-            ApiError: 429.
+            ApiError: 429; it waited for too long.
         """
         tiers = self._tiers(call)
 
@@ -110,22 +112,16 @@ class Placer:
             return await self._ask(call, key, tiers)
 
         line = self._lines.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
+        if line is None:
+            return await ask()
         refused = None
-        # Who comes while others wait stands behind them.
-        if line is None or len(line) == 0:
-            decision = await ask()
-            if decision is None or not is_unattainable(decision):
-                return decision
-            refused = decision
-        if line is not None:
-            ttft_s, _, e2e_s, _ = call.slo.columns
-            return await line.wait(ask, call.received_s + min(ttft_s, e2e_s), refused)
-        raise ApiError(
-            Reason.SLO_UNATTAINABLE,
-            "No replica can promise the objective now, and requests of the class "
-            f"{call.slo.service_class} are not served without.",
-            retry_after_s=None if refused is None else refused.retry_after_s,
-        )
+        # Who comes while others wait stands behind them, and has not asked yet.
+        if len(line) == 0:
+            refused = await ask()
+            if refused is None or not may_wait(refused):
+                return refused
+        ttft_s, _, e2e_s, _ = call.slo.columns
+        return await line.wait(ask, call.received_s + min(ttft_s, e2e_s), refused)
 
     def _tiers(self, call: Call) -> frozenset[Tier]:
         if call.best_effort:
@@ -154,3 +150,13 @@ class Placer:
         if decision is None or decision.predicted_ttft_s is None:
             return decision
         return decision._replace(predicted_ttft_s=waited_s + decision.predicted_ttft_s)
+
+
+def _refusal(call: Call, decision: RouteDecision) -> ApiError:
+    name = call.slo.service_class
+    when = "now" if decision.retry_after_s is not None else "even when it is idle"
+    return ApiError(
+        Reason.SLO_UNATTAINABLE,
+        f"No replica can hold the objective {when}, and the class {name} is not served without.",
+        retry_after_s=decision.retry_after_s,
+    )
