@@ -43,7 +43,7 @@ def test_every_metric_is_documented_and_none_is_invented() -> None:
     sources = [
         path.read_text(encoding="utf-8")
         for package in ("router", "controller", "replica")
-        for path in (ROOT / package).glob("*.py")
+        for path in (ROOT / package).rglob("*.py")
         if path.name != "vllm_args.py"  # arguments of the engine, which share the prefix
     ]
     in_code = {name for text in sources for name in re.findall(r'"(sluice_[a-z_]+)"', text)}
