@@ -94,7 +94,7 @@ def make(model, directory, policy, blocks, in_flight):
     return scheduler, table
 
 
-def requests(count):
+def requests(count, best_effort=lambda index: False):
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -103,7 +103,8 @@ def requests(count):
     for index in range(count):
         request_id = f"r{index}"
         length, output = chance.randrange(1, 300), chance.randrange(1, 30)
-        args = RequestArgs(request_id, 0.0, OBJECTIVES[index % len(OBJECTIVES)])
+        objective = OBJECTIVES[index % len(OBJECTIVES)]
+        args = RequestArgs(request_id, 0.0, objective, best_effort(index))
         made.append(
             Request(
                 request_id=request_id,
@@ -177,6 +178,24 @@ def test_every_token_comes_once_and_in_order(model, tmp_path, policy, in_flight,
     assert state.summary["plan_mismatches"] == 0
     if blocks < 100 and policy == "fcfs":
         assert state.summary["preemptions"] > 0
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_evicted_requests_go_on_with_the_next_token(model, tmp_path, policy, in_flight):
+    """Most requests are best effort, and the KV is short: promised ones evict them again and again,
+    also while a batch with a token of theirs is in flight."""
+    scheduler, table = make(model, tmp_path, policy, 40, in_flight)
+    arriving = requests(60, best_effort=lambda index: index % 3 > 0)
+    received = drive(scheduler, in_flight, arriving)
+    for request in arriving:
+        length, output = request.num_prompt_tokens, request.max_tokens
+        expected = [token_at(request.request_id, length + i) for i in range(output)]
+        assert received[request.request_id] == expected
+    summary = table.read().summary
+    assert summary["plan_mismatches"] == 0
+    assert summary["preemptions"] >= summary["evictions"] > 0
+    assert summary["evicted_tokens"] > 0
 
 
 def test_aborted_requests_leave_nothing_behind(model, tmp_path):

@@ -1,0 +1,97 @@
+"""A best-effort request inside real vLLM, in this process: promised work takes its KV, and its
+stream goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from replica.local_model import local_model
+from replica.vllm_args import RequestArgs, to_xargs
+from scheduling.batching import POLICIES
+from scheduling.objective import SLO
+
+from .in_process import InProcess
+
+pytestmark = pytest.mark.vllm
+
+# 21 blocks of 32 tokens can be used: the long answer below takes 13, each promised request 14.
+ARGS = {"num_gpu_blocks_override": 22, "max_model_len": 600, "max_num_batched_tokens": 256}
+CHAT = SLO(ttft_s=30.0, tpot_s=5.0, priority=2)
+
+
+def prompt(seed, length):
+    chance = random.Random(seed)
+    return [chance.randrange(300, 1000) for _ in range(length)]
+
+
+LONG = ("long", prompt(1, 200), 200, None, True)
+PROMISED = [(f"chat{n}", prompt(10 + n, 400), 20, CHAT, False) for n in range(4)]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix-cache", "no-cache"])
+def engine(request, tmp_path_factory):
+    model = local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
+    directory = tmp_path_factory.mktemp("engine")
+    started = InProcess(model, directory, "fcfs", enable_prefix_caching=request.param, **ARGS)
+    yield started
+    started.close()
+
+
+def serve(engine, arrivals):
+    """Run requests of ``(step of arrival, request)``; return the tokens of each as they streamed.
+
+    Each item of a stream must go on where the one before it ended.
+    """
+    from vllm import SamplingParams
+
+    vllm = engine.llm.llm_engine
+    streams: dict[str, list[int]] = {}
+    pending = list(arrivals)
+    step = 0
+    while pending or vllm.has_unfinished_requests():
+        for at, each in [item for item in pending if item[0] <= step]:
+            name, tokens, output, slo, best_effort = each
+            args = to_xargs(RequestArgs(name, time.monotonic(), slo or SLO(), best_effort))
+            params = SamplingParams(
+                temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=args
+            )
+            vllm.add_request(name, {"prompt_token_ids": tokens}, params)
+            streams[name] = []
+            pending.remove((at, each))
+        for result in vllm.step():
+            tokens = list(result.outputs[0].token_ids)
+            before = streams[result.request_id]
+            assert tokens[: len(before)] == before, "the stream changed what it had sent"
+            assert len(tokens) <= len(before) + 1, "tokens came late, several at once"
+            streams[result.request_id] = tokens
+        step += 1
+        assert step < 3_000
+    return streams
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_preempted_stream_is_that_of_an_undisturbed_run(engine, policy):
+    engine.use(policy)
+    alone = {}
+    for each in (LONG, *PROMISED):
+        alone |= serve(engine, [(0, each)])
+    before = engine.table.read().summary
+    batches = len(engine.batches())
+    arrivals = [(0, LONG), *((20 + 60 * n, each) for n, each in enumerate(PROMISED))]
+    assert serve(engine, arrivals) == alone
+    after = engine.table.read().summary
+    evictions = after["evictions"] - before["evictions"]
+    assert evictions >= 1
+    assert after["evicted_tokens"] > before["evicted_tokens"]
+    log = engine.batches()[batches:]
+    lost = [batch for batch in log if "long" in batch["preempted"]]
+    assert len(lost) == evictions
+    # In the very step, the promised request has the memory.
+    for batch in lost:
+        assert any(name.startswith("chat") for name, _, _ in batch["ran"])
+    assert not any(name.startswith("chat") for batch in log for name in batch["preempted"])
+    assert len(engine.table.read().rows) == 0
+    assert engine.scheduler._pool.get_num_free_blocks() == after["total_kv_blocks"] - 1

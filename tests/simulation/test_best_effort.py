@@ -1,0 +1,132 @@
+"""Two tiers on one simulated engine, with every registered policy."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduling.batching import POLICIES, BatchPolicy, BestEffortOptions, make_policy
+from scheduling.objective import SLO
+from simulation.config import EngineConfig
+from simulation.engine import Engine
+from simulation.metrics import TPOTMetric, attained, stages
+from simulation.requests import Requests
+from simulation.run import drive
+from simulation.truth import Belief, Truth
+from simulation.workload import Arrival, Workload
+from tests.simulation.loads import MODEL, configs, families, of, workloads
+
+CHAT = SLO(ttft_s=0.5, tpot_s=0.05)
+
+
+def serve(
+    load: Workload,
+    best_effort: list[bool],
+    policy: BatchPolicy,
+    config: EngineConfig,
+    noise: float = 0.0,
+) -> tuple[Engine, Requests]:
+    """Run ``load``, of whose requests those marked are best effort."""
+    requests = Requests(load)
+    for key, flag in enumerate(best_effort):
+        requests.serve_as(key, flag)
+    belief = Belief(MODEL.with_headroom(1.05))
+    rng = np.random.default_rng(7)
+    engine = Engine(config, policy, belief, Truth(MODEL, noise), requests, rng)
+    drive(engine, requests)
+    return engine, requests
+
+
+@settings(max_examples=80)
+@given(
+    load=st.one_of(workloads, families()),
+    config=configs,
+    name=st.sampled_from(sorted(POLICIES)),
+    patience_s=st.sampled_from([0.05, 30.0]),
+    data=st.data(),
+)
+def test_nothing_is_lost_and_everything_is_given_back(
+    load: Workload, config: EngineConfig, name: str, patience_s: float, data: st.DataObject
+) -> None:
+    if config.block_tokens not in (1, 8, 16) or load.block_tokens % config.block_tokens:
+        config = config.model_copy(update={"prefix_cache": False})
+    flags = data.draw(st.lists(st.booleans(), min_size=len(load), max_size=len(load)))
+    policy = make_policy(name, {}, BestEffortOptions(patience_s=patience_s, aged_share=0.2))
+    engine, requests = serve(load, flags, policy, config, noise=0.1)
+    assert engine.live == engine.running == engine.held_blocks == 0
+    assert engine.free_blocks == config.kv_blocks
+    for key, arrival in enumerate(load.arrivals):
+        first, last = requests.first_stage[key], requests.first_stage[key + 1]
+        times = requests.emitted_s[requests.offsets[first] : requests.offsets[last]]
+        assert len(times) == arrival.output_tokens
+        if key in requests.failures:
+            assert requests.whole_tokens(key) > config.kv_tokens
+            continue
+        assert times[0] > arrival.arrival_s
+        assert (np.diff(times) > 0).all()
+    assert 0 <= engine.evicted_tokens <= engine.lost_tokens
+    assert engine.evictions <= engine.preemptions
+
+
+def two_tiers(rate: float, behind: int, seed: int = 3) -> tuple[Workload, list[bool]]:
+    """Chat at ``rate`` a second for a minute, and long work without an objective: ``behind``
+    requests, all there from the start."""
+    rng = np.random.default_rng(seed)
+    count = int(60 * rate)
+    times = np.cumsum(rng.exponential(1 / rate, count)).tolist()
+    chat = [
+        Arrival(t, int(rng.integers(100, 1_500)), int(rng.integers(10, 150)), CHAT, task="chat")
+        for t in times
+    ]
+    batch = [
+        Arrival(0.0, int(rng.integers(200, 2_000)), int(rng.integers(50, 400)), SLO(), task="batch")
+        for _ in range(behind)
+    ]
+    load = of([*chat, *batch])
+    return load, [arrival.task == "batch" for arrival in load.arrivals]
+
+
+CONFIG = EngineConfig(kv_blocks=1_200, max_batch_tokens=2_048, max_sequences=48)
+
+
+def shares(requests: Requests, flags: list[bool]) -> tuple[float, float]:
+    """Attainment of the promised requests, and the last time at which one of them emitted."""
+    met = attained(requests, stages(requests), TPOTMetric.MEAN)
+    promised = ~np.array(flags)
+    last = max(
+        requests.emitted_s[requests.offsets[key + 1] - 1] for key in np.flatnonzero(promised)
+    )
+    return float(met[promised].mean()), float(last)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_promised_requests_hardly_notice_a_backlog_behind_them(name: str) -> None:
+    load, flags = two_tiers(rate=6.0, behind=150)
+    alone = of([arrival for arrival in load.arrivals if arrival.task == "chat"])
+    _, quiet = serve(alone, [False] * len(alone), make_policy(name), CONFIG)
+    engine, requests = serve(load, flags, make_policy(name), CONFIG)
+    before, _ = shares(quiet, [False] * len(alone))
+    with_backlog, _ = shares(requests, flags)
+    assert with_backlog >= before - 0.03
+    assert engine.fallbacks == engine.dropped == 0
+    # The backlog is served beside them, not after.
+    done = sum(
+        requests.emitted_s[requests.offsets[key + 1] - 1] < 60.0 for key in np.flatnonzero(flags)
+    )
+    assert done > 20
+    assert engine.evictions > 0
+    assert engine.evicted_tokens < 0.15 * engine.done_tokens
+
+
+@pytest.mark.parametrize("name", ["fcfs", "fairbatching", "deadline_triage"])
+def test_the_backlog_goes_on_while_promises_overload_the_engine(name: str) -> None:
+    load, flags = two_tiers(rate=40.0, behind=12)
+    options = BestEffortOptions(patience_s=2.0, aged_share=0.05)
+    engine, requests = serve(load, flags, make_policy(name, {}, options), CONFIG)
+    _, last = shares(requests, flags)
+    first = sorted(requests.first_token_s(key) for key in np.flatnonzero(flags))
+    assert last > 70.0, "the promised work must outlast its arrivals"
+    # One by one, each after the answer of the one before it.
+    assert first[0] < 20.0
+    assert first[5] < last
+    assert engine.evicted_tokens < 0.05 * engine.done_tokens
