@@ -1,0 +1,64 @@
+"""What docs/slo.md says of admission, caps and errors is what happens."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import yaml
+
+from deploy.config import parse_config
+from router.errors import RULES, Reason
+from router.waiting import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
+from tests.documents import ROOT, marked, section
+from tests.router.far_side import Edge, FarSide, serve
+
+PAGE = ROOT / "docs" / "slo.md"
+
+
+def test_every_error_is_documented_with_its_status() -> None:
+    text = section(PAGE, "What comes back")
+    rows = re.findall(r"^\| (\d{3}) \| ([^|]*) \|", text, re.MULTILINE)
+    documented = {
+        Reason(code): int(status)
+        for status, codes in rows
+        for code in re.findall(r"`(\w+)`", codes)
+    }
+    rules = {reason: rule.status for reason, rule in RULES.items()}
+    # This one stands in a stream that has its status already.
+    del rules[Reason.STREAM_BROKEN]
+    assert documented == rules
+
+
+def test_the_classes_of_the_example_do_what_they_are_said_to() -> None:
+    (text,) = marked(PAGE, "check: config")
+    classes = parse_config(yaml.safe_load(text)).router.classes
+    assert {name: entry.when_unattainable for name, entry in classes.items()} == {
+        "chat": "best_effort",
+        "agent": "reject",
+        "report": "queue",
+    }
+
+
+async def test_the_example_of_caps_is_answered_as_it_says() -> None:
+    (config,) = marked(PAGE, "check: capped")
+    (request,) = marked(PAGE, "check: capped request")
+    (headers,) = marked(PAGE, "check: capped headers")
+    edge = Edge(FarSide(a=serve), config=parse_config(yaml.safe_load(config)).router)
+    async with edge.client() as client:
+        response = await client.post(
+            "/v1/chat/completions",
+            json=json.loads(request),
+            headers={"authorization": "Bearer change-me"},
+        )
+    assert response.status_code == 200
+    for line in headers.splitlines():
+        name, _, value = line.partition(": ")
+        assert response.headers[name] == value
+
+
+def test_the_figures_of_the_line_are_the_codes() -> None:
+    text = section(PAGE, "Where no replica can promise")
+    assert ASKERS == 4
+    assert "first four" in text
+    assert f"{MIN_PAUSE_S * 1000:.0f} ms to {MAX_PAUSE_S:.0f} s" in text
