@@ -28,7 +28,6 @@ from rich.table import Table
 
 from benchmarks.decision_figures import figures
 from benchmarks.decision_fleet import Voices
-from controller.actor import Controller
 from controller.config import ControllerConfig
 from scheduling.routing import POLICIES
 
@@ -71,6 +70,9 @@ class Inside:
     """A controller with a fleet in its mirror, called in this process."""
 
     def __init__(self, config: ControllerConfig, replicas: int) -> None:
+        # It imports Ray, which must not happen before `sluice serve` has set Ray's environment.
+        from controller.actor import Controller
+
         self._rng = random.Random(replicas)
         self._voices = Voices(replicas)
         self._controller = Controller(config)

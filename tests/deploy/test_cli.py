@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,11 @@ from deploy.config import SluiceConfig
 from deploy.local import StartError, curl_line, running, stop_signals
 from scheduling import admission, batching, routing
 from tests.e2e.conftest import free_port
+
+
+def test_the_command_line_leaves_ray_alone_until_it_has_set_its_environment() -> None:
+    code = "import sys, deploy.cli; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_policies_lists_every_policy_with_source_and_options() -> None:
