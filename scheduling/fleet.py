@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduling import fleet_rows as figure
-from scheduling.fleet_rows import FIGURES, LOAD_FIELDS, PREFILL_FIELDS, fold, settle, take
+from scheduling.fleet_rows import (
+    FIGURES,
+    LOAD_FIELDS,
+    PREFILL_FIELDS,
+    fold,
+    settle,
+    skip_idle,
+    take,
+)
 from scheduling.kernels import COEFFICIENTS, Floats, Ints, most_work_s
 from scheduling.latency import LatencyModel
 from scheduling.ledger import Ledger, Reservation
@@ -100,7 +108,9 @@ class Fleet:
     """
 
     def __init__(self, settings: FleetSettings | None = None) -> None:
-        self.settings = settings or FleetSettings()
+        settings = settings or FleetSettings()
+        aged_after_s = min(settings.aged_after_s, settings.stale_after_s)
+        self.settings = settings._replace(aged_after_s=aged_after_s)
         self.ledger = Ledger(self.settings.reservation_ttl_s)
         self.prefixes = PrefixIndex()
         self.ids: list[str] = []
@@ -212,9 +222,7 @@ class Fleet:
         row = self.row_of[made.replica_id]
         figures = self.figures[row]
         self._make_room(row, int(max(figures[figure.QUEUED], figures[figure.LOADS])) + 1)
-        prefills, loads = self._entries(row)
-        self._take(row, prefills, loads, made)
-        settle(figures, prefills, loads)
+        self._take(row, *self._entries(row), made)
 
     def release(self, keys: Iterable[int]) -> None:
         """Requests that a router gave up; unknown ones are ignored."""
@@ -326,12 +334,12 @@ class Fleet:
             settings.reference_tpot_s,
             settings.anchor is Anchor.LAST_TOKEN,
         )
+        settle(figures, prefills, loads)
         for reservation in made:
             self._take(row, prefills, loads, reservation)
-        settle(figures, prefills, loads)
 
     def _take(self, row: int, prefills: Floats, loads: Floats, made: Reservation) -> None:
-        """Add a reservation to the figures of its replica; :func:`settle` must follow."""
+        """Add a reservation to what its replica has, which is settled before and after."""
         figures = self.figures[row]
         block = figures[figure.BLOCK_TOKENS]
         prompt = made.new_tokens + made.cached_tokens
@@ -342,6 +350,7 @@ class Fleet:
             figures[figure.BEST_EFFORT_S] += work_s
             return
         figures[figure.PAB] -= made.new_tokens
+        skip_idle(figures, loads, made.made_s)
         take(
             figures,
             self.pieces[row],
@@ -355,3 +364,4 @@ class Fleet:
             ceil(made.kv_tokens / block),
             True,
         )
+        settle(figures, prefills, loads)

@@ -58,12 +58,15 @@ LENT_BLOCKS = 17  # blocks of best-effort requests, which promised ones may take
 LENT_PLACES = 18  # running best-effort requests
 BEST_EFFORT_S = 19  # predicted time of the best-effort prefills
 EXPECTED_BLOCKS = 20  # blocks that all live requests are expected to need beyond those they hold
-BLOCKS_PER_S = 21  # at which the promised decodes are expected to free blocks, less what they take
+BLOCKS_PER_S = 21  # that the promised decodes free soon, less what they take, in the mean
 PLACES = 22  # most running sequences
 QUEUED = 23  # promised prefills, entries of `prefills`
 LOADS = 24  # entries of `loads`
 STEP_ENDS_S = 25  # when the step under way is expected to end
-FIGURES = 26
+PROMISED = 26  # promised requests, those on their way included
+DECODE_SHARES = 27  # of each second, for the steps of the promised decodes that state a pace
+DECODE_PACE_S = 28  # their least pace; infinite for none
+FIGURES = 29
 
 # A promised prefill.
 PREFILL_DUE_S = 0
@@ -71,7 +74,9 @@ WORK_S = 1
 PRIORITY = 2
 AHEAD_S = 3  # work up to and with this one
 MARGIN_S = 4  # least of capacity less work ahead, of this one and all behind it
-PREFILL_FIELDS = 5
+OWN_SHARE = 5  # of each second, for its decode later; 0 where it states no pace
+OWN_PACE_S = 6  # of its decode; infinite where it states none
+PREFILL_FIELDS = 7
 
 # A load.
 LOAD_DUE_S = 0
@@ -86,6 +91,9 @@ GROWTH_TOKENS = 4
 
 MOST_STEP_S = 1.0
 """A replica counts as having worked for at most so long without the end of a step."""
+
+FREED_WITHIN_S = 5.0
+"""``BLOCKS_PER_S`` is a mean over so long: nobody knows how long the answers will really be."""
 
 UNKNOWN_OUTPUT_TOKENS = 256.0
 """Taken for the length of an output of which nothing is known."""
@@ -146,6 +154,14 @@ def settle(figures: Floats, prefills: Floats, loads: Floats) -> None:
 
 
 @compiled
+def skip_idle(figures: Floats, loads: Floats, now_s: float) -> None:
+    """Take back the capacity until ``now_s`` that there was no work for; what comes now cannot have
+    it. Figures and loads are settled, and must be again."""
+    idle_s = capacity_s(figures, loads, now_s) + figures[FIXED_S] - figures[PREFILL_S]
+    figures[BEGUN_S] += max(0.0, idle_s)
+
+
+@compiled
 def put(entries: Floats, count: int, due_s: float) -> int:
     """Make room for an entry behind those that are due no later; return its place."""
     place = count
@@ -192,12 +208,15 @@ def take(
     prefills[place, PREFILL_DUE_S] = due_s
     prefills[place, WORK_S] = most_work_s(pieces, new_tokens, cached_tokens)
     prefills[place, PRIORITY] = priority
+    prefills[place, OWN_SHARE], prefills[place, OWN_PACE_S] = 0.0, inf
     figures[QUEUED] += 1.0
+    figures[PROMISED] += 1.0
     figures[TOKENS] += new_tokens
     figures[NEEDED_BLOCKS] += blocks
-    if tpot_s < inf and due_s < inf:
+    if tpot_s < inf:
         step_s = most_work_s(pieces, 1.0, new_tokens + cached_tokens)
         pace_s = pace_of(tpot_s, figures[FIXED_S], step_s)
+        prefills[place, OWN_SHARE], prefills[place, OWN_PACE_S] = step_s / pace_s, pace_s
         add_load(figures, loads, due_s + tpot_s, step_s / pace_s, pace_s, in_order)
 
 
@@ -259,11 +278,12 @@ def fold(
     """
     for figure in (
         WAITING, RUNNING, RESERVED, TOKENS, CONTEXT, DECODES, DECODE_S, NEEDED_BLOCKS, LENT_BLOCKS,
-        LENT_PLACES, BEST_EFFORT_S, EXPECTED_BLOCKS, BLOCKS_PER_S, QUEUED, LOADS,
+        LENT_PLACES, BEST_EFFORT_S, EXPECTED_BLOCKS, BLOCKS_PER_S, QUEUED, LOADS, PROMISED,
+        DECODE_SHARES,
     ):  # fmt: skip
         figures[figure] = 0.0
     figures[FIXED_S] = pieces[:, FIXED].max()
-    figures[PACE_S] = figures[DUE_S] = inf
+    figures[PACE_S] = figures[DUE_S] = figures[DECODE_PACE_S] = inf
     block = figures[BLOCK_TOKENS]
     now_s = made_s + offset_s
     earliest_s = inf
@@ -303,6 +323,7 @@ def fold(
             continue
         own_s = most_work_s(pieces, 1.0, computed)
         pace_s = pace_of(tpot_s, figures[FIXED_S], own_s)
+        figures[PROMISED] += 1.0
         figures[DECODES] += 1.0
         figures[CONTEXT] += computed
         figures[DECODE_S] += own_s
@@ -312,9 +333,13 @@ def fold(
             if tpot_s >= pace_s:
                 figures[PACE_S] = min(figures[PACE_S], pace_s)
                 figures[DUE_S] = min(figures[DUE_S], due_s)
-            figures[BLOCKS_PER_S] += held / (max(expected - emitted, 1.0) * pace_s) - 1.0 / (
-                block * pace_s
-            )
+            figures[DECODE_SHARES] += own_s / pace_s
+            figures[DECODE_PACE_S] = min(figures[DECODE_PACE_S], pace_s)
+            # One that ends soon frees what it holds, and no more.
+            left_s = max(expected - emitted, 1.0) * pace_s
+            freed = held / max(left_s, FREED_WITHIN_S)
+            grown = min(left_s, FREED_WITHIN_S) / (FREED_WITHIN_S * block * pace_s)
+            figures[BLOCKS_PER_S] += freed - grown
         else:
             slack_s = unpaced_s
             pace_s = pace_of(unpaced_s, figures[FIXED_S], own_s)

@@ -8,12 +8,13 @@ from typing import Any
 from scheduling.admission.base import AdmissionPolicy, Promises
 from scheduling.admission.moore_hodgson import MooreHodgson
 from scheduling.admission.pab import PABAdmission
+from scheduling.admission.virtual_replica import VirtualReplica
 from scheduling.policy import make
 
 __all__ = ["POLICIES", "AdmissionPolicy", "Promises", "make_policy"]
 
 POLICIES: dict[str, type[AdmissionPolicy]] = {
-    policy.name: policy for policy in (MooreHodgson, PABAdmission)
+    policy.name: policy for policy in (MooreHodgson, PABAdmission, VirtualReplica)
 }
 
 

@@ -1,0 +1,105 @@
+"""What every admission policy here counts in the same way: memory, places, and how long to wait."""
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from math import ceil, inf
+
+from scheduling.fleet_rows import (
+    BLOCK_TOKENS,
+    BLOCKS_PER_S,
+    FIXED_S,
+    FREE_BLOCKS,
+    FREED_WITHIN_S,
+    GROWTH_TOKENS,
+    LENT_BLOCKS,
+    LOAD_PACE_S,
+    LOADS,
+    NEEDED_BLOCKS,
+    PLACES,
+    PROMISED,
+    SHARES,
+    TOTAL_BLOCKS,
+)
+from scheduling.kernels import Floats, compiled
+
+LEAST_RATE = 0.05
+"""Least share of a replica's time that counts as left for prefill, in predictions."""
+
+LEAST_WAIT_S = 0.05
+"""Least predicted wait of a request that cannot be promised now."""
+
+
+@compiled
+def room_wait_s(
+    figures: Floats, prompt_tokens: float, new_tokens: float, now_s: float, start_s: float
+) -> float:
+    """Predicted time until there are KV blocks and a place for a prompt.
+
+    Best-effort requests hold none that count. Each promised request may grow by ``GROWTH_TOKENS``
+    beyond what it needs now, as ``deadline_triage`` leaves so much, too.
+
+    Args:
+        figures: of the replica.
+        prompt_tokens: of the request.
+        new_tokens: those of them that are not in the replica's cache.
+        now_s: the time.
+        start_s: when its prefill begins at the latest: blocks that come free until then count, up
+            to ``FREED_WITHIN_S`` from now.
+
+    Returns:
+        Seconds; 0 where there is room; infinite where there never is.
+    """
+    block, promised = figures[BLOCK_TOKENS], figures[PROMISED]
+    if ceil(prompt_tokens / block) >= figures[TOTAL_BLOCKS] or figures[PLACES] < 1.0:
+        return inf
+    wanted = figures[NEEDED_BLOCKS] + ceil(new_tokens / block)
+    wanted += ceil(promised * GROWTH_TOKENS / block) + 1.0
+    lack = wanted - figures[FREE_BLOCKS] - figures[LENT_BLOCKS]
+    rate = figures[BLOCKS_PER_S]
+    lack -= rate * min(FREED_WITHIN_S, max(0.0, start_s - now_s))
+    wait_s = 0.0
+    if lack > 0.0:
+        wait_s = max(LEAST_WAIT_S, lack / rate) if rate > 0.0 else FREED_WITHIN_S
+    if promised >= figures[PLACES]:
+        wait_s = max(wait_s, FREED_WITHIN_S)
+    return wait_s
+
+
+@compiled
+def fits_alone(
+    figures: Floats, work_s: float, own_s: float, ttft_s: float, tpot_s: float, headroom: float
+) -> bool:
+    """Whether an idle replica could hold a request: its prefill of ``work_s`` within ``ttft_s``,
+    and its decode of ``own_s`` a step, with ``headroom`` of each left unused."""
+    usable, fixed_s = 1.0 - headroom, figures[FIXED_S]
+    return fixed_s + work_s <= ttft_s * usable and fixed_s + own_s <= tpot_s * usable
+
+
+@compiled
+def pace_wait_s(
+    figures: Floats,
+    loads: Floats,
+    own_s: float,
+    tpot_s: float,
+    output_tokens: float,
+    headroom: float,
+) -> float:
+    """Predicted time until all decodes together can be held with one of ``own_s`` a step every
+    ``tpot_s``; 0 where they can.
+
+    Promised prefills count as decodes already. Answers as long as ``output_tokens`` leave one after
+    another, and with them their share of each second.
+    """
+    count, fixed_s = int(figures[LOADS]), figures[FIXED_S]
+    shares = loads[count - 1, SHARES] if count > 0 else 0.0
+    pace_s = inf
+    for load in range(count):
+        pace_s = min(pace_s, loads[load, LOAD_PACE_S])
+    taken = shares + own_s / tpot_s + max(0.0, fixed_s / tpot_s - fixed_s / pace_s)
+    over = taken - (1.0 - headroom)
+    if over <= 0.0:
+        return 0.0
+    return over / taken * output_tokens * min(tpot_s, pace_s)
