@@ -39,7 +39,8 @@ def may_wait(decision: RouteDecision) -> bool:
 
 class _Place:
     """A request's place in a line. ``called`` is set when the request should ask or has no time
-    left, ``answered`` when it has asked or is gone."""
+    left, ``answered`` when it has asked or is gone. ``retry_after_s`` is the last that it was told,
+    or that anyone was before it came."""
 
     def __init__(self, retry_after_s: float | None) -> None:
         self.called = asyncio.Event()
@@ -81,6 +82,7 @@ class Line:
         self._places: dict[_Place, None] = {}
         self._front_changed = asyncio.Event()
         self._caller: asyncio.Task[None] | None = None
+        self._retry_after_s: float | None = None
 
     def __len__(self) -> int:
         """Requests in it."""
@@ -104,8 +106,7 @@ class Line:
         """
         if len(self._places) >= self._most:
             message = f"{self._most} requests of this class wait already, which is the limit."
-            head = next(iter(self._places))
-            raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=head.retry_after_s)
+            raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=self._retry_after_s)
         joined_s = self._clock()
         place = self._join(refused)
         expiry = asyncio.create_task(
@@ -120,7 +121,7 @@ class Line:
                 decision = await ask()
                 if decision is None or not may_wait(decision):
                     return decision
-                place.retry_after_s = decision.retry_after_s
+                place.retry_after_s = self._retry_after_s = decision.retry_after_s
                 place.answered.set()
         finally:
             expiry.cancel()
@@ -137,7 +138,9 @@ class Line:
         return ApiError(reason, message, retry_after_s=place.retry_after_s)
 
     def _join(self, refused: RouteDecision | None) -> _Place:
-        place = _Place(None if refused is None else refused.retry_after_s)
+        if refused is not None:
+            self._retry_after_s = refused.retry_after_s
+        place = _Place(self._retry_after_s)
         self._places[place] = None
         self._length.inc()
         if refused is None and len(self._places) <= ASKERS:

@@ -144,6 +144,7 @@ async def test_a_wait_ends_with_its_reason_wherever_in_the_line(
     queue = Queue(Fleet(), limit_s)
     for _ in range(before):
         await queue.join()
+    # Who never came near the front is told what the others were.
     number = await queue.join(due_s)
     if due_s > 0:
         await queue.time.advance(0.299)
@@ -151,6 +152,8 @@ async def test_a_wait_ends_with_its_reason_wherever_in_the_line(
     await queue.time.advance(0.002)
     assert queue.errors[number].reason is reason
     assert queue.errors[number].rule.status == 429
+    if due_s > 0:
+        assert queue.errors[number].body["error"]["retry_after_ms"] == 400
     assert number not in queue.served
 
 
