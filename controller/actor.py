@@ -36,7 +36,6 @@ from controller.mirror import Mirror
 from scheduling import fleet_rows as figure
 from scheduling.fleet import Fleet, FleetSettings
 from scheduling.placement import Placer
-from scheduling.routing import make_policy
 
 MAX_QUERIES = 1024
 """Most queries in one call."""
@@ -69,7 +68,7 @@ class Controller:
         self._mirror = Mirror(self._epoch, self._fleet, config.forget_after_s)
         self._placer = Placer(
             self._fleet,
-            make_policy(config.policy, config.policy_options),
+            config.make_routing(),
             config.make_admission(),
         )
         self._server = RouteServer(self._route)

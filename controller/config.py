@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from scheduling.admission import AdmissionPolicy
 from scheduling.admission import make_policy as make_admission_policy
-from scheduling.routing import make_policy
+from scheduling.routing import RoutingPolicy, make_policy
 
 NO_ADMISSION = "none"
 
@@ -62,9 +62,17 @@ class ControllerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_policy(self) -> ControllerConfig:
-        make_policy(self.policy, self.policy_options)
+        self.make_routing()
         self.make_admission()
         return self
+
+    def make_routing(self) -> RoutingPolicy:
+        """A new routing policy.
+
+        Raises:
+            ValueError: no such policy, or an option that is unknown or out of range.
+        """
+        return make_policy(self.policy, self.policy_options)
 
     def make_admission(self) -> AdmissionPolicy | None:
         """A new admission policy, or ``None`` where admission is off.

@@ -10,6 +10,7 @@ import ray
 
 from controller.actor import Controller
 from controller.config import ControllerConfig
+from scheduling.placement_warm_up import warm_up_placement
 
 END_AFTER_S = 600.0
 """Silence of all replicas and clients after which the controller ends, seconds. Replicas report and
@@ -30,6 +31,8 @@ class DetachedController(Controller):
     """
 
     def __init__(self, config: ControllerConfig, end_after_s: float = END_AFTER_S) -> None:
+        # Nobody waits for a compiler once it answers.
+        warm_up_placement(config.make_routing, config.make_admission)
         super().__init__(config)
         self._end_after_s = end_after_s
         this = ray.get_runtime_context().current_actor

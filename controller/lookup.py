@@ -48,13 +48,15 @@ def find_or_start(app_name: str, config: ControllerConfig) -> Any:
     return actor.remote(config)
 
 
-def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 60.0) -> Any:
+def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 180.0) -> Any:
     """The handle of a controller of this version with this configuration.
 
     A living one with another fingerprint is stopped and replaced; its state comes back from the
     replicas. To be called by who deploys the application and by processes that start with it; a
     process that only lost its controller uses :func:`find_or_start`, or an old router and a new
     one would stop each other's controllers in turn.
+
+    With nothing compiled yet, a controller's start takes as long as its compiled loops need.
 
     Raises:
         TimeoutError: none was ready within ``wait_s`` seconds.

@@ -83,7 +83,6 @@ class MirroredReplica:
             made_s,
             self.offset_s,
             float(summary["updated_s"]),
-            float(summary["last_step_s"]),
             self.latency.corrected(float(summary["correction"])),
             int(summary["free_kv_blocks"]),
             int(summary["total_kv_blocks"]),

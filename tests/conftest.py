@@ -6,7 +6,11 @@ import atexit
 import os
 import shutil
 
+import pytest
+
+from controller.config import ControllerConfig
 from deploy import ray_settings
+from scheduling.placement_warm_up import warm_up_placement
 
 _TEST_SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
@@ -24,3 +28,11 @@ os.environ.update(_TEST_SETTINGS)
 _private_dir = ray_settings.make_local_dir()
 atexit.register(shutil.rmtree, _private_dir, ignore_errors=True)
 ray_settings.apply(_private_dir)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_placement(request: pytest.FixtureRequest) -> None:
+    """Controllers that tests start find their loops compiled, so none waits for a compiler."""
+    if any(item.get_closest_marker("ray") for item in request.session.items):
+        config = ControllerConfig()
+        warm_up_placement(config.make_routing, config.make_admission)
