@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from benchmarks.experiments import (
+    admission,
     annealing,
     default_policy,
     duration,
     fairbatching,
+    fairbatching_cluster,
     flowprefill,
     proserve,
+    proserve_cluster,
     routers,
     slos_serve,
     uneven,
@@ -24,10 +27,14 @@ EXPERIMENTS: dict[str, Experiment] = {
         proserve.POLICIES,
         proserve.ABLATION,
         proserve.WEIGHTS,
+        proserve_cluster.DISAGGREGATED,
+        proserve_cluster.COLOCATED,
+        proserve_cluster.LARGE,
         fairbatching.PEAK,
         fairbatching.LATENCY,
         fairbatching.OBJECTIVES,
         fairbatching.STEPS,
+        fairbatching_cluster.EXPERIMENT,
         slos_serve.CAPACITY,
         slos_serve.SCALING,
         slos_serve.ABLATION,
@@ -39,5 +46,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         uneven.STALE,
         uneven.HETEROGENEOUS,
         uneven.SLOW,
+        admission.EXPERIMENT,
     )
 }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import nan
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks.experiments.base import Cell, Row, Value, difference, estimate, grouped
 from benchmarks.experiments.default_policy import STATIC
@@ -19,18 +22,22 @@ from benchmarks.experiments.loads import (
 )
 from benchmarks.report import Table
 from controller.config import ControllerConfig
+from scheduling import admission as admissions
 from scheduling import batching, routing
 from scheduling.length import OracleLengths, TaskLengths
-from scheduling.objective import GainWeights
+from scheduling.objective import SLO, GainWeights
 from simulation.cluster import REFUSED, Incident, Node, simulate_cluster
-from simulation.config import ClusterConfig, Role
-from simulation.metrics import deadline_gain, stages
+from simulation.config import ClusterConfig, Role, WhenUnattainable
+from simulation.metrics import TPOTMetric, attained, deadline_gain, stages
 from simulation.run import HEADROOM
 from simulation.truth import Belief, Truth
 from simulation.workload import Workload
 
 DEFAULT = ControllerConfig().policy
 """The router that a controller has by default"""
+
+ADMISSION = ControllerConfig().admission
+"""What it decides by on promises."""
 
 RIVALS = ("pab", "least_tokens", "go_routing")
 """The routers that the default should never be worse than."""
@@ -79,12 +86,14 @@ class System(NamedTuple):
     Attributes:
         router: registered name.
         local: the replicas' policy.
-        options: of the router.
+        admission: registered name of what decides on promises; ``None``: nothing is promised.
+        unattainable: what becomes of a request that nobody can promise its objective.
     """
 
     router: str
     local: Contender
-    options: Mapping[str, Any] = {}
+    admission: str | None = None
+    unattainable: WhenUnattainable = "best_effort"
 
 
 def local_policies(names: Sequence[str], make: Make, setup: Setup) -> list[Contender]:
@@ -95,10 +104,15 @@ def local_policies(names: Sequence[str], make: Make, setup: Setup) -> list[Conte
     ]
 
 
-def router_options(name: str, seed: int, options: Mapping[str, Any] = {}) -> Mapping[str, Any]:
-    """``options``, and the run's seed for a router that draws."""
-    draws = "seed" in routing.POLICIES[name].Options.model_fields
-    return {"seed": seed, **options} if draws else options
+def make_router(name: str, role: Role, seed: int) -> routing.RoutingPolicy:
+    """A router with its default options. One that draws gets the run's seed; GoRouting on prefill
+    replicas estimates without decodes, as the paper has it."""
+    options: dict[str, Any] = {}
+    if "seed" in routing.POLICIES[name].Options.model_fields:
+        options["seed"] = seed
+    if name == "go_routing" and role == "prefill":
+        options["boundary"] = "phi_p"
+    return routing.make_policy(name, options)
 
 
 def node_of(setup: Setup) -> Node:
@@ -130,24 +144,23 @@ def run(
     def make_batch(role: Role) -> batching.BatchPolicy:
         return batching.make_policy(local.policy, local.options)
 
-    def make_route(role: Role) -> routing.RoutingPolicy:
-        return routing.make_policy(
-            system.router, router_options(system.router, seed, system.options)
-        )
-
+    # Workloads name no service class: all requests are of the usual one.
+    when = {SLO().service_class: system.unattainable}
+    admission = system.admission
     usual = node_of(setup)
     lengths = (arrival.output_tokens for arrival in workload.arrivals)
     result = simulate_cluster(
         workload,
         make_batch,
-        make_route,
+        lambda role: make_router(system.router, role, seed),
         usual.truth,
         usual.belief,
         usual.engine,
-        layout.cluster,
+        layout.cluster.model_copy(update={"when_unattainable": when}),
         layout.incidents,
         seed,
         OracleLengths(lengths, 0.0, seed) if oracle else TaskLengths(),
+        admission=admissions.make_policy(admission) if admission is not None else None,
         nodes=[node_of(own) for own in layout.nodes],
     )
     failures = result.requests.failures
@@ -155,11 +168,30 @@ def run(
 
 
 def cluster_figures(done: Run) -> dict[str, float]:
-    """Those of one engine (:func:`benchmarks.experiments.engines.figures`), and the TDG ratio of
-    first tokens alone."""
+    """Those of one engine (:func:`benchmarks.experiments.engines.figures`), the TDG ratio of first
+    tokens alone, and what was promised.
+
+    ``promised``, ``best_effort``: shares of all requests; ``kept``, ``best_effort_met``: of these,
+    the shares that attained; ``ttft_over_p50``, ``ttft_over_p90``: quantiles of the time to the
+    first token over the one that was predicted with the promise. nan where there are none.
+    """
     requests = done.result.requests
-    first = deadline_gain(requests, stages(requests), GainWeights(first=1.0, later=0.0))
-    return {**figures(done), "tdg_first": first.ratio, "moved": float(done.result.moved)}
+    measured = stages(requests)
+    first = deadline_gain(requests, measured, GainWeights(first=1.0, later=0.0))
+    found = {**figures(done), "tdg_first": first.ratio, "moved": float(done.result.moved)}
+    met = attained(requests, measured, TPOTMetric.MEAN)
+    ttft_s = measured.ttft_s[requests.first_stage[:-1]]
+    promised = ~np.isnan(requests.promised_s)
+    for name, kept, tier in (
+        ("promised", "kept", promised),
+        ("best_effort", "best_effort_met", requests.best_effort),
+    ):
+        found[name] = float(tier.mean())
+        found[kept] = float(met[tier].mean()) if tier.any() else nan
+    over = (ttft_s / requests.promised_s)[promised & ~np.isnan(ttft_s)]
+    for percent in (50, 90):
+        found[f"ttft_over_p{percent}"] = float(np.percentile(over, percent)) if len(over) else nan
+    return found
 
 
 def measure(

@@ -42,8 +42,7 @@ SETTING = {
     "nothing ran on an accelerator",
     "Output lengths": "known to every policy, as in the paper",
     "Capacity": CAPACITY_WORDS,
-    "Not repeated": "DistServe, larger models, and the routing of declined requests to the next "
-    "replica (Fig. 7), which the routers here do not have",
+    "Not repeated": "DistServe and larger models",
 }
 
 OURS = Contender("deadline_triage", "deadline_triage", {"anchor": "last_token"})
@@ -167,9 +166,14 @@ def _cluster(
 
 
 def scaling_cells(plan: Plan) -> list[Cell]:
-    """Scenarios x replicas x routers, SLOs-Serve on each replica."""
+    """Scenarios x replicas x routers; `slos_serve` hands declined requests on (Fig. 7)."""
     setup = SETUPS["8b"]
-    systems = (("fcfs", "round_robin"), ("slos_serve", "round_robin"), ("slos_serve", "pab"))
+    systems = (
+        ("fcfs", "round_robin"),
+        ("slos_serve", "round_robin"),
+        ("slos_serve", "slos_serve"),
+        ("slos_serve", "pab"),
+    )
     return [
         Cell(
             {"scenario": scenario, "system": f"{policy}, {router}", "replicas": float(replicas)},

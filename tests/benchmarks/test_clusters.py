@@ -17,7 +17,7 @@ from benchmarks.experiments.clusters import (
     colocated,
     disaggregated,
     local_policies,
-    router_options,
+    make_router,
     run,
 )
 from benchmarks.experiments.engines import SETUPS, Contender
@@ -97,9 +97,23 @@ class TestRuns:
         assert ttft_s(slow)[0] == pytest.approx(plain[0], rel=0.2)
 
     def test_routers_that_draw_do_so_by_the_seed(self) -> None:
-        assert router_options("power_of_two", 7) == {"seed": 7}
-        assert router_options("pab", 7) == {}
-        assert router_options("pab", 7, {"a": 1}) == {"a": 1}
+        options = make_router("power_of_two", "mixed", 7).options
+        assert options.model_dump() == {"seed": 7}
+
+    def test_go_routing_leaves_decodes_out_where_there_are_none(self) -> None:
+        for role, boundary in (("mixed", "phi_a"), ("prefill", "phi_p")):
+            options = make_router("go_routing", role, 7).options
+            assert options.model_dump()["boundary"] == boundary
+
+    def test_what_nobody_can_promise_is_refused_where_that_is_said(self) -> None:
+        # Ten prompts of 0.33 s each at once on one replica, each due after 0.9 s.
+        load = Workload("burst", (Arrival(0.0, 4_000, 5, SLO(ttft_s=0.9, tpot_s=0.1)),) * 10)
+        refusing = System("pab", TRIAGE, "moore_hodgson", "reject")
+        found = cluster_figures(run(load, refusing, SETUP, colocated(1), 1))
+        assert found["refused"] == 0.8
+        assert found["attainment_mean"] == 0.2
+        serving = System("pab", TRIAGE, "moore_hodgson")
+        assert cluster_figures(run(load, serving, SETUP, colocated(1), 1))["refused"] == 0
 
     def test_static_budgets_are_profiled(self) -> None:
         sarathi, fcfs = local_policies(("sarathi", "fcfs"), AZURE, SETUP)
