@@ -8,8 +8,8 @@ evicts the end of a prefix before its beginning, so that one block stands for al
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,24 +17,9 @@ from replica.state_table import StateTable
 from scheduling.prefix import HELD, HELD_SLOTS, PromptPrefix
 
 
-class BlockCache(Protocol):
-    """An engine's prefix cache."""
-
-    def holds(self, block_hash: Any) -> bool:
-        """Whether some block with this hash is cached."""
-
-    def name(self, block_hash: Any) -> Hashable:
-        """How the engine's events name it."""
-
-
 class _Mark(NamedTuple):
     chunk: int
     tokens: int
-
-
-class _Block(NamedTuple):
-    block_hash: Any
-    chunks: set[int]
 
 
 class HeldPrefixes:
@@ -48,7 +33,7 @@ class HeldPrefixes:
 
     Args:
         table: where to write.
-        cache: the engine's prefix cache.
+        is_cached: whether a block with this hash is in the engine's prefix cache.
         block_tokens: tokens per KV block.
         hash_tokens: tokens per block hash, of which ``block_tokens`` is a multiple.
         slots: most chunks.
@@ -57,20 +42,21 @@ class HeldPrefixes:
     def __init__(
         self,
         table: StateTable,
-        cache: BlockCache,
+        is_cached: Callable[[bytes], bool],
         block_tokens: int,
         hash_tokens: int,
         slots: int = HELD_SLOTS,
     ) -> None:
         self._table = table
-        self._cache = cache
+        self._is_cached = is_cached
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens
         self._free = list(range(slots - 1, -1, -1))
         # Chunk -> its slot, the one that was seen longest ago first.
         self._slots: OrderedDict[int, int] = OrderedDict()
-        self._names: dict[int, Hashable] = {}
-        self._blocks: dict[Hashable, _Block] = {}
+        # Chunk -> its block's hash, and the reverse.
+        self._block_of: dict[int, bytes] = {}
+        self._chunks_of: dict[bytes, set[int]] = {}
         # By request, the last first.
         self._pending: dict[str, list[_Mark]] = {}
         self._changed: dict[int, _Mark] = {}
@@ -86,7 +72,7 @@ class HeldPrefixes:
         if marks:
             self._pending[request_id] = marks[::-1]
 
-    def computed(self, request_id: str, tokens: int, block_hashes: Sequence[Any]) -> None:
+    def computed(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> None:
         """The first ``tokens`` tokens of a request are computed, with these block hashes.
 
         A prompt that loses its blocks to a preemption and is computed again is not seen again; the
@@ -99,7 +85,7 @@ class HeldPrefixes:
             mark = marks.pop()
             last = mark.tokens // self._hash_tokens - 1
             # An engine without a prefix cache hashes no blocks.
-            if last < len(block_hashes) and self._cache.holds(block_hashes[last]):
+            if last < len(block_hashes) and self._is_cached(block_hashes[last]):
                 self._put(mark, block_hashes[last])
         if not marks:
             del self._pending[request_id]
@@ -108,21 +94,21 @@ class HeldPrefixes:
         """The request has left the engine; unknown ids are ignored."""
         self._pending.pop(request_id, None)
 
-    def removed(self, name: Hashable) -> None:
-        """The engine removed a block of this name from its cache; another may still be there."""
-        block = self._blocks.get(name)
-        if block is None or self._cache.holds(block.block_hash):
+    def removed(self, block_hash: bytes) -> None:
+        """The engine removed a block from its cache; another with this hash may still be there."""
+        chunks = self._chunks_of.get(block_hash)
+        if chunks is None or self._is_cached(block_hash):
             return
-        for chunk in list(block.chunks):
+        for chunk in list(chunks):
             slot = self._slots.pop(chunk)
             self._untie(chunk)
             self._free.append(slot)
             self._changed[slot] = _Mark(0, 0)
 
     def cleared(self) -> None:
-        """The engine cleared its cache."""
-        for name in list(self._blocks):
-            self.removed(name)
+        """The engine may have cleared its cache."""
+        for block_hash in list(self._chunks_of):
+            self.removed(block_hash)
 
     def publish(self) -> None:
         """Write what changed to the state table."""
@@ -131,7 +117,7 @@ class HeldPrefixes:
             self._table.write_held(slots, np.array(list(self._changed.values()), HELD))
             self._changed.clear()
 
-    def _put(self, mark: _Mark, block_hash: Any) -> None:
+    def _put(self, mark: _Mark, block_hash: bytes) -> None:
         chunk = mark.chunk
         slot = self._slots.pop(chunk, None)
         if slot is not None:
@@ -142,14 +128,14 @@ class HeldPrefixes:
             oldest, slot = self._slots.popitem(last=False)
             self._untie(oldest)
         self._slots[chunk] = slot
-        name = self._names[chunk] = self._cache.name(block_hash)
-        self._blocks.setdefault(name, _Block(block_hash, set())).chunks.add(chunk)
+        self._block_of[chunk] = block_hash
+        self._chunks_of.setdefault(block_hash, set()).add(chunk)
         self._changed[slot] = mark
 
     def _untie(self, chunk: int) -> None:
         """Part a chunk from its block."""
-        name = self._names.pop(chunk)
-        chunks = self._blocks[name].chunks
+        block_hash = self._block_of.pop(chunk)
+        chunks = self._chunks_of[block_hash]
         chunks.discard(chunk)
         if not chunks:
-            del self._blocks[name]
+            del self._chunks_of[block_hash]

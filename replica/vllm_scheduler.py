@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from replica.engine import request_key
 from replica.garbage import GarbageCollector
 from replica.held_prefixes import HeldPrefixes
-from replica.kv_events import EventTap, PooledBlocks, enable_kv_events
+from replica.kv_events import PooledBlocks
 from replica.local_scheduler import BatchLog, LocalScheduler, StepInFlight
 from replica.prefix_hits import PrefixHits
 from replica.state_table import RowUpdate, StateTable
@@ -74,7 +74,9 @@ class PlanMixin(_Base):
         log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)
         self._local = LocalScheduler(
-            make_policy(settings.policy, settings.policy_options, settings.best_effort), table, log=log
+            make_policy(settings.policy, settings.policy_options, settings.best_effort),
+            table,
+            log=log,
         )
         self._names: set[str] = set()
         self._caps: dict[str, int] | None = None
@@ -86,10 +88,9 @@ class PlanMixin(_Base):
         # With several groups of layers, each takes a block of its own for the same tokens.
         self._groups = max(1, len(self.kv_cache_config.kv_cache_groups))
         self._hits = PrefixHits(self.kv_cache_manager, self._groups, self.block_size)
-        self._held = HeldPrefixes(
-            table, PooledBlocks(self._pool), self.block_size, self._pool.hash_block_size
-        )
-        self.kv_event_publisher = EventTap(self._held, self.kv_event_publisher)
+        blocks = PooledBlocks(self._pool)
+        self._held = HeldPrefixes(table, blocks.holds, self.block_size, self._pool.hash_block_size)
+        blocks.tell_removed(self._held.removed)
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
         most: int | None = getattr(self, "max_num_active_reqs", None)  # from 0.32
         self._most_running: int = self.max_num_running_reqs if most is None else most
@@ -189,6 +190,13 @@ class PlanMixin(_Base):
             self._pool.num_gpu_blocks,
         )
         return outputs
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Clear the prefix cache, if nobody uses it."""
+        cleared: bool = super().reset_prefix_cache(*args, **kwargs)
+        self._held.cleared()
+        self._held.publish()
+        return cleared
 
     def shutdown(self) -> None:
         """The engine ends."""
@@ -425,7 +433,6 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncSc
     """
     check_vllm()
     check_config(vllm_config)
-    enable_kv_events(vllm_config)
     core = SchedulerSettings.from_additional_config(vllm_config.additional_config).cpu_core
     if core is not None:
         _pin(core)

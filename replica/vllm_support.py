@@ -20,6 +20,7 @@ SUPPORTED = ((0, 26), (0, 32))
 _SCHEDULER_NAMES = (
     "add_request",
     "get_request_counts",
+    "reset_prefix_cache",
     "schedule",
     "shutdown",
     "update_from_output",
@@ -31,7 +32,6 @@ _INSTANCE_NAMES = (
     "block_size",
     "kv_cache_config",
     "kv_cache_manager",
-    "kv_event_publisher",
     "max_model_len",
     "max_num_running_reqs",
     "max_num_scheduled_tokens",
@@ -40,7 +40,7 @@ _INSTANCE_NAMES = (
     "waiting",
 )
 _LOOKUP_NAMES = ("find_longest_cache_hit",)
-_POOL_NAMES = ("get_cached_block", "take_events")
+_POOL_NAMES = ("get_cached_block", "_emit_block_removed_events")
 _MANAGER_NAMES = ("block_pool", "coordinator", "enable_caching")
 _REQUEST_NAMES = (
     "arrival_time",
@@ -87,10 +87,12 @@ def check_vllm(version: str = vllm.__version__) -> None:
         raise UnsupportedVllmError(f"vLLM {version} is not supported; {allowed}")
     made = set(Scheduler.__init__.__code__.co_names)
     request = set(Request.__init__.__code__.co_names)
+    pool = set(BlockPool.__init__.__code__.co_names)
     manager = set(KVCacheManager.__init__.__code__.co_names)
     missing = [
         *(f"KVCacheManager.{n}" for n in _MANAGER_NAMES if n not in manager),
         *(f"KVCacheCoordinator.{n}" for n in _LOOKUP_NAMES if not hasattr(KVCacheCoordinator, n)),
+        *(f"BlockPool.{n}" for n in ("hash_block_size",) if n not in pool),
         *(f"BlockPool.{n}" for n in _POOL_NAMES if not hasattr(BlockPool, n)),
         *(f"Scheduler.{n}" for n in (*_SCHEDULER_NAMES, hook_name()) if not hasattr(Scheduler, n)),
         *(f"Scheduler.{n}" for n in (*_INSTANCE_NAMES, second_queue_name()) if n not in made),

@@ -14,16 +14,13 @@ BLOCK = 16
 
 
 class Cache:
-    """Blocks by hash, some of them twice; events name them otherwise than requests do."""
+    """Blocks by hash, some of them twice."""
 
     def __init__(self):
         self.copies = {}
 
     def holds(self, block_hash):
         return self.copies.get(block_hash, 0) > 0
-
-    def name(self, block_hash):
-        return f"event-{block_hash}"
 
 
 class Bench:
@@ -32,7 +29,7 @@ class Bench:
     def __init__(self, slots=8):
         self.table = StateTable.create(4)
         self.cache = Cache()
-        self.held = HeldPrefixes(self.table, self.cache, BLOCK, BLOCK, slots)
+        self.held = HeldPrefixes(self.table, self.cache.holds, BLOCK, BLOCK, slots)
 
     def serve(self, name, prefix, prompt_tokens, block_hashes):
         """Compute a whole prompt."""
@@ -47,7 +44,7 @@ class Bench:
         """Drop one copy of a block."""
         if self.cache.holds(block_hash):
             self.cache.copies[block_hash] -= 1
-            self.held.removed(self.cache.name(block_hash))
+            self.held.removed(block_hash)
         self.held.publish()
 
     def shown(self):
@@ -161,5 +158,5 @@ def test_what_is_shown_is_cached_and_no_more_than_fits(events, slots):
             assert bench.cache.holds(50 * (chunk // 10) + upto // BLOCK - 1)
     held = bench.held
     assert len(held._slots) + len(held._free) == slots
-    assert sum(len(block.chunks) for block in held._blocks.values()) == len(held._slots)
+    assert sum(map(len, held._chunks_of.values())) == len(held._slots) == len(held._block_of)
     assert not held._pending

@@ -94,8 +94,8 @@ def test_what_is_shown_is_what_the_cache_has(start):
         assert min(max(mine, default=0), most) == min(hit // CHUNK * CHUNK, most)
         seen.add(len(mine))
     assert seen >= {0, 1, 2, 3}
+    assert shown(engine)
     engine.llm.llm_engine.reset_prefix_cache()
-    serve(engine, 9, 40)
     assert shown(engine) == {}
 
 
@@ -106,45 +106,16 @@ def test_an_engine_without_a_prefix_cache_holds_nothing(start):
     assert engine.scheduler.kv_cache_manager.take_events() == []
 
 
-def test_an_operators_own_publisher_gets_every_event():
-    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, KVEventBatch
-
-    from replica.kv_events import EventTap
-
-    heard, told = [], []
-    held = SimpleNamespace(removed=heard.append, cleared=lambda: heard.append("all"))
-    own = SimpleNamespace(
-        publish=told.append, shutdown=lambda: told.append("end"), get_publisher_config=lambda: 5
+def test_an_operators_own_events_are_made_as_before(start):
+    engine = start(**SMALL, kv_events_config={"enable_kv_cache_events": True, "publisher": "null"})
+    told = []
+    engine.scheduler.kv_event_publisher = SimpleNamespace(
+        publish=lambda batch: told.extend(batch.events), shutdown=lambda: None
     )
-    tap = EventTap(held, own)
-    batch = KVEventBatch(
-        ts=1.0, events=[BlockRemoved(block_hashes=[3, 4], medium=None), AllBlocksCleared()]
-    )
-    tap.publish(batch)
-    assert heard == [3, 4, "all"]
-    assert tap.get_publisher_config() == 5
-    tap.shutdown()
-    assert told == [batch, "end"]
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_events_are_collected_where_prefixes_are_cached(caching):
-    from vllm.config import KVEventsConfig
-
-    from replica.kv_events import enable_kv_events
-
-    def settled(given):
-        config = SimpleNamespace(
-            kv_events_config=given, cache_config=SimpleNamespace(enable_prefix_caching=caching)
-        )
-        enable_kv_events(config)
-        return config.kv_events_config
-
-    own = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://*:5999")
-    assert settled(own) is own
-    for given in (None, KVEventsConfig(endpoint="tcp://*:5999")):
-        config = settled(given)
-        if caching:
-            assert (config.enable_kv_cache_events, config.publisher) == (True, "null")
-        else:
-            assert config is given
+    serve(engine, 1, 300)
+    serve(engine, 2, 580)
+    removed = [event for event in told if type(event).__name__ == "BlockRemoved"]
+    stored = [event for event in told if type(event).__name__ == "BlockStored"]
+    assert len(stored) >= 2
+    assert removed
+    assert 101 not in shown(engine)
