@@ -34,7 +34,7 @@ def cells(plan: Plan) -> list[Cell]:
         for outcome in plan.pick(outcomes[:2], outcomes, outcomes)
     ]
     loads = plan.pick([1.3], [0.8, 1.1, 1.5], [0.6, 0.8, 1.0, 1.2, 1.5, 2.0])
-    span = plan.pick(Span(1.0, 5, 8), Span(20.0, 40, 150), Span(120.0, 100, 2_000))
+    span = plan.pick(Span(1.0, 5, 8), Span(15.0, 40, 150), Span(120.0, 100, 2_000))
     layout = colocated(plan.pick(2, 8, 8))
     grid = []
     for workload in plan.pick(GENERATED_NORMAL[:1], GENERATED_NORMAL, tuple(GENERATED)):

@@ -74,11 +74,11 @@ LINES = (
 
 def cells(plan: Plan) -> list[Cell]:
     """Data sets x replicas x loads x systems."""
-    span = plan.pick(Span(1.0, 4, 6), Span(20.0, 40, 150), Span(120.0, 100, 2_000))
-    loads = plan.pick([0.9], [0.6, 0.75, 0.9, 1.05, 1.25], [0.5, 0.6, 0.7, 0.8, 0.9, 1.05, 1.25])
+    span = plan.pick(Span(1.0, 4, 6), Span(15.0, 40, 150), Span(120.0, 100, 2_000))
+    loads = plan.pick([0.9], [0.6, 0.8, 1.0, 1.25], [0.5, 0.6, 0.7, 0.8, 0.9, 1.05, 1.25])
     grid = []
     for dataset in plan.pick(("qwen",), tuple(FAIRBATCHING), tuple(FAIRBATCHING)):
-        for replicas in plan.pick((2,), (2, 8), (2, 4, 8)):
+        for replicas in plan.pick((2,), (8,), (2, 4, 8)):
             labels: dict[str, Value] = {"dataset": dataset, "replicas": float(replicas)}
             make, layout = of_dataset(dataset), colocated(replicas)
             grid += cluster_cells(labels, make, SETUPS["8b"], layout, loads, SYSTEMS, span)

@@ -58,8 +58,8 @@ def _cells(
     layout: Layout,
     pairs: Sequence[tuple[str, str]],
 ) -> list[Cell]:
-    span = plan.pick(Span(1.0, 4, 6), Span(30.0, 60, 250), Span(180.0, 200, 3_000))
-    loads = plan.pick([1.1], [0.8, 1.0, 1.2, 1.5], [0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5])
+    span = plan.pick(Span(1.0, 4, 6), Span(20.0, 40, 150), Span(180.0, 200, 3_000))
+    loads = plan.pick([1.1], [0.9, 1.2, 1.5], [0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5])
     grid = []
     for dataset in datasets:
         make = of_dataset(dataset)
@@ -77,7 +77,7 @@ def disaggregated_cells(plan: Plan) -> list[Cell]:
         for router in dict.fromkeys((GO_ROUTING, MIN_LOAD, DEFAULT))
     ]
     size = plan.pick(4, 8, 8)
-    datasets = plan.pick(PROSERVE_DATASETS[:1], PROSERVE_DATASETS, PROSERVE_DATASETS)
+    datasets = plan.pick(PROSERVE_DATASETS[:1], ("sharegpt", "azure"), PROSERVE_DATASETS)
     return _cells(plan, "8b", datasets, disaggregated(size), pairs)
 
 

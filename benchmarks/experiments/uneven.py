@@ -39,8 +39,8 @@ AGES: dict[str, dict[str, float]] = {
 
 def _cells(plan: Plan, layouts: Sequence[Layout]) -> list[Cell]:
     routers = plan.pick(QUICK_ROUTERS, tuple(ROUTERS), tuple(ROUTERS))
-    loads = plan.pick([1.1], [0.9, 1.2], [0.7, 0.9, 1.05, 1.2, 1.5])
-    span = plan.pick(Span(1.0, 5, 8), Span(20.0, 40, 150), Span(120.0, 100, 2_000))
+    loads = plan.pick([1.1], [1.1], [0.7, 0.9, 1.05, 1.2, 1.5])
+    span = plan.pick(Span(1.0, 5, 8), Span(15.0, 40, 150), Span(120.0, 100, 2_000))
     systems = [System(router, Contender(LOCAL, LOCAL)) for router in routers]
     grid = []
     for workload in plan.pick(GENERATED_NORMAL[:1], GENERATED_NORMAL, tuple(GENERATED)):
@@ -59,7 +59,7 @@ def age_cells(plan: Plan) -> list[Cell]:
 
 def mixed_cells(plan: Plan) -> list[Cell]:
     """Workloads x shares of fast replicas x loads x routers."""
-    counts = plan.pick((2,), (2, 4, 6), (1, 2, 4, 6))
+    counts = plan.pick((2,), (2, 4), (1, 2, 4, 6))
     layouts = [
         colocated(REPLICAS)._replace(
             name=f"{fast} fast, {REPLICAS - fast} others", nodes=(SETUPS["8b-fast"],) * fast
