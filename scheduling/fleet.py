@@ -68,7 +68,6 @@ class Report(NamedTuple):
         made_s: when the report was made.
         offset_s: what to add to the replica's times to have them on the fleet's clock.
         stepped_s: when its last step ended and the next one began: what the rows' tokens are as of.
-        step_s: how long that step took.
         latency: the replica's model, corrected.
         free_blocks, total_blocks: of KV.
         block_tokens: tokens per KV block.
@@ -80,7 +79,6 @@ class Report(NamedTuple):
     made_s: float
     offset_s: float
     stepped_s: float
-    step_s: float
     latency: LatencyModel
     free_blocks: int
     total_blocks: int
@@ -328,7 +326,6 @@ class Fleet:
             report.rows,
             report.made_s,
             report.stepped_s,
-            report.step_s,
             report.offset_s,
             settings.reference_ttft_s,
             settings.reference_tpot_s,

@@ -66,7 +66,9 @@ STEP_ENDS_S = 25  # when the step under way is expected to end
 PROMISED = 26  # promised requests, those on their way included
 DECODE_SHARES = 27  # of each second, for the steps of the promised decodes that state a pace
 DECODE_PACE_S = 28  # their least pace; infinite for none
-FIGURES = 29
+BATCH_S = 29  # time of a batch that is full; infinite where nothing limits it
+STEP_WORK_S = 30  # promised prefill in the step under way
+FIGURES = 31
 
 # A promised prefill.
 PREFILL_DUE_S = 0
@@ -85,6 +87,13 @@ LOAD_PACE_S = 2
 SHARES = 3  # sum of the shares up to and with this one, more frequent steps included
 OFFSETS_S = 4  # the same of share * due
 LOAD_FIELDS = 5
+
+BATCH_USABLE, BATCH_TTFT_SHARE, BATCH_LEAST_STEPS = 0.9, 0.25, 8
+"""How long ``deadline_triage`` makes a batch, for predictions: this share of the decodes' least
+slack or pace, but no more than this share of the least TTFT, or so many empty steps."""
+
+LEAST_RATE = 0.05
+"""Least share of a replica's time that counts as left for prefill, in predictions."""
 
 GROWTH_TOKENS = 4
 """KV room per running sequence that a promise leaves free, so that those that run can grow."""
@@ -259,7 +268,6 @@ def fold(
     rows: np.ndarray,
     made_s: float,
     stepped_s: float,
-    step_s: float,
     offset_s: float,
     horizon_s: float,
     unpaced_s: float,
@@ -271,7 +279,7 @@ def fold(
     Args:
         figures: ``FREE_BLOCKS``, ``TOTAL_BLOCKS``, ``BLOCK_TOKENS`` and ``PLACES`` are set already.
         rows: :data:`scheduling.state.ROW` of the replica; those of phase 0 are skipped.
-        made_s, stepped_s, step_s: see :class:`scheduling.fleet.Report`.
+        made_s, stepped_s: see :class:`scheduling.fleet.Report`.
         offset_s: what to add to the replica's times.
         horizon_s, unpaced_s: the reference TTFT and TPOT of the prefill admission budget.
         anchor_last: whether deadlines of later tokens start from the last one.
@@ -286,7 +294,8 @@ def fold(
     figures[PACE_S] = figures[DUE_S] = figures[DECODE_PACE_S] = inf
     block = figures[BLOCK_TOKENS]
     now_s = made_s + offset_s
-    earliest_s = inf
+    earliest_s = least_ttft_s = inf
+    first_work_s = step_work_s = 0.0
     decode_s = np.zeros(pieces.shape[0])
     forced = 0.0
     for slot in range(rows.shape[0]):
@@ -295,6 +304,7 @@ def fold(
             continue
         running = row.phase == 2
         figures[RUNNING if running else WAITING] += 1.0
+        first = row.arrival_s < earliest_s
         earliest_s = min(earliest_s, row.arrival_s)
         pending, computed, held = row.pending_tokens, row.computed_tokens, row.kv_blocks
         emitted = row.emitted_tokens
@@ -314,7 +324,16 @@ def fold(
             continue
         due_s = next_due_s(row, emitted, anchor_last) + offset_s
         tpot_s = float(row.tpot_s)
+        least_ttft_s = min(least_ttft_s, row.ttft_s)
         if prefill:
+            # Early enough that its output can end by its end-to-end objective.
+            later_s = (expected - emitted - 1.0) * (tpot_s if tpot_s < inf else unpaced_s)
+            due_s = min(due_s, row.arrival_s + row.e2e_s + offset_s - later_s)
+            work_s = most_work_s(pieces, pending, computed)
+            if row.arrival_s <= stepped_s:
+                step_work_s += work_s
+            if first:
+                first_work_s = work_s
             blocks = max(0.0, ceil((computed + pending) / block) - held)
             take(
                 figures, pieces, prefills, loads, due_s, tpot_s, float(row.priority),
@@ -355,10 +374,37 @@ def fold(
     if earliest_s < inf:
         begun_s = max(min(made_s, max(stepped_s, earliest_s)), made_s - MOST_STEP_S)
     figures[BEGUN_S] = begun_s + offset_s
-    figures[STEP_ENDS_S] = figures[BEGUN_S] + (0.0 if earliest_s == inf else step_s)
+    set_step(
+        figures, least_ttft_s, step_work_s if earliest_s <= stepped_s else first_work_s,
+        earliest_s < inf,
+    )  # fmt: skip
     figures[PAB] = budget_tokens(pieces, decode_s, forced, horizon_s) - figures[TOKENS]
     put_in_order(prefills, int(figures[QUEUED]))
     put_in_order(loads, int(figures[LOADS]))
+
+
+@compiled
+def set_step(figures: Floats, least_ttft_s: float, work_s: float, busy: bool) -> None:
+    """Predict the step under way, which began with ``work_s`` of promised prefill to be done."""
+    fixed_s, pace_s = figures[FIXED_S], figures[PACE_S]
+    longest_s = max(BATCH_TTFT_SHARE * least_ttft_s, BATCH_LEAST_STEPS * fixed_s)
+    figures[BATCH_S] = longest_s
+    if pace_s < inf:
+        slack_s = figures[DUE_S] - figures[BEGUN_S]
+        figures[BATCH_S] = min(BATCH_USABLE * max(slack_s, pace_s), max(longest_s, pace_s))
+    figures[STEP_WORK_S] = min(work_s, room_s(figures))
+    figures[STEP_ENDS_S] = figures[BEGUN_S]
+    if busy:
+        figures[STEP_ENDS_S] += fixed_s + figures[DECODE_S] + figures[STEP_WORK_S]
+
+
+@compiled
+def room_s(figures: Floats) -> float:
+    """Time for prefill in a batch beside all promised decodes."""
+    batch_s = figures[BATCH_S]
+    if batch_s == inf:
+        return inf
+    return max(batch_s - figures[FIXED_S] - figures[DECODE_S], LEAST_RATE * batch_s)
 
 
 @compiled

@@ -60,7 +60,6 @@ class Replica:
         self._waking = False
         self._kept = 0
         self._made_s = self._stepped_s = events.now_s
-        self._step_s = 0.0
         self._timer = 0
         mirror.register(name, self.given, self._report(), events.now_s)
         self._plan_report()
@@ -134,7 +133,6 @@ class Replica:
             # All KV is being sent away; the end of that is the next chance.
             return
         self._stepping = True
-        self._step_s = seconds
         self._events.after(seconds, self._complete)
 
     def _complete(self) -> None:
@@ -178,8 +176,8 @@ class Replica:
             self._events.now_s,
             0.0,
             self._stepped_s,
-            self._step_s,
-            engine.planner.latency,
+            # Without head-room, as production reports it.
+            engine.planner.latency.with_headroom(1.0),
             engine.free_blocks,
             engine.config.kv_blocks,
             engine.config.block_tokens,

@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
-from math import ceil, inf
+from math import ceil, floor, inf
 
-from scheduling.admission.room import LEAST_RATE
 from scheduling.fleet_rows import (
     AHEAD_S,
-    BEGUN_S,
     DECODE_S,
+    DECODES,
     FIXED_S,
-    PACE_S,
     PREFILL_DUE_S,
+    PREFILL_S,
     QUEUED,
     STEP_ENDS_S,
+    STEP_WORK_S,
+    room_s,
 )
 from scheduling.kernels import Floats, compiled
 
@@ -46,18 +47,24 @@ def first_token_s(
 ) -> float:
     """Predicted time from now to its first token.
 
-    The step under way ends; then batches take the prefills that are due no later, and it, each
-    beside all decodes, as the engines do while nothing is late. A batch is as long as the least
-    pace of the decodes lets it.
+    Batches take prefills by deadline, each beside all promised decodes, as ``deadline_triage`` does
+    while nothing is late. A token leaves with the end of its batch, which prefills that are due
+    later fill up.
     """
-    rest_s = max(0.0, figures[STEP_ENDS_S] - now_s)
-    step_s = figures[FIXED_S] + figures[DECODE_S]
+    step_s, most_s = figures[FIXED_S] + figures[DECODE_S], room_s(figures)
+    done_s, ends_s, total_s = figures[STEP_WORK_S], figures[STEP_ENDS_S], figures[PREFILL_S]
+    # Batches since the step of the report.
+    if ends_s < now_s and done_s < total_s and most_s < inf:
+        full = min(ceil((now_s - ends_s) / (step_s + most_s)), floor((total_s - done_s) / most_s))
+        done_s += full * most_s
+        ends_s += full * (step_s + most_s)
+    if ends_s < now_s and done_s < total_s:
+        ends_s += step_s + total_s - done_s
+        done_s = total_s
+    if ends_s < now_s and figures[DECODES] > 0.0 and step_s > 0.0:
+        ends_s += ceil((now_s - ends_s) / step_s) * step_s
     ahead_s = ahead_of(figures, prefills, place_of(figures, prefills, due_s))
-    room_s = inf
-    if figures[PACE_S] < inf:
-        room_s = max(figures[PACE_S] - step_s, LEAST_RATE * figures[PACE_S])
-    share = 1.0 if room_s == inf else room_s / (room_s + step_s)
-    done_s = max(0.0, min(now_s, figures[STEP_ENDS_S]) - figures[BEGUN_S]) * share
     left_s = max(0.0, ahead_s - done_s) + work_s
-    batches = 1.0 if room_s == inf else ceil(left_s / room_s)
-    return rest_s + left_s + batches * step_s
+    batches = max(1.0, ceil(left_s / most_s))
+    filled_s = min(max(0.0, total_s - done_s) + work_s, batches * most_s)
+    return max(0.0, ends_s - now_s) + batches * step_s + max(left_s, filled_s)

@@ -14,7 +14,6 @@ from pydantic import Field
 from scheduling.admission.base import AdmissionPolicy, Promises
 from scheduling.admission.first_token import ahead_of, first_token_s, place_of
 from scheduling.admission.room import (
-    LEAST_RATE,
     LEAST_WAIT_S,
     fits_alone,
     pace_wait_s,
@@ -24,6 +23,7 @@ from scheduling.fleet import Fleet
 from scheduling.fleet_rows import (
     AHEAD_S,
     FIXED_S,
+    LEAST_RATE,
     LOAD_DUE_S,
     LOAD_PACE_S,
     LOADS,

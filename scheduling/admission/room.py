@@ -25,9 +25,6 @@ from scheduling.fleet_rows import (
 )
 from scheduling.kernels import Floats, compiled
 
-LEAST_RATE = 0.05
-"""Least share of a replica's time that counts as left for prefill, in predictions."""
-
 LEAST_WAIT_S = 0.05
 """Least predicted wait of a request that cannot be promised now."""
 

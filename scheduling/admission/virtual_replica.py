@@ -45,7 +45,8 @@ class VirtualReplicaOptions(PolicyOptions):
     batch_tokens: int = Field(
         default=8192,
         ge=1,
-        description="Token limit of a batch, for the longest batch where no decode sets its length.",
+        description="Token limit of a batch: its time is that of a batch whose length no decode "
+        "sets.",
     )
 
 

@@ -57,9 +57,7 @@ def report(
 ) -> Report:
     """A report of a replica that has just ended a step, on the fleet's own clock."""
     table = np.array(list(rows), ROW)
-    return Report(
-        table, made_s, 0.0, made_s, 0.0, latency, free_blocks, 20_000, 16, places, draining
-    )
+    return Report(table, made_s, 0.0, made_s, latency, free_blocks, 20_000, 16, places, draining)
 
 
 def fleet_of(*reports: Report, now_s: float = 0.0, settings: FleetSettings | None = None) -> Fleet:

@@ -3,12 +3,10 @@
 from math import inf
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduling import fleet_rows as figure
-from scheduling.admission import make_policy
 from scheduling.admission.slos_serve import Demand, Supply, admissible
 from scheduling.admission.virtual_replica import VirtualReplica, VirtualReplicaOptions
 from scheduling.fleet import Fleet

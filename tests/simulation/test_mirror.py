@@ -62,7 +62,6 @@ def sent(
         made_s,
         0.0,
         made_s,
-        0.0,
         latency or engine.planner.latency,
         engine.free_blocks,
         config.kv_blocks,
