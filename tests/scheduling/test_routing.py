@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduling.fleet import Fleet
-from scheduling.fleet_rows import PAB
+from scheduling.fleet_rows import EXPECTED_BLOCKS, PAB, work_on
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
 from scheduling.routing import POLICIES, make_policy
-from tests.scheduling.fleets import figures_of, job
+from tests.scheduling.fleets import QUERY, figures_of, fleet_of, job, report, row
 
 replicas = st.fixed_dictionaries(
     {
@@ -98,6 +100,125 @@ def test_what_a_replica_has_in_its_cache_counts() -> None:
     for name in ("least_tokens", "pab"):
         assert choose(name, fleet) == 1
         assert make_policy(name).choose(warm, fleet) == 0
+
+
+def test_min_load_counts_requests() -> None:
+    busy, idle = {"RUNNING": 3}, {"WAITING": 1, "RESERVED": 1, "TOKENS": 9_000}
+    assert choose("min_load", figures_of(busy, idle)) == 1
+    assert choose("min_load", figures_of({}, {})) == 0
+
+
+def test_vllm_counts_a_waiting_request_four_times() -> None:
+    running = {"RUNNING": 4}
+    assert choose("vllm", figures_of(running, {"WAITING": 1})) == 0
+    assert choose("vllm", figures_of({"RUNNING": 5}, {"WAITING": 1})) == 1
+    assert choose("vllm", figures_of({"RUNNING": 5}, {"RESERVED": 1})) == 1
+    assert choose("vllm", figures_of({"RESERVED": 1, "RUNNING": 1}, running)) == 1
+
+
+def test_least_work_compares_predicted_seconds_and_not_tokens() -> None:
+    fast = LinearLatency(a=0.005, b=0.000_05, c=0.000_000_5)
+    longer, shorter = row(prompt=3_000), row(prompt=2_000)
+    fleet = fleet_of(report(longer, latency=fast), report(shorter))
+    assert choose("least_tokens", fleet) == 1
+    assert choose("least_work", fleet) == 0
+
+
+def test_least_work_counts_what_was_done_since_the_report_and_the_share_of_decodes() -> None:
+    fleet = fleet_of(report(row(prompt=3_000)), report(row(prompt=2_000), made_s=0.25))
+    policy = make_policy("least_work")
+    assert policy.choose(job(fleet), fleet) == 1
+    assert policy.choose(job(fleet, now_s=0.25), fleet) == 0
+    # Decodes that take half of the time make the shorter queue the longer one.
+    decodes = [row(prompt=2_000, emitted=1, first_token_s=0.0) for _ in range(19)]
+    fleet = fleet_of(report(row(prompt=3_000)), report(row(prompt=2_000), *decodes))
+    assert choose("least_work", fleet) == 0
+
+
+def test_least_work_takes_a_cached_prefix_while_its_queue_is_not_longer_by_more_than_it_saves() -> (
+    None
+):
+    def warm(queued: int) -> int:
+        fleet = fleet_of(report(row(prompt=queued)), report(row(prompt=1_000)))
+        tokens = np.array([400.0, 0.0])
+        rows = np.array([0, 1])
+        work_s = work_on(fleet.pieces, rows, 500.0, tokens)
+        made = job(fleet)._replace(cached_tokens=tokens, work_s=work_s)
+        return make_policy("least_work").choose(made, fleet)
+
+    assert warm(1_350) == 0
+    assert warm(1_450) == 1
+
+
+def test_least_memory_takes_the_most_left_after_what_is_expected() -> None:
+    much = {"FREE_BLOCKS": 900, "EXPECTED_BLOCKS": 500}
+    some = {"FREE_BLOCKS": 700, "EXPECTED_BLOCKS": 200}
+    assert choose("least_memory", figures_of(much, some)) == 1
+    # Half as many blocks of twice the size hold as much.
+    large = {"FREE_BLOCKS": 400, "EXPECTED_BLOCKS": 100, "BLOCK_TOKENS": 32}
+    assert choose("least_memory", figures_of(some, large)) == 1
+
+
+def test_least_memory_begins_a_round_where_the_request_fits_nowhere() -> None:
+    # The request needs 47 blocks: 500 tokens of prompt and 256 of output.
+    total = {"TOTAL_BLOCKS": 200, "FREE_BLOCKS": 200}
+    fleet = figures_of({**total, "EXPECTED_BLOCKS": 190}, {**total, "EXPECTED_BLOCKS": 170})
+    policy = make_policy("least_memory")
+    expected = fleet.figures[:2, EXPECTED_BLOCKS]
+    # All count as empty, whatever they had.
+    assert policy.choose(job(fleet), fleet) == 0
+    chosen = []
+    for _ in range(8):
+        place = policy.choose(job(fleet), fleet)
+        expected[place] += 48
+        chosen.append(place)
+    # Four fit at each; they take turns.
+    assert sorted(chosen) == [0, 0, 0, 0, 1, 1, 1, 1]
+    # One that is joined by more than fits there is passed over until the next round.
+    expected[0] += 100
+    assert policy.choose(job(fleet), fleet) == 0  # a new round: all are empty again
+    expected[0] += 48
+    assert policy.choose(job(fleet), fleet) == 1
+    # The round ends when a request fits in what is really left.
+    expected[:] = [100, 150]
+    assert policy.choose(job(fleet), fleet) == 0
+
+
+def test_slos_serve_asks_in_turn_and_skips_those_that_decline() -> None:
+    full = [row(SLO(ttft_s=1.0), 9_000)]
+    fleet = fleet_of(report(), report(*full), report())
+    policy = make_policy("slos_serve")
+    assert [policy.choose(job(fleet), fleet) for _ in range(6)] == [0, 2, 2, 0, 2, 2]
+
+
+def test_slos_serve_leaves_it_to_its_backup_after_so_many_hops() -> None:
+    full, fuller = [row(SLO(ttft_s=1.0), 9_000)], [row(SLO(ttft_s=1.0), 9_500)]
+    fleet = fleet_of(report(*fuller), report(*fuller), report(*full), report())
+    policy = make_policy("slos_serve", {"hops": 2})
+    assert policy.choose(job(fleet), fleet) == 3  # asked 0 and 1; the backup knows a better one
+    policy = make_policy("slos_serve", {"hops": 2, "backup": "pab"})
+    some = job(fleet).of(np.array([0, 1, 2]))
+    assert policy.choose(some, fleet) == 2
+    with pytest.raises(ValueError, match="unknown admission policy 'none'; known: "):
+        make_policy("slos_serve", {"virtual": "none"})
+
+
+@given(
+    fleet=st.lists(replicas, min_size=2, max_size=9).map(lambda each: figures_of(*each)),
+    data=st.data(),
+)
+def test_decisions_are_repeatable_and_among_the_replicas_of_the_job(
+    fleet: Fleet, data: st.DataObject
+) -> None:
+    some = data.draw(st.sets(st.integers(0, len(fleet) - 1), min_size=1))
+    for name in sorted(POLICIES):
+        options = {"seed": 1} if name == "power_of_two" else {}
+        policy, again = make_policy(name, options), make_policy(name, options)
+        made = job(fleet)._replace(query=QUERY._replace(session=5)).of(np.array(sorted(some)))
+        for _ in range(3):
+            chosen = policy.choose(made, fleet)
+            assert chosen == again.choose(made, fleet)
+            assert made.rows[chosen] in some
 
 
 def test_unknown_policies_and_options_are_refused() -> None:
