@@ -1,8 +1,9 @@
 """Cost of the controller's decisions, for every routing policy: inside the actor's code, and over
 the connection to a real actor.
 
-Run with ``sluice bench decision``. Every replica has 64 requests in the mirror. Round robin through
-the same code is the floor: checks, mirror, ledger, counters, and next to no policy.
+Run with ``sluice bench decision``. Every replica has 64 requests in the mirror. The floor is round
+robin without admission through the same code: checks, mirror, ledger, counters, and next to no
+policy. Everything else is with the default admission.
 
 Inside, the code runs as fast as it can, and time is put together afterwards: queries come by a
 Poisson process and reports at a steady rate, each takes the processor time that it really took, one
@@ -28,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.decision_figures import figures
 from benchmarks.decision_fleet import Voices
-from controller.config import ControllerConfig
+from controller.config import NO_ADMISSION, ControllerConfig
 from scheduling.routing import POLICIES
 
 FLEET_SIZES = (64, 512)
@@ -37,12 +38,18 @@ QUERIES_PER_S = 500.0
 REPORTS_PER_S = 64 * 50.0
 """Of all replicas together."""
 
+FLOOR = "floor"
+
 BATCH = 64
 """Queries in a call, where they are batched."""
 
 _FIRST_KEY = 1 << 50
-_LIVE: dict[str, Any] = {"stale_after_s": 3_600.0, "forget_after_s": 7_200.0}
-"""The fleet of a benchmark says hello once and must not go stale meanwhile."""
+_LIVE: dict[str, Any] = {
+    "aged_after_s": 3_600.0,
+    "stale_after_s": 3_600.0,
+    "forget_after_s": 7_200.0,
+}
+"""The fleet of a benchmark may say hello once, and must not go stale meanwhile."""
 
 Result = TypeVar("Result")
 Cell = dict[str, Any]
@@ -163,8 +170,9 @@ def measure_inside(config: ControllerConfig, replicas: int, decisions: int) -> C
 
 def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
     """Label -> configuration; the floor first."""
+    floor = ControllerConfig(policy="round_robin", admission=NO_ADMISSION, **_LIVE)
     listed = list(names) or sorted(POLICIES)
-    return {name: ControllerConfig(policy=name, **_LIVE) for name in listed}
+    return {FLOOR: floor} | {name: ControllerConfig(policy=name, **_LIVE) for name in listed}
 
 
 def measure_actor(
