@@ -55,8 +55,8 @@ class DiskThreads:
             raise
 
     def close(self) -> None:
-        """Wait for what is under way, and end the threads."""
-        self._threads.shutdown()
+        """Take no more work; what is under way ends by itself."""
+        self._threads.shutdown(wait=False)
 
 
 def make_folder(path: Path) -> None:

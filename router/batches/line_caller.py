@@ -87,9 +87,8 @@ class LineCaller:
         except Exception:
             _log.exception("a line of a batch failed in an unexpected way")
             failure = ApiError(Reason.INTERNAL, "The router failed; its log says why.")
-        status = failure.rule.status
-        no_room = failure.reason in _NO_ROOM or status == _TOO_MANY
-        return Reply(status, arrival.request_id, json.dumps(failure.body).encode(), no_room)
+        body = json.dumps(failure.body).encode()
+        return Reply(failure.rule.status, arrival.request_id, body, _is_no_room(failure))
 
     async def _call(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> Call:
         """The checked call.
@@ -112,25 +111,26 @@ class LineCaller:
         return replace(call, best_effort=True)
 
     async def _serve(self, call: Call) -> Reply:
-        """The reply of a replica.
+        """The reply of a replica. It counts as a request that ended, unless there was no room.
 
         Raises:
             ApiError: there is none.
         """
         clock = TokenClock(call.slo, call.received_s)
-        outcome = Outcome.FAILED
+        outcome: Outcome | None = Outcome.FAILED
         answer: Answer | None = None
         try:
             answer = await self._dispatcher.open(call)
             # Whole: a plain response is open once it is complete.
             body = b"".join([piece.data async for piece in answer])
             status = answer.head.status
-            outcome = Outcome.of_status(status)
+            no_room = status == _TOO_MANY
+            outcome = None if no_room else Outcome.of_status(status)
             if status < 400:
                 self._time(answer, call, clock)
-            return Reply(status, call.request_id, body, status == _TOO_MANY, call.clamped)
+            return Reply(status, call.request_id, body, no_room, call.clamped)
         except ApiError as error:
-            outcome = Outcome.of_status(error.rule.status)
+            outcome = None if _is_no_room(error) else Outcome.of_status(error.rule.status)
             raise
         except asyncio.CancelledError:
             outcome = Outcome.CANCELLED
@@ -138,9 +138,10 @@ class LineCaller:
         finally:
             if answer is not None:
                 answer.close()
-            now_s = self._dispatcher.clock()
-            self._metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
-            self._metrics.admission.clamped(call.client.name, call.clamped)
+            if outcome is not None:
+                now_s = self._dispatcher.clock()
+                self._metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
+                self._metrics.admission.clamped(call.client.name, call.clamped)
 
     def _time(self, answer: Answer, call: Call, clock: TokenClock) -> None:
         if answer.tail is None:
@@ -150,6 +151,10 @@ class LineCaller:
             clock.emit(1, reached_s + offset_s)
         if clock.ttft_s is not None:
             self._metrics.first_token(call.slo.service_class, clock.ttft_s)
+
+
+def _is_no_room(error: ApiError) -> bool:
+    return error.reason in _NO_ROOM or error.rule.status == _TOO_MANY
 
 
 def _pause_s(tries: int) -> float:

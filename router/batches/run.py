@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 
 from router.batches.config import BatchesConfig
 from router.batches.disk import DiskThreads, Lock
@@ -21,8 +22,8 @@ from router.batches.store import ERRORS, INPUT, OUTPUT, Store
 from router.trust import Client
 
 SAVE_S = 1.0
-"""How often the progress of a batch is written to disk, seconds. A crash loses nothing by it, a
-loss of power what ran since; those lines run again."""
+"""How often the progress of a batch is written to disk, and room for more looked for, seconds. A
+crash loses nothing by it, a loss of power what ran since; those lines run again."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class BatchRun:
         self._record = record
         self._client = client
         self._ending = asyncio.Event()
+        self._had_room_s = -inf
         self.look(record)
 
     def look(self, record: BatchRecord) -> None:
@@ -164,10 +166,14 @@ class BatchRun:
         self._resources.metrics.line(LineOutcome.OK if ok else LineOutcome.ERROR)
 
     async def _wait_for_room(self) -> None:
+        clock = asyncio.get_running_loop().time
+        if clock() - self._had_room_s < SAVE_S:
+            return
         store, owner = self._resources.store, self._record.owner
         # Room comes from other processes, too: no event here can tell of it.
         while not await self._resources.disk.run(store.has_room, owner):  # noqa: ASYNC110
             await asyncio.sleep(self._resources.config.poll_s)
+        self._had_room_s = clock()
 
     async def _save_progress(self, log: ResultLog, saved: asyncio.Event) -> None:
         while not saved.is_set():

@@ -62,6 +62,7 @@ def batch_routes(
         runner.start()
         yield
         await runner.stop()
+        disk.close()
 
     routes = APIRouter(lifespan=lifespan)
     routes.include_router(FilesApi(resources).routes())

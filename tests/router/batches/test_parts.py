@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from router.answer import ReplicaFailedError
 from router.batches.config import BatchesConfig
@@ -198,12 +199,10 @@ class Pauses:
         self.seconds.append(seconds)
 
 
-def caller(
-    side: FarSide, tmp_path: Path, **batches: int
-) -> tuple[LineCaller, Pauses, BatchMetrics]:
+def caller(side: FarSide, tmp_path: Path, **batches: int) -> tuple[LineCaller, Pauses, Edge]:
     edge = Edge(side, config=config(tmp_path, **batches).model_copy(update={"max_attempts": 1}))
-    pauses, metrics = Pauses(), BatchMetrics(Edge(side).metrics.registry)
-    return LineCaller(edge.config, edge.dispatcher, edge.metrics, metrics, pauses), pauses, metrics
+    pauses, metrics = Pauses(), BatchMetrics(CollectorRegistry())
+    return LineCaller(edge.config, edge.dispatcher, edge.metrics, metrics, pauses), pauses, edge
 
 
 class Late:
@@ -225,9 +224,12 @@ NONE = fail(ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.", retr
 
 async def test_lack_of_room_never_ends_a_line(tmp_path: Path) -> None:
     side = FarSide(a=Late(*[FULL, NONE, answer(429, b"{}")] * 8))  # type: ignore[arg-type]
-    lines, pauses, _ = caller(side, tmp_path, max_line_attempts=1)
+    lines, pauses, edge = caller(side, tmp_path, max_line_attempts=1)
     reply = await lines.run(BODY, URL, ANYONE)
     assert reply.status == 200
+    labels = {"class": "batch", "endpoint": "chat"}
+    assert edge.sample("sluice_requests_total", **labels, outcome="ok") == 1
+    assert edge.sample("sluice_requests_total", **labels, outcome="refused") == 0
     assert len(pauses.seconds) == 24
     assert FIRST_PAUSE_S / 2 <= pauses.seconds[0] <= FIRST_PAUSE_S
     assert all(seconds <= LONGEST_PAUSE_S for seconds in pauses.seconds)
@@ -423,7 +425,7 @@ async def run_until(kept: Kept, record: BatchRecord, stop: int) -> bool:
     it got to the end."""
     side = FarSide(a=serve)
     edge = Edge(side, config=config(kept.store._directory))
-    metrics = BatchMetrics(Edge(side).metrics.registry)
+    metrics = BatchMetrics(CollectorRegistry())
     disk = DyingDisk(stop)
     resources = Resources(
         config=edge.config.batches,
