@@ -270,40 +270,73 @@ def delta_of(
         first_s = min(first_s, prefills[0, PREFILL_DUE_S] - now_s)
     if first_s >= max(1.0, gamma) * max(0.0, after[0]):
         return priority
-    works, dues = np.empty(queued + 1), np.empty(queued + 1)
-    worths = np.empty(queued + 1)
-    for item in range(queued):
-        works[item] = prefills[item, WORK_S]
-        dues[item] = prefills[item, PREFILL_DUE_S]
-        worths[item] = prefills[item, PRIORITY]
-    without = gain_of(works[:queued], dues[:queued], worths[:queued], now_s, gamma, before)
-    works[queued], dues[queued], worths[queued] = work_s, due_s, priority
-    return gain_of(works, dues, worths, now_s, gamma, after) - without
+    # What is urgent without the request is so with it, too.
+    urgent = 0
+    while urgent < queued and prefills[urgent, PREFILL_DUE_S] - now_s < gamma * max(0.0, after[0]):
+        urgent += 1
+    worth = np.empty(urgent)
+    for item in range(urgent):
+        worth[item] = -prefills[item, PRIORITY] / max(prefills[item, WORK_S], LEAST_WORK_S)
+    dense = np.argsort(worth, kind="mergesort")
+    without = gain_of(prefills[:queued], dense, now_s, gamma, before, 0.0, inf, 0.0)
+    with_it = gain_of(prefills[:queued], dense, now_s, gamma, after, work_s, due_s, priority)
+    return with_it - without
 
 
 @compiled
 def gain_of(
-    works_s: Floats,
-    dues_s: Floats,
-    worths: Floats,
+    prefills: Floats,
+    dense: Ints,
     now_s: float,
     gamma: float,
     takes: tuple[float, float, float, float],
+    work_s: float,
+    due_s: float,
+    priority: float,
 ) -> float:
-    """Sum of the priorities of those that end in time, in SlideBatching's order. All but the last
-    are by deadline."""
-    count = works_s.shape[0]
-    key = np.empty(count)
+    """Sum of the priorities of those that end in time, in SlideBatching's order: of the queue, and
+    where its priority is above 0 of one more.
+
+    ``dense`` are those of the queue that may be urgent, by priority per second of work descending.
+    """
     urgent_s = gamma * max(0.0, takes[0])
-    for item in range(count):
-        # Urgent ones come first: their keys are negative.
-        if dues_s[item] - now_s < urgent_s:
-            key[item] = -worths[item] / max(works_s[item], LEAST_WORK_S)
-        else:
-            key[item] = dues_s[item] - now_s
+    own_s = due_s - now_s
+    own_worth = priority / max(work_s, LEAST_WORK_S)
+    own_end = takes[1] * work_s + takes[2]
+    to_come = priority > 0.0
     gain, ends_s = 0.0, takes[3]
-    for item in np.argsort(key, kind="mergesort"):
-        ends_s += takes[1] * works_s[item] + takes[2]
-        if max(0.0, ends_s) <= dues_s[item] - now_s:
-            gain += worths[item]
+    urgent = 0
+    for place in range(dense.shape[0] + 1):
+        item = dense[place] if place < dense.shape[0] else -1
+        if item >= 0 and prefills[item, PREFILL_DUE_S] - now_s >= urgent_s:
+            continue
+        # Its turn comes before the first that is less worth, or after all of them.
+        if (
+            to_come
+            and own_s < urgent_s
+            and (
+                item < 0
+                or prefills[item, PRIORITY] / max(prefills[item, WORK_S], LEAST_WORK_S) < own_worth
+            )
+        ):
+            to_come = False
+            ends_s += own_end
+            gain += priority if max(0.0, ends_s) <= own_s else 0.0
+        if item >= 0:
+            urgent += 1
+            ends_s += takes[1] * prefills[item, WORK_S] + takes[2]
+            if max(0.0, ends_s) <= prefills[item, PREFILL_DUE_S] - now_s:
+                gain += prefills[item, PRIORITY]
+    # By deadline: the urgent ones came first.
+    for item in range(urgent, prefills.shape[0]):
+        left_s = prefills[item, PREFILL_DUE_S] - now_s
+        if to_come and own_s < left_s:
+            to_come = False
+            ends_s += own_end
+            gain += priority if max(0.0, ends_s) <= own_s else 0.0
+        ends_s += takes[1] * prefills[item, WORK_S] + takes[2]
+        gain += prefills[item, PRIORITY] if max(0.0, ends_s) <= left_s else 0.0
+    if to_come:
+        ends_s += own_end
+        gain += priority if max(0.0, ends_s) <= own_s else 0.0
     return gain
