@@ -1,10 +1,10 @@
 """vLLM's prefix cache, as :mod:`replica.held_prefixes` sees it: what it holds, and what leaves it.
 
 vLLM can keep a queue of KV events for every block that enters or leaves its prefix cache. Keeping
-it makes the allocation of a prompt's blocks four times as dear (8192 tokens in blocks of 16: 1.3 ms
-without, 5 ms with it), nearly all for events of blocks that enter, with copies of their tokens. So
-the queue stays as the operator has configured it, and those that leave are listened to at the one
-place where all events of them are made.
+it makes the allocation of a prompt's blocks several times as dear
+(``python -m benchmarks.prefixes``), most of it for the blocks that enter, with copies of their
+tokens. So the queue stays as the operator has configured it, and the blocks that leave are listened
+to at the one place where all events of them are made.
 """
 
 from __future__ import annotations
