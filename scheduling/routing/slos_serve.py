@@ -24,7 +24,7 @@ class SLOsServeOptions(PolicyOptions):
         "gives no number; its largest fleet has 4.",
     )
     virtual: str = Field(
-        default="moore_hodgson",
+        default="slos_serve",
         description="The admission policy that stands for a replica's scheduler, with its default "
         "options.",
     )
