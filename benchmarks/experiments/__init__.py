@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.experiments import (
     admission,
     annealing,
+    best_effort,
     default_policy,
     duration,
     fairbatching,
@@ -24,6 +25,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         default_policy.EXPERIMENT,
         duration.LENGTH,
         duration.AGEING,
+        best_effort.EXPERIMENT,
         proserve.POLICIES,
         proserve.ABLATION,
         proserve.WEIGHTS,

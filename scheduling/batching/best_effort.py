@@ -64,14 +64,14 @@ class BestEffortOptions(PolicyOptions):
         "best-effort requests in order of arrival, whatever was promised to others.",
     )
     reserve: float = Field(
-        default=0.05,
+        default=0.1,
         ge=0,
         le=0.9,
         description="Share of the KV blocks and of the sequences that best-effort requests leave "
         "free when they begin, so that the next promised one need not evict.",
     )
     lost_share: float = Field(
-        default=0.1,
+        default=0.05,
         gt=0,
         le=1,
         description="Most of the engine's time that evictions may waste: after one that threw away "

@@ -1,0 +1,129 @@
+"""The best-effort tier: what work behind the promised requests costs them, and what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, pivot
+from benchmarks.experiments.engines import NOISE, SETUPS
+from benchmarks.experiments.loads import GENERATED, LOAD_WORDS, full_load_rate
+from scheduling.batching import make_policy
+from scheduling.objective import SLO
+from simulation.engine import Engine
+from simulation.metrics import TPOTMetric, attained, stages
+from simulation.requests import Requests
+from simulation.run import HEADROOM, drive
+from simulation.truth import Belief, Truth
+from simulation.workload import Workload, merged, with_objectives
+
+SETUP = SETUPS["8b-short"]
+WORKLOAD = "proserve sharegpt"
+BEHIND_LOAD = 0.5
+BEHIND = "behind"
+TIERS = ("alone", "two tiers", "one tier")
+"""Without the work behind; with it as best effort; with it as requests like any other."""
+
+
+def cells(plan: Plan) -> list[Cell]:
+    """Policies x loads of promised requests x tiers."""
+    make = GENERATED[WORKLOAD]
+    full = full_load_rate(make, SETUP)
+    seconds = plan.pick(2.0, 60.0, 300.0)
+    policies = plan.pick(
+        ("fcfs",),
+        ("fcfs", "fairbatching", "deadline_triage"),
+        ("fcfs", "sarathi", "fairbatching", "slidebatching", "slos_serve", "deadline_triage"),
+    )
+    return [
+        Cell(
+            {"policy": policy, "served": tier, "load": load},
+            partial(measure, policy, tier, load * full, BEHIND_LOAD * full, seconds),
+        )
+        for policy in policies
+        for tier in TIERS
+        for load in plan.pick((0.9,), (0.5, 0.7, 0.9, 1.1), (0.5, 0.7, 0.9, 1.0, 1.1, 1.3))
+    ]
+
+
+def workload(rate: float, behind_rate: float, seconds: float, seed: int) -> Workload:
+    """Requests with objectives, and others with lengths of the same distribution without any."""
+    make = GENERATED[WORKLOAD]
+    ours = make(SETUP, rate, max(2, round(rate * seconds)), seed)
+    others = make(SETUP, behind_rate, max(2, round(behind_rate * seconds)), seed + 1_000)
+    others = with_objectives(others, lambda _: SLO(service_class=BEHIND), "No objective.")
+    return merged("two tiers", (ours, others))
+
+
+def measure(
+    policy: str, tier: str, rate: float, behind_rate: float, seconds: float, seed: int
+) -> Mapping[str, float]:
+    """One run: attainment of the requests with objectives; the others' tokens a second while those
+    arrive, and their longest wait for a first token; the share of computed tokens that evictions
+    threw away."""
+    load = workload(rate, behind_rate, seconds, seed)
+    if tier == "alone":
+        arrivals = tuple(a for a in load.arrivals if a.slo.service_class != BEHIND)
+        load = Workload(load.name, arrivals, load.block_tokens)
+    behind = np.array([arrival.slo.service_class == BEHIND for arrival in load.arrivals])
+    requests = Requests(load)
+    for key in np.flatnonzero(behind).tolist():
+        requests.serve_as(key, tier == "two tiers")
+    engine = Engine(
+        SETUP.engine,
+        make_policy(policy),
+        Belief(SETUP.believed.with_headroom(HEADROOM)),
+        Truth(SETUP.truth, NOISE),
+        requests,
+        np.random.default_rng(seed),
+    )
+    drive(engine, requests)
+    measured = stages(requests)
+    met = attained(requests, measured, TPOTMetric.MEAN)
+    owner = np.repeat(np.arange(len(requests)), np.diff(requests.offsets))
+    early = behind[owner] & (requests.emitted_s < seconds)
+    return {
+        "attainment": float(met[~behind].mean()),
+        "behind_tokens_per_s": float(early.sum()) / seconds,
+        "behind_longest_wait_s": float(measured.ttft_s[behind].max(initial=0.0)),
+        "evicted_share": engine.evicted_tokens / max(engine.done_tokens, 1),
+    }
+
+
+def findings(rows: Sequence[Row]) -> Findings:
+    """A table for each figure, by load."""
+    shown = {
+        "attainment": ("SLO attainment of the promised requests", 3),
+        "behind_tokens_per_s": ("output tokens a second of the work behind them", 0),
+        "behind_longest_wait_s": ("longest wait of that work for a first token, s", 0),
+        "evicted_share": ("share of the computed tokens that evictions threw away", 3),
+    }
+    return Findings(
+        [
+            pivot(f"{words}, by load", rows, ["policy", "served"], "load", figure, digits)
+            for figure, (words, digits) in shown.items()
+        ]
+    )
+
+
+EXPERIMENT = Experiment(
+    name="best_effort",
+    source="SLOs-Serve §4.1 has the idea of the tier; the rules are ours",
+    question="What does work that nothing was promised cost the requests that something was, and "
+    "how much of it is served beside them?",
+    setting={
+        "TPOT": "mean since the first token",
+        "Arrivals": f"generated, Poisson, of promised requests for a minute (`full`: five), at the "
+        f"load shown; {LOAD_WORDS}. Behind them requests without objectives, their lengths of the "
+        f"same distribution, at load {BEHIND_LOAD:g}",
+        "Objectives and priorities": "ProServe's, see benchmarks/workloads/settings.py; every "
+        "request that states one counts as promised, also above capacity, where a controller would "
+        "promise less",
+        "Latency": "setup 8b-short of benchmarks/experiments/engines.py",
+    },
+    seeds=3,
+    cells=cells,
+    findings=findings,
+)
