@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduling.policy import make
+from scheduling.routing.attainable import Attainable
 from scheduling.routing.base import Job, RouteQuery, RoutingPolicy, Tier
 from scheduling.routing.go_routing import GoRouting
 from scheduling.routing.least_memory import LeastMemory
@@ -42,6 +43,7 @@ POLICIES: dict[str, type[RoutingPolicy]] = {
         GoRouting,
         SLOsServe,
         SessionAffinity,
+        Attainable,
     )
 }
 
