@@ -18,9 +18,9 @@ from scheduling.fleet_rows import (
     FIGURES,
     LOAD_FIELDS,
     PREFILL_FIELDS,
+    advance,
     fold,
     settle,
-    skip_idle,
     take,
 )
 from scheduling.kernels import COEFFICIENTS, Floats, Ints, most_work_s
@@ -347,7 +347,7 @@ class Fleet:
             figures[figure.BEST_EFFORT_S] += work_s
             return
         figures[figure.PAB] -= made.new_tokens
-        skip_idle(figures, loads, made.made_s)
+        advance(figures, prefills, loads, made.made_s)
         take(
             figures,
             self.pieces[row],

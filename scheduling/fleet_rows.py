@@ -12,7 +12,8 @@ delayed to its slack and then keeps its pace (FairBatching appendix A, steps 1 t
 with ``share`` the part of each second that a load takes: the time of one step of it over its pace,
 and, where it is the tightest so far, what the more frequent steps cost. It does not depend on when
 it is asked, so it is kept from report to report: a replica that works through its queue stays where
-it was said to be.
+it was said to be. What comes later cannot have the capacity until then: a decision first spends it
+on the prefills that were there, by deadline (:func:`advance`).
 """
 
 # numpy's scalars are "Any" to the type checker.
@@ -68,17 +69,21 @@ DECODE_SHARES = 27  # of each second, for the steps of the promised decodes that
 DECODE_PACE_S = 28  # their least pace; infinite for none
 BATCH_S = 29  # time of a batch that is full; infinite where nothing limits it
 STEP_WORK_S = 30  # promised prefill in the step under way
-FIGURES = 31
+SPENT_UNTIL_S = 31  # when the latest decision was made, or the work began
+SPENT_S = 32  # capacity until then, which is spent
+FIGURES = 33
 
 # A promised prefill.
 PREFILL_DUE_S = 0
 WORK_S = 1
 PRIORITY = 2
 AHEAD_S = 3  # work up to and with this one
-MARGIN_S = 4  # least of capacity less work ahead, of this one and all behind it
+MARGIN_S = 4  # least of capacity less work left ahead, of this one and all behind it
 OWN_SHARE = 5  # of each second, for its decode later; 0 where it states no pace
 OWN_PACE_S = 6  # of its decode; infinite where it states none
-PREFILL_FIELDS = 7
+LEFT_S = 7  # work left when the latest decision was made
+LEFT_AHEAD_S = 8  # of that, up to and with this one
+PREFILL_FIELDS = 9
 
 # A load.
 LOAD_DUE_S = 0
@@ -116,7 +121,7 @@ def requests_at(figures: Floats) -> Floats:
 
 @compiled
 def capacity_s(figures: Floats, loads: Floats, until_s: float) -> float:
-    """Time for prefill until ``until_s``. ``O(log loads)``."""
+    """Time for prefill until ``until_s`` that is not spent. ``O(log loads)``."""
     low, high = 0, int(figures[LOADS])
     while low < high:
         middle = (low + high) // 2
@@ -124,7 +129,7 @@ def capacity_s(figures: Floats, loads: Floats, until_s: float) -> float:
             low = middle + 1
         else:
             high = middle
-    capacity = until_s - figures[BEGUN_S] - figures[FIXED_S]
+    capacity = until_s - figures[BEGUN_S] - figures[FIXED_S] - figures[SPENT_S]
     if low > 0:
         capacity -= loads[low - 1, SHARES] * until_s - loads[low - 1, OFFSETS_S]
     return capacity
@@ -145,16 +150,17 @@ def settle(figures: Floats, prefills: Floats, loads: Floats) -> None:
         offsets_s += share * loads[load, LOAD_DUE_S]
         loads[load, SHARES] = shares
         loads[load, OFFSETS_S] = offsets_s
-    ahead_s = 0.0
+    ahead_s = left_ahead_s = 0.0
     queued = int(figures[QUEUED])
     for item in range(queued):
         ahead_s += prefills[item, WORK_S]
-        prefills[item, AHEAD_S] = ahead_s
+        left_ahead_s += prefills[item, LEFT_S]
+        prefills[item, AHEAD_S], prefills[item, LEFT_AHEAD_S] = ahead_s, left_ahead_s
     margin_s = inf
     for item in range(queued - 1, -1, -1):
         due_s = prefills[item, PREFILL_DUE_S]
         if due_s < inf:
-            left_s = capacity_s(figures, loads, due_s) - prefills[item, AHEAD_S]
+            left_s = capacity_s(figures, loads, due_s) - prefills[item, LEFT_AHEAD_S]
             # One that is late already forbids nothing by itself.
             if left_s >= 0.0:
                 margin_s = min(margin_s, left_s)
@@ -163,11 +169,25 @@ def settle(figures: Floats, prefills: Floats, loads: Floats) -> None:
 
 
 @compiled
-def skip_idle(figures: Floats, loads: Floats, now_s: float) -> None:
-    """Take back the capacity until ``now_s`` that there was no work for; what comes now cannot have
-    it. Figures and loads are settled, and must be again."""
-    idle_s = capacity_s(figures, loads, now_s) + figures[FIXED_S] - figures[PREFILL_S]
-    figures[BEGUN_S] += max(0.0, idle_s)
+def advance(figures: Floats, prefills: Floats, loads: Floats, now_s: float) -> None:
+    """Spend the capacity until ``now_s`` on the prefills that are there, by deadline.
+
+    Where all of them are done by then, the rest of it was idle, and what comes next takes the fixed
+    time of a step anew. All is settled before; :func:`settle` must follow. ``O(prefills)``.
+    """
+    if now_s <= figures[SPENT_UNTIL_S]:
+        return
+    figures[SPENT_UNTIL_S] = now_s
+    room_s = capacity_s(figures, loads, now_s)
+    item, queued = 0, int(figures[QUEUED])
+    while item < queued and room_s > 0.0:
+        done_s = min(room_s, prefills[item, LEFT_S])
+        prefills[item, LEFT_S] -= done_s
+        figures[SPENT_S] += done_s
+        room_s -= done_s
+        item += 1
+    if queued == 0 or prefills[queued - 1, LEFT_S] == 0.0:
+        figures[SPENT_S] += max(0.0, room_s + figures[FIXED_S])
 
 
 @compiled
@@ -217,6 +237,7 @@ def take(
     prefills[place, PREFILL_DUE_S] = due_s
     prefills[place, WORK_S] = most_work_s(pieces, new_tokens, cached_tokens)
     prefills[place, PRIORITY] = priority
+    prefills[place, LEFT_S] = prefills[place, WORK_S]
     prefills[place, OWN_SHARE], prefills[place, OWN_PACE_S] = 0.0, inf
     figures[QUEUED] += 1.0
     figures[PROMISED] += 1.0
@@ -287,7 +308,7 @@ def fold(
     for figure in (
         WAITING, RUNNING, RESERVED, TOKENS, CONTEXT, DECODES, DECODE_S, NEEDED_BLOCKS, LENT_BLOCKS,
         LENT_PLACES, BEST_EFFORT_S, EXPECTED_BLOCKS, BLOCKS_PER_S, QUEUED, LOADS, PROMISED,
-        DECODE_SHARES,
+        DECODE_SHARES, SPENT_S,
     ):  # fmt: skip
         figures[figure] = 0.0
     figures[FIXED_S] = pieces[:, FIXED].max()
@@ -373,7 +394,7 @@ def fold(
     begun_s = made_s
     if earliest_s < inf:
         begun_s = max(min(made_s, max(stepped_s, earliest_s)), made_s - MOST_STEP_S)
-    figures[BEGUN_S] = begun_s + offset_s
+    figures[BEGUN_S] = figures[SPENT_UNTIL_S] = begun_s + offset_s
     set_step(
         figures, least_ttft_s, step_work_s if earliest_s <= stepped_s else first_work_s,
         earliest_s < inf,

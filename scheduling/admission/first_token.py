@@ -36,12 +36,6 @@ def place_of(figures: Floats, prefills: Floats, due_s: float) -> int:
 
 
 @compiled
-def ahead_of(figures: Floats, prefills: Floats, place: int) -> float:
-    """Work of the first ``place`` prefills, seconds."""
-    return prefills[place - 1, AHEAD_S] if place > 0 else 0.0
-
-
-@compiled
 def first_token_s(
     figures: Floats, prefills: Floats, work_s: float, now_s: float, due_s: float
 ) -> float:
@@ -63,7 +57,8 @@ def first_token_s(
         done_s = total_s
     if ends_s < now_s and figures[DECODES] > 0.0 and step_s > 0.0:
         ends_s += ceil((now_s - ends_s) / step_s) * step_s
-    ahead_s = ahead_of(figures, prefills, place_of(figures, prefills, due_s))
+    place = place_of(figures, prefills, due_s)
+    ahead_s = prefills[place - 1, AHEAD_S] if place > 0 else 0.0
     left_s = max(0.0, ahead_s - done_s) + work_s
     batches = max(1.0, ceil(left_s / most_s))
     filled_s = min(max(0.0, total_s - done_s) + work_s, batches * most_s)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from scheduling.admission.base import AdmissionPolicy, Promises
-from scheduling.admission.first_token import ahead_of, first_token_s, place_of
+from scheduling.admission.first_token import first_token_s, place_of
 from scheduling.admission.room import (
     LEAST_WAIT_S,
     fits_alone,
@@ -21,9 +21,9 @@ from scheduling.admission.room import (
 )
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import (
-    AHEAD_S,
     FIXED_S,
     LEAST_RATE,
+    LEFT_AHEAD_S,
     LOAD_DUE_S,
     LOAD_PACE_S,
     LOADS,
@@ -163,7 +163,8 @@ def late_by(
     """By how much of work a new prefill misses its own deadline; not above 0: it does not."""
     if due_s == inf:
         return 0.0
-    ahead_s = ahead_of(figures, prefills, place_of(figures, prefills, due_s))
+    place = place_of(figures, prefills, due_s)
+    ahead_s = prefills[place - 1, LEFT_AHEAD_S] if place > 0 else 0.0
     # What could be done by now is done, or was not there to do; then it needs a step of its own.
     start_s = max(ahead_s, capacity_s(figures, loads, now_s) + figures[FIXED_S])
     usable_s = now_s + (due_s - now_s) * (1.0 - headroom)
@@ -222,7 +223,7 @@ def others_late_by(
             while load < count and loads[load, LOAD_DUE_S] <= at_s:
                 pace_s = min(pace_s, loads[load, LOAD_PACE_S])
                 load += 1
-        left_s = capacity_s(figures, loads, until_s) - prefills[item, AHEAD_S]
+        left_s = capacity_s(figures, loads, until_s) - prefills[item, LEFT_AHEAD_S]
         if left_s >= 0.0:
             wanted_s = work_s + more_s + headroom * max(0.0, until_s - now_s)
             late_s = max(late_s, wanted_s - left_s)

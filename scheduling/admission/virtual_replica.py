@@ -18,15 +18,15 @@ from scheduling.admission.slos_serve import HORIZON_S, LEAST_STEP_S
 from scheduling.admission.slos_serve_dp import SLIP_S
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import (
-    BEGUN_S,
     DECODE_PACE_S,
     DECODE_SHARES,
     FIXED_S,
+    LEFT_S,
     OWN_PACE_S,
     OWN_SHARE,
     PREFILL_DUE_S,
     QUEUED,
-    WORK_S,
+    SPENT_UNTIL_S,
 )
 from scheduling.job import Job
 from scheduling.kernels import Floats, Ints, compiled, most_work_s
@@ -192,10 +192,10 @@ def late_by(
     fixed_s = figures[FIXED_S] / usable
     share, pace_s = figures[DECODE_SHARES] / usable, min(figures[DECODE_PACE_S], longest_s / usable)
     queued, item, part_s = int(figures[QUEUED]), 0, 0.0
-    gone_s = max(0.0, now_s - figures[BEGUN_S])
+    gone_s = max(0.0, now_s - figures[SPENT_UNTIL_S])
     while item < queued:
         rate = rate_of(fixed_s, pace_s, share)
-        need_s = prefills[item, WORK_S] / usable
+        need_s = prefills[item, LEFT_S] / usable
         if rate <= 0.0 or need_s > gone_s * rate:
             part_s = max(0.0, gone_s * rate)
             break
@@ -206,7 +206,7 @@ def late_by(
     time_s = fixed_s
     while item < queued and prefills[item, PREFILL_DUE_S] <= due_s:
         rate = rate_of(fixed_s, pace_s, share)
-        time_s += (prefills[item, WORK_S] / usable - part_s) / rate if rate > 0.0 else inf
+        time_s += (prefills[item, LEFT_S] / usable - part_s) / rate if rate > 0.0 else inf
         part_s = 0.0
         share += prefills[item, OWN_SHARE] / usable
         pace_s = min(pace_s, prefills[item, OWN_PACE_S])
@@ -228,7 +228,7 @@ def late_by(
     while item < queued:
         if rate <= 0.0:
             return inf
-        time_s += (prefills[item, WORK_S] / usable - part_s) / rate
+        time_s += (prefills[item, LEFT_S] / usable - part_s) / rate
         part_s = 0.0
         late_s = time_s - limit_s(prefills[item, PREFILL_DUE_S], now_s)
         if late_s > SLIP_S:

@@ -62,7 +62,7 @@ def by_program(fleet: Fleet, made: Job, headroom: float) -> bool:
             queue.append((taken.due_s, work_s / usable, pace_s, own_s / usable))
     queue.sort(key=lambda each: each[0])
     longest_s = (MODEL.a + MODEL.work_s(BATCH_TOKENS, 0)) / usable
-    gone_s = made.now_s - float(fleet.figures[0, figure.BEGUN_S])
+    gone_s = made.now_s - float(fleet.figures[0, figure.SPENT_UNTIL_S])
     while queue and gone_s > 0:
         paced = [each for each in decodes if each[2] < inf]
         step_s = min([longest_s, *(each[2] for each in paced)])

@@ -1,0 +1,302 @@
+"""Moore-Hodgson admission against its definition in plain Python, and against a fluid server."""
+
+from math import inf
+from typing import NamedTuple
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from scheduling import fleet_rows as figure
+from scheduling.admission import Promises, make_policy
+from scheduling.fleet import Fleet, FleetSettings
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from scheduling.placement import Placer
+from scheduling.routing import RouteQuery, Tier
+from scheduling.routing import make_policy as make_routing
+from tests.scheduling.fleets import fleet_of, job, report, row
+
+MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)
+SLIP_S = 1e-9
+
+
+class Load(NamedTuple):
+    """A decode: when it is due first, its work per step, and its pace."""
+
+    due_s: float
+    own_s: float
+    pace_s: float
+
+
+class Prefill(NamedTuple):
+    """A promised prefill: its deadline and its work."""
+
+    due_s: float
+    work_s: float
+
+
+def load_of(due_s: float, context: int, tpot_s: float) -> Load:
+    own_s = MODEL.work_s(1, context)
+    return Load(due_s, own_s, max(tpot_s, MODEL.a + own_s))
+
+
+def capacity(loads: list[Load], begun_s: float, until_s: float) -> float:
+    """FairBatching's appendix A, steps 1 to 4, one load after another."""
+    left_s = until_s - begun_s - MODEL.a
+    tightest_s = inf
+    for load in sorted(loads):
+        more = load.own_s / load.pace_s
+        if load.pace_s < tightest_s:
+            more += MODEL.a / load.pace_s - MODEL.a / tightest_s
+            tightest_s = load.pace_s
+        left_s -= more * max(0.0, until_s - load.due_s)
+    return left_s
+
+
+def margin_s(
+    queue: list[Prefill],
+    loads: list[Load],
+    begun_s: float,
+    step_ends_s: float,
+    now_s: float,
+    new: Prefill,
+    own_s: float,
+    tpot_s: float,
+    headroom: float,
+) -> float:
+    """By how much the promises hold with a new one; below 0: one of them does not. Each sum is made
+    anew."""
+    usable = 1 - headroom
+    usable_s = now_s + (new.due_s - now_s) * usable
+    ahead_s = sum(each.work_s for each in queue if each.due_s <= new.due_s)
+    starts_s = max(ahead_s, capacity(loads, begun_s, now_s) + MODEL.a)
+    margins = [(new.due_s - now_s) * usable - new.work_s - MODEL.a]
+    if new.due_s < inf:
+        margins += [
+            capacity(loads, begun_s, usable_s) - starts_s - new.work_s,
+            usable_s - max(now_s, step_ends_s) - MODEL.a - new.work_s,
+        ]
+    after = list(loads)
+    if tpot_s < inf:
+        pace_s = max(tpot_s, MODEL.a + own_s)
+        after.append(Load(new.due_s + tpot_s, own_s, pace_s))
+        paces = [load.pace_s for load in after]
+        margins.append(tpot_s * usable - MODEL.a - own_s)
+        margins.append(
+            usable - MODEL.a / min(paces) - sum(load.own_s / load.pace_s for load in after)
+        )
+    for later in queue:
+        if not new.due_s < later.due_s < inf:
+            continue
+        done_s = sum(each.work_s for each in queue if each.due_s <= later.due_s)
+        if capacity(loads, begun_s, later.due_s) < done_s:
+            continue  # It is late already, and forbids nothing.
+        left_s = capacity(after, begun_s, later.due_s) - done_s - new.work_s
+        margins.append(left_s - headroom * max(0.0, later.due_s - now_s))
+    return min(margins)
+
+
+SLOS = [SLO(ttft_s=t, tpot_s=p) for t in (0.25, 0.5, 2.0, None) for p in (0.03125, 0.0625, 0.125)]
+SLOS += [SLO(ttft_s=t) for t in (0.25, 0.5, 2.0)]
+slos = st.sampled_from(SLOS)
+tokens = st.integers(2, 4_000)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    waiting=st.lists(st.tuples(slos, tokens, st.integers(0, 8)), max_size=8),
+    decoding=st.lists(st.tuples(slos, tokens, st.integers(1, 40)), max_size=8),
+    slo=slos,
+    prompt=tokens,
+    gone_s=st.sampled_from([0.0, 0.01, 0.1]),
+    headroom=st.sampled_from([0.0, 0.1]),
+)
+def test_it_promises_what_the_definition_allows(
+    waiting: list[tuple[SLO, int, int]],
+    decoding: list[tuple[SLO, int, int]],
+    slo: SLO,
+    prompt: int,
+    gone_s: float,
+    headroom: float,
+) -> None:
+    rows, queue, loads = [], [], []
+    for own, size, eighths in waiting:
+        arrival_s = -eighths / 8
+        rows.append(row(own, size, arrival_s=arrival_s))
+        due_s, tpot_s = arrival_s + own.columns[0], own.columns[1]
+        queue.append(Prefill(due_s, MODEL.work_s(size, 0)))
+        if tpot_s < inf:
+            loads.append(load_of(due_s + tpot_s, size, tpot_s))
+    for own, size, emitted in decoding:
+        rows.append(row(own, size, emitted=emitted, arrival_s=-1.0, first_token_s=-1.0))
+        if own.columns[1] < inf:
+            due_s = -1.0 + min(own.columns[0], 0.0) + emitted * own.columns[1]
+            loads.append(load_of(max(0.0, due_s), size + emitted - 1, own.columns[1]))
+    fleet = fleet_of(report(*rows, latency=MODEL, free_blocks=1_000_000))
+    of = fleet.figures[0]
+    query = RouteQuery(99, slo, prompt)
+    margin = margin_s(
+        queue,
+        loads,
+        float(of[figure.BEGUN_S]),
+        float(of[figure.STEP_ENDS_S]),
+        gone_s,
+        Prefill(gone_s + slo.columns[0], MODEL.work_s(prompt, 0)),
+        MODEL.work_s(1, prompt),
+        slo.columns[1],
+        headroom,
+    )
+    assume(abs(margin) > SLIP_S)
+    promises = make_policy("moore_hodgson", {"headroom": headroom}).promises(
+        job(fleet, query, gone_s), fleet
+    )
+    assert bool(promises.holds[0]) == (margin > 0)
+    if not promises.holds[0]:
+        assert promises.wait_s[0] > 0
+
+
+class Promise(NamedTuple):
+    """A promise: when it was made, its prefill and its decode after that."""
+
+    made_s: float
+    prefill: Prefill
+    load: Load | None
+
+
+def ends(promises: list[Promise]) -> list[float]:
+    """When each prefill ends on a fluid server that takes the earliest deadline first, knows a
+    request from its promise on, holds every decode from its deadline on, and takes the fixed time
+    of a step whenever it begins anew."""
+    left = [each.prefill.work_s for each in promises]
+    done = [inf] * len(promises)
+    times = sorted({each.made_s for each in promises})
+    loads = [each.load for each in promises if each.load is not None]
+    times += [load.due_s for load in loads]
+    now_s, debt_s, idle = times[0], 0.0, True
+    while min(done, default=0.0) == inf or inf in done:
+        ready = [i for i, each in enumerate(promises) if each.made_s <= now_s and left[i] > 0]
+        begun = [load for load in loads if load.due_s <= now_s]
+        paces = [load.pace_s for load in begun]
+        rate = 1 - sum(load.own_s / load.pace_s for load in begun)
+        rate -= MODEL.a / min(paces) if paces else 0.0
+        coming_s = min((t for t in times if t > now_s), default=inf)
+        if not ready:
+            idle, now_s = True, coming_s
+            continue
+        if idle:
+            idle, debt_s = False, MODEL.a
+        first = min(ready, key=lambda i: promises[i].prefill.due_s)
+        need_s = debt_s + left[first]
+        assert rate > 0
+        step_s = min(coming_s - now_s, need_s / rate)
+        spent_s = step_s * rate
+        now_s += step_s
+        if spent_s >= need_s - 1e-12:
+            left[first], debt_s, done[first] = 0.0, 0.0, now_s
+        else:
+            paid_s = min(debt_s, spent_s)
+            debt_s -= paid_s
+            left[first] -= spent_s - paid_s
+    return done
+
+
+PROMISE_ONLY = frozenset({Tier.GUARANTEED})
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    asked=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.7]),
+            st.sampled_from(
+                [SLO(ttft_s=t, tpot_s=p) for t in (0.2, 0.5, 1.5) for p in (0.05, None)]
+            ),
+            tokens,
+        ),
+        min_size=2,
+        max_size=25,
+    )
+)
+def test_a_fluid_server_keeps_every_promise_that_was_made_between_two_reports(
+    asked: list[tuple[float, SLO, int]],
+) -> None:
+    fleet = Fleet(FleetSettings(aged_after_s=1e9, stale_after_s=1e9, reservation_ttl_s=1e9))
+    fleet.report("0", report(latency=MODEL, free_blocks=1_000_000), 0.0)
+    placer = Placer(
+        fleet, make_routing("round_robin"), make_policy("moore_hodgson", {"headroom": 0})
+    )
+    now_s, promises = 0.0, []
+    for key, (after_s, slo, prompt) in enumerate(asked):
+        now_s += after_s
+        query = RouteQuery(key + 1, slo, prompt, tiers=PROMISE_ONLY, output_tokens=100)
+        if placer.place(query, now_s).replica_id is None:
+            continue
+        due_s, tpot_s = now_s + slo.columns[0], slo.columns[1]
+        load = load_of(due_s + tpot_s, prompt, tpot_s) if tpot_s < inf else None
+        promises.append(Promise(now_s, Prefill(due_s, MODEL.work_s(prompt, 0)), load))
+    for promise, end_s in zip(promises, ends(promises) if promises else [], strict=True):
+        assert end_s <= promise.prefill.due_s + 1e-6
+
+
+def promise(fleet: Fleet, query: RouteQuery) -> Promises:
+    return make_policy("moore_hodgson").promises(job(fleet, query), fleet)
+
+
+def test_a_promise_that_an_idle_replica_could_not_keep_has_no_wait() -> None:
+    idle = fleet_of(report(latency=MODEL))
+    # 0.4 s of prefill within 0.2 s, and a step of 10 ms for tokens every 5 ms.
+    for slo in (SLO(ttft_s=0.2), SLO(ttft_s=1.0, tpot_s=0.005)):
+        made = promise(idle, RouteQuery(1, slo, 4_000))
+        assert (made.holds.tolist(), made.wait_s.tolist()) == ([False], [inf])
+    # Nor has a prompt that the memory of no replica holds, or one at a replica without a place.
+    for small in (report(latency=MODEL, places=0),):
+        made = promise(fleet_of(small), RouteQuery(1, SLO(ttft_s=1.0), 100))
+        assert (made.holds.tolist(), made.wait_s.tolist()) == ([False], [inf])
+    made = promise(idle, RouteQuery(1, SLO(ttft_s=1e6), 400_000))
+    assert (made.holds.tolist(), made.wait_s.tolist()) == ([False], [inf])
+
+
+def test_the_wait_is_the_time_in_which_the_work_that_is_too_much_gets_done() -> None:
+    slo = SLO(ttft_s=1.0)
+    # 0.9 s of work, a request of 0.3 s: of 0.99 s it is 0.21 s too much.
+    queue = [row(slo, 3_000, key=key) for key in range(3)]
+    fleet = fleet_of(report(*queue, latency=MODEL, free_blocks=10_000))
+    made = make_policy("moore_hodgson", {"headroom": 0}).promises(
+        job(fleet, RouteQuery(9, slo, 3_000)), fleet
+    )
+    assert not made.holds[0]
+    work_s = MODEL.work_s(3_000, 0)
+    assert made.wait_s[0] == pytest.approx(4 * work_s - 0.99)
+
+
+def test_decodes_that_end_soon_free_what_they_hold_and_no_more() -> None:
+    slo = SLO(ttft_s=1.0, tpot_s=0.05)
+    ending = [
+        row(slo, 1_599, key=key, emitted=2, expected=3, first_token_s=0.0) for key in range(4)
+    ]
+    free = dict(latency=MODEL, free_blocks=10)
+    fleet = fleet_of(report(*ending, **free))
+    # Each holds 100 blocks. Within 5 s all 400 come free, and there are 10.
+    assert fleet.figures[0, figure.BLOCKS_PER_S] * figure.FREED_WITHIN_S <= 400
+    fits = RouteQuery(9, SLO(ttft_s=6.0), 16 * 380)
+    assert promise(fleet, fits).holds.all()
+    assert not promise(fleet, fits._replace(prompt_tokens=16 * 450)).holds.any()
+
+
+def test_a_running_prefill_takes_one_place() -> None:
+    slo = SLO(ttft_s=10.0)
+    one = row(slo, 100, computed=50, running=True)
+    query = RouteQuery(9, slo, 100)
+    assert promise(fleet_of(report(one, places=2)), query).holds.all()
+    assert not promise(fleet_of(report(one, places=1)), query).holds.any()
+
+
+def test_best_effort_requests_hold_neither_blocks_nor_places_that_count() -> None:
+    slo = SLO(ttft_s=1.0)
+    lent = row(slo, 1_600, emitted=5, best_effort=True, first_token_s=0.0)
+    query = RouteQuery(9, slo, 800)
+    fleet = fleet_of(report(lent, places=1, free_blocks=0))
+    assert promise(fleet, query).holds.all()
+    mine = row(slo, 1_600, emitted=5, first_token_s=0.0)
+    assert not promise(fleet_of(report(mine, places=1, free_blocks=0)), query).holds.any()
