@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -25,6 +26,7 @@ from replica.vllm_engine import VllmEngine
 from replica.vllm_setup import parse_arguments, prepare_environment
 from router.prompt_prefix import prefix_of
 from scheduling.objective import SLO
+from scheduling.prefix import HELD_SLOTS, PrefixIndex
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -127,7 +129,10 @@ async def test_the_chunks_of_a_conversation_are_held_once_it_was_answered(engine
     assert 0.7 * tail.prompt_tokens < tokens[-1] <= tail.prompt_tokens
 
     longer = [*asked, {"role": "assistant", "content": "Because."}, *MESSAGES]
-    assert prefix_of("chat", {**first.body, "messages": longer}).hashes[:3] == prefix.hashes
+    index = PrefixIndex()
+    index.write(0, np.arange(HELD_SLOTS), engine.state().held)
+    following = prefix_of("chat", {**first.body, "messages": longer})
+    assert index.cached_tokens(following.hashes, np.array([0, 1])).tolist() == [tokens[-1], 0]
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
