@@ -250,11 +250,10 @@ def test_a_promise_that_an_idle_replica_could_not_keep_has_no_wait() -> None:
         made = promise(idle, RouteQuery(1, slo, 4_000))
         assert (made.holds.tolist(), made.wait_s.tolist()) == ([False], [inf])
     # Nor has a prompt that the memory of no replica holds, or one at a replica without a place.
-    for small in (report(latency=MODEL, places=0),):
-        made = promise(fleet_of(small), RouteQuery(1, SLO(ttft_s=1.0), 100))
+    nowhere = fleet_of(report(latency=MODEL, places=0))
+    for fleet, prompt in ((nowhere, 100), (idle, 400_000)):
+        made = promise(fleet, RouteQuery(1, SLO(ttft_s=1e6), prompt))
         assert (made.holds.tolist(), made.wait_s.tolist()) == ([False], [inf])
-    made = promise(idle, RouteQuery(1, SLO(ttft_s=1e6), 400_000))
-    assert (made.holds.tolist(), made.wait_s.tolist()) == ([False], [inf])
 
 
 def test_the_wait_is_the_time_in_which_the_work_that_is_too_much_gets_done() -> None:
@@ -275,8 +274,7 @@ def test_decodes_that_end_soon_free_what_they_hold_and_no_more() -> None:
     ending = [
         row(slo, 1_599, key=key, emitted=2, expected=3, first_token_s=0.0) for key in range(4)
     ]
-    free = dict(latency=MODEL, free_blocks=10)
-    fleet = fleet_of(report(*ending, **free))
+    fleet = fleet_of(report(*ending, latency=MODEL, free_blocks=10))
     # Each holds 100 blocks. Within 5 s all 400 come free, and there are 10.
     assert fleet.figures[0, figure.BLOCKS_PER_S] * figure.FREED_WITHIN_S <= 400
     fits = RouteQuery(9, SLO(ttft_s=6.0), 16 * 380)

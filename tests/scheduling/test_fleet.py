@@ -1,0 +1,264 @@
+"""The arrays of a fleet: against the rows that they are made of, and after any history."""
+
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduling import fleet_rows as figure
+from scheduling.admission.pab import replica_pab_tokens
+from scheduling.fleet import Fleet, FleetSettings
+from scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
+from scheduling.ledger import Reservation
+from scheduling.objective import SLO
+from tests.scheduling.fleets import report, row
+
+MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)
+ROOFLINE = RooflineLatency(1e-4, 0.0, 0.01, 1e-5, 0.0, 0.02)
+
+# Halves and quarters are the same in the single precision of a row.
+slos = st.builds(
+    SLO,
+    ttft_s=st.sampled_from([None, 0.25, 0.5, 2.0]),
+    tpot_s=st.sampled_from([None, 0.03125, 0.0625, 0.125]),
+    e2e_s=st.sampled_from([None, 4.0, 16.0]),
+    priority=st.integers(1, 3),
+)
+prompts = st.integers(2, 4_000)
+EIGHTHS = st.integers(-16, 0).map(lambda eighths: eighths / 8)
+
+waiting = st.builds(row, slos, prompts, arrival_s=EIGHTHS)
+decoding = st.builds(
+    lambda slo, prompt, emitted, early: row(
+        slo, prompt, emitted=emitted, arrival_s=-2.0, first_token_s=-2.0 + early / 8
+    ),
+    slos,
+    prompts,
+    st.integers(1, 40),
+    st.integers(0, 8),
+)
+best_effort = st.builds(
+    row, slos, prompts, arrival_s=EIGHTHS, best_effort=st.just(True), running=st.booleans()
+)
+tables = st.lists(st.one_of(waiting, decoding, best_effort), max_size=12)
+
+
+@settings(deadline=None)
+@given(rows=tables, latency=st.sampled_from([MODEL, ROOFLINE]))
+def test_the_budget_is_that_of_the_promised_rows(
+    rows: list[np.ndarray], latency: LatencyModel
+) -> None:
+    fleet = Fleet()
+    fleet.report("0", report(*rows, latency=latency), 0.0)
+    made = report(*rows).rows
+    promised = made[made["best_effort"] == 0]
+    settings_ = fleet.settings
+    expected = replica_pab_tokens(
+        promised, 0.0, latency, settings_.reference_ttft_s, settings_.reference_tpot_s
+    )
+    assert fleet.figures[0, figure.PAB] == pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
+def state(fleet: Fleet) -> dict[str, tuple[list[float], list[list[float]], list[list[float]]]]:
+    """All that a fleet has of each replica: figures, prefills, loads."""
+    found = {}
+    for replica_id, at in fleet.row_of.items():
+        figures, start = fleet.figures[at], int(fleet.starts[at])
+        queued, loads = int(figures[figure.QUEUED]), int(figures[figure.LOADS])
+        found[replica_id] = (
+            figures.tolist(),
+            fleet.prefills[start : start + queued].tolist(),
+            fleet.loads[start : start + loads].tolist(),
+        )
+    return found
+
+
+COUNTED_APART = (
+    figure.WAITING,
+    figure.RESERVED,
+    figure.BATCH_S,
+    figure.STEP_ENDS_S,
+    figure.STEP_WORK_S,
+)
+"""Figures that tell where a request is, or what the engine does at that very moment."""
+
+
+@settings(deadline=None)
+@given(rows=tables, slo=slos, prompt=prompts, promised=st.booleans())
+def test_a_reservation_counts_as_the_same_request_reported_waiting(
+    rows: list[np.ndarray], slo: SLO, prompt: int, promised: bool
+) -> None:
+    # Something older is there, so that both fleets work since the same moment.
+    rows = [row(SLO(), 2, arrival_s=-3.0, best_effort=True), *rows]
+    new = row(slo, prompt, arrival_s=0.0, best_effort=not promised)
+    ttft_s, tpot_s, e2e_s, priority = slo.columns
+    pace_s = tpot_s if tpot_s < inf else FleetSettings().reference_tpot_s
+    due_s = min(ttft_s, e2e_s - (figure.UNKNOWN_OUTPUT_TOKENS - 1) * pace_s)
+    reserved, reported = Fleet(), Fleet()
+    reserved.report("0", report(*rows, latency=MODEL), 0.0)
+    reserved.reserve(
+        7,
+        Reservation(
+            "0", 0.0, promised, prompt, 0, prompt, due_s, tpot_s, priority,
+            figure.UNKNOWN_OUTPUT_TOKENS,
+        ),
+    )  # fmt: skip
+    reported.report("0", report(*rows, new, latency=MODEL), 0.0)
+    assert has_same(reserved, reported, COUNTED_APART)
+    figures = reserved.figures[0]
+    assert figures[figure.RESERVED] == 1
+    assert reported.figures[0, figure.WAITING] == figures[figure.WAITING] + 1
+    # Once the report has it, the reservation is gone, and both are the same.
+    reserved.confirm([7], "0")
+    reserved.report("0", report(*rows, new, latency=MODEL), 0.0)
+    assert state(reserved) == state(reported)
+    assert len(reserved.ledger) == 0
+
+
+def has_same(one: Fleet, other: Fleet, but: tuple[int, ...]) -> bool:
+    """Whether two fleets of one replica have the same, up to rounding, ``but`` for some figures."""
+    left, right = state(one)["0"], state(other)["0"]
+    figures = [np.delete(np.array(each[0]), but) for each in (left, right)]
+    if not np.allclose(*figures, rtol=1e-9, atol=1e-9):
+        return False
+    if len(left[1]) != len(right[1]) or len(left[2]) != len(right[2]):
+        return False
+    return all(np.allclose(left[i], right[i], rtol=1e-9, equal_nan=True) for i in (1, 2))
+
+
+REPLICAS = ("a", "b", "c", "d")
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("report"), st.sampled_from(REPLICAS), tables),
+        st.tuples(st.just("reserve"), st.sampled_from(REPLICAS), slos, prompts, st.booleans()),
+        st.tuples(st.just("release"), st.lists(st.integers(0, 40), max_size=3)),
+        st.tuples(st.just("confirm"), st.sampled_from(REPLICAS), st.integers(0, 40)),
+        st.tuples(st.just("leave"), st.sampled_from(REPLICAS)),
+        st.tuples(st.just("leave_out"), st.sampled_from(REPLICAS)),
+        st.tuples(st.just("wait"), st.integers(0, 8)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(actions)
+def test_what_is_counted_depends_on_the_last_reports_and_the_living_reservations_only(
+    history: list[tuple[object, ...]],
+) -> None:
+    settings_ = FleetSettings(reservation_ttl_s=2.0)
+    fleet = Fleet(settings_)
+    now_s, key = 0.0, 0
+    last: dict[str, list[np.ndarray]] = {}
+    at: dict[str, float] = {}
+    living: dict[int, Reservation] = {}
+
+    def end(keys: list[int]) -> None:
+        for each in keys:
+            living.pop(each, None)
+
+    def end_at(name: str) -> None:
+        end([each for each, made in living.items() if made.replica_id == name])
+
+    for action in history:
+        match action:
+            case ("report", str(name), list(rows)):
+                last[name], at[name] = rows, now_s
+                fleet.report(name, report(*rows, latency=MODEL, made_s=now_s), now_s)
+            case ("reserve", str(name), SLO() as slo, int(prompt), bool(promised)):
+                if name not in last:
+                    continue
+                key += 1
+                made = Reservation(
+                    name, now_s, promised, prompt, 0, prompt, now_s + slo.columns[0],
+                    slo.columns[1], 1, 100,
+                )  # fmt: skip
+                living[key] = made
+                fleet.reserve(key, made)
+            case ("release", list(keys)):
+                fleet.release(keys)
+                end(keys)
+            case ("confirm", str(name), int(one)):
+                if name not in last:
+                    continue
+                fleet.confirm([one], name)
+                fleet.report(name, report(*last[name], latency=MODEL, made_s=now_s), now_s)
+                at[name] = now_s
+                end([one])
+            case ("leave", str(name)):
+                assert fleet.leave(name) == (name in last)
+                last.pop(name, None)
+                end_at(name)
+            case ("leave_out", str(name)):
+                assert fleet.leave_out(name, now_s + 1) == (name in last)
+                end_at(name)
+            case ("wait", int(eighths)):
+                now_s += eighths / 8
+                fleet.expire(now_s)
+                end([each for each, made in living.items() if now_s - made.made_s >= 2.0])
+        assert len(fleet) == len(last)
+        assert len(fleet.ledger) == len(living)
+    fresh = Fleet(settings_)
+    for name, rows in last.items():
+        fresh.report(name, report(*rows, latency=MODEL, made_s=at[name]), now_s)
+    for each, made in living.items():
+        fresh.reserve(each, made)
+    assert state(fleet) == state(fresh)
+    fleet.release(list(living))
+    assert len(fleet.ledger) == 0
+
+
+def test_entries_move_together_and_stay_what_they_are() -> None:
+    fleet = Fleet()
+    names = [f"replica-{index}" for index in range(20)]
+    sizes = {name: 3 * index for index, name in enumerate(names)}
+    for turn in range(6):
+        for name in names:
+            sizes[name] = (sizes[name] * 7 + 11 * turn) % 90
+            rows = [row(SLO(ttft_s=0.5 + key / 64, tpot_s=0.0625), 10 + key) for key in
+                    range(sizes[name])]  # fmt: skip
+            fleet.report(name, report(*rows, latency=MODEL), 0.0)
+        for name in names[turn::4]:
+            fleet.leave(name)
+            sizes[name] = 0
+    fresh = Fleet()
+    for name in fleet.row_of:
+        rows = [row(SLO(ttft_s=0.5 + key / 64, tpot_s=0.0625), 10 + key) for key in
+                range(sizes[name])]  # fmt: skip
+        fresh.report(name, report(*rows, latency=MODEL), 0.0)
+    assert state(fleet) == state(fresh)
+    # Memory is in proportion to what there is, and no two replicas share a place.
+    live = int(sum(fleet.figures[at, figure.QUEUED] for at in fleet.row_of.values()))
+    assert len(fleet.prefills) <= 16 * (live + 16 * len(fleet))
+
+
+def test_ageing_draining_and_leaving() -> None:
+    fleet = Fleet(FleetSettings(aged_after_s=1.0, stale_after_s=2.0))
+    fleet.report("old", report(), 0.0)
+    fleet.report("new", report(), 0.5)
+    old, new = fleet.row_of["old"], fleet.row_of["new"]
+
+    def willing(now_s: float) -> list[int]:
+        return fleet.candidates(now_s).tolist()
+
+    assert willing(0.9) == sorted([old, new])
+    assert (willing(1.2), fleet.condition(old, 1.2)) == ([new], "aged")
+    # Where all are aged they are chosen; where all are stale nobody is.
+    assert willing(1.6) == sorted([old, new])
+    assert (willing(2.2), fleet.condition(old, 2.2)) == ([new], "stale")
+    assert willing(3.0) == []
+    fleet.report("old", report(draining=True), 3.0)
+    assert (willing(3.0), fleet.condition(old, 3.0)) == ([], "draining")
+    fleet.report("old", report(), 3.0)
+    fleet.report("new", report(), 3.0)
+    assert fleet.leave_out("new", until_s=3.5)
+    assert (willing(3.1), fleet.condition(new, 3.1)) == ([old], "gone")
+    assert willing(3.5) == sorted([old, new])
+    assert fleet.leave("old")
+    assert willing(3.5) == [new]
+    # Its row is given again, and nothing of it is left.
+    fleet.report("next", report(row(arrival_s=3.5), made_s=3.5), 3.5)
+    assert fleet.row_of["next"] == old
+    assert fleet.figures[old, figure.WAITING] == 1
