@@ -11,7 +11,7 @@ repeated or a late delta) changes nothing and asks for a new hello.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf
+from math import exp, inf
 from types import MappingProxyType
 
 import numpy as np
@@ -23,6 +23,9 @@ from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from scheduling.state import ROW, WAITING
 
 MAX_REPLICAS = 4096
+
+FORGETTING_S = 10.0
+"""How long a replica must be idle for its latency correction to lose ``1 - 1/e`` of its effect."""
 
 MAX_DRIFT = 1e-4
 """Most that two hosts' monotonic clocks part in a second, seconds."""
@@ -78,12 +81,19 @@ class MirroredReplica:
     def report(self, made_s: float, draining: bool) -> Report:
         """Its state, made at ``made_s`` of its clock, as a fleet takes it."""
         summary, hello = self.summary, self.hello
+        rows = self.table[: self.used_slots]
+        correction = float(summary["correction"])
+        if not rows["phase"].any():
+            # Nothing runs that could correct it: what slow steps have taught must not keep an idle
+            # replica from all promises for good.
+            idle_s = max(0.0, made_s - float(summary["updated_s"]))
+            correction = 1.0 + (correction - 1.0) * exp(-idle_s / FORGETTING_S)
         return Report(
-            self.table[: self.used_slots],
+            rows,
             made_s,
             self.offset_s,
             float(summary["updated_s"]),
-            self.latency.corrected(float(summary["correction"])),
+            self.latency.corrected(correction),
             int(summary["free_kv_blocks"]),
             int(summary["total_kv_blocks"]),
             hello.block_tokens,

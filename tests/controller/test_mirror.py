@@ -63,6 +63,25 @@ def test_the_prefill_budget_is_that_of_the_model() -> None:
     assert figure(fleet, "a", "PAB") == pytest.approx((1 - 0.004) / 0.000101 - 300)
 
 
+def test_what_an_idle_replica_has_learned_of_slow_steps_fades() -> None:
+    mirror, fleet = make_mirror()
+    slow = hello("a", now_s=0)
+    slow.summary["correction"] = 20.0
+    mirror.hello(slow, now_s=0)
+    assert figure(fleet, "a", "FIXED_S") == pytest.approx(0.004 * 20)
+    for seq, now_s in ((1, 10), (2, 100)):
+        later = delta("a", EPOCH, seq, now_s=now_s)
+        later.summary["correction"] = 20.0
+        mirror.delta(later, now_s=now_s)
+        faded = 1 + 19 * np.exp(-now_s / 10)
+        assert figure(fleet, "a", "FIXED_S") == pytest.approx(0.004 * faded)
+    # While it works, its own figure counts.
+    busy = delta("a", EPOCH, 3, {0: waiting_row(1, 100)}, now_s=101)
+    busy.summary["correction"] = 20.0
+    mirror.delta(busy, now_s=101)
+    assert figure(fleet, "a", "FIXED_S") == pytest.approx(0.004 * 20)
+
+
 def test_a_delta_changes_the_slots_it_names() -> None:
     mirror, fleet = make_mirror()
     mirror.hello(hello("a", [waiting_row(1, 300), waiting_row(2, 100)]), now_s=0)
