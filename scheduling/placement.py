@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduling.admission import AdmissionPolicy
+from scheduling.admission.room import LEAST_WAIT_S
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import BEST_EFFORT_S, PREFILL_S, UNKNOWN_OUTPUT_TOKENS, work_on
 from scheduling.kernels import Floats, Ints
@@ -77,15 +78,17 @@ class Placer:
         if not len(rows):
             return Placement(None, NO_REPLICA)
         job = self._job(query, rows, now_s, moved)
-        if Tier.GUARANTEED not in query.tiers:
+        if Tier.GUARANTEED not in query.tiers or self._promises_nothing(query):
             return self._best_effort(job)
         if self._admission is None:
             chosen = self._choose(job)
             self._reserve(job, chosen, promised=True)
             return Placement(fleet.ids[job.rows[chosen]], PLACED)
-        if not has_objective(query):
-            return self._unpromised(job, 0.0)
         return self._promise(job, self._admission)
+
+    def _promises_nothing(self, query: RouteQuery) -> bool:
+        """Whether there is nothing that admission could promise."""
+        return self._admission is not None and not has_objective(query)
 
     def _promise(self, job: Job, admission: AdmissionPolicy) -> Placement:
         fleet = self._fleet
@@ -103,7 +106,8 @@ class Placer:
     def _unpromised(self, job: Job, wait_s: float) -> Placement:
         if Tier.BEST_EFFORT in job.query.tiers:
             return self._best_effort(job)
-        retry_after_s = wait_s if wait_s < inf else None
+        # Where it waits for a report only, a moment is enough.
+        retry_after_s = max(wait_s, LEAST_WAIT_S) if wait_s < inf else None
         return Placement(None, UNATTAINABLE, retry_after_s=retry_after_s)
 
     def _best_effort(self, job: Job) -> Placement:

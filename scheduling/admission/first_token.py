@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from math import ceil, floor, inf
 
+import numpy as np
+
 from scheduling.fleet_rows import (
     AHEAD_S,
     DECODE_S,
@@ -19,7 +21,7 @@ from scheduling.fleet_rows import (
     STEP_WORK_S,
     room_s,
 )
-from scheduling.kernels import Floats, compiled
+from scheduling.kernels import Floats, Ints, compiled
 
 
 @compiled
@@ -63,3 +65,21 @@ def first_token_s(
     batches = max(1.0, ceil(left_s / most_s))
     filled_s = min(max(0.0, total_s - done_s) + work_s, batches * most_s)
     return max(0.0, ends_s - now_s) + batches * step_s + max(left_s, filled_s)
+
+
+@compiled
+def first_tokens_s(
+    figures: Floats,
+    starts: Ints,
+    prefills: Floats,
+    rows: Ints,
+    work_s: Floats,
+    now_s: float,
+    due_s: float,
+) -> Floats:
+    """The same on each of the replicas ``rows``, where the prefill takes ``work_s[i]``."""
+    ttft_s = np.empty(rows.shape[0])
+    for place, row in enumerate(rows):
+        queue = prefills[starts[row] :]
+        ttft_s[place] = first_token_s(figures[row], queue, work_s[place], now_s, due_s)
+    return ttft_s

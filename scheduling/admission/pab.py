@@ -10,8 +10,9 @@ from math import inf
 import numpy as np
 
 from scheduling.admission.base import AdmissionPolicy, Promises
+from scheduling.admission.first_token import first_tokens_s
 from scheduling.fleet import Fleet
-from scheduling.fleet_rows import PAB, PREFILL_S
+from scheduling.fleet_rows import PAB
 from scheduling.job import Job
 from scheduling.kernels import DECODE_CONTEXT, DECODE_SEQUENCE, FIXED, PREFILL_TOKENS, Floats
 from scheduling.latency import LatencyModel
@@ -22,9 +23,9 @@ from scheduling.state import next_deadlines_s, prefill_rows
 class PABAdmission(AdmissionPolicy):
     """Promises where the prompt fits the prefill admission budget. ``O(replicas)``.
 
-    The paper promises no time. The predicted time to the first token is our reading: all promised
-    prefills that are queued there, then this one. Likewise the wait until it fits: the time in
-    which the missing tokens are prefilled.
+    The paper promises no time. The prediction of the first token is that of all policies here
+    (:mod:`scheduling.admission.first_token`). The wait until the prompt fits is the time in which
+    the missing tokens are prefilled.
     """
 
     name = "pab"
@@ -35,7 +36,9 @@ class PABAdmission(AdmissionPolicy):
         figures = fleet.figures[job.rows]
         new_tokens = np.maximum(1.0, job.query.prompt_tokens - job.cached_tokens)
         lack = np.maximum(0.0, new_tokens - figures[:, PAB])
-        ttft_s = figures[:, PREFILL_S] + job.work_s
+        ttft_s = first_tokens_s(
+            fleet.figures, fleet.starts, fleet.prefills, job.rows, job.work_s, job.now_s, job.due_s
+        )
         return Promises(lack <= 0, ttft_s, lack * job.work_s / new_tokens)
 
 

@@ -1,0 +1,136 @@
+"""Decisions: tiers, promises, what they take, and when to come back."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduling import fleet_rows as figure
+from scheduling.admission import make_policy as make_admission
+from scheduling.fleet import Fleet
+from scheduling.objective import SLO
+from scheduling.placement import NO_REPLICA, PLACED, UNATTAINABLE, Placement, Placer
+from scheduling.routing import RouteQuery, Tier
+from scheduling.routing import make_policy as make_routing
+from tests.scheduling.fleets import MODEL, fleet_of, report, row
+
+ADMISSIONS = ("moore_hodgson", "pab", "slos_serve")
+PROMISED, BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFFORT})
+EASY, HARD = SLO(ttft_s=1.0, tpot_s=0.1), SLO(ttft_s=0.001)
+
+
+def placer(fleet: Fleet, admission: str | None = "moore_hodgson") -> Placer:
+    made = make_admission(admission) if admission is not None else None
+    return Placer(fleet, make_routing("least_tokens"), made)
+
+
+def query(slo: SLO = EASY, key: int = 1, prompt: int = 1_000, **changes: object) -> RouteQuery:
+    return RouteQuery(key, slo, prompt)._replace(**changes)
+
+
+def full_fleet() -> Fleet:
+    """A replica with more promised than it can hold."""
+    return fleet_of(report(*[row(EASY, 4_000, key=key) for key in range(3)]))
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_what_can_be_promised_is_and_the_rest_is_best_effort_or_refused(admission: str) -> None:
+    held = placer(fleet_of(report()), admission).place(query(), 0.0)
+    assert (held.replica_id, held.reason, held.tier) == ("0", PLACED, Tier.GUARANTEED)
+    # A step of 10 ms and 1,000 tokens of 101 us.
+    assert held.predicted_ttft_s == pytest.approx(MODEL.a + MODEL.work_s(1_000, 0))
+    late = placer(full_fleet(), admission).place(query(), 0.0)
+    assert (late.reason, late.tier, late.predicted_ttft_s) == (PLACED, Tier.BEST_EFFORT, None)
+    refused = placer(full_fleet(), admission).place(query(tiers=PROMISED), 0.0)
+    assert (refused.replica_id, refused.reason) == (None, UNATTAINABLE)
+    assert refused.retry_after_s is not None
+    assert refused.retry_after_s > 0
+
+
+@pytest.mark.parametrize("admission", ["moore_hodgson", "slos_serve"])
+def test_what_could_never_be_held_is_not_asked_to_come_back(admission: str) -> None:
+    refused = placer(fleet_of(report()), admission).place(query(HARD, tiers=PROMISED), 0.0)
+    assert refused == Placement(None, UNATTAINABLE)
+
+
+def test_who_asks_for_no_promise_gets_none() -> None:
+    for asked in (query(tiers=BEST_EFFORT), query(SLO()), query(SLO(), tiers=PROMISED)):
+        fleet = fleet_of(report())
+        assert placer(fleet).place(asked, 0.0).tier is Tier.BEST_EFFORT
+        assert fleet.figures[0, figure.PROMISED] == 0
+    # Without admission nothing is promised, and only who asks for best effort is served as such.
+    fleet = fleet_of(report())
+    assert placer(fleet, None).place(query(SLO()), 0.0) == Placement("0", PLACED)
+    assert placer(fleet, None).place(query(tiers=BEST_EFFORT, key=2), 0.0).tier is Tier.BEST_EFFORT
+
+
+def test_nobody_is_there() -> None:
+    assert placer(Fleet()).place(query(), 0.0) == Placement(None, NO_REPLICA)
+
+
+def test_an_aged_replica_promises_nothing() -> None:
+    fleet = fleet_of(report())
+    aged_s = fleet.settings.aged_after_s
+    assert placer(fleet).place(query(), aged_s).tier is Tier.BEST_EFFORT
+    refused = placer(fleet).place(query(key=2, tiers=PROMISED), aged_s)
+    assert refused.reason == UNATTAINABLE
+    assert refused.retry_after_s is not None
+    assert refused.retry_after_s > 0
+
+
+def test_best_effort_goes_where_the_least_work_is_ahead_in_both_tiers() -> None:
+    waiting = row(EASY, 500, best_effort=True)
+    fleet = fleet_of(report(waiting, waiting), report(row(EASY, 800)), report(waiting))
+    assert placer(fleet).place(query(tiers=BEST_EFFORT), 0.0).replica_id == "2"
+
+
+def test_a_request_that_comes_with_its_kv_needs_one_token_and_all_its_blocks() -> None:
+    fleet = fleet_of(report())
+    placer(fleet, None).place(query(), 0.0, moved=True)
+    assert fleet.figures[0, figure.TOKENS] == 1
+    assert fleet.figures[0, figure.NEEDED_BLOCKS] == -(-1_000 // 16)
+
+
+asked = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 0.01, 0.2]),
+        st.sampled_from([EASY, HARD, SLO(), SLO(ttft_s=0.3), SLO(tpot_s=0.05), SLO(e2e_s=20.0)]),
+        st.integers(1, 4_000),
+        st.sampled_from([PROMISED, BEST_EFFORT, PROMISED | BEST_EFFORT]),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@settings(deadline=None, max_examples=40)
+@given(asked=asked)
+def test_decisions_are_those_of_the_promised_alone_and_the_same_again(
+    admission: str, asked: list[tuple[float, SLO, int, frozenset[Tier]]]
+) -> None:
+    """Best-effort requests take nothing from what can be promised, and nothing is drawn."""
+
+    def decide(everybody: bool) -> list[Placement]:
+        fleet = fleet_of(report(row(EASY, 100, emitted=3, first_token_s=0.0)), report())
+        decides, now_s, made = placer(fleet, admission), 0.0, []
+        for key, (after_s, slo, prompt, tiers) in enumerate(asked):
+            now_s += after_s
+            if now_s >= fleet.settings.aged_after_s:
+                break
+            decision = None
+            if everybody or (tiers == PROMISED and slo != SLO()):
+                tiers_ = PROMISED if tiers == PROMISED else BEST_EFFORT
+                decision = decides.place(query(slo, key, prompt, tiers=tiers_), now_s)
+            made.append(decision)
+            if decision is None:
+                continue
+            assert (decision.replica_id is None) == (decision.reason == UNATTAINABLE)
+            assert (decision.predicted_ttft_s is None) == (decision.tier is not Tier.GUARANTEED)
+        fleet.release(range(len(asked)))
+        assert len(fleet.ledger) == 0
+        return made
+
+    first = decide(everybody=True)
+    assert decide(everybody=True) == first
+    for alone, beside in zip(decide(everybody=False), first, strict=True):
+        assert alone is None or alone == beside
