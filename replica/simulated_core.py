@@ -136,6 +136,7 @@ class SimulatedCore:
         self._ids = count()
         self._fallback = make_policy("fcfs")
         self._stepping = False
+        table.idle(self.free_blocks, config.kv_blocks)
 
     def submit(
         self,

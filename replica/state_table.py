@@ -191,6 +191,11 @@ class StateTable:
         self._end()
         self._free.append(slot)
 
+    def idle(self, free_blocks: int, total_blocks: int) -> None:
+        """No step has run yet, but this is the KV that there is: without it, an engine that has
+        just started would look as if nothing could ever run there."""
+        self.write((), free_kv_blocks=free_blocks, total_kv_blocks=total_blocks)
+
     def write(self, updates: Sequence[RowUpdate], **summary: float) -> None:
         """Write changed rows and the named fields of the summary as one change."""
         self._begin()

@@ -89,6 +89,7 @@ class PlanMixin(_Base):
         self._groups = max(1, len(self.kv_cache_config.kv_cache_groups))
         self._hits = PrefixHits(self.kv_cache_manager, self._groups, self.block_size)
         blocks = PooledBlocks(self._pool)
+        table.idle(self._pool.get_num_free_blocks(), self._pool.num_gpu_blocks)
         self._held = HeldPrefixes(table, blocks.holds, self.block_size, self._pool.hash_block_size)
         blocks.tell_removed(self._held.removed)
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))

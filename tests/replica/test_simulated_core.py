@@ -278,3 +278,9 @@ def play(load: Load) -> tuple[list[tuple[float, Any]], list[Any]]:
 @given(loads)
 def test_every_request_ends_once_and_everything_returns(load: Load) -> None:
     assert play(load) == play(load)
+
+
+def test_an_engine_that_has_run_nothing_shows_its_memory() -> None:
+    bench = Bench(kv_blocks=64)
+    summary = bench.table.read().summary
+    assert (summary["free_kv_blocks"], summary["total_kv_blocks"]) == (64, 64)
