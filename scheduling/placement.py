@@ -127,7 +127,8 @@ class Placer:
 
     def _job(self, query: RouteQuery, rows: Ints, now_s: float, moved: bool) -> Job:
         fleet = self._fleet
-        cached: Floats = fleet.cached_tokens(query.prefix, rows)
+        # The edge's count of the prompt is an estimate, too.
+        cached = np.minimum(fleet.cached_tokens(query.prefix, rows), query.prompt_tokens)
         if moved:
             cached = np.full(len(rows), query.prompt_tokens - 1.0)
         work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
