@@ -18,7 +18,7 @@ class ControllerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    policy: str = Field(default="pab", description="Routing policy, see `sluice policies`.")
+    policy: str = Field(default="most_gain", description="Routing policy, see `sluice policies`.")
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the routing policy."
     )

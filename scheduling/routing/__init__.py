@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduling.policy import make
-from scheduling.routing.attainable import Attainable
 from scheduling.routing.base import Job, RouteQuery, RoutingPolicy, Tier
 from scheduling.routing.go_routing import GoRouting
 from scheduling.routing.least_memory import LeastMemory
 from scheduling.routing.least_tokens import LeastTokens
 from scheduling.routing.least_work import LeastWork
 from scheduling.routing.min_load import MinLoad
+from scheduling.routing.most_gain import MostGain
 from scheduling.routing.pab import PABBalancing
 from scheduling.routing.power_of_two import PowerOfTwo
 from scheduling.routing.round_robin import RoundRobin
@@ -43,7 +43,7 @@ POLICIES: dict[str, type[RoutingPolicy]] = {
         GoRouting,
         SLOsServe,
         SessionAffinity,
-        Attainable,
+        MostGain,
     )
 }
 

@@ -145,22 +145,8 @@ class GoRouting(RoutingPolicy):
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica by Algorithm 2."""
         if job.moved:
-            figures = fleet.figures[job.rows]
-            return int(np.argmax(figures[:, FREE_BLOCKS] - figures[:, NEEDED_BLOCKS]))
-        slo = job.query.slo
-        exec_s, with_s, delta = gains(
-            fleet.figures,
-            fleet.starts,
-            fleet.prefills,
-            job.rows,
-            job.work_s,
-            job.now_s,
-            job.due_s,
-            slo.columns[1],
-            float(slo.priority),
-            self._gamma,
-            self._alone,
-        )
+            return most_free_blocks(job, fleet)
+        exec_s, with_s, delta = gains_of(job, fleet, self._gamma, self._alone)
         most = delta.max()
         if most <= 0:
             if self._random is not None:
@@ -175,6 +161,40 @@ class GoRouting(RoutingPolicy):
         if room.any():
             return int(np.argmax(np.where(room, exec_s, -inf)))
         return int(np.argmin(np.where(candidate, exec_s, inf)))
+
+
+def most_free_blocks(job: Job, fleet: Fleet) -> int:
+    """The replica with the most KV blocks that are free and not needed by what is on its way."""
+    figures = fleet.figures[job.rows]
+    return int(np.argmax(figures[:, FREE_BLOCKS] - figures[:, NEEDED_BLOCKS]))
+
+
+def gains_of(
+    job: Job, fleet: Fleet, gamma: float = 1.0, alone: bool = False
+) -> tuple[Floats, Floats, Floats]:
+    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each replica of a job, see :class:`GoRouting`.
+
+    Args:
+        job: the request.
+        fleet: what is known.
+        gamma: see :class:`GoRoutingOptions`.
+        alone: whether replicas only prefill, in a batch per request (``phi_p``).
+    """
+    slo = job.query.slo
+    found: tuple[Floats, Floats, Floats] = gains(
+        fleet.figures,
+        fleet.starts,
+        fleet.prefills,
+        job.rows,
+        job.work_s,
+        job.now_s,
+        job.due_s,
+        slo.columns[1],
+        float(slo.priority),
+        gamma,
+        alone,
+    )
+    return found
 
 
 @compiled

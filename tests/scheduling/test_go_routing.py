@@ -15,7 +15,7 @@ from scheduling.ledger import Reservation
 from scheduling.objective import SLO
 from scheduling.routing import RouteQuery, make_policy
 from scheduling.routing.base import Job
-from scheduling.routing.go_routing import gains
+from scheduling.routing.go_routing import gains_of
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 SOON = SLO(ttft_s=0.5)
@@ -91,7 +91,7 @@ def test_decodes_lengthen_a_queue() -> None:
     ]
     fleet = fleet_of(report(waiting(1_000), *decodes), report(waiting(1_100)))
     assert choose(fleet, ask(), mu=1.0, **{"lambda": 1.0}) == 1
-    exec_s, _, _ = gains(*arguments(job(fleet, ask()), fleet, 1.0, False))
+    exec_s, _, _ = gains_of(job(fleet, ask()), fleet)
     # One step of 20 decodes, and batches of 0.1 s of which 0.01 s are fixed.
     assert exec_s[0] == pytest.approx(0.101 * 0.1 / 0.09 + 20 * 0.0021, rel=0.01)
 
@@ -108,6 +108,31 @@ def test_on_its_way_to_decode_it_goes_where_most_blocks_are_free() -> None:
 def test_mu_is_not_above_lambda() -> None:
     with pytest.raises(ValueError, match="mu must not be above lambda"):
         make_policy("go_routing", {"mu": 0.6})
+
+
+def test_most_gain_is_the_same_without_packing() -> None:
+    fleet = fleet_of(report(waiting(2_970, SOON)), report(waiting(3_960)), report(waiting(4_500)))
+    policy = make_policy("most_gain")
+    # The first is done first, but there one of less worth would be late.
+    assert policy.choose(job(fleet, ask(0.55, 2_970, priority=3)), fleet) == 1
+    assert (
+        make_policy("most_gain", {"alpha": 0.6}).choose(
+            job(fleet, ask(0.55, 2_970, priority=3)), fleet
+        )
+        == 0
+    )
+    # Nothing is late, or everything: the shortest queue, not the fullest.
+    assert policy.choose(job(fleet, ask(2.0, 100)), fleet) == 0
+    assert policy.choose(job(fleet, ask(0.01, 100)), fleet) == 0
+    moved = job(fleet_of(report(free_blocks=5), report(free_blocks=9)))._replace(moved=True)
+    assert policy.choose(moved, fleet_of(report(free_blocks=5), report(free_blocks=9))) == 1
+
+
+def test_most_gain_counts_the_seconds_of_the_request_itself() -> None:
+    fast = LinearLatency(a=0.005, b=0.000_05, c=0.000_000_5)
+    fleet = fleet_of(report(waiting(1_000)), report(waiting(2_500), latency=fast))
+    assert make_policy("most_gain").choose(job(fleet, ask(5.0, 2_000)), fleet) == 1
+    assert make_policy("most_gain").choose(job(fleet, ask(5.0, 100)), fleet) == 0
 
 
 def reservation(replica: str, tokens: float, due_s: float) -> Reservation:
@@ -225,23 +250,6 @@ def random_ask(rng: random.Random) -> RouteQuery:
     return RouteQuery(7, slo, rng.randint(10, 4_000))
 
 
-def arguments(request: Job, fleet: Fleet, gamma: float, alone: bool) -> tuple[object, ...]:
-    slo = request.query.slo
-    return (
-        fleet.figures,
-        fleet.starts,
-        fleet.prefills,
-        request.rows,
-        request.work_s,
-        request.now_s,
-        request.due_s,
-        slo.columns[1],
-        float(slo.priority),
-        gamma,
-        alone,
-    )
-
-
 # Drawn by a seed and not by hypothesis itself: round numbers would meet in ties that rounding
 # decides.
 @given(st.integers(0, 2**32))
@@ -265,7 +273,7 @@ def test_nothing_is_packed_beyond_lambda_while_another_candidate_is_left(seed: i
     request = job(fleet, random_ask(rng))
     heavy = rng.uniform(0.1, 1)
     chosen = choose(fleet, request.query, mu=0.0, alpha=1.0, **{"lambda": heavy})
-    exec_s, with_s, delta = gains(*arguments(request, fleet, 1.0, False))
+    exec_s, with_s, delta = gains_of(request, fleet)
     bound_s = heavy * request.query.slo.columns[0]
     if with_s[chosen] > bound_s and delta.max() > 0:
         assert (with_s[delta == delta.max()] > bound_s).all()

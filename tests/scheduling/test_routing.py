@@ -221,21 +221,6 @@ def test_decisions_are_repeatable_and_among_the_replicas_of_the_job(
             assert made.rows[chosen] in some
 
 
-def test_attainable_goes_where_nobody_is_made_late_and_the_prefill_is_done_first() -> None:
-    # At the first, the one that waits would miss its deadline behind the request, which is due
-    # before it. At the others there is more to do, and time for it.
-    tight, ample = row(SLO(ttft_s=0.55), 5_000), row(SLO(ttft_s=1.2), 5_500)
-    fleet = fleet_of(report(tight), report(ample, row(SLO(ttft_s=1.2), 500)), report(ample))
-    query = QUERY._replace(slo=SLO(ttft_s=0.5), prompt_tokens=1_000)
-    policy = make_policy("attainable")
-    assert make_policy("least_work").choose(job(fleet, query), fleet) == 0
-    assert policy.choose(job(fleet, query), fleet) == 2
-    assert policy.choose(job(fleet, query).of(np.array([0, 1])), fleet) == 1
-    # Nobody can start before this is due: the one with the least to do.
-    late = query._replace(slo=SLO(ttft_s=0.01))
-    assert policy.choose(job(fleet, late), fleet) == 0
-
-
 def test_unknown_policies_and_options_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown routing policy 'random'; known: "):
         make_policy("random")
