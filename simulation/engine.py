@@ -34,7 +34,7 @@ class Engine:
 
     The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it.
     Between the two, requests may be submitted. The engine does what stock vLLM does around a plan
-    (:class:`~scheduling.batching.base.BatchBuilder`): a running request that lacks blocks preempts
+    (:class:`~scheduling.batching.batch.BatchBuilder`): a running request that lacks blocks preempts
     others by recompute. What the plan evicts loses its KV before the step. A plan of which nothing
     runs does not stop it: that step is planned first come, first served, as in production, and
     counted in ``fallbacks``.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections import deque
 
 import pytest
@@ -15,12 +16,14 @@ from replica.local_model import local_model
 from replica.state_table import StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
 from scheduling.batching import POLICIES
+from scheduling.objective import SLO
 
 from .in_process import OBJECTIVES
 
 pytestmark = pytest.mark.vllm
 
 BLOCK = 16
+CALM = SLO(ttft_s=600.0, tpot_s=60.0)
 
 
 def token_at(request_id, position):
@@ -94,7 +97,8 @@ def make(model, directory, policy, blocks, in_flight):
     return scheduler, table
 
 
-def requests(count, best_effort=lambda index: False):
+def requests(count, objectives=OBJECTIVES, arrival_s=0.0, best_effort=0):
+    """Random requests, the first ``best_effort`` of which nothing was promised."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -103,8 +107,8 @@ def requests(count, best_effort=lambda index: False):
     for index in range(count):
         request_id = f"r{index}"
         length, output = chance.randrange(1, 300), chance.randrange(1, 30)
-        objective = OBJECTIVES[index % len(OBJECTIVES)]
-        args = RequestArgs(request_id, 0.0, objective, best_effort(index))
+        objective = objectives[index % len(objectives)]
+        args = RequestArgs(request_id, arrival_s, objective, index < best_effort)
         made.append(
             Request(
                 request_id=request_id,
@@ -183,10 +187,10 @@ def test_every_token_comes_once_and_in_order(model, tmp_path, policy, in_flight,
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_evicted_requests_go_on_with_the_next_token(model, tmp_path, policy, in_flight):
-    """Most requests are best effort, and the KV is short: promised ones evict them again and again,
-    also while a batch with a token of theirs is in flight."""
+    """Best-effort requests hold the KV when promised ones come: those evict them, also while a
+    batch with a token of theirs is in flight."""
     scheduler, table = make(model, tmp_path, policy, 40, in_flight)
-    arriving = requests(60, best_effort=lambda index: index % 3 > 0)
+    arriving = requests(50, [CALM], time.monotonic(), best_effort=25)
     received = drive(scheduler, in_flight, arriving)
     for request in arriving:
         length, output = request.num_prompt_tokens, request.max_tokens
