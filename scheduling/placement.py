@@ -14,7 +14,7 @@ from scheduling.admission import AdmissionPolicy
 from scheduling.admission.room import LEAST_WAIT_S
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import BEST_EFFORT_S, PREFILL_S, UNKNOWN_OUTPUT_TOKENS, work_on
-from scheduling.kernels import Floats, Ints
+from scheduling.kernels import Ints
 from scheduling.ledger import Reservation
 from scheduling.routing.base import Job, RouteQuery, RoutingPolicy, Tier
 
