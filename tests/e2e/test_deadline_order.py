@@ -34,6 +34,8 @@ def test_an_urgent_request_behind_long_prefills(policy: str, tmp_path: Path) -> 
             "vllm_args": {"max-model-len": 4096, "max-num-batched-tokens": _BATCH_TOKENS},
         },
         "replica": {"count": 1},
+        # One tier for all: the order is the local policy's.
+        "controller": {"admission": "none"},
     }
     with system(fields) as serving:
         urgent = _run_load(serving)
