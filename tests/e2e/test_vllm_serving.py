@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replica.config import EngineConfig
 from replica.local_model import local_model
+from router.config import RouterConfig
 from tests.e2e.conftest import System, system, wait_until
 from tests.test_docs import documented_metrics
 
@@ -35,7 +36,16 @@ _PROMPTS = (
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[System]:
-    fields = {"engine": {"policy": "slidebatching", "vllm_args": {"max-model-len": 4096}}}
+    # Besides the usual classes, one that can be promised and two that no engine can hold.
+    classes = {name: entry.model_dump() for name, entry in RouterConfig().classes.items()} | {
+        "easy": {"ttft_ms": 60_000, "tpot_ms": 1_000, "priority": 2},
+        "hopeless": {"ttft_ms": 0.01},
+        "strict": {"ttft_ms": 0.01, "when_unattainable": "reject"},
+    }
+    fields = {
+        "engine": {"policy": "slidebatching", "vllm_args": {"max-model-len": 4096}},
+        "router": {"classes": classes},
+    }
     with system(fields) as started:
         yield started
 
@@ -87,6 +97,42 @@ def test_answers_name_replica_request_and_class(serving: System) -> None:
     assert len({answer.headers["x-sluice-request-id"] for answer in answers}) == 6
     known = {replica["replica_id"] for replica in serving.snapshot()["replicas"]}
     assert {answer.headers["x-sluice-replica"] for answer in answers} <= known
+
+
+def _send(serving: System, service_class: str) -> httpx.Response:
+    return httpx.post(
+        f"{serving.url}/v1/completions",
+        json={"model": "local", "prompt": "one two three", "max_tokens": 4},
+        headers={"x-slo-class": service_class},
+        timeout=120,
+    )
+
+
+def test_a_promise_is_said_with_its_time_and_kept(serving: System) -> None:
+    for _ in range(5):
+        answer = _send(serving, "easy")
+        assert answer.status_code == 200
+        assert answer.headers["x-sluice-admission"] == "guaranteed"
+        assert 0 < float(answer.headers["x-sluice-predicted-ttft-ms"]) < 60_000
+    page = httpx.get(f"{serving.url}/metrics", timeout=30).text
+    assert 'sluice_promises_total{class="easy",outcome="missed"}' not in page
+
+
+def test_what_cannot_be_promised_is_best_effort_or_refused_as_its_class_says(
+    serving: System, client: openai.OpenAI
+) -> None:
+    for service_class in ("hopeless", "batch"):
+        answer = _send(serving, service_class)
+        assert answer.status_code == 200
+        assert answer.headers["x-sluice-admission"] == "best-effort"
+        assert "x-sluice-predicted-ttft-ms" not in answer.headers
+    refused = _send(serving, "strict")
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "slo_unattainable"
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(
+            model="local", prompt="one", max_tokens=1, extra_headers={"x-slo-class": "strict"}
+        )
 
 
 def test_concurrent_requests_use_both_replicas(serving: System) -> None:
