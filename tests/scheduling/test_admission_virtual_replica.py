@@ -26,7 +26,10 @@ def decided(fleet: Fleet, query: RouteQuery, now_s: float = 0.0, headroom: float
     return bool(VirtualReplica(options).promises(job(fleet, query, now_s), fleet).holds[0])
 
 
-def demand(columns: list[tuple[float, float, float, float]]) -> Demand:
+Columns = tuple[float, float, float, float]
+
+
+def demand(columns: list[Columns]) -> Demand:
     """Requests of (due, prefill, TPOT, decode step), seconds; memory is another test's."""
     due_s, prefill_s, tpot_s, step_s = np.array(columns, np.float64).reshape(-1, 4).T
     none = np.zeros(len(due_s))
@@ -37,7 +40,8 @@ def by_program(fleet: Fleet, made: Job, headroom: float) -> bool:
     """The dynamic program's answer, on demands taken from the requests that the fleet was told."""
     usable = 1.0 - headroom
     fixed_s = MODEL.a / usable
-    decodes, queue = [], []
+    decodes: list[Columns] = []
+    queue: list[Columns] = []
     reported = fleet._reports[0]
     assert reported is not None
     for each in reported.rows:
@@ -76,17 +80,17 @@ def by_program(fleet: Fleet, made: Job, headroom: float) -> bool:
         gone_s -= prefill_s / rate
         decodes.append((0.0, 0.0, pace_s, own_s))
         queue.pop(0)
-    promised = [*decodes, *((due_s - made.now_s, *rest) for due_s, *rest in queue)]
+    promised = decodes + [(each[0] - made.now_s, *each[1:]) for each in queue]
     slo = made.query.slo
     own_s = float(most_work_s(MODEL.pieces, 1.0, float(made.query.prompt_tokens)))
-    new = (
+    asking = (
         made.due_s - made.now_s,
         float(made.work_s[0]) / usable,
         slo.columns[1],
         own_s / usable,
     )
     supply = Supply(np.array([fixed_s]), np.ones(1), longest_s, 1e9, 1_000, Anchor.FIRST_TOKEN)
-    return bool(admissible(demand([new]), demand(promised), supply)[0])
+    return bool(admissible(demand([asking]), demand(promised), supply)[0])
 
 
 SLOS = [SLO(ttft_s=t, tpot_s=p) for t in (0.2, 0.6, 1.5, None) for p in (0.02, 0.05, 0.1, None)]

@@ -120,8 +120,8 @@ def test_a_reservation_counts_as_the_same_request_reported_waiting(
 def has_same(one: Fleet, other: Fleet, but: tuple[int, ...]) -> bool:
     """Whether two fleets of one replica have the same, up to rounding, ``but`` for some figures."""
     left, right = state(one)["0"], state(other)["0"]
-    figures = [np.delete(np.array(each[0]), but) for each in (left, right)]
-    if not np.allclose(*figures, rtol=1e-9, atol=1e-9):
+    ours, theirs = (np.delete(np.array(each[0]), but) for each in (left, right))
+    if not np.allclose(ours, theirs, rtol=1e-9, atol=1e-9):
         return False
     if len(left[1]) != len(right[1]) or len(left[2]) != len(right[2]):
         return False
@@ -241,7 +241,7 @@ def test_ageing_draining_and_leaving() -> None:
     old, new = fleet.row_of["old"], fleet.row_of["new"]
 
     def willing(now_s: float) -> list[int]:
-        return fleet.candidates(now_s).tolist()
+        return list(map(int, fleet.candidates(now_s)))
 
     assert willing(0.9) == sorted([old, new])
     assert (willing(1.2), fleet.condition(old, 1.2)) == ([new], "aged")

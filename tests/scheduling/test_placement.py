@@ -23,8 +23,13 @@ def placer(fleet: Fleet, admission: str | None = "moore_hodgson") -> Placer:
     return Placer(fleet, make_routing("least_tokens"), made)
 
 
-def query(slo: SLO = EASY, key: int = 1, prompt: int = 1_000, **changes: object) -> RouteQuery:
-    return RouteQuery(key, slo, prompt)._replace(**changes)
+def query(
+    slo: SLO = EASY,
+    key: int = 1,
+    prompt: int = 1_000,
+    tiers: frozenset[Tier] = PROMISED | BEST_EFFORT,
+) -> RouteQuery:
+    return RouteQuery(key, slo, prompt, tiers=tiers)
 
 
 def full_fleet() -> Fleet:
@@ -110,9 +115,10 @@ def test_decisions_are_those_of_the_promised_alone_and_the_same_again(
 ) -> None:
     """Best-effort requests take nothing from what can be promised, and nothing is drawn."""
 
-    def decide(everybody: bool) -> list[Placement]:
+    def decide(everybody: bool) -> list[Placement | None]:
         fleet = fleet_of(report(row(EASY, 100, emitted=3, first_token_s=0.0)), report())
-        decides, now_s, made = placer(fleet, admission), 0.0, []
+        decides, now_s = placer(fleet, admission), 0.0
+        made: list[Placement | None] = []
         for key, (after_s, slo, prompt, tiers) in enumerate(asked):
             now_s += after_s
             if now_s >= fleet.settings.aged_after_s:
