@@ -36,6 +36,8 @@ Ask = Callable[[RouteQuery], Awaitable[RouteDecision | None]]
 
 _TIMEOUT_S = 30.0
 _WARM_UP_S = 0.5
+_RETRY_S = 0.1
+_RESERVED_S = 0.25
 
 
 class Measured(NamedTuple):
@@ -73,9 +75,12 @@ class Replicas:
         Raises:
             RuntimeError: the controller does not answer.
         """
+        give_up_s = time.monotonic() + _TIMEOUT_S
         for index in range(self._voices.replicas):
-            if await self._client.hello(self._voices.hello(index)) is None:
-                raise RuntimeError("the controller did not answer a hello")
+            while await self._client.hello(self._voices.hello(index)) is None:
+                if time.monotonic() > give_up_s:
+                    raise RuntimeError("the controller did not answer a hello")
+                await asyncio.sleep(_RETRY_S)
 
     async def report(self, seconds: float) -> float:
         """Report for all, :data:`REPORTS_PER_S` times a second each; reports answered a second.
@@ -106,6 +111,8 @@ class Session:
     """One controller with its fleet, and a client that asks it."""
 
     def __init__(self, label: str, config: ControllerConfig, replicas: int) -> None:
+        # Nothing confirms a decision here, so each counts only as long as a report takes to come.
+        config = config.model_copy(update={"reservation_ttl_s": _RESERVED_S})
         self._app_name = f"benchmark-{label.replace('_', '-')}"
         self._client = ControllerClient(self._app_name, config, _TIMEOUT_S)
         self._actor = ensure_controller(self._app_name, config)
@@ -165,7 +172,6 @@ class Session:
                 times_ns.append(time.perf_counter_ns() - started)
                 if decision is None or decision.replica_id is None:
                     raise RuntimeError(f"nothing was placed: {decision}")
-                self._client.release(query.key)
                 due_s = max(due_s + 1 / per_s, time.monotonic())
                 await asyncio.sleep(due_s - time.monotonic())
 

@@ -71,7 +71,7 @@ class Controller:
             config.make_routing(),
             config.make_admission(),
         )
-        self._server = RouteServer(self._route)
+        self._server = RouteServer(self._route, self._report)
         self._instruments = Instruments(config.policy, self._mirror, self._fleet, clock)
         own = families_of(self._instruments.registry)
         self._hub = MetricsHub(reserved=[family.name for family in own])
@@ -93,7 +93,8 @@ class Controller:
         return self._route(queries)
 
     async def endpoint(self) -> Endpoint:
-        """Where :meth:`route` can be had over a plain connection; see :mod:`controller.channel`."""
+        """Where :meth:`route` and :meth:`report` can be had over a plain connection; see
+        :mod:`controller.channel`."""
         self._hear()
         return await self._server.endpoint(ray.util.get_node_ip_address())
 
@@ -116,11 +117,7 @@ class Controller:
         Raises:
             ValueError: the message is malformed.
         """
-        now_s = self._hear()
-        with self._instruments.refusals():
-            applied = self._mirror.delta(delta, now_s)
-        self._instruments.count_report("applied" if applied else "resync")
-        return ReportReply(self._epoch, resync=not applied)
+        return self._report(delta)
 
     async def goodbye(self, replica_id: str) -> None:
         """A replica has drained and ends: forget it."""
@@ -203,6 +200,13 @@ class Controller:
             raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
         self._hear()
         return RouteReply(self._epoch, tuple([self._decide(query) for query in queries]))
+
+    def _report(self, delta: ReplicaDelta) -> ReportReply:
+        now_s = self._hear()
+        with self._instruments.refusals():
+            applied = self._mirror.delta(delta, now_s)
+        self._instruments.count_report("applied" if applied else "resync")
+        return ReportReply(self._epoch, resync=not applied)
 
     def _decide(self, query: RouteQuery) -> RouteDecision:
         started_s = self._clock()

@@ -1,11 +1,13 @@
-"""A plain TCP connection for decisions, which costs a fraction of an actor call.
+"""A plain TCP connection for decisions and reports, which costs a fraction of an actor call.
 
-A decision is on the path of every request, so it is the one thing that does not travel as an actor
-call while this connection stands; ``sluice bench decision`` measures both. The
-actor listens on its node's address, on a port of the system's choice; who knows the token that the
-actor hands out may ask. Messages are lines: first the token, answered by ``ok``, then JSON:
+A decision is on the path of every request, and every replica reports many times a second. So these
+two do not travel as actor calls while this connection stands; ``sluice bench decision`` measures
+both ways. The actor listens on its node's address, on a port of the system's choice; who knows the
+token that the actor hands out may ask. Messages are lines: first the token, answered by ``ok``,
+then JSON:
 ``[number, [query, ...]]``, answered, in the order of the questions, by
-``[number, epoch, [decision, ...]]`` or ``[number, null, "what was wrong"]``.
+``[number, epoch, [decision, ...]]``; or ``[number, {"report": ...}]``, answered by
+``[number, epoch, resync]``; either may be answered by ``[number, null, "what was wrong"]``.
 """
 
 from __future__ import annotations
@@ -20,14 +22,22 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple, cast
 
+from controller import report_wire
 from controller.failure import NoAnswerError
-from controller.messages import RouteDecision, RouteQuery, RouteReply, Tier
+from controller.messages import (
+    ReplicaDelta,
+    ReportReply,
+    RouteDecision,
+    RouteQuery,
+    RouteReply,
+    Tier,
+)
 from scheduling.objective import SLO
 
 MAX_LINE = 1 << 20
 """Longest message, bytes."""
 
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS = 8192
 """Most connections that have shown the token."""
 
 MAX_STRANGERS = 64
@@ -47,6 +57,7 @@ _WELCOME = b"ok"
 _log = logging.getLogger(__name__)
 
 Route = Callable[[list[RouteQuery]], RouteReply]
+TakeReport = Callable[[ReplicaDelta], ReportReply]
 OnLate = Callable[[RouteQuery, RouteDecision], None]
 
 
@@ -130,17 +141,23 @@ class _Served(_Lines):
             self._greeted(line)
             return
         try:
-            number, rows = json.loads(line)
-            queries = [_query(row) for row in rows]
-        except (TypeError, ValueError, RecursionError):
+            number, asked = json.loads(line)
+            if isinstance(asked, dict):
+                delta, queries = report_wire.of_json(asked["report"]), []
+            else:
+                delta, queries = None, [_query(row) for row in asked]
+        except (KeyError, TypeError, ValueError, RecursionError):
             self.close()
             return
         try:
-            reply = self._server.route(queries)
+            if delta is not None:
+                told = self._server.report(delta)
+                self.send((number, told.epoch, told.resync))
+            else:
+                reply = self._server.route(queries)
+                self.send((number, reply.epoch, reply.decisions))
         except ValueError as error:
             self.send((number, None, str(error)))
-        else:
-            self.send((number, reply.epoch, reply.decisions))
 
     def _greeted(self, line: bytes) -> None:
         known = hmac.compare_digest(line, self._server.token.encode())
@@ -157,10 +174,12 @@ class _Served(_Lines):
 
 
 class RouteServer:
-    """The controller's side. ``route`` is called for each message, on the event loop."""
+    """The controller's side. ``route`` or ``report`` is called for each message, on the event
+    loop."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, report: TakeReport) -> None:
         self.route = route
+        self.report = report
         self.token = secrets.token_hex(32)
         self._strangers: dict[_Served, None] = {}
         self._trusted: set[_Served] = set()
@@ -207,7 +226,7 @@ class _Asking(_Lines):
         self._on_lost = on_lost
         self._on_late = on_late
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[RouteReply]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[int, Any]]] = {}
         # Bounded: an answer clears all that were asked before it, and without one the connection
         # soon ends.
         self._late: dict[int, Sequence[RouteQuery]] = {}
@@ -243,21 +262,28 @@ class _Asking(_Lines):
             if future is not None and not future.done():
                 future.set_exception(ValueError(answer))
             return
-        decisions = tuple([_decision(row) for row in answer])
-        if late is not None:
-            for query, decision in zip(late, decisions, strict=True):
+        if late:
+            for query, decision in zip(late, _decisions(answer), strict=True):
                 self._on_late(query, decision)
         elif future is not None and not future.done():
-            future.set_result(RouteReply(epoch, decisions))
+            future.set_result((epoch, answer))
 
-    async def ask(self, queries: Sequence[RouteQuery], timeout_s: float) -> RouteReply:
-        """As :meth:`RouteChannel.route`, with ``TimeoutError``."""
+    async def ask(
+        self, message: Any, timeout_s: float, queries: Sequence[RouteQuery] = ()
+    ) -> tuple[int, Any]:
+        """The controller's epoch and its answer to ``message``, which asks ``queries`` if any.
+
+        Raises:
+            NoAnswerError: the connection broke.
+            TimeoutError: no answer came in time.
+            ValueError: the controller refused the message.
+        """
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        future: asyncio.Future[RouteReply] = loop.create_future()
+        future: asyncio.Future[tuple[int, Any]] = loop.create_future()
         self._waiting[number] = future
         asked_s = loop.time()
-        self.send((number, [_row(query) for query in queries]))
+        self.send((number, message))
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
@@ -303,7 +329,7 @@ class RouteChannel:
 
     @property
     def open(self) -> bool:
-        """Whether :meth:`route` can be called: the controller has taken the token."""
+        """Whether it can be used: the controller has taken the token."""
         return self._connection is not None
 
     def connect_soon(self) -> None:
@@ -318,11 +344,27 @@ class RouteChannel:
             NoAnswerError: the connection broke, or no answer came in time.
             ValueError: the controller refused the queries.
         """
+        rows = [_row(query) for query in queries]
+        epoch, answer = await self._ask(rows, timeout_s, queries)
+        return RouteReply(epoch, _decisions(answer))
+
+    async def report(self, delta: ReplicaDelta, timeout_s: float) -> ReportReply:
+        """The answer to a report, which fits (:func:`controller.report_wire.fits`).
+
+        Raises:
+            NoAnswerError: the connection broke, or no answer came in time.
+            ValueError: the controller refused the report.
+        """
+        return ReportReply(*await self._ask({"report": report_wire.to_json(delta)}, timeout_s))
+
+    async def _ask(
+        self, message: Any, timeout_s: float, queries: Sequence[RouteQuery] = ()
+    ) -> tuple[int, Any]:
         connection = self._connection
         if connection is None:
             raise NoAnswerError("unavailable")
         try:
-            return await connection.ask(queries, timeout_s)
+            return await connection.ask(message, timeout_s, queries)
         except TimeoutError:
             raise NoAnswerError("timeout") from None
 
@@ -406,6 +448,10 @@ def _query(row: Any) -> RouteQuery:
         session,
         tuple(prefix),
     )
+
+
+def _decisions(rows: Any) -> tuple[RouteDecision, ...]:
+    return tuple([_decision(row) for row in rows])
 
 
 def _decision(row: Any) -> RouteDecision:

@@ -20,8 +20,15 @@ from controller.channel import (
     RouteServer,
 )
 from controller.failure import NoAnswerError
-from controller.messages import RouteDecision, RouteQuery, RouteReply
+from controller.messages import (
+    ReplicaDelta,
+    ReportReply,
+    RouteDecision,
+    RouteQuery,
+    RouteReply,
+)
 from scheduling.objective import SLO
+from tests.controller.fleet import delta, waiting_row
 
 QUERY = RouteQuery(7, SLO(ttft_s=0.5, tpot_s=0.05, priority=3, service_class="fast"), 120, 0.25)
 
@@ -31,12 +38,23 @@ class Placed:
 
     def __init__(self) -> None:
         self.asked: list[list[RouteQuery]] = []
+        self.reports: list[ReplicaDelta] = []
 
     def __call__(self, queries: list[RouteQuery]) -> RouteReply:
         self.asked.append(queries)
         if len(queries) > 2:
             raise ValueError("at most 2 queries")
         return RouteReply(11, tuple(RouteDecision("a", "placed") for _ in queries))
+
+    def report(self, delta: ReplicaDelta) -> ReportReply:
+        self.reports.append(delta)
+        if delta.draining:
+            raise ValueError("no more reports")
+        return ReportReply(11, resync=delta.seq == 0)
+
+
+def serving(placed: Placed) -> RouteServer:
+    return RouteServer(placed, placed.report)
 
 
 def _no_late_answers(query: RouteQuery, decision: RouteDecision) -> None:
@@ -83,14 +101,45 @@ async def raw(server: RouteServer, *lines: bytes) -> bytes:
 
 async def test_a_query_arrives_whole_and_its_decision_returns() -> None:
     placed = Placed()
-    async with connected(RouteServer(placed)) as (channel, _):
+    async with connected(serving(placed)) as (channel, _):
         reply = await channel.route([QUERY, QUERY._replace(key=8, slo=SLO())], 5)
     assert reply == RouteReply(11, (RouteDecision("a", "placed"),) * 2)
     assert placed.asked == [[QUERY, QUERY._replace(key=8, slo=SLO())]]
 
 
+async def test_a_report_arrives_whole_and_its_answer_returns() -> None:
+    placed = Placed()
+    sent = delta("a", 11, 3, {1: waiting_row(5, 10)}, finished=(7,))
+    async with connected(serving(placed)) as (channel, _):
+        assert await channel.report(sent, 5) == ReportReply(11, resync=False)
+        assert await channel.report(sent._replace(seq=0), 5) == ReportReply(11, resync=True)
+    assert [each.seq for each in placed.reports] == [3, 0]
+    assert placed.reports[0].rows.tobytes() == sent.rows.tobytes()
+    assert placed.reports[0].finished == (7,)
+    assert placed.asked == []
+
+
+async def test_a_refused_report_carries_its_reason_and_leaves_the_connection() -> None:
+    async with connected(serving(Placed())) as (channel, lost):
+        with pytest.raises(ValueError, match="no more reports"):
+            await channel.report(delta("a", 11, 3, draining=True), 5)
+        assert (await channel.route([QUERY], 5)).epoch == 11
+        assert not lost.is_set()
+
+
+async def test_reports_and_questions_of_one_moment_get_their_own_answers() -> None:
+    async with connected(serving(Placed())) as (channel, _):
+        replies = await asyncio.gather(
+            *(
+                channel.route([QUERY], 5) if n % 2 else channel.report(delta("a", 11, n), 5)
+                for n in range(40)
+            )
+        )
+    assert all(isinstance(reply, RouteReply) == bool(n % 2) for n, reply in enumerate(replies))
+
+
 async def test_concurrent_questions_get_their_own_answers() -> None:
-    async with connected(RouteServer(Placed())) as (channel, _):
+    async with connected(serving(Placed())) as (channel, _):
         replies = await asyncio.gather(
             *(channel.route([QUERY] * (1 + n % 2), 5) for n in range(50))
         )
@@ -98,7 +147,7 @@ async def test_concurrent_questions_get_their_own_answers() -> None:
 
 
 async def test_a_refusal_carries_its_reason() -> None:
-    async with connected(RouteServer(Placed())) as (channel, lost):
+    async with connected(serving(Placed())) as (channel, lost):
         with pytest.raises(ValueError, match="at most 2"):
             await channel.route([QUERY] * 3, 5)
         assert not lost.is_set()
@@ -114,7 +163,7 @@ async def test_a_refusal_carries_its_reason() -> None:
 )
 async def test_without_the_token_nothing_is_answered(lines: list[bytes]) -> None:
     placed = Placed()
-    assert await raw(RouteServer(placed), *lines) == b""
+    assert await raw(serving(placed), *lines) == b""
     assert placed.asked == []
 
 
@@ -125,6 +174,9 @@ async def test_without_the_token_nothing_is_answered(lines: list[bytes]) -> None
         b"{}",
         b"[1]",
         b"[1, 5]",
+        b"[1, {}]",
+        b'[1, {"report": []}]',
+        b'[1, {"report": ["a", 1, 2, 0.0, "", "", "", [], false, "", ""]}]',
         b"[1, [[1, 2]]]",
         b'[1, [[1, 2, 0.0, -1, null, null, 1, "x"]]]',
         b"[" * 100_000,
@@ -133,20 +185,20 @@ async def test_without_the_token_nothing_is_answered(lines: list[bytes]) -> None
 )
 async def test_a_malformed_message_closes_the_connection(line: bytes) -> None:
     placed = Placed()
-    server = RouteServer(placed)
+    server = serving(placed)
     assert await raw(server, server.token.encode(), line) == b""
-    assert placed.asked == []
+    assert placed.asked == placed.reports == []
     good = json.loads(await raw(server, server.token.encode(), b"[1, []]"))
     assert good == [1, 11, []], "the server itself goes on"
 
 
 async def test_a_line_without_end_is_bounded() -> None:
-    server = RouteServer(Placed())
+    server = serving(Placed())
     assert await raw(server, server.token.encode(), b"x" * (MAX_LINE + 1)) == b""
 
 
 async def test_a_stranger_gets_no_more_room_than_the_token_takes() -> None:
-    server = RouteServer(Placed())
+    server = serving(Placed())
     endpoint = await server.endpoint("127.0.0.1")
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     writer.write(b"x" * (len(server.token) + 1))  # no end of line
@@ -158,7 +210,7 @@ async def test_a_stranger_gets_no_more_room_than_the_token_takes() -> None:
 
 async def test_nothing_after_a_malformed_line_of_the_same_packet_is_handled() -> None:
     placed = Placed()
-    server = RouteServer(placed)
+    server = serving(placed)
     row = json.dumps([7, 120, 0.25, 0.5, 0.05, None, 3, "fast"]).encode()
     question = b"[1, [" + row + b"]]"
     assert await raw(server, server.token.encode(), b"not json", question) == b""
@@ -168,19 +220,19 @@ async def test_nothing_after_a_malformed_line_of_the_same_packet_is_handled() ->
 
 async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "GREETING_TIMEOUT_S", 0.05)
-    assert await raw(RouteServer(Placed())) == b""
+    assert await raw(serving(Placed())) == b""
 
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "MAX_CONNECTIONS", 1)
-    server = RouteServer(Placed())
+    server = serving(Placed())
     async with connected(server) as (channel, _):
         assert await raw(server, server.token.encode(), b"[1, []]") == b""
         assert (await channel.route([QUERY], 5)).epoch == 11
 
 
 async def test_strangers_neither_shut_out_routers_nor_gather_without_end() -> None:
-    server = RouteServer(Placed())
+    server = serving(Placed())
     endpoint = await server.endpoint("127.0.0.1")
     strangers = [
         await asyncio.open_connection(endpoint.host, endpoint.port)
@@ -211,7 +263,7 @@ async def test_attempts_to_connect_are_bounded_in_rate(monkeypatch: pytest.Monke
         await sleep(0)
 
     attempts: list[str] = []
-    server = RouteServer(Placed())
+    server = serving(Placed())
     endpoint = await server.endpoint("127.0.0.1")
 
     def finder(token: str) -> Callable[[], Awaitable[Endpoint]]:
@@ -254,7 +306,7 @@ async def test_attempts_to_connect_are_bounded_in_rate(monkeypatch: pytest.Monke
 
 async def test_a_broken_connection_fails_what_waits_and_is_told() -> None:
     answered = Placed()
-    server = RouteServer(answered)
+    server = serving(answered)
     async with connected(server) as (channel, lost):
         for connection in tuple(server._trusted):
             connection.close()

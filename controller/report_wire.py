@@ -1,0 +1,80 @@
+"""A replica's report as JSON, for the controller's plain connection.
+
+Arrays travel as the bytes that they are in memory, in base64: their types are little-endian
+wherever they are made. What the bytes say is checked like any other report.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+
+from controller.messages import ReplicaDelta
+from scheduling.prefix import HELD
+from scheduling.state import ROW, SUMMARY
+
+MAX_BYTES = 512 << 10
+"""Most bytes of arrays in one message; a third more as text."""
+
+MAX_FINISHED = 8_192
+"""Most finished keys in one message."""
+
+_SLOT = np.dtype("<i4")
+
+
+def fits(delta: ReplicaDelta) -> bool:
+    """Whether a report is small enough for one message."""
+    arrays = (delta.slots, delta.rows, delta.held_slots, delta.held)
+    return (
+        sum(array.nbytes for array in arrays) <= MAX_BYTES and len(delta.finished) <= MAX_FINISHED
+    )
+
+
+def to_json(delta: ReplicaDelta) -> list[Any]:
+    """What :func:`of_json` makes the report of again."""
+    return [
+        delta.replica_id,
+        delta.epoch,
+        delta.seq,
+        delta.now_s,
+        _text(delta.slots.astype(_SLOT, copy=False)),
+        _text(delta.rows),
+        _text(delta.summary),
+        delta.finished,
+        delta.draining,
+        _text(delta.held_slots.astype(_SLOT, copy=False)),
+        _text(delta.held),
+    ]
+
+
+def of_json(row: Any) -> ReplicaDelta:
+    """The report in ``row``.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    replica_id, epoch, seq, now_s, slots, rows, summary, finished, draining, held_slots, held = row
+    (record,) = _array(summary, SUMMARY)
+    return ReplicaDelta(
+        replica_id,
+        epoch,
+        seq,
+        now_s,
+        _array(slots, _SLOT),
+        _array(rows, ROW),
+        record,
+        tuple(finished),
+        draining,
+        _array(held_slots, _SLOT),
+        _array(held, HELD),
+    )
+
+
+def _text(array: np.ndarray | np.void) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: str, dtype: np.dtype[Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype)
