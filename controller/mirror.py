@@ -90,7 +90,8 @@ class MirroredReplica:
             correction = 1.0 + (correction - 1.0) * exp(-idle_s / FORGETTING_S)
         return Report(
             rows,
-            made_s,
+            # For a whole number the compiled loops would be compiled anew, for seconds.
+            float(made_s),
             self.offset_s,
             float(summary["updated_s"]),
             self.latency.corrected(correction),
