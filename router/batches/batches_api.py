@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 from router.batches.config import window_s
 from router.batches.expiry import expiry_s
 from router.batches.files_api import owner_of
-from router.batches.lines import ENDPOINTS
 from router.batches.paging import page
 from router.batches.records import BatchRecord, Status, new_batch_id
 from router.batches.run import Resources
@@ -19,6 +18,7 @@ from router.batches.runner import Runner
 from router.batches.store import file_not_found, full_disk_told
 from router.body import parse_object, read_body
 from router.errors import ApiError, Reason, invalid, shown
+from router.gate import INFERENCE_PATHS
 
 MAX_BODY_BYTES = 64 << 10
 """Largest body that asks for a batch, bytes."""
@@ -98,7 +98,7 @@ class BatchesApi:
         return BatchRecord(
             id=new_batch_id(),
             owner=owner,
-            endpoint=_one_of(body, "endpoint", tuple(ENDPOINTS)),
+            endpoint=_one_of(body, "endpoint", tuple(INFERENCE_PATHS)),
             input_file_id=file_id,
             completion_window=window,
             metadata=_metadata(body.get("metadata")),
@@ -120,7 +120,8 @@ class BatchesApi:
         record = await self._batch(request, batch_id)
         if record.ended or record.status is Status.FINALIZING:
             raise invalid(f"The batch cannot be cancelled any more: it is {record.status.value}.")
-        await self._resources.disk.run(self._resources.store.cancel, record)
+        with full_disk_told():
+            await self._resources.disk.run(self._resources.store.cancel, record)
         self._runner.wake()
         return (await self._batch(request, batch_id)).shown()
 

@@ -44,7 +44,8 @@ class BatchesConfig(BaseModel):
         default=1_000,
         ge=1,
         le=100_000,
-        description="Most uploaded files of one API key. Results do not count.",
+        description="Most uploaded files of one API key. With as many files of results no batch "
+        "is taken.",
     )
     max_bytes_per_key: int = Field(
         default=10 << 30,
@@ -57,6 +58,13 @@ class BatchesConfig(BaseModel):
         ge=1 << 10,
         le=1 << 50,
         description="Most bytes in all, results included. Batches wait while it is passed.",
+    )
+    min_free_bytes: int = Field(
+        default=256 << 20,
+        ge=0,
+        le=1 << 50,
+        description="Least free bytes on the folder's disk. With less nothing is taken and batches "
+        "wait, so that no answer is lost for want of a place to write it.",
     )
     max_unfinished_per_key: int = Field(
         default=100, ge=1, le=10_000, description="Most batches of one API key that have not ended."

@@ -60,8 +60,10 @@ class DiskThreads:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that only its owner can read, with those above it."""
-    path.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
+    """Make a folder that only its owner can read, and such folders above it where they lack."""
+    if not path.parent.exists():
+        make_folder(path.parent)  # mkdir's own way to make those lets everyone read them
+    path.mkdir(mode=_PRIVATE_FOLDER, exist_ok=True)
 
 
 def write_whole(path: Path, data: bytes) -> None:

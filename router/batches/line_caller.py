@@ -13,14 +13,14 @@ from typing import Any
 
 from replica.engine import Endpoint
 from router.answer import Answer
-from router.batches.lines import ENDPOINTS, Line
+from router.batches.lines import Line
 from router.batches.metrics import BatchMetrics
 from router.batches.results import Reply
 from router.call import MAX_INLINE_BYTES, Call, CallReader
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason, invalid
-from router.gate import Arrival
+from router.gate import INFERENCE_PATHS, Arrival
 from router.metrics import Outcome, RouterMetrics
 from router.trust import Client
 from scheduling.objective import TokenClock
@@ -67,7 +67,7 @@ class LineCaller:
         failures = tries = 0
         while True:
             arrival = Arrival(uuid.uuid4().hex, self._dispatcher.clock(), client)
-            reply = await self._attempt(line, ENDPOINTS[url], arrival)
+            reply = await self._attempt(line, INFERENCE_PATHS[url], arrival)
             if reply.status < 500 and not reply.no_room:
                 return reply
             if reply.no_room:

@@ -6,16 +6,9 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from replica.engine import Endpoint
 from router.batches.records import LineFault
 from router.body import parse_object
 from router.errors import ApiError, shown
-
-ENDPOINTS: Final[dict[str, Endpoint]] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-}
-"""What a batch may be for, and what the engines call it."""
 
 MAX_CUSTOM_ID: Final = 512
 """Longest ``custom_id``, characters."""

@@ -34,6 +34,11 @@ class BatchMetrics:
             "Times that a line waited because there was no room for it.",
             registry=registry,
         )
+        self.put_off = Counter(
+            "sluice_batches_put_off",
+            "Times that a batch could not be run on, and was put off; the log says why.",
+            registry=registry,
+        )
         self.running = Gauge(
             "sluice_batches_running", "Batches that are being run.", registry=registry
         )

@@ -170,9 +170,11 @@ class BatchRun:
         if clock() - self._had_room_s < SAVE_S:
             return
         store, owner = self._resources.store, self._record.owner
-        # Room comes from other processes, too: no event here can tell of it.
-        while not await self._resources.disk.run(store.has_room, owner):  # noqa: ASYNC110
-            await asyncio.sleep(self._resources.config.poll_s)
+        if not await self._resources.disk.run(store.has_room, owner):
+            _log.warning("batch %s waits: there is no room for its results", self._record.id)
+            # Room comes from other processes, too: no event here can tell of it.
+            while not await self._resources.disk.run(store.has_room, owner):  # noqa: ASYNC110
+                await asyncio.sleep(self._resources.config.poll_s)
         self._had_room_s = clock()
 
     async def _save_progress(self, log: ResultLog, saved: asyncio.Event) -> None:

@@ -138,5 +138,6 @@ class Runner:
         del self._runs[batch_id]
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("batch %s is put off", batch_id, exc_info=error)
+            self._resources.metrics.put_off.inc()
             self._not_before_s[batch_id] = self._clock() + RETRY_S
         self.wake()

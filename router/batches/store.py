@@ -62,7 +62,7 @@ ERRORS = "errors.jsonl"
 _RECORD = "batch.json"
 _CANCEL = "cancel"
 _LEASE = "lease"
-_KEPT_RECORDS = 65_536
+_KEPT_RECORDS = 8_192
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Store:
         self._config = config
         self._directory = directory
         self._now = now
+        self._ended: set[str] = set()
         make_folder(directory)
         with locked(self._lock):
             pass
@@ -120,8 +121,13 @@ class Store:
                     Reason.STORAGE_LIMIT,
                     f"There are {uploads} files, which is the limit; delete some.",
                 )
-            content.replace(self.data_path(record))
-            self._write_file(record)
+            data = self.data_path(record)
+            content.replace(data)
+            try:
+                self._write_file(record)
+            except BaseException:
+                data.unlink()  # on a full disk above all nothing may be left
+                raise
         return record
 
     def files(self, owner: str) -> list[FileRecord]:
@@ -167,6 +173,12 @@ class Store:
                     Reason.STORAGE_LIMIT,
                     f"There are {unfinished} batches that have not ended, which is the limit.",
                 )
+            results = sum(each.purpose == "batch_output" for each in self.files(record.owner))
+            if results >= self._config.max_files_per_key:
+                raise ApiError(
+                    Reason.STORAGE_LIMIT,
+                    f"There are {results} files of results, which is the limit; delete some.",
+                )
             ended = [each for each in batches if each.ended]
             for old in ended[: max(0, len(ended) - self._config.max_ended_per_key)]:
                 self._remove(old)
@@ -179,7 +191,7 @@ class Store:
 
     def batches(self, owner: str) -> list[BatchRecord]:
         """The batches of ``owner``, oldest first."""
-        folders = _listed(self._directory / owner / "batches", "batch_*")
+        folders = _listed(self._batches(owner), "batch_*")
         found = [record for path in folders if (record := _batch(path)) is not None]
         return sorted(found, key=lambda record: (record.created_s, record.id))
 
@@ -187,13 +199,26 @@ class Store:
         """The batch of ``owner`` with that id, if there is one."""
         if not BATCH_ID.fullmatch(batch_id):
             return None
-        return _batch(self._directory / owner / "batches" / batch_id)
+        return _batch(self._batches(owner) / batch_id)
 
     def unfinished(self) -> list[BatchRecord]:
-        """Every owner's batches that have not ended, oldest first."""
-        found = [
-            record for owner in self._owners() for record in self.batches(owner) if not record.ended
-        ]
+        """Every owner's batches that have not ended, oldest first.
+
+        To be called by one thread at a time. It is called ever again, so a batch that was seen to
+        have ended is not looked at any more.
+        """
+        found, ended = [], set()
+        for owner in self._owners():
+            for folder in _listed(self._batches(owner), "batch_*"):
+                if folder.name in self._ended:
+                    ended.add(folder.name)
+                elif (record := _batch(folder)) is None:
+                    continue
+                elif record.ended:
+                    ended.add(folder.name)
+                else:
+                    found.append(record)
+        self._ended = ended
         return sorted(found, key=lambda record: (record.created_s, record.id))
 
     def cancel(self, record: BatchRecord) -> None:
@@ -259,7 +284,7 @@ class Store:
         """Delete what has expired and what crashes have left. Any process may, at any time."""
         for owner in self._owners():
             self._sweep_files(self._files(owner))
-            for folder in _listed(self._directory / owner / "batches", "batch_*"):
+            for folder in _listed(self._batches(owner), "batch_*"):
                 self._sweep_batch(folder)
 
     def _sweep_files(self, folder: Path) -> None:
@@ -305,8 +330,11 @@ class Store:
     def _files(self, owner: str) -> Path:
         return self._directory / owner / "files"
 
+    def _batches(self, owner: str) -> Path:
+        return self._directory / owner / "batches"
+
     def _folder(self, record: BatchRecord) -> Path:
-        return self._directory / record.owner / "batches" / record.id
+        return self._batches(record.owner) / record.id
 
     def _owners(self) -> Iterator[str]:
         for path in _listed(self._directory, "*"):
@@ -341,7 +369,8 @@ class Store:
                 f"Files and batches use {used} bytes; allowed: {limits.max_bytes_per_key}. "
                 "Delete some files.",
             )
-        if used_bytes(self._directory) > limits.max_bytes:
+        free = shutil.disk_usage(self._directory).free
+        if free < limits.min_free_bytes or used_bytes(self._directory) > limits.max_bytes:
             raise storage_full()
 
 

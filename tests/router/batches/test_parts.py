@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from router.batches.records import BatchRecord, FileRecord, Status, new_batch_id
 from router.batches.results import Reply, ResultLog, answered
 from router.batches.run import BatchRun, Resources
 from router.batches.store import ERRORS, INPUT, OUTPUT, Store
-from router.errors import Reason
+from router.errors import ApiError, Reason
 from router.trust import ANYONE
 from tests.router.batches.routers import URL, UnixClock, config, jsonl, line, serving, until
 from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve
@@ -376,6 +377,78 @@ def test_a_sweep_deletes_what_is_over_and_nothing_else(tmp_path: Path) -> None:
     assert store.file("anyone", output_id) is None
     assert store.batch("anyone", young.id) is not None
     assert store.path(young, INPUT).exists()
+
+
+def test_folders_are_the_routers_alone_in_a_folder_that_is_not(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    Kept(tmp_path / "new" / "store").batch()
+    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(made) == 6
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
+
+
+def test_a_file_whose_record_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    before = sorted((tmp_path / "anyone/files").iterdir())
+    path = kept.store.upload_path("anyone")
+    path.write_bytes(b"{}")
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, most[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            kept.store.add_file("anyone", path, "in", None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert sorted((tmp_path / "anyone/files").iterdir()) == before
+
+
+def test_results_of_a_key_are_bounded_in_number(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, max_files_per_key=2)
+    made = [kept.batch() for _ in range(3)]
+    for record in made[:2]:
+        kept.store.path(record, OUTPUT).write_bytes(b"{}\n")
+        assert kept.store.publish(record, OUTPUT) is not None
+    with pytest.raises(ApiError, match="2 files of results, which is the limit") as refused:
+        kept.batch()
+    assert refused.value.reason is Reason.STORAGE_LIMIT
+    (result, *_) = [file for file in kept.store.files("anyone") if file.purpose != "batch"]
+    kept.store.delete_file(result)
+    kept.batch()
+
+
+def test_a_disk_that_is_nearly_full_takes_nothing(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    assert kept.store.has_room("anyone")
+    full = Store(BatchesConfig(min_free_bytes=1 << 50), tmp_path, kept.now)
+    assert not full.has_room("anyone")
+    with pytest.raises(ApiError) as refused:
+        full.upload_path("anyone")
+    assert refused.value.reason is Reason.STORAGE_FULL
+
+
+def test_a_batch_that_has_ended_is_looked_for_once(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    young, old = kept.batch(), kept.batch()
+    kept.store.save(old.at(Status.COMPLETED, kept.now()))
+    assert kept.store.unfinished() == [young]
+    # Nobody changes a record that has ended; here it shows that the record is not read again.
+    kept.store.save(old)
+    assert kept.store.unfinished() == [young]
+    kept.store.save(young.at(Status.FAILED, kept.now()))
+    assert kept.store.unfinished() == []
+
+
+async def test_a_batch_that_cannot_be_run_on_is_put_off_and_counted(tmp_path: Path) -> None:
+    record = Kept(tmp_path).batch()
+    in_the_way = tmp_path / "anyone/batches" / record.id / OUTPUT
+    in_the_way.mkdir()
+    async with serving(config(tmp_path)) as router:
+        async with asyncio.timeout(60):
+            while router.edge.sample("sluice_batches_put_off_total") == 0:
+                await router.client.models.list()
+    in_the_way.rmdir()
+    async with serving(config(tmp_path)) as router:
+        await until(router.client, record.id, "completed")
 
 
 def test_a_damaged_record_hides_itself_alone(tmp_path: Path) -> None:
