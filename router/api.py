@@ -54,7 +54,13 @@ def make_api(
         OSError: the folder of files and batches cannot be used.
     """
     api = FastAPI(
-        title="Sluice", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+        title="Sluice",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        # A redirect goes to the host that the client says it has asked.
+        redirect_slashes=False,
+        lifespan=lifespan,
     )
     reader = CallReader(config)
 

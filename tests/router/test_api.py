@@ -462,3 +462,12 @@ async def test_no_body_and_no_header_makes_a_5xx(
         response = await client.post(path, content=content, headers=headers)
     assert response.status_code < 500
     assert len(edge.side.calls) == (response.status_code == 200)
+
+
+async def test_a_path_with_a_slash_too_many_is_no_path_and_no_redirect() -> None:
+    edge = Edge(FarSide(a=serve))
+    async with edge.client() as client:
+        for path in ("/v1/files/", "/v1/chat/completions/", "/health/"):
+            response = await client.get(path, headers={"host": "elsewhere"})
+            assert response.status_code == 404
+            assert "elsewhere" not in str(response.headers)
