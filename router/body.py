@@ -75,12 +75,12 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _check_headers(request: Request, max_bytes: int) -> None:
-    media_type = request.headers.get("content-type", "application/json")
-    if media_type.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(
-            Reason.UNSUPPORTED_MEDIA, "content-type must be application/json.", "content-type"
-        )
+def check_plain(request: Request) -> None:
+    """Refuse a body that is packed.
+
+    Raises:
+        ApiError: 415.
+    """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise ApiError(
@@ -88,9 +88,23 @@ def _check_headers(request: Request, max_bytes: int) -> None:
             "content-encoding is not supported: send the body as it is.",
             "content-encoding",
         )
+
+
+def announces_more(request: Request, max_bytes: int) -> bool:
+    """Whether ``Content-Length`` is over ``max_bytes``."""
     length = request.headers.get("content-length", "")
     # Twenty digits are more than any limit; converting millions of them would cost.
-    if length.isdecimal() and (len(length) > 20 or int(length) > max_bytes):
+    return length.isdecimal() and (len(length) > 20 or int(length) > max_bytes)
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    media_type = request.headers.get("content-type", "application/json")
+    if media_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            Reason.UNSUPPORTED_MEDIA, "content-type must be application/json.", "content-type"
+        )
+    check_plain(request)
+    if announces_more(request, max_bytes):
         raise _too_large(max_bytes)
 
 

@@ -102,7 +102,8 @@ class BatchesConfig(BaseModel):
         default=4,
         ge=1,
         le=256,
-        description="Most uploads into one router replica at once; more get 503.",
+        description="Most uploads into one router replica at once; more get 503. Where there are "
+        "API keys each gets half of them at most, then 429.",
     )
     upload_timeout_s: float = Field(
         default=600.0, ge=1, le=86_400, description="Longest time for one upload, seconds."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from router.batches.run import Resources
 from router.batches.store import file_not_found, full_disk_told
 from router.batches.upload import Form, receive
 from router.errors import ApiError, Reason, invalid, shown
+from router.trust import ANYONE
 
 MAX_PAGE = 10_000
 """Most files in one page of the list, and how many there are where nobody asks for less."""
@@ -31,7 +33,7 @@ class FilesApi:
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
-        self._uploads = 0
+        self._uploads: Counter[str] = Counter()
 
     def routes(self) -> APIRouter:
         """The endpoints."""
@@ -44,21 +46,31 @@ class FilesApi:
         return routes
 
     async def _create(self, request: Request) -> Response:
-        limits = self._resources.config
-        if self._uploads >= limits.max_uploads:
-            raise ApiError(
-                Reason.ROUTER_FULL,
-                f"The router takes {limits.max_uploads} uploads at once; try again.",
-            )
-        self._uploads += 1
+        owner = owner_of(request)
+        self._check_places(owner)
+        self._uploads[owner] += 1
         try:
             with full_disk_told():
                 record = await self._receive(request)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody is there to read it
         finally:
-            self._uploads -= 1
+            self._uploads[owner] -= 1
         return JSONResponse(record.shown())
+
+    def _check_places(self, owner: str) -> None:
+        most = self._resources.config.max_uploads
+        if self._uploads.total() >= most:
+            raise ApiError(
+                Reason.ROUTER_FULL, f"The router takes {most} uploads at once; try again."
+            )
+        # Or one that sends slowly keeps everybody else from it.
+        own = max(1, most // 2)
+        if owner != ANYONE.owner and self._uploads[owner] >= own:
+            raise ApiError(
+                Reason.CLIENT_FULL,
+                f"The router takes {own} uploads at once with this API key; try again.",
+            )
 
     async def _receive(self, request: Request) -> FileRecord:
         resources, limits = self._resources, self._resources.config

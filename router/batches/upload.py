@@ -15,6 +15,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from router.batches.disk import DiskThreads, open_private, write_all
+from router.body import announces_more, check_plain
 from router.errors import ApiError, Reason, invalid, shown
 
 if TYPE_CHECKING:
@@ -167,14 +168,8 @@ async def receive(
         OSError: it could not be written.
         starlette.requests.ClientDisconnect: the client left.
     """
-    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise ApiError(
-            Reason.UNSUPPORTED_MEDIA,
-            "content-encoding is not supported: send the body as it is.",
-            "content-encoding",
-        )
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and (len(length) > 20 or int(length) > max_bytes + MAX_OVERHEAD_BYTES):
+    check_plain(request)
+    if announces_more(request, max_bytes + MAX_OVERHEAD_BYTES):
         raise _too_large(max_bytes)
     form = Form(request.headers.get("content-type", ""))
     file = await disk.run(open_private, path, "xb")

@@ -315,6 +315,21 @@ async def test_uploads_under_way_are_bounded(tmp_path: Path) -> None:
         assert third.status_code == 200
 
 
+async def test_a_key_that_sends_slowly_leaves_places_to_the_others(tmp_path: Path) -> None:
+    slow = Halting()
+    edge = Edge(FarSide(a=serve), config=config(tmp_path, [KEY, OTHER_KEY], max_uploads=2))
+    mine, other = ({**BOUNDARY, "authorization": f"Bearer {key}"} for key in (KEY, OTHER_KEY))
+    async with edge.client() as client:
+        first = asyncio.create_task(client.post("/v1/files", content=slow, headers=mine))
+        await slow.began.wait()
+        second = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=mine)
+        assert (second.status_code, second.json()["error"]["code"]) == (429, "client_full")
+        third = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=other)
+        assert third.status_code == 200
+        slow.go_on.set()
+        assert (await first).status_code == 200
+
+
 async def test_an_upload_that_does_not_go_on_ends(tmp_path: Path) -> None:
     edge = Edge(FarSide(a=serve), config=config(tmp_path, upload_timeout_s=1))
     async with edge.client() as client:
