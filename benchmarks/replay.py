@@ -30,13 +30,14 @@ from benchmarks.replay_load import CLASSES, ENGINE, make_load
 from benchmarks.replay_report import summary
 from benchmarks.resources import Meter
 from benchmarks.workloads.traces import TraceError
+from controller.config import NO_ADMISSION
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
 from scheduling.routing import POLICIES
 from simulation.workload import Workload, window
 
 PLAIN: Final = ("round_robin", "min_load")
-"""Routing policies that the default is compared with."""
+"""Routing policies that the default is compared with, without admission."""
 
 _WARM_UP_S = 5.0
 _STEP_RATIO = re.compile(r"^sluice_step_time_ratio_(sum|count)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -63,7 +64,8 @@ _STEP_RATIO = re.compile(r"^sluice_step_time_ratio_(sum|count)(?:\{[^}]*\})? (\S
     "--policies",
     multiple=True,
     type=click.Choice(sorted(POLICIES)),
-    help="Routing policies to compare the default with.  [default: round_robin, min_load]",
+    help="Routing policies, without admission, to compare the default with.  "
+    "[default: round_robin, min_load]",
 )
 @click.option("--seed", default=1, show_default=True, type=click.IntRange(0, 2**31))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -110,10 +112,10 @@ def replay(
 
 
 def _settings(policies: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Label -> configuration of the controller."""
+    """Label -> configuration of the controller. Plain policies promise nothing."""
     compared = policies or tuple(name for name in PLAIN if name in POLICIES)
     settings: dict[str, dict[str, Any]] = {"default": {}}
-    return settings | {name: {"policy": name} for name in compared}
+    return settings | {name: {"policy": name, "admission": NO_ADMISSION} for name in compared}
 
 
 def _config(controller: dict[str, Any], replicas: int, routers: int) -> SluiceConfig:
@@ -150,7 +152,8 @@ def _measure(
         after = _step_ratio(config)
     steps = max(1.0, after[1] - before[1])
     result = summary(outcomes, meter.usage, (after[0] - before[0]) / steps)
-    return {"policy": config.controller.policy, **result}
+    controller = config.controller
+    return {"policy": controller.policy, "admission": controller.admission, **result}
 
 
 def _step_ratio(config: SluiceConfig) -> tuple[float, float]:

@@ -199,8 +199,8 @@ class _Request:
 
 
 def _read_head(outcome: Outcome, response: aiohttp.ClientResponse) -> None:
-    outcome.admission = response.headers.get("x-sluice-admission", "")
-    predicted_ms = response.headers.get("x-sluice-predicted-ttft-ms")
+    outcome.admission = response.headers.get(wire.ADMISSION_HEADER, "")
+    predicted_ms = response.headers.get(wire.PREDICTED_TTFT_HEADER)
     if predicted_ms is not None:
         outcome.predicted_ttft_s = float(predicted_ms) / 1e3
 

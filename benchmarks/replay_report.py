@@ -142,7 +142,7 @@ def _details(name: str, entry: Json) -> Table:
     table = Table(
         *("class", "sent", "answered", "promised", "kept", "best effort", "refused", "failed"),
         *("silent", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms"),
-        title=f"{name} (policy {entry['policy']})",
+        title=f"{name} (policy {entry['policy']}, admission {entry['admission']})",
         caption=words or None,
     )
     for label, row in [*entry["classes"].items(), ("all", entry["all"])]:

@@ -229,7 +229,7 @@ def test_a_summary_is_json_and_makes_tables() -> None:
     found = summary(outcomes, Usage({"client": Used(0.5, 100.0)}, 0.4), 1.02)
     assert found["failed"] == {"status 502": 1}
     assert json.loads(json.dumps(found)) == found
-    entry = {"policy": "pab", **found}
+    entry = {"policy": "pab", "admission": "none", **found}
     assert len(tables({"default": entry, "other": entry})) == 6
 
 
