@@ -100,7 +100,10 @@ class Runner:
             batch_id: time_s for batch_id, time_s in self._not_before_s.items() if batch_id in ids
         }
         for record in self._in_turn(waiting):
-            await self._try_to_run(record)
+            try:
+                await self._try_to_run(record)
+            except OSError as error:  # of this one's folder; the others may do
+                self._put_off(record.id, error)
 
     def _in_turn(self, waiting: list[BatchRecord]) -> list[BatchRecord]:
         """Those that are to end first, as that is little work. Then one of each owner's before any
@@ -137,7 +140,10 @@ class Runner:
     def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._runs[batch_id]
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("batch %s is put off", batch_id, exc_info=error)
-            self._resources.metrics.put_off.inc()
-            self._not_before_s[batch_id] = self._clock() + RETRY_S
+            self._put_off(batch_id, error)
         self.wake()
+
+    def _put_off(self, batch_id: str, error: BaseException) -> None:
+        _log.error("batch %s is put off", batch_id, exc_info=error)
+        self._resources.metrics.put_off.inc()
+        self._not_before_s[batch_id] = self._clock() + RETRY_S

@@ -298,10 +298,11 @@ class Store:
 
     def _sweep_batch(self, folder: Path) -> None:
         record = _batch(folder)
-        if record is None:
+        # A record that cannot be read is no reason to delete a batch: it may be a later version's.
+        if not (folder / _RECORD).exists():
             if self._is_orphan(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-        elif record.ended:
+        elif record is not None and record.ended:
             self.drop_work(record)
             if record.reached_s[record.status] + self._config.retention_s <= self._now():
                 self._remove(record)

@@ -461,6 +461,28 @@ def test_a_damaged_record_hides_itself_alone(tmp_path: Path) -> None:
     assert kept.store.file("anyone", kept.file.id) is None
 
 
+def test_a_record_that_cannot_be_read_is_not_swept(tmp_path: Path) -> None:
+    """It may be that of a later version."""
+    kept = Kept(tmp_path)
+    folder = tmp_path / "anyone/batches" / kept.batch().id
+    (folder / "batch.json").write_text('{"id": 3}')
+    kept.now.now_s = folder.stat().st_mtime + 10 * 86_400
+    kept.store.sweep()
+    assert sorted(path.name for path in folder.iterdir()) == ["batch.json", "input.jsonl"]
+
+
+async def test_a_batch_that_cannot_be_leased_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    broken = kept.batch()
+    (tmp_path / "anyone/batches" / broken.id / "lease").mkdir()
+    kept.now.now_s += 1
+    good = kept.batch()
+    async with serving(config(tmp_path), now=kept.now) as router:
+        await until(router.client, good.id, "completed")
+        assert router.edge.sample("sluice_batches_put_off_total") == 1
+        assert (await router.client.batches.retrieve(broken.id)).status == "validating"
+
+
 def test_a_batch_has_one_owner_and_none_once_it_has_ended(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     record = kept.batch()
