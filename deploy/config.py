@@ -47,8 +47,11 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> S
     if path is not None:
         try:
             data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not YAML: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error}") from error
+        except yaml.YAMLError as error:
+            # Not what the parser says: it shows the line, which may hold a key.
+            raise ValueError(f"{path} is not YAML{_place_of(error)}") from None
         if not isinstance(data, dict):
             raise ValueError(f"{path} must hold a mapping at its top level")
     return parse_config(_merge(data, overrides or {}))
@@ -69,6 +72,11 @@ def parse_config(data: Mapping[str, Any]) -> SluiceConfig:
             for entry in error.errors(include_input=False, include_url=False)
         ]
         raise ValueError("the configuration is not valid:\n" + "\n".join(lines)) from None
+
+
+def _place_of(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f", at line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,11 @@ def test_keys_are_not_shown_in_errors_or_dumps(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"router\.api_key:") as caught:
         build({"router": {"api_key": ["very-secret"]}})
     assert "very-secret" not in str(caught.value)
+    for broken in ("[very-secret", "very-secret: x", '["very-secret\\q"]', "*very-secret"):
+        path.write_text(f"router:\n  api_keys: {broken}\n")
+        with pytest.raises(ValueError, match="is not YAML, at line [23]") as caught:
+            load_config(path)
+        assert "very-secret" not in "".join(traceback.format_exception(caught.value))
     path.write_text("router: {api_keys: [very-secret]}")
     assert "very-secret" not in str(load_config(path).model_dump(mode="json"))
 
