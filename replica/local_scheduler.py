@@ -192,6 +192,9 @@ class LocalScheduler:
         tracked = self.requests.pop(engine_id, None)
         if tracked is None:
             return
+        if not self.requests:
+            # No plan may come that would say so.
+            self._best_effort_wait_s = 0.0
         if output_tokens is not None:
             self._lengths.observe(tracked.slo.service_class, output_tokens)
         if tracked.slot == _NO_SLOT:

@@ -12,7 +12,7 @@ import pytest
 
 from replica.local_scheduler import BatchLog, LocalScheduler
 from replica.state_table import RowUpdate, StateTable
-from scheduling.batching import BatchBudget, make_policy
+from scheduling.batching import BatchBudget, BatchPlan, make_policy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
 from scheduling.request import QueueView, RequestView
@@ -109,6 +109,19 @@ def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
     assert (summary["steps"], summary["updated_s"], summary["waiting"]) == (0, 5.0, 3)
     assert (tmp_path / "r.jsonl").read_text() == ""
     assert table.samples() == []
+
+
+def test_nobody_waits_once_all_have_left(table):
+    scheduler = make_scheduler(table)
+    scheduler.track("e1", "fleet-1", 1, SLO(), 0.0, 10, 50, best_effort=True)
+    waiting = QueueView([view("e1")._replace(best_effort=True)])
+    full = BUDGET._replace(kv_blocks=0)
+    finish(scheduler, scheduler.begin_step(scheduler.plan(waiting, 5.0, full), [], 5.0), 5.0)
+    assert table.read().summary["best_effort_wait_s"] == 5.0
+    # Aborted: the engine has nothing left to plan.
+    scheduler.forget("e1")
+    finish(scheduler, scheduler.begin_step(BatchPlan.empty(), [], 6.0), 6.0)
+    assert table.read().summary["best_effort_wait_s"] == 0.0
 
 
 def test_an_empty_batch_leaves_the_times_of_the_last_step(table):
