@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduling.batching.batch import BatchBuilder
 from scheduling.batching.moore_hodgson import fitting
@@ -53,6 +54,11 @@ class AgedLane:
         by_arrival: Ints = aged[np.argsort(table[aged, ARRIVAL], kind="stable")]
         return by_arrival
 
+    def overdue(self, table: Floats, rows: Ints, now_s: float) -> NDArray[np.bool_]:
+        """Which of ``rows`` have waited so long that none may begin before they fit."""
+        late: NDArray[np.bool_] = now_s - table[rows, ARRIVAL] > 2 * self.patience_s
+        return late
+
     def take(
         self,
         batch: BatchBuilder,
@@ -63,7 +69,7 @@ class AgedLane:
     ) -> None:
         """Spend what was earned on the prefills ``aged``, in their order."""
         fits = fitting(blocks_needed(table, aged, batch.block_tokens), batch.free_blocks)
-        fits |= now_s - table[aged, ARRIVAL] > 2 * self.patience_s
+        fits |= self.overdue(table, aged, now_s)
         aged = aged[fits]
         if not len(aged):
             return

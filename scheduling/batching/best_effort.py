@@ -91,18 +91,18 @@ class BestEffort:
     3. *Leftovers*: best-effort work fills the batch until the first promised decode that can be on
        time would be late or out of pace, and until no longer than 20 empty steps, so that a
        promised newcomer does not wait long. While a promised prefill is left that could run, all
-       time is its own. Decodes come first, then prefills that can be on time by their own
-       objective, by deadline, then the others by arrival. One begins only while no promised
-       request waits, and where its predicted length fits beside those of all that run with a
-       reserve to spare; evicted work closes admission for a time (``lost_share``). So at most that
-       share of the time, and what one burst of promised work evicts, is computed again.
+       time is its own. Decodes come first, then the prefills of step 4, then those that can be on
+       time by their own objective, by deadline, then the others by arrival. One begins only while
+       no promised request waits, and where its predicted length fits beside those of all that run
+       with a reserve to spare; evicted work closes admission for a time (``lost_share``). So at
+       most that share of the time, and what one burst of promised work evicts, is computed again.
     4. *Ageing* (:class:`~scheduling.batching.aged_lane.AgedLane`): the oldest requests that have
        waited longer than ``patience_s``, ``max(1, aged_share * running)`` at once, have a share of
        the time whatever is promised, and are not evicted: those that answer are in every batch. So
        with ``W`` seconds of prefill of the aged ones before it and of its own, a request gets its
        first token at most ``patience_s + W / aged_share`` after its arrival, plus the answers of
-       those before it, plus the time for which all memory is held by promised requests; from twice
-       the patience on these admit no more until it fits.
+       those before it, plus the time for which all memory is held by others; from twice the
+       patience on none of these begins until it fits.
 
     Where nothing else can run, running best-effort requests are evicted one by one until something
     can.
@@ -160,7 +160,7 @@ class BestEffort:
         batch.withhold(int(batch.table[staying, KV_BLOCKS].sum()), len(staying))
         begins = not len(evicted) and (not count or now_s >= self._closed_until_s)
         rows = np.setdiff1d(np.arange(count, len(order)), evicted)
-        self._fill_leftover(batch, rows, count, begins, now_s, latency)
+        self._fill_leftover(batch, rows, count, lane, begins, now_s, latency)
         if batch.empty:
             evicted = _break_standstill(batch, evicted, holders, lane)
         if count:
@@ -193,12 +193,15 @@ class BestEffort:
         batch: BatchBuilder,
         rows: Ints,
         promised: int,
+        lane: Ints,
         begins: bool,
         now_s: float,
         latency: LatencyModel,
     ) -> None:
-        """Give ``rows`` the time that the ``promised`` rows before them leave."""
+        """Give ``rows``, which begin with the ``lane``, the time that the ``promised`` rows before
+        them leave."""
         table = batch.table
+        yielding = promised + len(lane)
         fixed_s = latency.fixed_s
         left_s = deadlines_s(table, FIRST) - now_s
         work_s = pending_work_s(table, latency.pieces)
@@ -223,25 +226,36 @@ class BestEffort:
         if not (begins and not waits):
             rows = rows[running]
         else:
-            rows = np.concatenate((rows[running], self._admissible(batch, rows[~running])))
+            overdue = lane[self._lane.overdue(table, lane, now_s)]
+            admissible = self._admissible(batch, rows[~running], overdue, yielding)
+            rows = np.concatenate((rows[running], admissible))
         on_time = (left_s[rows] < inf) & (left_s[rows] >= fixed_s + work_s[rows])
         # Rows stand in order of arrival.
         due_s = np.where(on_time, left_s[rows], inf)
+        due_s[rows < yielding] = -inf
         batch.take(rows[np.lexsort((rows, due_s))], until_s)
 
-    def _admissible(self, batch: BatchBuilder, waiting: Ints) -> Ints:
+    def _admissible(self, batch: BatchBuilder, waiting: Ints, overdue: Ints, yielding: int) -> Ints:
         """Those of ``waiting`` that may begin: with the reserve to spare, and so that all that runs
-        has room for its predicted length."""
+        has room for its predicted length. None passes one that is ``overdue`` and does not fit.
+
+        The batch's budget counts what the rows from ``yielding`` on hold as free.
+        """
         budget, table = batch.budget, batch.table
         waiting = waiting[: max(0, batch.sequences_left - int(self._reserve * budget.sequences))]
         if not len(waiting):
             return waiting
-        held = table[table[:, RUNNING] > 0, KV_BLOCKS].sum()
-        total = budget.kv_blocks + float(held)
+        running = table[:, RUNNING] > 0
+        total = budget.kv_blocks + float(table[:yielding][running[:yielding], KV_BLOCKS].sum())
         claims = blocks_to_come(table, batch.granted, budget.block_tokens)
-        active = (table[:, RUNNING] > 0) | (batch.granted > 0)
+        active = running | (batch.granted > 0)
+        most = total - self._reserve * total
         room = batch.free_blocks - self._reserve * total - claims[active].sum()
-        return waiting[fitting(np.minimum(claims[waiting], total), room)]
+        fits = fitting(np.minimum(claims[waiting], most), room)
+        stopped = np.flatnonzero(~fits & np.isin(waiting, overdue))
+        if len(stopped):
+            fits[stopped[0] :] = False
+        return waiting[fits]
 
     def _charge(self, computed: Floats, now_s: float, latency: LatencyModel) -> None:
         """Close admission for as long as it takes to make good the loss of ``computed`` tokens."""

@@ -208,6 +208,15 @@ def test_a_best_effort_request_begins_only_with_a_reserve_to_spare() -> None:
         assert ("batch" in dict(made.entries)) == begins
 
 
+def test_what_best_effort_requests_hold_is_counted_once_for_the_reserve() -> None:
+    runs = behind(decode("runs", context=1_600))._replace(expected_tokens=2.0)
+    batch = behind(prefill("batch", 160))._replace(expected_tokens=160.0)
+    # 100 blocks are held. 20 for its whole length, one for the running one, and a tenth of all.
+    for free, begins in ((33, False), (35, True)):
+        budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=free, block_tokens=16)
+        assert ("batch" in dict(plan(runs, batch, budget=budget).entries)) == begins
+
+
 def test_after_an_eviction_none_begins_until_its_loss_is_made_good() -> None:
     policy = make_policy("fcfs", {}, BestEffortOptions(lost_share=0.1))
     chat = prefill("chat", 100, SLO(ttft_s=5.0, tpot_s=1.0))
@@ -241,6 +250,26 @@ def test_an_aged_request_has_begun_is_in_every_batch_and_is_not_evicted() -> Non
     made = plan(aged, young, prefill("chat", 600, CHAT), budget=budget)
     assert made.evicted_ids == ["young"]
     assert dict(made.entries) == {"aged": 1, "chat": 255}
+
+
+def test_an_aged_request_comes_first_where_nothing_is_promised() -> None:
+    aged = behind(prefill("aged", 400, arrival_s=-40.0))
+    due = [behind(prefill(f"due{n}", 150, SLO(ttft_s=1.0))) for n in range(2)]
+    assert dict(plan(aged, *due).entries) == {"aged": 190}
+
+
+def test_small_requests_do_not_pass_a_long_one_that_waits_for_memory_for_ever() -> None:
+    long = behind(prefill("long", 1_600, arrival_s=0.0))._replace(expected_tokens=160.0)
+    small = behind(prefill("small", 16, arrival_s=50.0))._replace(expected_tokens=16.0)
+    other = behind(decode("other", context=640, arrival_s=50.0))._replace(expected_tokens=2.0)
+    # The long one takes 110 of 140 blocks: 100 are free, of which 14 are for newcomers.
+    budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=100, block_tokens=16)
+    for now_s, passes in ((59.0, True), (61.0, False)):
+        made = plan(long, other, small, now_s=now_s, budget=budget)
+        assert dict(made.entries) == {"other": 1} | ({"small": 16} if passes else {})
+    # Alone it begins, though it and the reserve are more than all there is.
+    alone = BatchBudget(tokens=4_096, sequences=8, kv_blocks=115, block_tokens=16)
+    assert dict(plan(long, budget=alone).entries) == {"long": 190}
 
 
 def test_the_longest_wait_is_that_of_those_which_do_not_run() -> None:
