@@ -68,7 +68,7 @@ def test_keys_are_not_shown_in_errors_or_dumps(tmp_path: Path) -> None:
     assert "very-secret" not in str(caught.value)
     for broken in ("[very-secret", "very-secret: x", '["very-secret\\q"]', "*very-secret"):
         path.write_text(f"router:\n  api_keys: {broken}\n")
-        with pytest.raises(ValueError, match="is not YAML, at line [23]") as caught:
+        with pytest.raises(ValueError, match=r"is not YAML, at line [23]") as caught:
             load_config(path)
         assert "very-secret" not in "".join(traceback.format_exception(caught.value))
     path.write_text("router: {api_keys: [very-secret]}")
