@@ -55,6 +55,8 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
         [*decoding[::2], *_best_effort(decoding[1::2]), *_best_effort(waiting)],
         [*waiting, *_best_effort(begun), *_best_effort(decoding), *_best_effort(preempted)],
         _best_effort(waiting),
+        # The oldest of them is an aged prefill.
+        [*decoding, *_best_effort(waiting)],
     )
     for budget in _BUDGETS:
         for step, queue in enumerate(queues):
