@@ -26,7 +26,11 @@ from router.trust import Client
 from scheduling.objective import TokenClock
 
 FIRST_PAUSE_S = 0.5
-"""Pause before a line is tried again, about; doubled each time."""
+"""Pause before a line that found no room is tried again, about; doubled each time."""
+
+FAILED_PAUSE_S = 5.0
+"""The same for a line that failed: its tries span the time in which dead replicas are replaced, or
+the death of the only replica would cost its batches all lines that were under way."""
 
 LONGEST_PAUSE_S = 30.0
 """Longest such pause, about. A line that waits keeps its place, so that lines that find no room
@@ -64,7 +68,7 @@ class LineCaller:
 
     async def run(self, line: Line, url: str, client: Client) -> Reply:
         """The reply to ``line``, which may be an error. While there is no room for it, it waits."""
-        failures = tries = 0
+        failures = waits = 0
         while True:
             arrival = Arrival(uuid.uuid4().hex, self._dispatcher.clock(), client)
             reply = await self._attempt(line, INFERENCE_PATHS[url], arrival)
@@ -72,12 +76,13 @@ class LineCaller:
                 return reply
             if reply.no_room:
                 self._batch_metrics.waits.inc()
-            else:
-                failures += 1
-                if failures == self._max_attempts:
-                    return reply
-            await self._pause(_pause_s(tries))
-            tries += 1
+                waits += 1
+                await self._pause(_pause_s(FIRST_PAUSE_S, waits))
+                continue
+            failures += 1
+            if failures == self._max_attempts:
+                return reply
+            await self._pause(_pause_s(FAILED_PAUSE_S, failures))
 
     async def _attempt(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> Reply:
         try:
@@ -157,7 +162,7 @@ def _is_no_room(error: ApiError) -> bool:
     return error.reason in _NO_ROOM or error.rule.status == _TOO_MANY
 
 
-def _pause_s(tries: int) -> float:
+def _pause_s(first_s: float, times: int) -> float:
     """Doubled each time, and spread, so that lines that failed together do not return together."""
-    longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 16))
+    longest_s = min(LONGEST_PAUSE_S, first_s * 2.0 ** min(times - 1, 16))
     return longest_s * random.uniform(0.5, 1.0)

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from router.answer import ReplicaFailedError
 from router.batches.config import BatchesConfig
 from router.batches.disk import DiskThreads, try_lock, used_bytes, write_whole
-from router.batches.line_caller import FIRST_PAUSE_S, LONGEST_PAUSE_S, LineCaller
+from router.batches.line_caller import FAILED_PAUSE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, LineCaller
 from router.batches.lines import (
     MAX_CUSTOM_ID,
     MAX_FAULTS,
@@ -247,6 +247,17 @@ async def test_a_line_that_fails_by_itself_ends(
     lines, pauses, _ = caller(side, tmp_path, max_line_attempts=3)
     reply = await lines.run(BODY, URL, ANYONE)
     assert (reply.status, len(side.calls), len(pauses.seconds)) == (status, 3, 2)
+    for seconds, longest_s in zip(
+        pauses.seconds, (FAILED_PAUSE_S, 2 * FAILED_PAUSE_S), strict=True
+    ):
+        assert longest_s / 2 <= seconds <= longest_s
+
+
+async def test_a_line_outlives_the_time_in_which_a_dead_replica_is_replaced(tmp_path: Path) -> None:
+    side = FarSide(a=Late(*[DEAD] * 4))  # type: ignore[arg-type]
+    lines, pauses, _ = caller(side, tmp_path)
+    assert (await lines.run(BODY, URL, ANYONE)).status == 200
+    assert sum(pauses.seconds) > 30
 
 
 async def test_a_failure_and_then_an_answer(tmp_path: Path) -> None:
