@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduling import fleet_rows as figure
+from scheduling.fleet_report import fold
 from scheduling.fleet_rows import (
     FIGURES,
     LOAD_FIELDS,
     PREFILL_FIELDS,
     advance,
-    fold,
     settle,
     take,
 )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.mirror import Mirror
-from scheduling import fleet_rows
+from scheduling import fleet_report, fleet_rows
 from scheduling.fleet import Fleet, FleetSettings
 from scheduling.prefix import HELD
 from scheduling.state import ROW
@@ -42,10 +42,10 @@ def test_a_hello_brings_the_whole_queue() -> None:
 def test_a_time_in_whole_seconds_does_not_have_the_loops_compiled_anew() -> None:
     mirror, _ = make_mirror()
     mirror.hello(hello("a", [waiting_row(1, 300)], now_s=50.0), now_s=80.0)
-    known = len(fleet_rows.fold.signatures)
+    known = len(fleet_report.fold.signatures)
     mirror.hello(hello("b", [waiting_row(1, 300)], now_s=50), now_s=80.0)
     mirror.delta(delta("b", EPOCH, 1, {0: waiting_row(2, 10)}, now_s=51), now_s=81.0)
-    assert len(fleet_rows.fold.signatures) == known
+    assert len(fleet_report.fold.signatures) == known
 
 
 def test_the_clocks_differ_by_what_the_quickest_report_told() -> None:
