@@ -152,9 +152,10 @@ class BestEffort:
         holders = np.flatnonzero(running[order])
         holders = holders[holders >= count + len(lane)]
         self._serve_aged(batch, lane, count > 0, now_s, latency)
-        batch.show(count)
-        fill(batch, queue.select(promised), now_s, latency)
-        batch.show(len(order))
+        if count:
+            batch.show(count)
+            fill(batch, queue.select(promised), now_s, latency)
+            batch.show(len(order))
         evicted = self._make_room(batch, holders)
         staying = np.setdiff1d(holders, evicted)
         batch.withhold(int(batch.table[staying, KV_BLOCKS].sum()), len(staying))

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from scheduling.batching import (
     POLICIES,
     BatchBudget,
+    BatchBuilder,
     BatchPlan,
     BatchPolicy,
     BestEffortOptions,
     make_policy,
 )
 from scheduling.batching.best_effort import longest_wait_s, victims
+from scheduling.batching.fcfs import FCFS
 from scheduling.latency import LatencyModel, LinearLatency
 from scheduling.objective import SLO
 from scheduling.request import QueueView, RequestView
@@ -183,6 +185,18 @@ def test_alone_best_effort_runs_in_batches_that_a_newcomer_can_wait_for() -> Non
     # 20 empty steps.
     assert dict(made.entries) == {"a": 150, "b": 40}
     assert made.predicted_s == pytest.approx(0.2)
+
+
+def test_a_policy_is_not_asked_where_nothing_is_promised() -> None:
+    class NeedsRequests(FCFS):
+        def fill(
+            self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
+        ) -> None:
+            assert len(queue)
+            super().fill(batch, queue, now_s, latency)
+
+    made = plan(behind(prefill("a", 50)), policy=NeedsRequests())
+    assert dict(made.entries) == {"a": 50}
 
 
 def test_answers_come_first_then_what_can_be_on_time_then_the_oldest() -> None:
