@@ -96,8 +96,8 @@ class BatchesConfig(BaseModel):
         ge=1,
         le=100,
         description="Attempts of a line that fails by itself; each may try router.max_attempts "
-        "replicas, as a live request does. Full replicas and refusals for lack "
-        "of capacity do not count: such a line waits until its batch expires.",
+        "replicas, as a live request does. Full replicas and refusals for lack of capacity do not "
+        "count: such a line waits until its batch expires.",
     )
     max_uploads: int = Field(
         default=4,

@@ -427,10 +427,16 @@ def _read(path: Path, kind: type[_Record], fresh: bool = False) -> _Record | Non
     except FileNotFoundError:
         return None
     except ValueError:
-        _log.warning("%s is not a record of ours; it is passed over", path)
+        _tell_of(os.fspath(path))
         return None
     assert isinstance(parsed, kind)
     return parsed
+
+
+@lru_cache(maxsize=1_024)
+def _tell_of(path: str) -> None:
+    """Say once that a record cannot be read: it is come by every few seconds."""
+    _log.warning("%s is not a record of ours; it is passed over", path)
 
 
 @lru_cache(maxsize=_KEPT_RECORDS)

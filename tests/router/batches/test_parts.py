@@ -462,14 +462,17 @@ async def test_a_batch_that_cannot_be_run_on_is_put_off_and_counted(tmp_path: Pa
         await until(router.client, record.id, "completed")
 
 
-def test_a_damaged_record_hides_itself_alone(tmp_path: Path) -> None:
+def test_a_damaged_record_hides_itself_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = Kept(tmp_path)
     other, batch = kept.add([line("c")]), kept.batch()
     (tmp_path / "anyone/files" / f"{kept.file.id}.json").write_text("{")
     (tmp_path / "anyone/batches" / kept.batch().id / "batch.json").write_text('{"id": 3}')
     assert kept.store.files("anyone") == [other]
-    assert kept.store.unfinished() == [batch]
+    assert kept.store.unfinished() == [batch] == kept.store.unfinished()
     assert kept.store.file("anyone", kept.file.id) is None
+    assert len(caplog.records) == 2, "each is told of once"
 
 
 def test_a_record_that_cannot_be_read_is_not_swept(tmp_path: Path) -> None:
