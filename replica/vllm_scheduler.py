@@ -148,9 +148,8 @@ class PlanMixin(_Base):
         queue = QueueView(views)
         plan = self._local.plan(queue, start_s, self._budget(views)) if views else _EMPTY
         self._garbage.before_batch(queue, plan.predicted_s)
-        evicted: list[str] = []
-        if plan.entries and not self._stalled:
-            evicted = plan.evicted_ids
+        planned = bool(plan.entries) and not self._stalled
+        if planned:
             output = self._schedule_planned(plan, *args, **kwargs)
         else:
             output = super().schedule(*args, **kwargs)
@@ -158,10 +157,12 @@ class PlanMixin(_Base):
             (request_id, tokens, self.requests[request_id].num_computed_tokens - tokens)
             for request_id, tokens in output.num_scheduled_tokens.items()
         ]
-        # Where not even stock scheduling ran anything, an empty plan was right.
-        self._stalled = len(plan) > 0 and not ran
-        # From some version on vLLM counts those, too, that lost their KV before the call.
-        preempted = tuple({*evicted, *(output.preempted_req_ids or ())})
+        # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
+        # freed less than was counted, as others share its blocks, is followed by the next one.
+        evicted = planned and len(plan.evicted) > 0
+        self._stalled = len(plan) > 0 and not ran and not evicted
+        # With those that were evicted before the call.
+        preempted = tuple(output.preempted_req_ids or ())
         step = self._local.begin_step(plan, ran, time.monotonic(), preempted)
         self._in_flight[id(output)] = step
         self._busy_until_s = max(step.started_s, start_s) + plan.predicted_s
@@ -390,8 +391,8 @@ class PlanMixin(_Base):
 
 
 def _has_stale_output(request: Request) -> bool:
-    """Preempted with output in flight that is still to be delivered: vLLM (from 0.28) does not
-    resume it before."""
+    """Preempted with output in flight that is still to be delivered: vLLM (from 0.27.1) does not
+    resume it before. Older ones cannot: that output is there before the next batch but one."""
     stale = getattr(request, "num_stale_output_tokens", 0)
     return stale > 0 and not getattr(request, "drop_stale_output", False)
 

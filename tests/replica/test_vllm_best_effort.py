@@ -95,3 +95,25 @@ def test_a_preempted_stream_is_that_of_an_undisturbed_run(engine, policy):
     assert not any(name.startswith("chat") for batch in log for name in batch["preempted"])
     assert len(engine.table.read().rows) == 0
     assert engine.scheduler._pool.get_num_free_blocks() == after["total_kv_blocks"] - 1
+
+
+def test_evictions_that_free_less_than_was_counted_go_on_until_the_promised_prompt_fits(tmp_path):
+    model = local_model(tmp_path, layers=2, hidden=128)
+    engine = InProcess(model, tmp_path, "fcfs", async_scheduling=False, **ARGS)
+    # Each holds eight blocks when the chat comes, of which six are the same: one frees but two.
+    shared = prompt(2, 192)
+    twins = [(f"twin{n}", shared + prompt(20 + n, 8), 100, None, True) for n in range(2)]
+    chat = ("chat", prompt(30, 520), 5, CHAT, False)
+    alone = {}
+    for each in (*twins, chat):
+        alone |= serve(engine, [(0, each)])
+    engine.use("fcfs")
+    begun = len(engine.batches())
+    assert serve(engine, [(0, twins[0]), (2, twins[1]), (40, chat)]) == alone
+    log = engine.batches()[begun:]
+    engine.close()
+    ran = [[name for name, _, _ in batch["ran"]] for batch in log]
+    assert ["twin0", "twin1"] in ran
+    lost = [name for batch in log for name in batch["preempted"]]
+    assert lost == ["twin1", "twin0"], "each once"
+    assert ran[40:42] == [[], ["chat"]], "nobody runs in its place"
