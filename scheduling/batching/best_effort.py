@@ -47,6 +47,11 @@ USABLE = 0.9
 prediction."""
 
 
+LONGEST_S = 0.05
+"""How long a batch may last at least where no decode is waited for: by a latency model whose empty
+step costs next to nothing, a number of such steps would be no time."""
+
+
 class BestEffortOptions(PolicyOptions):
     """Options of the best-effort tier."""
 
@@ -89,8 +94,8 @@ class BestEffort:
        that loses least. They keep what they have generated, and compute its KV again with the
        prompt's in one prefill.
     3. *Leftovers*: best-effort work fills the batch until the first promised decode that can be on
-       time would be late or out of pace, and until no longer than 20 empty steps, so that a
-       promised newcomer does not wait long. While a promised prefill is left that could run, all
+       time would be late or out of pace, and until no longer than 20 empty steps or 50 ms, so that
+       a promised newcomer does not wait long. While a promised prefill is left that could run, all
        time is its own. Decodes come first, then the prefills of step 4, then those that can be on
        time by their own objective, by deadline, then the others by arrival. One begins only while
        no promised request waits, and where its predicted length fits beside those of all that run
@@ -219,7 +224,7 @@ class BestEffort:
             batch.sequences_left,
             batch.block_tokens,
         )
-        until_s = min(USABLE * until_s, LONGEST_STEPS * fixed_s)
+        until_s = min(USABLE * until_s, max(LONGEST_STEPS * fixed_s, LONGEST_S))
         running = table[rows, RUNNING] > 0
         decode = running & ~is_prefill(table[rows])
         batch.take(rows[decode], until_s)

@@ -31,7 +31,7 @@ MODEL = LinearLatency(a=0.010, b=0.001)
 CHAT = SLO(ttft_s=1.0, tpot_s=0.1)
 
 EAGER = BestEffortOptions(patience_s=1e-6, aged_share=0.5)
-"""Everything that waits is aged."""
+"""Everything that has waited at all is aged."""
 
 
 def behind(view: RequestView) -> RequestView:
@@ -83,11 +83,12 @@ def test_plans_with_an_aged_lane_can_be_run(
 ) -> None:
     budget = data.draw(budgets(queue))
     views = {view.request_id: view for view in queue.requests}
-    waited = sorted((v for v in queue.requests if v.best_effort), key=lambda v: v.arrival_s)
-    lane = waited[: max(1, sum(view.running for view in queue.requests) // 2)]
+    places = max(1, sum(view.running for view in queue.requests) // 2)
     for name, options in VARIANTS:
         policy = make_policy(name, options, EAGER)
         for now_s in (NOW_S, NOW_S + 0.5):
+            aged = [v for v in queue.requests if now_s - v.arrival_s > 1e-6 and v.best_effort]
+            lane = sorted(aged, key=lambda v: v.arrival_s)[:places]
             made = policy.plan(queue, now_s, latency, budget)
             run_as_engine(queue, made, budget)
             if sum(entry.tokens for entry in made.entries) > budget.block_tokens:
@@ -185,6 +186,14 @@ def test_alone_best_effort_runs_in_batches_that_a_newcomer_can_wait_for() -> Non
     # 20 empty steps.
     assert dict(made.entries) == {"a": 150, "b": 40}
     assert made.predicted_s == pytest.approx(0.2)
+
+
+def test_with_steps_that_cost_nothing_themselves_batches_are_still_full() -> None:
+    free = LinearLatency(a=0.0, b=0.001)
+    answers = [behind(decode(f"a{n}")) for n in range(3)]
+    made = plan(*answers, behind(prefill("b", 5_000)), latency=free)
+    # 50 ms.
+    assert dict(made.entries) == {"a0": 1, "a1": 1, "a2": 1, "b": 47}
 
 
 def test_a_policy_is_not_asked_where_nothing_is_promised() -> None:
