@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.decision import FLEET_SIZES, Inside, finish
+from benchmarks.decision import FLEET_SIZES, Inside, contenders, finish
 from benchmarks.decision_figures import figures
 from benchmarks.decision_fleet import CHANGED, QUEUED, Voices
 from controller.actor import Controller
@@ -21,20 +21,20 @@ def run(*options: str) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def test_every_policy_is_measured_at_every_size() -> None:
-    found = run("--no-actor", "--decisions", "100")
-    assert set(POLICIES) <= set(found)
+def test_every_policy_is_measured_where_none_is_named() -> None:
+    assert set(POLICIES) <= set(contenders(()))
+
+
+@pytest.mark.ray
+def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports() -> None:
+    found = run("--policy", "most_gain", "--decisions", "100", "--seconds", "0.5")
+    assert "most_gain" in found
     for cells in found.values():
         assert list(cells) == [str(size) for size in FLEET_SIZES]
         for cell in cells.values():
             assert 0 < cell["p50_ms"] <= cell["p99_ms"]
             assert cell["per_second"] > 0
-
-
-@pytest.mark.ray
-def test_a_real_actor_answers_while_its_fleet_reports() -> None:
-    found = run("--policy", "round_robin", "--decisions", "100", "--seconds", "0.5")
-    connection = found["round_robin"]["64"]["connection"]
+    connection = found["most_gain"]["64"]["connection"]
     assert isinstance(connection, dict)
     assert connection["reports_per_s"] > 0
     assert connection["memory_mib"] > 10

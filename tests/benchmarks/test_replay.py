@@ -248,7 +248,8 @@ def test_a_short_replay_serves_every_request_on_real_ray() -> None:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env=newcomer(),
+        # Without it Serve waits half a minute for each cluster's connections to drain.
+        env=newcomer() | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.2"},
         capture_output=True,
         text=True,
         timeout=600,
