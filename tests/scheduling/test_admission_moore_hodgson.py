@@ -105,7 +105,8 @@ tokens = st.integers(2, 4_000)
 
 @settings(max_examples=200, deadline=None)
 @given(
-    waiting=st.lists(st.tuples(slos, tokens, st.integers(0, 8)), max_size=8),
+    # Nothing that waits is late yet: what is late already forbids nothing, by either count.
+    waiting=st.lists(st.tuples(slos, tokens, st.integers(0, 1)), max_size=8),
     decoding=st.lists(st.tuples(slos, tokens, st.integers(1, 40)), max_size=8),
     slo=slos,
     prompt=tokens,

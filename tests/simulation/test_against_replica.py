@@ -37,8 +37,9 @@ class Unlimited(LocalScheduler):
         arrival_s: float,
         prompt_tokens: int,
         most_tokens: int,
+        best_effort: bool = False,
     ) -> None:
-        super().track(engine_id, name, key, slo, arrival_s, prompt_tokens, 1 << 30)
+        super().track(engine_id, name, key, slo, arrival_s, prompt_tokens, 1 << 30, best_effort)
 
 
 def busy(seed: int) -> Workload:
