@@ -86,10 +86,12 @@ def margin_s(
         margins.append(
             usable - MODEL.a / min(paces) - sum(load.own_s / load.pace_s for load in after)
         )
-    for later in queue:
+    # In the order in which they are served: of equal deadlines, the one that came first.
+    done_s = 0.0
+    for later in sorted(queue, key=lambda each: each.due_s):
+        done_s += later.work_s
         if not new.due_s < later.due_s < inf:
             continue
-        done_s = sum(each.work_s for each in queue if each.due_s <= later.due_s)
         if capacity(loads, begun_s, later.due_s) < done_s:
             continue  # It is late already, and forbids nothing.
         left_s = capacity(after, begun_s, later.due_s) - done_s - new.work_s
@@ -105,15 +107,14 @@ tokens = st.integers(2, 4_000)
 
 @settings(max_examples=200, deadline=None)
 @given(
-    # Nothing that waits is late yet: what is late already forbids nothing, by either count.
-    waiting=st.lists(st.tuples(slos, tokens, st.integers(0, 1)), max_size=8),
+    waiting=st.lists(st.tuples(slos, tokens, st.integers(0, 8)), max_size=8),
     decoding=st.lists(st.tuples(slos, tokens, st.integers(1, 40)), max_size=8),
     slo=slos,
     prompt=tokens,
     gone_s=st.sampled_from([0.0, 0.01, 0.1]),
     headroom=st.sampled_from([0.0, 0.1]),
 )
-def test_it_promises_no_more_than_the_definition_allows(
+def test_it_promises_what_the_definition_allows(
     waiting: list[tuple[SLO, int, int]],
     decoding: list[tuple[SLO, int, int]],
     slo: SLO,
@@ -152,8 +153,7 @@ def test_it_promises_no_more_than_the_definition_allows(
     promises = make_policy("moore_hodgson", {"headroom": headroom}).promises(
         job(fleet, query, gone_s), fleet
     )
-    # Under great load it may promise a little less than the definition allows, never more.
-    assert margin > 0 or not promises.holds[0]
+    assert bool(promises.holds[0]) == (margin > 0)
     if not promises.holds[0]:
         assert promises.wait_s[0] > 0
 
