@@ -21,7 +21,7 @@ import ray.util
 from controller.channel import Endpoint, RouteServer
 from controller.checks import MAX_KEYS, check_keys, check_query, check_text
 from controller.config import ControllerConfig
-from controller.instruments import INVALID_QUERY, Instruments
+from controller.instruments import Instruments
 from controller.messages import (
     MetricsPush,
     ReplicaDelta,
@@ -35,6 +35,7 @@ from controller.metrics import MetricsHub, families_of, text_of
 from controller.mirror import Mirror
 from scheduling import fleet_rows as figure
 from scheduling.fleet import Fleet, FleetSettings
+from scheduling.job import INVALID_QUERY
 from scheduling.placement import Placer
 
 MAX_QUERIES = 1024
@@ -84,7 +85,7 @@ class Controller:
     async def route(self, queries: list[RouteQuery]) -> RouteReply:
         """Decide on each query, in order; each decision reserves what it takes at once.
 
-        See :class:`~scheduling.placement.Placement` for what may come of it. A malformed query is
+        See :class:`RouteDecision` for what may come of it. A malformed query is
         answered with the reason ``invalid_query``: one does not spoil the batch.
 
         Raises:
@@ -219,7 +220,7 @@ class Controller:
             check_query(query)
         except ValueError:
             return RouteDecision(None, INVALID_QUERY)
-        return RouteDecision(*self._placer.place(query, now_s))
+        return self._placer.place(query, now_s)
 
     def _describe(self, replica_id: str, now_s: float) -> dict[str, Any]:
         replica = self._mirror.replicas[replica_id]

@@ -12,10 +12,8 @@ from prometheus_client.registry import Collector
 from controller.mirror import Mirror
 from scheduling import fleet_rows as figure
 from scheduling.fleet import CONDITIONS, Fleet
+from scheduling.job import INVALID_QUERY, NO_REPLICA, PLACED, UNATTAINABLE
 from scheduling.kernels import Floats
-from scheduling.placement import NO_REPLICA, PLACED, UNATTAINABLE
-
-INVALID_QUERY = "invalid_query"
 
 DECISION_BUCKETS_S = (
     0.00001,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from scheduling.job import RouteDecision, RouteQuery, Tier
 from scheduling.latency_profile import LatencyProfile
 from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
-from scheduling.routing.base import RouteQuery, Tier
 
 __all__ = [
     "MetricSample",
@@ -25,26 +25,6 @@ __all__ = [
     "RouteReply",
     "Tier",
 ]
-
-
-class RouteDecision(NamedTuple):
-    """What became of a query.
-
-    Attributes:
-        replica_id: where the request goes; ``None``: nowhere, and ``reason`` says why.
-        reason: ``placed``; ``unattainable``: no replica can promise its objective, and it may not
-            be served without; ``no_replica``: none is known and fresh; ``invalid_query``.
-        tier: how it is served where it goes; ``None`` where no tier was decided, because admission
-            is off: it is served like a promised request, and nothing is promised.
-        predicted_ttft_s: from the decision to its first token, where that was promised.
-        retry_after_s: where it is ``unattainable``, when there may be capacity for it.
-    """
-
-    replica_id: str | None
-    reason: str
-    tier: Tier | None = None
-    predicted_ttft_s: float | None = None
-    retry_after_s: float | None = None
 
 
 class RouteReply(NamedTuple):

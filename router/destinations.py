@@ -13,7 +13,8 @@ from router.config import RouterConfig
 from router.errors import ApiError, Reason
 from router.metrics import Fallback, RouterMetrics
 from router.prompt_size import TokenEstimator
-from router.waiting import UNATTAINABLE, Line, may_wait
+from router.waiting import Line, may_wait
+from scheduling.job import UNATTAINABLE
 
 _ANY_TIER = frozenset(Tier)
 _GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})

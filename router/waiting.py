@@ -15,6 +15,7 @@ from controller.messages import RouteDecision
 from router.admission_metrics import AdmissionMetrics
 from router.config import ServiceClass
 from router.errors import ApiError, Reason
+from scheduling.job import UNATTAINABLE
 
 ASKERS = 4
 """How many of a line ask: enough that one request which nobody can promise does not hold up the
@@ -26,10 +27,6 @@ MAX_PAUSE_S = 1.0
 within these bounds."""
 
 Ask = Callable[[], Awaitable[RouteDecision | None]]
-
-
-UNATTAINABLE = "unattainable"
-"""Reason of a decision that no replica can promise the request's objective."""
 
 
 def may_wait(decision: RouteDecision) -> bool:

@@ -1,4 +1,4 @@
-"""A request to place, and what it would be on each replica."""
+"""A request to place, what it would be on each replica, and what became of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from numpy.typing import NDArray
 
 from scheduling.kernels import Floats, Ints
 from scheduling.objective import SLO
+
+PLACED = "placed"
+UNATTAINABLE = "unattainable"
+NO_REPLICA = "no_replica"
+INVALID_QUERY = "invalid_query"
+"""Reasons of a :class:`RouteDecision`."""
 
 
 class Tier(enum.StrEnum):
@@ -78,3 +84,25 @@ class Job(NamedTuple):
             cached_tokens=self.cached_tokens[places],
             work_s=self.work_s[places],
         )
+
+
+class RouteDecision(NamedTuple):
+    """What became of a query.
+
+    Attributes:
+        replica_id: where the request goes; ``None``: nowhere, and ``reason`` says why.
+        reason: ``placed``; ``unattainable``: no replica can promise its objective, and it may not
+            be served without; ``no_replica``: none is known and was heard of lately;
+            ``invalid_query``.
+        tier: how it is served where it goes; ``None`` where no tier was decided, because admission
+            is off: it is served like a promised request, and nothing is promised.
+        predicted_ttft_s: from the decision to its first token, where that was promised.
+        retry_after_s: where it is ``unattainable``: when there may be capacity; ``None`` where
+            there never is.
+    """
+
+    replica_id: str | None
+    reason: str
+    tier: Tier | None = None
+    predicted_ttft_s: float | None = None
+    retry_after_s: float | None = None

@@ -6,7 +6,6 @@ The controller makes it for real requests and the simulator for simulated ones.
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,33 +13,18 @@ from scheduling.admission import AdmissionPolicy
 from scheduling.admission.room import LEAST_WAIT_S
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import BEST_EFFORT_S, PREFILL_S, UNKNOWN_OUTPUT_TOKENS, work_on
+from scheduling.job import (
+    NO_REPLICA,
+    PLACED,
+    UNATTAINABLE,
+    Job,
+    RouteDecision,
+    RouteQuery,
+    Tier,
+)
 from scheduling.kernels import Ints
 from scheduling.ledger import Reservation
-from scheduling.routing.base import Job, RouteQuery, RoutingPolicy, Tier
-
-PLACED = "placed"
-UNATTAINABLE = "unattainable"
-NO_REPLICA = "no_replica"
-
-
-class Placement(NamedTuple):
-    """What became of a query.
-
-    Attributes:
-        replica_id: where the request goes; ``None``: nowhere, and ``reason`` says why.
-        reason: ``placed``; ``unattainable``: nobody can promise its objective, and it may not be
-            served without; ``no_replica``: none is known and was heard of lately.
-        tier: how it is served where it goes; ``None`` where admission is off.
-        predicted_ttft_s: from the decision to its first token, where that was promised.
-        retry_after_s: where it is ``unattainable``: when there may be capacity; ``None`` where
-            there never is.
-    """
-
-    replica_id: str | None
-    reason: str
-    tier: Tier | None = None
-    predicted_ttft_s: float | None = None
-    retry_after_s: float | None = None
+from scheduling.routing.base import RoutingPolicy
 
 
 class Placer:
@@ -63,7 +47,7 @@ class Placer:
         self._routing = routing
         self._admission = admission
 
-    def place(self, query: RouteQuery, now_s: float, moved: bool = False) -> Placement:
+    def place(self, query: RouteQuery, now_s: float, moved: bool = False) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes.
 
         Args:
@@ -76,21 +60,21 @@ class Placer:
         fleet.expire(now_s)
         rows = fleet.candidates(now_s)
         if not len(rows):
-            return Placement(None, NO_REPLICA)
+            return RouteDecision(None, NO_REPLICA)
         job = self._job(query, rows, now_s, moved)
         if Tier.GUARANTEED not in query.tiers or self._promises_nothing(query):
             return self._best_effort(job)
         if self._admission is None:
             chosen = self._choose(job)
             self._reserve(job, chosen, promised=True)
-            return Placement(fleet.ids[job.rows[chosen]], PLACED)
+            return RouteDecision(fleet.ids[job.rows[chosen]], PLACED)
         return self._promise(job, self._admission)
 
     def _promises_nothing(self, query: RouteQuery) -> bool:
         """Whether there is nothing that admission could promise."""
         return self._admission is not None and not has_objective(query)
 
-    def _promise(self, job: Job, admission: AdmissionPolicy) -> Placement:
+    def _promise(self, job: Job, admission: AdmissionPolicy) -> RouteDecision:
         fleet = self._fleet
         promises = admission.promises(job, fleet)
         holds = promises.holds
@@ -101,21 +85,21 @@ class Placer:
         chosen = self._choose(able)
         self._reserve(able, chosen, promised=True)
         ttft_s = float(promises.ttft_s[holds][chosen])
-        return Placement(fleet.ids[able.rows[chosen]], PLACED, Tier.GUARANTEED, ttft_s)
+        return RouteDecision(fleet.ids[able.rows[chosen]], PLACED, Tier.GUARANTEED, ttft_s)
 
-    def _unpromised(self, job: Job, wait_s: float) -> Placement:
+    def _unpromised(self, job: Job, wait_s: float) -> RouteDecision:
         if Tier.BEST_EFFORT in job.query.tiers:
             return self._best_effort(job)
         # Where it waits for a report only, a moment is enough.
         retry_after_s = max(wait_s, LEAST_WAIT_S) if wait_s < inf else None
-        return Placement(None, UNATTAINABLE, retry_after_s=retry_after_s)
+        return RouteDecision(None, UNATTAINABLE, retry_after_s=retry_after_s)
 
-    def _best_effort(self, job: Job) -> Placement:
+    def _best_effort(self, job: Job) -> RouteDecision:
         figures = self._fleet.figures[job.rows]
         ahead_s = figures[:, PREFILL_S] + figures[:, BEST_EFFORT_S] + job.work_s
         chosen = int(np.argmin(ahead_s))
         self._reserve(job, chosen, promised=False)
-        return Placement(self._fleet.ids[job.rows[chosen]], PLACED, Tier.BEST_EFFORT)
+        return RouteDecision(self._fleet.ids[job.rows[chosen]], PLACED, Tier.BEST_EFFORT)
 
     def _choose(self, job: Job) -> int:
         chosen = self._routing.choose(job, self._fleet)

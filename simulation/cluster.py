@@ -11,9 +11,9 @@ import numpy as np
 
 from scheduling.admission import AdmissionPolicy
 from scheduling.batching import BatchPolicy
+from scheduling.job import UNATTAINABLE
 from scheduling.latency import LatencyModel
 from scheduling.length import LengthPredictor
-from scheduling.placement import UNATTAINABLE
 from scheduling.routing import RouteQuery, RoutingPolicy, Tier
 from simulation.config import (
     ClusterConfig,

@@ -16,8 +16,9 @@ import numpy as np
 from scheduling import kernels
 from scheduling.admission import AdmissionPolicy
 from scheduling.fleet import Fleet, FleetSettings, Report
+from scheduling.job import NO_REPLICA, PLACED, RouteDecision
 from scheduling.kernels import Floats
-from scheduling.placement import NO_REPLICA, PLACED, Placement, Placer
+from scheduling.placement import Placer
 from scheduling.routing import RouteQuery, RoutingPolicy
 from scheduling.state import ROW, RUNNING, WAITING
 from simulation.config import ClusterConfig
@@ -100,7 +101,7 @@ class Mirror:
         if self._known.pop(name, None) is not None:
             self.fleet.leave(name)
 
-    def place(self, query: RouteQuery, now_s: float, moved: bool = False) -> Placement:
+    def place(self, query: RouteQuery, now_s: float, moved: bool = False) -> RouteDecision:
         """The decision on a request, see :meth:`scheduling.placement.Placer.place`.
 
         Where no replica has been heard of lately, those that are merely silent take turns, as
@@ -112,7 +113,7 @@ class Mirror:
             willing = [name for name, known in self._known.items() if not known.draining]
             if willing:
                 self._turn += 1
-                return Placement(willing[self._turn % len(willing)], PLACED)
+                return RouteDecision(willing[self._turn % len(willing)], PLACED)
         return placement
 
     def _take_in(self) -> None:

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from scheduling import fleet_rows as figure
 from scheduling.admission import make_policy as make_admission
 from scheduling.fleet import Fleet
+from scheduling.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
 from scheduling.objective import SLO
-from scheduling.placement import NO_REPLICA, PLACED, UNATTAINABLE, Placement, Placer
+from scheduling.placement import Placer
 from scheduling.routing import RouteQuery, Tier
 from scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
@@ -54,7 +55,7 @@ def test_what_can_be_promised_is_and_the_rest_is_best_effort_or_refused(admissio
 @pytest.mark.parametrize("admission", ["moore_hodgson", "slos_serve"])
 def test_what_could_never_be_held_is_not_asked_to_come_back(admission: str) -> None:
     refused = placer(fleet_of(report()), admission).place(query(HARD, tiers=PROMISED), 0.0)
-    assert refused == Placement(None, UNATTAINABLE)
+    assert refused == RouteDecision(None, UNATTAINABLE)
 
 
 def test_who_asks_for_no_promise_gets_none() -> None:
@@ -64,12 +65,12 @@ def test_who_asks_for_no_promise_gets_none() -> None:
         assert fleet.figures[0, figure.PROMISED] == 0
     # Without admission nothing is promised, and only who asks for best effort is served as such.
     fleet = fleet_of(report())
-    assert placer(fleet, None).place(query(SLO()), 0.0) == Placement("0", PLACED)
+    assert placer(fleet, None).place(query(SLO()), 0.0) == RouteDecision("0", PLACED)
     assert placer(fleet, None).place(query(tiers=BEST_EFFORT, key=2), 0.0).tier is Tier.BEST_EFFORT
 
 
 def test_nobody_is_there() -> None:
-    assert placer(Fleet()).place(query(), 0.0) == Placement(None, NO_REPLICA)
+    assert placer(Fleet()).place(query(), 0.0) == RouteDecision(None, NO_REPLICA)
 
 
 def test_an_aged_replica_promises_nothing() -> None:
@@ -115,10 +116,10 @@ def test_decisions_are_those_of_the_promised_alone_and_the_same_again(
 ) -> None:
     """Best-effort requests take nothing from what can be promised, and nothing is drawn."""
 
-    def decide(everybody: bool) -> list[Placement | None]:
+    def decide(everybody: bool) -> list[RouteDecision | None]:
         fleet = fleet_of(report(row(EASY, 100, emitted=3, first_token_s=0.0)), report())
         decides, now_s = placer(fleet, admission), 0.0
-        made: list[Placement | None] = []
+        made: list[RouteDecision | None] = []
         for key, (after_s, slo, prompt, tiers) in enumerate(asked):
             now_s += after_s
             if now_s >= fleet.settings.aged_after_s:
