@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from math import inf, isnan
+from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,7 +155,7 @@ def _question(
     except (ValueError, OSError) as error:
         raise OptionError(str(error)) from error
     classes = simulate_options.classes(loaded, slos, shares)
-    if all(each.slo.columns[:3] == (inf, inf, inf) for each in classes):
+    if not any(each.slo.stated for each in classes):
         raise OptionError("no class states an objective, so any number of replicas holds them")
     model = simulate_options.latency(loaded, profile, latency)
     return Question(

@@ -4,7 +4,6 @@ a refusal."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from math import inf
 from typing import NamedTuple, Protocol
 
 from controller.messages import RouteDecision, RouteQuery, Tier
@@ -128,8 +127,7 @@ class Destinations:
         if call.best_effort:
             return _BEST_EFFORT_ONLY
         # Without an objective there is nothing to promise, whatever the class wants.
-        has_objective = min(call.slo.columns[:3]) < inf
-        promised_only = has_objective and call.slo.service_class in self._promised_only
+        promised_only = call.slo.stated and call.slo.service_class in self._promised_only
         return _GUARANTEED_ONLY if promised_only else _ANY_TIER
 
     async def _ask(self, call: Call, key: int, tiers: frozenset[Tier]) -> RouteDecision | None:

@@ -10,7 +10,7 @@ from replica.engine import Endpoint
 from router.admission_metrics import NO_CLASS, AdmissionMetrics
 from router.errors import RULES, Reason
 from router.trust import ANYONE, Client
-from scheduling.objective import SLO, TokenClock
+from scheduling.objective import TokenClock
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 300)
 TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
@@ -166,11 +166,7 @@ class RouterMetrics:
         worth = (slo.service_class, str(slo.priority))
         self._gain.labels(*worth).inc(clock.gain)
         self._ideal_gain.labels(*worth).inc(clock.ideal_gain)
-        if _has_objective(slo):
+        if slo.stated:
             self._slo_requests.labels(*worth).inc()
             if outcome is Outcome.OK and clock.attained(now_s):
                 self._attained.labels(*worth).inc()
-
-
-def _has_objective(slo: SLO) -> bool:
-    return slo.ttft_s is not None or slo.tpot_s is not None or slo.e2e_s is not None

@@ -26,7 +26,6 @@ from scheduling.fleet_rows import (
 from scheduling.kernels import COEFFICIENTS, Floats, Ints, most_work_s
 from scheduling.latency import LatencyModel
 from scheduling.ledger import Ledger, Reservation
-from scheduling.objective import Anchor
 from scheduling.prefix import PrefixIndex
 
 MOST_PIECES = 4
@@ -49,7 +48,6 @@ class FleetSettings(NamedTuple):
         reservation_ttl_s: a decision that no replica confirmed by then is dropped.
         reference_ttft_s: horizon of the prefill admission budget (FairBatching's node TTFT).
         reference_tpot_s: pace in that budget of decodes that state none.
-        anchor: where the deadlines of later tokens start: ``FIRST_TOKEN`` or ``LAST_TOKEN``.
     """
 
     aged_after_s: float = 1.0
@@ -57,7 +55,6 @@ class FleetSettings(NamedTuple):
     reservation_ttl_s: float = 5.0
     reference_ttft_s: float = 1.0
     reference_tpot_s: float = 0.1
-    anchor: Anchor = Anchor.FIRST_TOKEN
 
 
 class Report(NamedTuple):
@@ -329,7 +326,6 @@ class Fleet:
             report.offset_s,
             settings.reference_ttft_s,
             settings.reference_tpot_s,
-            settings.anchor is Anchor.LAST_TOKEN,
         )
         settle(figures, prefills, loads)
         for reservation in made:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from scheduling.assumptions import LEAST_STEPS, TTFT_SHARE, UNKNOWN_OUTPUT_TOKENS
 from scheduling.fleet_rows import (
     BATCH_S,
     BEGUN_S,
@@ -40,7 +41,6 @@ from scheduling.fleet_rows import (
     STEP_ENDS_S,
     STEP_WORK_S,
     TOKENS,
-    UNKNOWN_OUTPUT_TOKENS,
     WAITING,
     add_load,
     pace_of,
@@ -58,9 +58,9 @@ from scheduling.kernels import (
     most_work_s,
 )
 
-BATCH_USABLE, BATCH_TTFT_SHARE, BATCH_LEAST_STEPS = 0.9, 0.25, 8
-"""How long ``deadline_triage`` makes a batch, for predictions: this share of the decodes' least
-slack or pace, but no more than this share of the least TTFT, or so many empty steps."""
+BATCH_USABLE = 0.9
+"""The share of the decodes' least slack or pace that a batch of ``deadline_triage`` takes, as its
+default head-room leaves it."""
 
 MOST_STEP_S = 1.0
 """A replica counts as having worked for at most so long without the end of a step."""
@@ -87,19 +87,15 @@ def expected_tokens(row: Any) -> float:
 
 
 @compiled
-def next_due_s(row: Any, emitted: int, anchor_last: bool) -> float:
+def next_due_s(row: Any, emitted: int) -> float:
     """Deadline of a reported request's next token, on its replica's clock: the rule of
-    :meth:`SLO.deadline_s <scheduling.objective.SLO.deadline_s>` anchored on the first token, or on
-    the last one."""
+    :meth:`SLO.deadline_s <scheduling.objective.SLO.deadline_s>` anchored on the first token."""
     due_s = row.arrival_s + row.ttft_s
     if emitted > 0:
-        if anchor_last and not np.isnan(row.last_token_s):
-            due_s = row.last_token_s + row.tpot_s
-        else:
-            # A missing first token is nan, which compares as false.
-            if row.first_token_s < due_s:
-                due_s = row.first_token_s
-            due_s += emitted * row.tpot_s
+        # A missing first token is nan, which compares as false.
+        if row.first_token_s < due_s:
+            due_s = row.first_token_s
+        due_s += emitted * row.tpot_s
     return min(due_s, row.arrival_s + row.e2e_s)
 
 
@@ -107,7 +103,7 @@ def next_due_s(row: Any, emitted: int, anchor_last: bool) -> float:
 def set_step(figures: Floats, least_ttft_s: float, work_s: float, busy: bool) -> None:
     """Predict the step under way, which began with ``work_s`` of promised prefill to be done."""
     fixed_s, pace_s = figures[FIXED_S], figures[PACE_S]
-    longest_s = max(BATCH_TTFT_SHARE * least_ttft_s, BATCH_LEAST_STEPS * fixed_s)
+    longest_s = max(TTFT_SHARE * least_ttft_s, LEAST_STEPS * fixed_s)
     figures[BATCH_S] = longest_s
     if pace_s < inf:
         slack_s = figures[DUE_S] - figures[BEGUN_S]
@@ -226,7 +222,6 @@ def fold(
     offset_s: float,
     horizon_s: float,
     unpaced_s: float,
-    anchor_last: bool,
 ) -> None:
     """Take in a whole report; what was known of the replica's requests goes. :func:`settle` must
     follow. ``O(requests log requests)``.
@@ -237,7 +232,6 @@ def fold(
         made_s, stepped_s: see :class:`scheduling.fleet.Report`.
         offset_s: what to add to the replica's times.
         horizon_s, unpaced_s: the reference TTFT and TPOT of the prefill admission budget.
-        anchor_last: whether deadlines of later tokens start from the last one.
     """
     clear(figures, pieces)
     now_s = made_s + offset_s
@@ -258,7 +252,7 @@ def fold(
         if row.best_effort > 0:
             count_best_effort(figures, pieces, row, prefill)
             continue
-        due_s = next_due_s(row, row.emitted_tokens, anchor_last) + offset_s
+        due_s = next_due_s(row, row.emitted_tokens) + offset_s
         least_ttft_s = min(least_ttft_s, row.ttft_s)
         if prefill:
             work_s = count_prefill(

@@ -91,14 +91,8 @@ LOAD_FIELDS = 5
 LEAST_RATE = 0.05
 """Least share of a replica's time that counts as left for prefill, in predictions."""
 
-GROWTH_TOKENS = 4
-"""KV room per running sequence that a promise leaves free, so that those that run can grow."""
-
 FREED_WITHIN_S = 5.0
 """``BLOCKS_PER_S`` is a mean over so long: nobody knows how long the answers will really be."""
-
-UNKNOWN_OUTPUT_TOKENS = 256.0
-"""Taken for the length of an output of which nothing is known."""
 
 
 def requests_at(figures: Floats) -> Floats:

@@ -83,6 +83,11 @@ class SLO:
         ttft_s, tpot_s, e2e_s = (inf if value is None else value for value in objectives)
         object.__setattr__(self, "columns", (ttft_s, tpot_s, e2e_s, float(self.priority)))
 
+    @property
+    def stated(self) -> bool:
+        """Whether it states any objective: without one there is nothing to promise."""
+        return min(self.columns[:3]) < inf
+
     def deadline_s(
         self,
         token: int,

@@ -11,8 +11,9 @@ import numpy as np
 
 from scheduling.admission import AdmissionPolicy
 from scheduling.admission.room import LEAST_WAIT_S
+from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from scheduling.fleet import Fleet
-from scheduling.fleet_rows import BEST_EFFORT_S, PREFILL_S, UNKNOWN_OUTPUT_TOKENS, work_on
+from scheduling.fleet_rows import BEST_EFFORT_S, PREFILL_S, work_on
 from scheduling.job import (
     NO_REPLICA,
     PLACED,
@@ -72,7 +73,7 @@ class Placer:
 
     def _promises_nothing(self, query: RouteQuery) -> bool:
         """Whether there is nothing that admission could promise."""
-        return self._admission is not None and not has_objective(query)
+        return self._admission is not None and not query.slo.stated
 
     def _promise(self, job: Job, admission: AdmissionPolicy) -> RouteDecision:
         fleet = self._fleet
@@ -139,11 +140,6 @@ class Placer:
                 job.output_tokens,
             ),
         )
-
-
-def has_objective(query: RouteQuery) -> bool:
-    """Whether there is anything to promise."""
-    return min(query.slo.columns[:3]) < inf
 
 
 def expected_tokens(query: RouteQuery) -> float:

@@ -103,9 +103,8 @@ def prefill_rows(rows: np.ndarray) -> NDArray[np.bool_]:
 def next_deadlines_s(rows: np.ndarray, anchor: Anchor) -> NDArray[np.float64]:
     """Deadline of the next token of each of ``rows``; infinite where none is stated.
 
-    The same rule as :meth:`scheduling.objective.SLO.deadline_s`, for arrays. Rows do not hold when
-    the last token left, so :attr:`Anchor.LAST_TOKEN` counts as :attr:`Anchor.FIRST_TOKEN`, as it
-    does there without that time.
+    The same rule as :meth:`scheduling.objective.SLO.deadline_s`, for arrays.
+    :attr:`Anchor.LAST_TOKEN` counts as :attr:`Anchor.FIRST_TOKEN`.
     """
     emitted = rows["emitted_tokens"]
     arrival = rows["arrival_s"]

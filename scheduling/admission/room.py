@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from math import ceil, inf
 
+from scheduling.assumptions import GROWTH_TOKENS
 from scheduling.fleet_rows import (
     BLOCK_TOKENS,
     BLOCKS_PER_S,
     FIXED_S,
     FREE_BLOCKS,
     FREED_WITHIN_S,
-    GROWTH_TOKENS,
     LENT_BLOCKS,
     LOAD_PACE_S,
     LOADS,

@@ -9,12 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from scheduling.assumptions import (
+    GROWTH_TOKENS,
+    LEAST_STEPS,
+    TTFT_SHARE,
+    UNKNOWN_OUTPUT_TOKENS,
+)
 from scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
 from scheduling.batching.base import BatchBuilder, BatchPolicy
 from scheduling.batching.moore_hodgson import fitting, keep
 from scheduling.batching.prefill_share import PREFILL_SHARE, least_useful_s
 from scheduling.batching.triage_rows import (
-    UNKNOWN_OUTPUT_TOKENS,
     UNPACED_S,
     blocks_needed,
     capacity_s,
@@ -48,20 +53,8 @@ from scheduling.request import QueueView
 
 Mask = NDArray[np.bool_]
 
-GROWTH_TOKENS = 4
-"""KV room per running sequence that admission leaves free. Without any, running sequences outgrow
-the pool and preempt each other; more only leaves KV unused."""
-
-TTFT_SHARE = 0.25
-"""A batch takes no longer than this share of the least TTFT that was seen lately, as a request that
-comes while it runs waits for its end."""
-
 TTFT_MEMORY_S = 60.0
 """How long a TTFT counts as seen lately, seconds after its request has left the queue."""
-
-LEAST_STEPS = 8
-"""But it may take as long as this many empty steps, as shorter ones would mostly be overhead, and
-as the least pace of the decodes."""
 
 STANDBY_PROMPTS = 2.0
 """The tail begins no answer unless this many mean prompts could be prefilled in a mean TTFT."""

@@ -9,6 +9,7 @@ from math import ceil, inf, isnan
 
 import numpy as np
 
+from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from scheduling.kernels import (
     ARRIVAL,
     COMPUTED,
@@ -25,9 +26,6 @@ from scheduling.kernels import (
     compiled,
     most_work_s,
 )
-
-UNKNOWN_OUTPUT_TOKENS = 256.0
-"""Taken for the length of an output of which nothing is known."""
 
 UNPACED_S = 1.0
 """An answer that has begun and states no TPOT is due a token this long after its last one, so that

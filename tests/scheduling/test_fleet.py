@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from scheduling import fleet_rows as figure
 from scheduling.admission.pab import replica_pab_tokens
+from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from scheduling.fleet import Fleet, FleetSettings
 from scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
 from scheduling.ledger import Reservation
@@ -95,14 +96,14 @@ def test_a_reservation_counts_as_the_same_request_reported_waiting(
     new = row(slo, prompt, arrival_s=0.0, best_effort=not promised)
     ttft_s, tpot_s, e2e_s, priority = slo.columns
     pace_s = tpot_s if tpot_s < inf else FleetSettings().reference_tpot_s
-    due_s = min(ttft_s, e2e_s - (figure.UNKNOWN_OUTPUT_TOKENS - 1) * pace_s)
+    due_s = min(ttft_s, e2e_s - (UNKNOWN_OUTPUT_TOKENS - 1) * pace_s)
     reserved, reported = Fleet(), Fleet()
     reserved.report("0", report(*rows, latency=MODEL), 0.0)
     reserved.reserve(
         7,
         Reservation(
             "0", 0.0, promised, prompt, 0, prompt, due_s, tpot_s, priority,
-            figure.UNKNOWN_OUTPUT_TOKENS,
+            UNKNOWN_OUTPUT_TOKENS,
         ),
     )  # fmt: skip
     reported.report("0", report(*rows, new, latency=MODEL), 0.0)
