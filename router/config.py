@@ -152,7 +152,7 @@ class RouterConfig(BaseModel):
             if not text.strip("*"):
                 raise ValueError(
                     "an entry of api_keys consists of asterisks only: that is the mask which "
-                    "`sluice config` prints in place of a key; give the key itself"
+                    "`sluice config show` prints in place of a key; give the key itself"
                 )
         if len(set(texts)) < len(texts):
             raise ValueError("two entries of api_keys have the same key")

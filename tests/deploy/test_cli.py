@@ -37,11 +37,11 @@ def test_policies_lists_every_policy_with_source_and_options() -> None:
 
 
 def test_config_prints_what_it_accepts_again(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["config"])
+    result = CliRunner().invoke(main, ["config", "show"])
     assert result.exit_code == 0, result.output
     path = tmp_path / "full.yaml"
     path.write_text(result.output)
-    again = CliRunner().invoke(main, ["config", "--config", str(path)])
+    again = CliRunner().invoke(main, ["config", "show", str(path)])
     assert yaml.safe_load(again.output) == yaml.safe_load(result.output)
 
 

@@ -1,0 +1,73 @@
+"""``sluice serve``: a whole application on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from deploy.commands.exits import Exit, Failure
+from deploy.commands.options import CONFIG_FILE, load
+from deploy.local import StartError, StoppedError, base_url, curl_line, running, stop_signals
+
+_PLACES = {
+    "model": ("engine", "model"),
+    "engine": ("engine", "kind"),
+    "policy": ("engine", "policy"),
+    "replicas": ("replica", "count"),
+    "host": ("router", "host"),
+    "port": ("router", "port"),
+}
+"""Where the value of each flag stands in the configuration."""
+
+
+@click.command()
+@click.option("--model", help="Path or hub id of the model; default: a small local one.")
+@click.option("--replicas", type=int, help="Replicas of the engine.")
+@click.option("--engine", type=click.Choice(["vllm", "simulated"]), help="The engine.")
+@click.option("--policy", help="Local batch policy, see `sluice policies`.")
+@click.option("--host", help="Address that HTTP listens on.")
+@click.option("--port", type=int, help="Port that HTTP listens on.")
+@click.option(
+    "--config", "path", type=CONFIG_FILE, help="YAML configuration; the other flags override it."
+)
+def serve(path: Path | None, **flags: Any) -> None:
+    """Serve a model on this machine until Ctrl-C.
+
+    It starts a Ray instance of its own, and stops all of it again.
+
+    \b
+    Examples:
+      sluice serve
+      sluice serve --engine simulated --replicas 4
+      sluice serve --config sluice.yaml --port 9000
+    """
+    config = load(path, _overrides(flags))
+    err = Console(stderr=True)
+
+    def report(line: str) -> None:
+        err.print(f"[dim]sluice:[/dim] {line}", highlight=False)
+
+    with stop_signals() as stop:
+        try:
+            with running(config, stop, report):
+                report(f"ready at {base_url(config)}/v1, try:")
+                click.echo(curl_line(config))
+                report("Ctrl-C stops")
+                stop.wait()
+        except StoppedError:
+            pass
+        except StartError as error:
+            raise Failure(Exit.FAILED, str(error)) from error
+
+
+def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags that were given, nested as in the configuration file."""
+    nested: dict[str, Any] = {}
+    for flag, value in flags.items():
+        if value is not None:
+            section, field = _PLACES[flag]
+            nested.setdefault(section, {})[field] = value
+    return nested
