@@ -6,8 +6,10 @@ import click
 
 from benchmarks.cli import bench, simulate
 from deploy.commands.config import config
+from deploy.commands.deploy import deploy
 from deploy.commands.options import CONTEXT
 from deploy.commands.policies import policies
+from deploy.commands.profile import profile
 from deploy.commands.serve import serve
 
 
@@ -17,7 +19,7 @@ def main() -> None:
     """Sluice: an SLO-aware serving control plane for large language models on Ray."""
 
 
-for _command in (serve, config, policies, bench, simulate):
+for _command in (serve, profile, config, policies, bench, simulate):
     main.add_command(_command)
 
 

@@ -125,15 +125,24 @@ def read_profile(path: Path, key: str) -> LatencyProfile | None:
 def write_profile(path: Path, profile: LatencyProfile) -> None:
     """Keep ``profile``. A directory that cannot be written costs a log line, not the start."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # In a directory of its own, which goes whatever happens.
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
-            file = Path(directory) / path.name
-            file.write_text(profile.to_json(), encoding="utf-8")
-            file.chmod(0o644)
-            file.replace(path)
+        save_profile(path, profile)
     except OSError as error:
         logger.warning("the latency profile is not kept: %s", error)
+
+
+def save_profile(path: Path, profile: LatencyProfile) -> None:
+    """Write ``profile`` to ``path``, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In a directory of its own, which goes whatever happens.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
+        file = Path(directory) / path.name
+        file.write_text(profile.to_json(), encoding="utf-8")
+        file.chmod(0o644)
+        file.replace(path)
 
 
 async def measure(llm: Any, table: StateTable, budget_s: float) -> None:

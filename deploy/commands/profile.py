@@ -1,0 +1,261 @@
+"""``sluice profile``: how long the steps of an engine take on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import click
+
+from deploy.commands.exits import Exit, Failure
+from deploy.commands.options import CONFIG_FILE, load
+from deploy.commands.options import as_json as json_option
+from deploy.config import SluiceConfig
+from scheduling.fit import BatchFamily, fit
+from scheduling.latency import StepSample
+from scheduling.latency_profile import LatencyProfile
+from scheduling.step_errors import StepErrors, errors_by_kind, step_errors
+
+if TYPE_CHECKING:
+    from replica.config import EngineConfig
+    from replica.engine import Engine, EngineInfo
+    from replica.sweep import Load
+
+FAMILIES: tuple[BatchFamily, ...] = get_args(BatchFamily)
+
+_NAME = "profile"
+_REQUESTS = 1024
+"""Room for the engine's live requests; a load of the sweep has fewer."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a sweep saw of an engine: ``swept`` is fitted, ``unseen`` tells how good the fit is.
+
+    ``start`` is the profile that a replica of this configuration starts with today.
+    """
+
+    model: str
+    policy: str
+    start: LatencyProfile
+    swept: list[StepSample]
+    unseen: list[StepSample]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A model fitted to a sweep, with its errors by kind of step."""
+
+    profile: LatencyProfile
+    in_sample: dict[str, StepErrors]
+    out_of_sample: dict[str, StepErrors]
+    others: dict[str, float]
+    """Mean error out of sample of the other families, and of the profile of today (``start``)."""
+
+
+@click.command()
+@click.option("--config", "path", type=CONFIG_FILE, help="YAML configuration of the engine.")
+@click.option("--model", help="Path or hub id of the model.")
+@click.option("--engine", type=click.Choice(["vllm", "simulated"]), help="The engine.")
+@click.option("--policy", help="Local batch policy under which it is measured.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 100),
+    default=2,
+    show_default=True,
+    help="Repetitions of the sweep. More of them average more noise away.",
+)
+@click.option(
+    "--family",
+    type=click.Choice(FAMILIES),
+    default="linear",
+    show_default=True,
+    help="Form of the model.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the profile here. Default: where replicas look for one (vLLM only).",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a figure of predicted against real times here, PNG, PDF or SVG by its name.",
+)
+@json_option
+def profile(
+    path: Path | None,
+    model: str | None,
+    engine: str | None,
+    policy: str | None,
+    rounds: int,
+    family: BatchFamily,
+    out: Path | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure how long an engine's steps take here, and keep the fitted model.
+
+    Starts the configured engine once, without Ray, and runs a sweep: prefills of several lengths,
+    alone and on a context, decode batches of several sizes, and both at once. The model is fitted
+    to these steps. Then it is tried on random loads that the fit has not seen. Nothing else should
+    run on the device meanwhile.
+
+    With vLLM the profile is kept where replicas with the same model, arguments and hardware look
+    for one when they start. With --out it is written to a file for `engine.latency_profile`.
+
+    \b
+    Examples:
+      sluice profile --model Qwen/Qwen3-8B --plot profile.png
+      sluice profile --config sluice.yaml --rounds 5 --out h100.json
+      sluice profile --engine simulated --rounds 1 --json
+    """
+    from deploy.commands import profile_report
+
+    flags = {"model": model, "kind": engine, "policy": policy}
+    given = {name: value for name, value in flags.items() if value is not None}
+    config = load(path, {"engine": given})
+    _check_place(out)
+    if plot is not None:
+        _check_place(plot)
+        profile_report.check_plot(plot)
+    with profile_report.progress() as report:
+        measured = _measure(config, rounds, report)
+    try:
+        fitted = fit_sweep(measured, family)
+    except ValueError as error:
+        raise Failure(Exit.FAILED, f"{error}; try more --rounds or another --family") from error
+    kept = _keep(config, fitted.profile, out)
+    if plot is not None:
+        profile_report.plot(plot, fitted.profile, measured.swept, measured.unseen)
+    if as_json:
+        profile_report.print_json(measured, fitted, kept)
+    else:
+        profile_report.print_tables(measured, fitted, kept)
+
+
+async def measure(
+    config: SluiceConfig, rounds: int, report: Callable[[str, int, int], None]
+) -> Measured:
+    """Start the engine, sweep it, try it, and stop it.
+
+    Args:
+        report: is told what is being done, and how many loads of how many are done.
+
+    Raises:
+        SweepError, EngineDeadError: the sweep could not be run to its end.
+        ValueError, OSError, RuntimeError: the engine did not start.
+    """
+    from replica.sweep import Sweep, grid, random_loads
+
+    with tempfile.TemporaryDirectory(prefix="sluice-profile-") as directory:
+        log = Path(directory)
+        settings = {"latency_profile": None, "batch_log": log}
+        engine = _engine(config.engine.model_copy(update=settings))
+        report("starting the engine", 0, 0)
+        try:
+            info: EngineInfo = await engine.start()
+            sweep = Sweep(engine, info, log / f"{_NAME}.jsonl")
+            shapes, unseen = grid(info), random_loads(info)
+            total = rounds * len(shapes) + len(unseen)
+            done = 0
+
+            def count(_: Load) -> None:
+                nonlocal done
+                done += 1
+                report("measuring", done, total)
+
+            # First steps are slow, and not counted.
+            await sweep.run("warm", (shapes[0], shapes[-1]))
+            for _ in range(rounds):
+                await sweep.run("grid", shapes, count)
+            await sweep.run("unseen", unseen, count)
+        finally:
+            await engine.stop()
+        swept, tried = sweep.samples("grid"), sweep.samples("unseen")
+    return Measured(info.model, info.policy, info.profile, swept, tried)
+
+
+def fit_sweep(measured: Measured, family: BatchFamily) -> Fitted:
+    """Fit ``family`` to the sweep and find its errors.
+
+    Raises:
+        ValueError: the sweep has too few steps for it.
+    """
+    model, report = fit(measured.swept, family)
+    others: dict[str, float] = {}
+    for other in FAMILIES:
+        if other != family:
+            try:
+                rival, _ = fit(measured.swept, other)
+            except ValueError:
+                continue
+            others[other] = step_errors(rival, measured.unseen).mape
+    others["start"] = step_errors(measured.start.model, measured.unseen).mape
+    return Fitted(
+        LatencyProfile.of(measured.start.key, model, report),
+        errors_by_kind(model, measured.swept),
+        errors_by_kind(model, measured.unseen),
+        others,
+    )
+
+
+def _measure(
+    config: SluiceConfig, rounds: int, report: Callable[[str, int, int], None]
+) -> Measured:
+    from replica.engine import EngineDeadError
+    from replica.sweep import SweepError
+    from replica.virtual_loop import VirtualLoop
+
+    # Its lines would run through the progress bar.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A simulated engine only waits, which nobody has to wait for.
+    loop = VirtualLoop if config.engine.kind == "simulated" else None
+    try:
+        with asyncio.Runner(loop_factory=loop) as runner:
+            return runner.run(measure(config, rounds, report))
+    except (SweepError, EngineDeadError) as error:
+        raise Failure(Exit.FAILED, str(error)) from error
+    except (ValueError, OSError, RuntimeError) as error:
+        raise Failure(Exit.FAILED, f"the engine did not start: {error}") from error
+
+
+def _engine(config: EngineConfig) -> Engine:
+    """The engine to measure, on the time of the running loop where it is simulated."""
+    if config.kind == "simulated":
+        from replica.simulated_engine import SimulatedEngine
+
+        clock = asyncio.get_running_loop().time
+        return SimulatedEngine(config, _NAME, _REQUESTS, clock)
+    from replica.deployment import make_engine
+
+    return make_engine(config, _NAME, _REQUESTS, 0)
+
+
+def _check_place(path: Path | None) -> None:
+    """Refuse a file that cannot be written before minutes are spent on it."""
+    if path is not None and not os.access(path.absolute().parent, os.W_OK):
+        raise Failure(
+            Exit.FAILED,
+            f"cannot write {path}: {path.absolute().parent} is no folder that can be written",
+        )
+
+
+def _keep(config: SluiceConfig, found: LatencyProfile, out: Path | None) -> Path | None:
+    """Write the profile; where to, or ``None`` where nobody would look for it."""
+    from replica.profiling import profile_path, save_profile
+
+    if out is None:
+        if config.engine.kind == "simulated":
+            return None
+        out = profile_path(config.engine.cache_dir, found.key)
+    try:
+        save_profile(out, found)
+    except OSError as error:
+        raise Failure(Exit.FAILED, f"cannot write {out}: {error.strerror}") from error
+    return out
