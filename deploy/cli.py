@@ -19,7 +19,15 @@ def main() -> None:
     """Sluice: an SLO-aware serving control plane for large language models on Ray."""
 
 
-for _command in (serve, profile, config, policies, bench, simulate):
+for _command in (
+    serve,
+    deploy,
+    profile,
+    config,
+    policies,
+    bench,
+    simulate,
+):
     main.add_command(_command)
 
 

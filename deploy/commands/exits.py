@@ -30,4 +30,5 @@ class Failure(click.ClickException):
     def __init__(self, exit_code: Exit, message: str) -> None:
         lines = (" ".join(line.split()) for line in message.splitlines())
         super().__init__("; ".join(line for line in lines if line).replace(":;", ":"))
-        self.exit_code = exit_code
+        # click declares it for classes, and reads it from the instance.
+        self.exit_code = exit_code  # type: ignore[misc]

@@ -1,7 +1,9 @@
-"""What several commands share: reading a configuration file, and the form of their help."""
+"""What several commands share: options, reading a configuration, and how a conversation ends."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import click
 
 from deploy.commands.exits import Exit, Failure
 from deploy.config import SluiceConfig, load_config
+from deploy.json_http import AnswerError, UnreachableError, checked_address
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 """Settings of every group; commands inherit them."""
@@ -29,3 +32,45 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceCo
         return load_config(path, overrides)
     except (ValueError, OSError) as error:
         raise Failure(Exit.FAILED, str(error)) from error
+
+
+def address_option(default: str, variable: str, what: str) -> Callable[[Any], Any]:
+    """``--address``, checked, from the environment's ``variable`` where it is not given."""
+
+    def check(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+        try:
+            return checked_address(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return click.option(
+        "--address",
+        default=default,
+        envvar=variable,
+        show_default=True,
+        show_envvar=True,
+        callback=check,
+        help=what,
+    )
+
+
+@contextmanager
+def talking(to: str, address: str, key_hint: str) -> Iterator[None]:
+    """Turns what goes wrong in a conversation with a server into how the command ends.
+
+    Raises:
+        Failure: nothing answers at ``address``, it refuses the key, or it refuses the request.
+    """
+    try:
+        yield
+    except UnreachableError as error:
+        raise Failure(
+            Exit.UNREACHABLE,
+            f"{to} does not answer at {address} ({error}); is it running, and is --address right?",
+        ) from None
+    except AnswerError as error:
+        if error.status in (401, 403):
+            raise Failure(Exit.REFUSED, f"{to} refuses: {error}; {key_hint}") from None
+        raise Failure(Exit.FAILED, f"{to} answered {error.status}: {error}") from None
+    except OSError as error:
+        raise Failure(Exit.FAILED, str(error)) from None

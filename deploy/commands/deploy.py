@@ -1,0 +1,146 @@
+"""``sluice deploy``: an application on a Ray cluster that runs already."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from deploy.commands.exits import Exit, Failure
+from deploy.commands.options import CONFIG_FILE, address_option, load, talking
+from deploy.commands.options import as_json as json_option
+from deploy.config import SluiceConfig, read_mapping
+from deploy.json_http import JsonServer
+from deploy.submission import (
+    FAILED,
+    RUNNING,
+    State,
+    application_of,
+    ray_token,
+    state_of,
+    submit,
+)
+
+POLL_S = 0.5
+DEFAULT_TIMEOUT_S = 1800.0
+"""Loading a large model takes many minutes."""
+
+_TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the token of the cluster"
+
+
+@click.command()
+@address_option(
+    "http://127.0.0.1:8265",
+    "RAY_DASHBOARD_ADDRESS",
+    "Ray's dashboard on the head of the cluster.",
+)
+@click.option("--config", "path", type=CONFIG_FILE, required=True, help="YAML configuration.")
+@click.option("--name", help="Name of the application; default: the file's `name`.")
+@click.option(
+    "--route-prefix",
+    default="/",
+    show_default=True,
+    help="Where in the URL it begins; two applications need two.",
+)
+@click.option("--wait/--no-wait", default=True, help="Wait until it runs; else only hand it over.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DEFAULT_TIMEOUT_S,
+    show_default=True,
+    help="Longest wait, seconds.",
+)
+@json_option
+def deploy(
+    address: str,
+    path: Path,
+    name: str | None,
+    route_prefix: str,
+    wait: bool,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Start or update an application on a running Ray cluster.
+
+    The file is checked here first. Sluice must be installed on the nodes of the cluster, in the
+    same version, and Ray must run there with the settings that `deploy/ray/` has. The cluster's
+    token is taken from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as by Ray's own
+    tools.
+
+    Deploying again updates: another number of replicas is reached by starting or draining some;
+    for any other change the replicas are replaced a few at a time, each after it has finished what
+    it had. Other applications on the cluster stay as they are.
+
+    \b
+    Examples:
+      sluice deploy --config sluice.yaml
+      sluice deploy --address http://head:8265 --config sluice.yaml --no-wait
+      sluice deploy --config chat.yaml --name chat --route-prefix /chat
+    """
+    config = load(path, {} if name is None else {"name": name})
+    if not route_prefix.startswith("/"):
+        raise click.BadParameter(f"--route-prefix must begin with a slash, got {route_prefix!r}")
+    err = Console(stderr=True)
+    application = application_of(read_mapping(path), config.name, route_prefix)
+    with talking("Ray's dashboard", address, _TOKEN_HINT):
+        server = JsonServer(address, ray_token())
+        before_s = submit(server, application, config)
+        err.print(f"handed {config.name!r} to {server.address}", highlight=False, markup=False)
+        if not wait:
+            return
+        state = _wait(server, config, before_s, timeout_s, err)
+    if as_json:
+        click.echo(json.dumps({"name": config.name, **_plain(state)}, indent=2))
+        return
+    click.echo(f"{config.name} runs: {state.progress}")
+    for each in state.addresses:
+        click.echo(each)
+
+
+def _wait(
+    server: JsonServer, config: SluiceConfig, before_s: float, timeout_s: float, err: Console
+) -> State:
+    """The state once it runs, with progress on ``err`` meanwhile.
+
+    Raises:
+        Failure: it failed to start, or did not run in time.
+    """
+    started_s = time.monotonic()
+    last = ""
+    while True:
+        state = state_of(server, config.name)
+        # Until it says so itself, what runs is what had been deployed before.
+        current = state is not None and state.deployed_s != before_s
+        if state is not None and current and state.status == RUNNING:
+            return state
+        if state is not None and current and state.status == FAILED:
+            raise Failure(
+                Exit.FAILED,
+                f"{config.name!r} failed to start: {state.message or 'Serve does not say why'} "
+                f"(`serve status --address {server.address}` has the whole text)",
+            )
+        waited_s = time.monotonic() - started_s
+        line = state.progress if state is not None else "waiting for Serve"
+        if line != last:
+            err.print(f"{line} ({waited_s:.0f} s)", highlight=False, markup=False)
+            last = line
+        if waited_s > timeout_s:
+            raise Failure(
+                Exit.TIMED_OUT,
+                f"{config.name!r} does not run after {timeout_s:g} s: {line}"
+                f"{'; ' + state.message if state and state.message else ''}; it may still start: "
+                f"`serve status --address {server.address}` tells, or give a longer --timeout",
+            )
+        time.sleep(POLL_S)
+
+
+def _plain(state: State) -> dict[str, object]:
+    return {
+        "status": state.status,
+        "addresses": list(state.addresses),
+        "deployments": {name: part._asdict() for name, part in state.parts.items()},
+    }
