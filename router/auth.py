@@ -2,31 +2,113 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterable
+import logging
+import secrets
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import SecretStr
 
 from router.errors import ApiError, Reason
-from router.trust import ANYONE, ApiKey, Client
+from router.keys import (
+    WEAK_CHARACTERS,
+    ApiKey,
+    check_entries,
+    client_of,
+    digest_of,
+    is_weak,
+    parse_keys,
+)
+from router.trust import ANYONE, Client
+
+POLL_S = 2.0
+"""How often a key file is read again, seconds: as long a key that was taken out may be accepted."""
+
+MAX_FILE_BYTES = 4 << 20
+"""Largest key file."""
 
 _SCHEME = b"bearer "
 
+_log = logging.getLogger(__name__)
+
+
+class KeyMetrics:
+    """What is counted of key files. ``ring`` says what the keys open."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.broken = Gauge(
+            "sluice_key_file_broken",
+            "Routers that could not use the key file when they last read it, and keep the keys of "
+            "before.",
+            ["ring"],
+            registry=registry,
+        )
+        self.loads = Counter(
+            "sluice_key_file_loads",
+            "New contents of a key file, by whether they could be used.",
+            ["ring", "outcome"],
+            registry=registry,
+        )
+
 
 class KeyRing:
-    """The accepted keys and who holds them. An empty ring accepts every request.
+    """The accepted keys and who holds them. A ring without keys and file accepts every request.
 
-    Only digests are kept. A key is compared with every accepted one, in constant time, so the
-    time tells neither a length nor a prefix nor which key it was.
+    Only digests are kept. A key is looked up under a digest of its digest with a secret of this
+    process, so who tries keys can steer neither what it is compared with nor how long that takes.
+    ``O(1)``, however many keys there are.
+
+    The file is read at the start, and by :meth:`watch` from then on, by its path each time: a
+    mounted secret is a link that is pointed elsewhere. What cannot be used changes nothing.
+
+    Args:
+        entries: keys from the configuration.
+        file: more keys: a YAML list of such entries.
+        classes: the service classes that entries may name.
+        ring: what the keys open, for logs and metrics.
+        metrics: where the file's fate is counted.
+
+    Raises:
+        ValueError: the file cannot be used; the message says why, without any key.
+        OSError: it cannot be read.
     """
 
-    def __init__(self, entries: Iterable[SecretStr | ApiKey]) -> None:
-        self._holders: list[tuple[bytes, Client]] = []
-        for entry in entries:
-            key = entry.key if isinstance(entry, ApiKey) else entry
-            digest = _digest(key.get_secret_value().encode())
-            self._holders.append((digest, Client.of(entry)))
+    def __init__(
+        self,
+        entries: Iterable[SecretStr | ApiKey] = (),
+        file: Path | None = None,
+        classes: Collection[str] = (),
+        ring: str = "api",
+        metrics: KeyMetrics | None = None,
+    ) -> None:
+        self._entries = tuple(entries)
+        self._file = file
+        self._classes = classes
+        self._ring = ring
+        self._metrics = metrics or KeyMetrics(CollectorRegistry())
+        self._secret = secrets.token_bytes(32)
+        self._raw: bytes | None = None
+        self._trouble: str | None = None
+        self._holders: dict[bytes, tuple[bytes, Client]] = {}
+        self._clients: dict[str, Client] = {}
+        if file is None:
+            self._accept(self._entries)
+            return
+        try:
+            self._raw = _read(file)
+            self._accept(self._with(self._raw))
+        except ValueError as error:
+            raise ValueError(f"the key file {file} cannot be used: {error}") from None
+        self._metrics.broken.labels(ring).set(0)
+
+    @property
+    def accepts_anyone(self) -> bool:
+        """Whether no key is needed, as none is configured."""
+        return self._file is None and not self._entries
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
         """Who sent these raw request headers (lower-case names).
@@ -34,27 +116,108 @@ class KeyRing:
         Raises:
             ApiError: 401.
         """
-        if not self._holders:
+        if self.accepts_anyone:
             return ANYONE
         values = [value for name, value in headers if name == b"authorization"]
         if len(values) != 1 or values[0][: len(_SCHEME)].lower() != _SCHEME:
             raise _refusal("Send one header 'Authorization: Bearer <key>'.")
-        digest = _digest(values[0][len(_SCHEME) :].strip())
-        matches = [hmac.compare_digest(digest, known) for known, _ in self._holders]
-        if not any(matches):
+        client = self._find(values[0][len(_SCHEME) :].strip())
+        if client is None:
             raise _refusal("The API key is not accepted.")
-        return self._holders[matches.index(True)][1]
+        return client
 
     def holder(self, owner: str) -> Client | None:
         """The client whose :attr:`~router.trust.Client.owner` this is; ``None`` if no key is its
         any more."""
-        if not self._holders:
+        if self.accepts_anyone:
             return ANYONE if owner == ANYONE.owner else None
-        return next((client for _, client in self._holders if client.owner == owner), None)
+        return self._clients.get(owner)
+
+    async def watch(self) -> None:
+        """Take in what changes in the file, for ever. Returns at once where there is none."""
+        while self._file is not None:
+            await asyncio.sleep(POLL_S)
+            await self.reload()
+
+    async def reload(self) -> bool:
+        """Read the file. Returns whether the keys are now those in it; if not, the log says why."""
+        assert self._file is not None
+        try:
+            raw = await asyncio.to_thread(_read, self._file)
+            if raw == self._raw:
+                return self._fine()
+            # In a thread: thousands of entries take a while.
+            self._accept(await asyncio.to_thread(self._with, raw))
+        except (ValueError, OSError) as error:
+            return self._keep(error)
+        self._raw = raw
+        _log.info("the %s keys were read again: %d are accepted", self._ring, len(self._holders))
+        self._metrics.loads.labels(self._ring, "ok").inc()
+        return self._fine()
+
+    def _fine(self) -> bool:
+        self._trouble = None
+        self._metrics.broken.labels(self._ring).set(0)
+        return True
+
+    def _keep(self, error: Exception) -> bool:
+        """Note what is wrong with the file, once for each trouble."""
+        trouble = str(error)
+        if trouble != self._trouble:
+            self._trouble = trouble
+            _log.error(
+                "the key file %s cannot be used, the %s keys stay as they were: %s",
+                self._file,
+                self._ring,
+                trouble,
+            )
+            self._metrics.loads.labels(self._ring, "failed").inc()
+        self._metrics.broken.labels(self._ring).set(1)
+        return False
+
+    def _with(self, raw: bytes) -> tuple[SecretStr | ApiKey, ...]:
+        entries = self._entries + parse_keys(raw, self._classes)
+        check_entries(entries, self._classes, "the configuration and the file together")
+        return entries
+
+    def _accept(self, entries: tuple[SecretStr | ApiKey, ...]) -> None:
+        holders = {}
+        for entry in entries:
+            digest = digest_of(entry)
+            holders[self._place_of(digest)] = (digest, client_of(entry))
+        self._holders = holders
+        self._clients = {client.owner: client for _, client in holders.values()}
+        weak = sum(map(is_weak, entries))
+        if weak:
+            _log.warning(
+                "%d of the %s keys have less than %d characters; `sluice keys new` makes good ones",
+                weak,
+                self._ring,
+                WEAK_CHARACTERS,
+            )
+
+    def _find(self, key: bytes) -> Client | None:
+        digest = hashlib.sha256(key).digest()
+        found = self._holders.get(self._place_of(digest))
+        if found is None or not hmac.compare_digest(digest, found[0]):
+            return None
+        return found[1]
+
+    def _place_of(self, digest: bytes) -> bytes:
+        return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _read(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        ValueError: it is too large. OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        raw = file.read(MAX_FILE_BYTES + 1)
+    if len(raw) > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+    return raw
 
 
 def _refusal(message: str) -> ApiError:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    SecretStr,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from router.batches.config import BatchesConfig
-from router.trust import ApiKey
+from router.keys import KeyEntry, KeyFile, check_entries
 from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 
@@ -85,16 +77,6 @@ def _default_classes() -> dict[str, ServiceClass]:
     }
 
 
-def _kind_of_key(entry: Any) -> str:
-    return "object" if isinstance(entry, dict | ApiKey) else "plain"
-
-
-_Key = Annotated[
-    Annotated[SecretStr, Tag("plain")] | Annotated[ApiKey, Tag("object")],
-    Discriminator(_kind_of_key),
-]
-
-
 class RouterConfig(BaseModel):
     """The HTTP edge."""
 
@@ -103,11 +85,17 @@ class RouterConfig(BaseModel):
     host: str = Field(default="127.0.0.1", description="Address that HTTP listens on.")
     port: int = Field(default=8000, ge=1, le=65_535, description="Port that HTTP listens on.")
     replicas: int = Field(default=1, ge=1, le=64, description="Router replicas.")
-    api_keys: tuple[_Key, ...] = Field(
+    api_keys: tuple[KeyEntry, ...] = Field(
         default=(),
         max_length=1_000,
         description="Accepted `Authorization: Bearer` keys: each a text, or an object with the "
-        "key and the most that who holds it may ask for. Empty: every request is accepted.",
+        "key or its digest and the most that who holds it may ask for. With none here and in "
+        "`api_keys_file` every request is accepted.",
+    )
+    api_keys_file: KeyFile | None = Field(
+        default=None,
+        description="Absolute path of a YAML list of more such keys, on every node with a router. "
+        "It is read again when it changes.",
     )
     classes: dict[str, ServiceClass] = Field(
         default_factory=_default_classes,
@@ -145,30 +133,7 @@ class RouterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_keys(self) -> RouterConfig:
-        texts = [_text_of(entry) for entry in self.api_keys]
-        for text in texts:
-            if not text or not text.isascii() or not text.isprintable() or " " in text:
-                raise ValueError("api_keys must be printable ASCII without spaces, and not empty")
-            if not text.strip("*"):
-                raise ValueError(
-                    "an entry of api_keys consists of asterisks only: that is the mask which "
-                    "`sluice config show` prints in place of a key; give the key itself"
-                )
-        if len(set(texts)) < len(texts):
-            raise ValueError("two entries of api_keys have the same key")
-        return self
-
-    @model_validator(mode="after")
-    def _check_clients(self) -> RouterConfig:
-        entries = [entry for entry in self.api_keys if isinstance(entry, ApiKey)]
-        names = [entry.name for entry in entries if entry.name is not None]
-        doubles = {name for name in names if names.count(name) > 1}
-        if doubles:
-            raise ValueError(f"entries of api_keys share a name: {sorted(doubles)}")
-        unknown = {name for entry in entries for name in entry.classes or ()} - set(self.classes)
-        if unknown:
-            known = ", ".join(sorted(self.classes))
-            raise ValueError(f"api_keys name classes {sorted(unknown)} that are not of: {known}")
+        check_entries(self.api_keys, self.classes, "api_keys")
         return self
 
     @model_validator(mode="after")
@@ -192,8 +157,3 @@ class RouterConfig(BaseModel):
             known = ", ".join(sorted(self.classes))
             raise ValueError(f"batches.service_class {name!r} is not one of: {known}")
         return self
-
-
-def _text_of(entry: SecretStr | ApiKey) -> str:
-    key = entry.key if isinstance(entry, ApiKey) else entry
-    return key.get_secret_value()

@@ -1,16 +1,15 @@
-"""How far a client is trusted: who it is by its key, and the most that it may ask for."""
+"""How far a client is trusted: the most that it may ask for."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from router import wire
 from router.errors import ApiError, Reason, shown
-from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 
 UNNAMED: Final = "unnamed"
@@ -78,32 +77,6 @@ NO_CAPS: Final = Caps()
 """Those of a key without any."""
 
 
-class ApiKey(Caps):
-    """An accepted key, the name that it goes by, and the caps of who holds it."""
-
-    key: SecretStr = Field(description="The key: printable ASCII without spaces.")
-    name: str | None = Field(
-        default=None,
-        description="What the client is called in metrics, and what its files and batches are kept "
-        "under, so that they outlive a change of the key. Null: the key itself stands for it.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, data: Any) -> Any:
-        # Not left to pydantic, which names an unknown field: it may be a key in the wrong place.
-        if isinstance(data, dict) and not data.keys() <= cls.model_fields.keys():
-            raise ValueError(f"an unknown field; allowed are {', '.join(cls.model_fields)}")
-        return data
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str | None) -> str | None:
-        if name is not None and (name == UNNAMED or not LABEL.fullmatch(name)):
-            raise ValueError(f"must match {LABEL.pattern} and not be {UNNAMED!r}")
-        return name
-
-
 @dataclass(frozen=True, slots=True)
 class Client:
     """Who asks.
@@ -118,16 +91,6 @@ class Client:
     name: str = UNNAMED
     owner: str = "anyone"
     caps: Caps = NO_CAPS
-
-    @classmethod
-    def of(cls, entry: SecretStr | ApiKey) -> Client:
-        """The holder of a configured key."""
-        if isinstance(entry, SecretStr):
-            return cls(owner=_owner_of(entry))
-        caps = Caps(**entry.model_dump(include=set(Caps.model_fields)))
-        if entry.name is None:
-            return cls(owner=_owner_of(entry.key), caps=caps)
-        return cls(entry.name, f"name-{entry.name}", caps)
 
 
 ANYONE: Final = Client()
@@ -191,9 +154,3 @@ class Leash:
         if said_in is not None and self._caps.beyond == "refuse":
             message = f"{said_in} must be {allowed} with this API key, got {shown(asked)}"
             raise ApiError(Reason.NOT_PERMITTED, message, said_in)
-
-
-def _owner_of(key: SecretStr) -> str:
-    # Another digest than the one that keys are compared by, which must not be kept anywhere.
-    text = key.get_secret_value().encode()
-    return "key-" + hashlib.blake2b(text, digest_size=16, person=b"sluice-owner").hexdigest()

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from controller.messages import Tier
 from router.batches.config import DAY_S
-from router.trust import ApiKey
+from router.keys import ApiKey
 from scheduling.objective import SLO
 from tests.router.batches.routers import (
     KEY,

@@ -1,0 +1,185 @@
+"""Keys as digests and from a file that changes under a running router."""
+
+from __future__ import annotations
+
+import logging
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
+
+from deploy.config import parse_config
+from router.auth import MAX_FILE_BYTES, KeyMetrics, KeyRing
+from router.errors import ApiError
+from router.keys import ApiKey, parse_keys
+from router.trust import Client
+
+CLASSES = ("standard", "batch")
+
+
+def digest(key: str) -> str:
+    return sha256(key.encode()).hexdigest()
+
+
+def who(ring: KeyRing, key: str) -> Client | None:
+    try:
+        return ring.check([(b"authorization", b"Bearer " + key.encode())])
+    except ApiError as error:
+        assert error.rule.status == 401
+        assert len(key) < 8 or key not in error.message
+        return None
+
+
+class Mounted:
+    """A folder as Kubernetes mounts a Secret: ``keys.yaml`` is a link into ``..data``, which is a
+    link to a folder of its own for each version, and is swapped as a whole."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        self.folder, self._versions = folder, 0
+        self.swap(text)
+        self.path = folder / "keys.yaml"
+        self.path.symlink_to(Path("..data") / "keys.yaml")
+
+    def swap(self, text: str) -> None:
+        self._versions += 1
+        version = self.folder / f"..version_{self._versions}"
+        version.mkdir()
+        (version / "keys.yaml").write_text(text)
+        link = self.folder / "..data_tmp"
+        link.symlink_to(version.name)
+        link.rename(self.folder / "..data")
+
+
+async def test_a_digest_stands_for_its_key_and_for_the_same_holder() -> None:
+    clear = KeyRing([SecretStr("first-key"), ApiKey(key=SecretStr("second-key"), name="acme")])
+    hashed = KeyRing(
+        [
+            ApiKey(sha256=digest("first-key")),
+            ApiKey(sha256=digest("second-key").upper(), name="acme"),
+        ]
+    )
+    for key in ("first-key", "second-key", "third-key", "", "first-key "):
+        assert who(clear, key) == who(hashed, key)
+    assert who(hashed, "first-key") is not None
+    assert who(hashed, digest("first-key")) is None
+
+
+async def test_a_swapped_secret_is_taken_in_and_what_is_left_out_goes(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    mount = Mounted(tmp_path, "- {key: old-key, name: acme}\n")
+    fixed = SecretStr("fixed-key")
+    ring = KeyRing([fixed], mount.path, CLASSES, metrics=KeyMetrics(registry))
+    assert who(ring, "fixed-key") and who(ring, "old-key")
+    acme = who(ring, "old-key")
+
+    # Both keys of one client hold while clients change over.
+    mount.swap(f"- {{key: old-key, name: acme}}\n- {{sha256: {digest('new-key')}, name: acme}}\n")
+    assert await ring.reload()
+    assert who(ring, "old-key") == who(ring, "new-key") == acme
+
+    mount.swap(f"- {{sha256: {digest('new-key')}, name: acme, max_priority: 2}}\n")
+    assert await ring.reload()
+    assert who(ring, "old-key") is None
+    renewed = who(ring, "new-key")
+    assert renewed and renewed.caps.max_priority == 2 and renewed == ring.holder("name-acme")
+    assert who(ring, "fixed-key")
+    loads = registry.get_sample_value(
+        "sluice_key_file_loads_total", {"ring": "api", "outcome": "ok"}
+    )
+    assert loads == 2
+
+
+async def test_a_broken_file_keeps_the_keys_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = CollectorRegistry()
+    path = tmp_path / "keys.yaml"
+    path.write_text("- good-key\n")
+    ring = KeyRing([], path, CLASSES, metrics=KeyMetrics(registry))
+
+    def sample(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"ring": "api", **labels})
+
+    for broken in ("- [s3cret", "[]", "- {key: s3cret, classes: [gold]}", "- s3cret\n- s3cret"):
+        path.write_text(broken)
+        assert not await ring.reload()
+        assert not await ring.reload()
+        assert who(ring, "good-key") and who(ring, "s3cret") is None
+    path.unlink()
+    assert not await ring.reload()
+    assert who(ring, "good-key")
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 5
+    assert "s3cret" not in caplog.text
+    assert sample("sluice_key_file_broken") == 1
+    assert sample("sluice_key_file_loads_total", outcome="failed") == 5
+    path.write_text("- good-key\n")
+    assert await ring.reload()
+    assert sample("sluice_key_file_broken") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a YAML list of 1 to 10000 keys"),
+        ("key: s3cret", "a YAML list"),
+        ("- s3cret: {", "not YAML, at line"),
+        ("- {key: s3cret, name: two words}", "entry 0.object.name: Value error, must match"),
+        ("- 's3cret key'", "printable ASCII"),
+        ("- {s3cret: 1}", "an unknown field"),
+        ("- s3cret\n- {sha256: " + digest("s3cret") + "}", "have the same key"),
+        (f"- {{sha256: {digest('')}}}", "no key at all"),
+        ("- \udcff", "not UTF-8"),
+        ("- !!python/name:os.system s3cret", "not YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_used_stops_the_start(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=message) as caught:
+        KeyRing([], path, CLASSES)
+    assert str(path) in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_huge_or_missing_file_stops_the_start_too(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    with pytest.raises(OSError, match=r"keys\.yaml"):
+        KeyRing([], path)
+    path.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
+    with pytest.raises(ValueError, match="more than"):
+        KeyRing([], path)
+    with pytest.raises(ValueError, match="absolute path"):
+        parse_config({"router": {"api_keys_file": "keys.yaml"}})
+
+
+def test_keys_of_the_file_and_of_the_configuration_must_differ(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("- one-key\n")
+    with pytest.raises(ValueError, match="together have the same key"):
+        KeyRing([SecretStr("one-key")], path, CLASSES)
+
+
+def test_short_keys_are_warned_of_without_being_shown(caplog: pytest.LogCaptureFixture) -> None:
+    KeyRing([SecretStr("s3cret"), SecretStr("k" * 32), ApiKey(sha256=digest("x"))])
+    assert "1 of the api keys have less than 20 characters" in caplog.text
+    assert "s3cret" not in caplog.text
+
+
+@given(st.lists(st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1)))
+def test_only_the_keys_of_a_file_are_accepted(keys: list[str]) -> None:
+    unique = list(dict.fromkeys(keys))
+    if not unique:
+        return
+    half = max(1, len(unique) // 2)
+    text = "".join(f"- {{sha256: {digest(key)}}}\n" for key in unique[:half])
+    ring = KeyRing(parse_keys(text.encode(), CLASSES))
+    assert [who(ring, key) is not None for key in unique] == [
+        index < half for index in range(len(unique))
+    ]
