@@ -1,0 +1,93 @@
+"""``sluice profile`` on an engine whose truth is known, and on a real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from deploy.cli import main
+from deploy.commands.exits import Exit
+from replica.profiling import profile_path
+from scheduling.latency import FAMILIES
+from scheduling.latency_profile import LatencyProfile
+
+TRUTH = {"step_s": 0.003, "token_s": 0.00005, "context_token_s": 2e-7, "quadratic_s": 3e-9}
+
+
+def profile(config: object, directory: Path, *flags: str) -> Result:
+    path = directory / "sluice.yaml"
+    path.write_text(yaml.safe_dump({"engine": config}))
+    return CliRunner().invoke(main, ["profile", "--config", str(path), *flags])
+
+
+def test_the_truth_of_a_simulated_engine_is_recovered(tmp_path: Path) -> None:
+    engine = {"kind": "simulated", "simulated": TRUTH}
+    out, plot = tmp_path / "profile.json", tmp_path / "profile.png"
+    flags = ("--rounds", "1", "--out", str(out), "--plot", str(plot), "--json")
+    result = profile(engine, tmp_path, *flags)
+    assert result.exit_code == Exit.OK, result.output
+    report = json.loads(result.stdout)
+    assert list(report["coefficients"].values()) == pytest.approx(list(TRUTH.values()), rel=1e-3)
+    for errors in (report["in_sample"], report["out_of_sample"]):
+        assert set(errors) == {"all", "prefill", "decode", "mixed"}
+        assert all(entry["mape"] < 0.001 and entry["steps"] >= 8 for entry in errors.values())
+    assert report["out_of_sample_mape_of_others"].keys() == {"prefill_decode", "roofline", "start"}
+    assert report["kept"] == str(out)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    # The file is one that an engine's configuration takes.
+    kept = LatencyProfile.from_json(out.read_text())
+    assert kept.model.coefficients == tuple(report["coefficients"].values())
+    again = profile({**engine, "latency_profile": str(out)}, tmp_path, "--rounds", "1")
+    assert again.exit_code == Exit.OK, again.output
+    assert "linear" in again.stdout and "unseen, mixed" in again.stdout
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_can_be_fitted(family: str, tmp_path: Path) -> None:
+    flags = ("--rounds", "1", "--family", family, "--json")
+    result = profile({"kind": "simulated", "simulated": TRUTH}, tmp_path, *flags)
+    assert result.exit_code == Exit.OK, result.output
+    report = json.loads(result.stdout)
+    assert report["family"] == family
+    assert report["coefficients"].keys() == set(FAMILIES[family].names)
+    assert report["kept"] is None, "nobody would look for the profile of a simulated engine"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (("--plot", "figure.gif"), Exit.USAGE, ".png"),
+        (("--out", "/no/such/folder/profile.json"), Exit.FAILED, "/no/such/folder"),
+        (("--rounds", "0"), Exit.USAGE, "1<=x<=100"),
+        (("--policy", "best"), Exit.FAILED, "deadline_triage"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    flags: tuple[str, ...], code: Exit, says: str, tmp_path: Path
+) -> None:
+    result = profile({"kind": "simulated"}, tmp_path, *flags)
+    assert result.exit_code == code
+    assert says in result.stderr and "measuring" not in result.stderr
+
+
+@pytest.mark.vllm
+def test_a_real_engine_is_measured_and_its_replicas_find_the_profile(tmp_path: Path) -> None:
+    engine = {
+        "cache_dir": str(tmp_path),
+        "profile_budget_s": 1.0,
+        "vllm_args": {"max-model-len": 512, "max-num-batched-tokens": 128, "max-num-seqs": 16},
+    }
+    result = profile(engine, tmp_path, "--rounds", "1", "--json")
+    assert result.exit_code == Exit.OK, result.output
+    report = json.loads(result.stdout)
+    assert report["out_of_sample"]["all"]["steps"] > 50
+    assert all(value >= 0 for value in report["coefficients"].values())
+    kept = LatencyProfile.from_json(Path(report["kept"]).read_text())
+    # Under the name that a replica of this configuration looks for.
+    assert Path(report["kept"]) == profile_path(tmp_path, kept.key)
+    assert json.loads(kept.key)["batch_tokens"] == 128
+    assert kept.model.coefficients == tuple(report["coefficients"].values())
