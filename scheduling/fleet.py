@@ -34,6 +34,9 @@ MOST_PIECES = 4
 Condition = Literal["fresh", "aged", "stale", "draining", "gone"]
 CONDITIONS: tuple[Condition, ...] = ("fresh", "aged", "stale", "draining", "gone")
 
+MOST_CLOSED = 4096
+"""Most replicas that are closed at once; the one closed first is forgotten for one more."""
+
 _FIRST_REPLICAS = 8
 _FIRST_ENTRIES = 16
 
@@ -109,8 +112,10 @@ class Fleet:
         self.ledger = Ledger(self.settings.reservation_ttl_s)
         self.prefixes = PrefixIndex()
         self.ids: list[str] = []
-        """Replica of each row; empty where the row is free."""
+        """Replica of each row; empty where the row is free. A new list whenever that changes, so
+        who keeps this one knows later what the rows were."""
         self.row_of: dict[str, int] = {}
+        self._closed: dict[str, None] = {}
         self.figures: Floats = np.zeros((0, FIGURES))
         self.pieces: Floats = np.zeros((0, MOST_PIECES, COEFFICIENTS))
         self.starts: Ints = np.zeros(0, np.int64)
@@ -135,7 +140,7 @@ class Fleet:
         if row is None:
             row = self._join(replica_id)
         self._heard_s[row] = now_s
-        self._willing[row] = not report.draining
+        self._willing[row] = not report.draining and replica_id not in self._closed
         self._reports[row] = report
         pieces = report.latency.pieces
         self.pieces[row] = 0.0
@@ -149,6 +154,7 @@ class Fleet:
             return False
         self.ledger.drop_replica(replica_id)
         self.prefixes.clear(row)
+        self.ids = [*self.ids]
         self.ids[row] = ""
         self._rooms[row] = 0
         self._reports[row] = None
@@ -165,6 +171,37 @@ class Fleet:
         self._gone_until_s[row] = until_s
         self._drop(replica_id)
         return True
+
+    def close(self, replica_id: str) -> None:
+        """Leave a replica out of decisions until :meth:`reopen`, whatever it reports, also where it
+        joins later. What is reserved there is on its way and stays."""
+        self._closed[replica_id] = None
+        if len(self._closed) > MOST_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        row = self.row_of.get(replica_id)
+        if row is not None:
+            self._willing[row] = False
+
+    def reopen(self, replica_id: str) -> bool:
+        """Take :meth:`close` back; whether it was closed."""
+        if replica_id not in self._closed:
+            return False
+        del self._closed[replica_id]
+        row = self.row_of.get(replica_id)
+        if row is not None:
+            report = self._reports[row]
+            assert report is not None
+            self._willing[row] = not report.draining
+        return True
+
+    @property
+    def closed(self) -> tuple[str, ...]:
+        """The replicas that are closed, also such as are not known (any more)."""
+        return tuple(self._closed)
+
+    def is_closed(self, replica_id: str) -> bool:
+        """Whether a replica is closed."""
+        return replica_id in self._closed
 
     def candidates(self, now_s: float) -> Ints:
         """Rows of the replicas that may be chosen, ascending: those heard of lately; where there
@@ -240,6 +277,7 @@ class Fleet:
         if not self._free:
             self._grow(max(_FIRST_REPLICAS, 2 * len(self.ids)))
         row = self._free.pop()
+        self.ids = [*self.ids]
         self.ids[row] = replica_id
         self.row_of[replica_id] = row
         self._gone_until_s[row] = -inf
@@ -249,7 +287,7 @@ class Fleet:
         more = rows - len(self.ids)
         # The lowest row is taken first.
         self._free.extend(range(rows - 1, len(self.ids) - 1, -1))
-        self.ids.extend([""] * more)
+        self.ids = self.ids + [""] * more
         self._reports.extend([None] * more)
         for name in ("figures", "pieces", "starts", "_rooms"):
             array = getattr(self, name)

@@ -42,6 +42,8 @@ class RouteQuery(NamedTuple):
         session: names what it belongs to (a conversation, say), a 63-bit hash; 0 for nothing.
         prefix: 63-bit hashes of its prompt's first chunks, each covering all chunks before it, see
             :mod:`scheduling.prefix`.
+        request_id: what its client knows it by, for people who ask where it went; no policy reads
+            it.
     """
 
     key: int
@@ -52,6 +54,7 @@ class RouteQuery(NamedTuple):
     output_tokens: int = 0
     session: int = 0
     prefix: tuple[int, ...] = ()
+    request_id: str = ""
 
 
 class Job(NamedTuple):

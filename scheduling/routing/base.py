@@ -21,6 +21,8 @@ class RoutingPolicy(ABC):
 
     name: ClassVar[str]
     source: ClassVar[str]
+    passed_over: ClassVar[str] = "the policy preferred another"
+    """Why it leaves out a replica that it might have chosen, for people."""
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
 
     def __init__(self, options: PolicyOptions | None = None) -> None:

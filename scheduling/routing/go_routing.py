@@ -129,6 +129,7 @@ class GoRouting(RoutingPolicy):
 
     name = "go_routing"
     source = "ProServe §4.3, Algorithm 2"
+    passed_over = "the request gains less there, or its room is kept"
     Options = GoRoutingOptions
 
     def __init__(self, options: GoRoutingOptions | None = None) -> None:

@@ -27,6 +27,7 @@ class LeastMemory(RoutingPolicy):
 
     name = "least_memory"
     source = "SLO-Aware Scheduling for LLM Inferences §4.4 (instance assignment), Eq. 20"
+    passed_over = "it has less KV memory left"
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
         super().__init__(options)

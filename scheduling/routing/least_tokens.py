@@ -18,6 +18,7 @@ class LeastTokens(RoutingPolicy):
 
     name = "least_tokens"
     source = "join the shortest queue, in units of prefill tokens"
+    passed_over = "more tokens are ahead there"
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica with the least prefill work ahead."""

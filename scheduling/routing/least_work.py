@@ -38,6 +38,7 @@ class LeastWork(RoutingPolicy):
 
     name = "least_work"
     source = "join the shortest queue, in predicted seconds; ours"
+    passed_over = "more work is ahead there"
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica where the prefill is done first."""

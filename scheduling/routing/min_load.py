@@ -15,6 +15,7 @@ class MinLoad(RoutingPolicy):
 
     name = "min_load"
     source = "join the shortest queue, in requests; the baseline of ProServe §5.2"
+    passed_over = "it has more requests"
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica with the fewest requests."""

@@ -44,6 +44,7 @@ class MostGain(RoutingPolicy):
 
     name = "most_gain"
     source = "ours, after ProServe §4.3"
+    passed_over = "the request gains less there, or is done later"
     Options = MostGainOptions
 
     def __init__(self, options: MostGainOptions | None = None) -> None:

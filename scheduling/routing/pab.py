@@ -22,6 +22,7 @@ class PABBalancing(RoutingPolicy):
 
     name = "pab"
     source = "FairBatching §3.4 (PAB-LB)"
+    passed_over = "its prefill budget is smaller"
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica with the largest prefill admission budget."""

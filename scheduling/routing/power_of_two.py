@@ -28,6 +28,7 @@ class PowerOfTwo(RoutingPolicy):
 
     name = "power_of_two"
     source = "Mitzenmacher, The power of two choices in randomized load balancing (TPDS 2001)"
+    passed_over = "it was not drawn, or has more requests"
     Options = PowerOfTwoOptions
 
     def __init__(self, options: PowerOfTwoOptions | None = None) -> None:

@@ -15,6 +15,7 @@ class RoundRobin(RoutingPolicy):
 
     name = "round_robin"
     source = "folklore; the first hop of SLOs-Serve §4.2"
+    passed_over = "it was not its turn"
 
     def __init__(self, options: PolicyOptions | None = None) -> None:
         super().__init__(options)

@@ -47,6 +47,7 @@ class SessionAffinity(RoutingPolicy):
         "Thaler and Ravishankar (ToN 1998), rendezvous hashing; Mirrokni, Thorup and "
         "Zadimoghaddam (SODA 2018), bounded loads"
     )
+    passed_over = "it ranks lower for the session, or has no room"
     Options = SessionAffinityOptions
 
     def __init__(self, options: SessionAffinityOptions | None = None) -> None:

@@ -54,6 +54,7 @@ class SLOsServe(RoutingPolicy):
 
     name = "slos_serve"
     source = "SLOs-Serve §4.2 (one-shot sequential routing)"
+    passed_over = "it was asked later, or declined"
     Options = SLOsServeOptions
 
     def __init__(self, options: SLOsServeOptions | None = None) -> None:

@@ -19,6 +19,7 @@ class VLLM(RoutingPolicy):
 
     name = "vllm"
     source = "vLLM v1, the load balancer of its data-parallel client"
+    passed_over = "it has more requests"
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica with the least score."""

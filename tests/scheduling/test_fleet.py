@@ -14,7 +14,7 @@ from scheduling.fleet import Fleet, FleetSettings
 from scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
 from scheduling.ledger import Reservation
 from scheduling.objective import SLO
-from tests.scheduling.fleets import report, row
+from tests.scheduling.fleets import fleet_of, report, row
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)
 ROOFLINE = RooflineLatency(1e-4, 0.0, 0.01, 1e-5, 0.0, 0.02)
@@ -263,3 +263,47 @@ def test_ageing_draining_and_leaving() -> None:
     fleet.report("next", report(row(arrival_s=3.5), made_s=3.5), 3.5)
     assert fleet.row_of["next"] == old
     assert fleet.figures[old, figure.WAITING] == 1
+
+
+# Replicas that are closed.
+
+
+def rows_of(fleet: Fleet) -> list[str]:
+    """The replicas that may be chosen."""
+    return [fleet.ids[row] for row in fleet.candidates(0.0)]
+
+
+def test_a_closed_replica_is_no_candidate_until_it_is_reopened() -> None:
+    fleet = fleet_of(report(), report())
+    fleet.reserve(1, Reservation("0", 0.0, True, 10, 0, 10, 1.0, inf, 1.0, 5))
+    fleet.close("0")
+    fleet.report("0", report(), 0.0)
+    assert rows_of(fleet) == ["1"]
+    assert fleet.condition(fleet.row_of["0"], 0.0) == "draining"
+    assert fleet.figures[fleet.row_of["0"], figure.RESERVED] == 1
+    assert fleet.reopen("0") and not fleet.reopen("0")
+    assert rows_of(fleet) == ["0", "1"]
+
+
+def test_a_replica_that_leaves_and_joins_again_is_still_closed() -> None:
+    fleet = fleet_of(report())
+    fleet.close("0")
+    fleet.leave("0")
+    fleet.report("0", report(), 0.0)
+    assert rows_of(fleet) == [] and fleet.closed == ("0",)
+
+
+def test_reopening_does_not_take_back_what_the_replica_says_itself() -> None:
+    fleet = fleet_of(report())
+    fleet.close("0")
+    fleet.report("0", report(draining=True), 0.0)
+    assert fleet.reopen("0")
+    assert rows_of(fleet) == []
+
+
+def test_the_names_of_rows_stay_with_who_kept_them() -> None:
+    fleet = fleet_of(report(), report())
+    kept = fleet.ids
+    fleet.leave("0")
+    fleet.report("new", report(), 0.0)
+    assert kept[:2] == ["0", "1"] and fleet.ids[:2] == ["new", "1"]
