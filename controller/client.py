@@ -18,6 +18,7 @@ from controller.link import Link
 from controller.lookup import (
     controller_actor_name,
     ensure_controller,
+    fleet_name,
     stop_controller,
 )
 from controller.messages import (
@@ -35,6 +36,7 @@ __all__ = [
     "ControllerClient",
     "controller_actor_name",
     "ensure_controller",
+    "fleet_name",
     "stop_controller",
 ]
 
@@ -59,7 +61,7 @@ class ControllerClient:
     not to. Nothing is repeated by itself: a caller that gets ``None`` goes on without.
 
     Args:
-        app_name: name of the application.
+        app_name: name of the application, or of one of its fleets (:func:`fleet_name`).
         config: the controller's configuration.
         timeout_s: longest wait for a decision, seconds, time in the client's queue included.
         registry: where the client's own metrics go, if anywhere.

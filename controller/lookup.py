@@ -24,6 +24,12 @@ _MAX_REPLACED = 3
 _log = logging.getLogger(__name__)
 
 
+def fleet_name(app_name: str, key: str | None) -> str:
+    """What the controller of one of an application's models goes by in place of the application's
+    name: that name itself, where the application has one model (``key`` is ``None``)."""
+    return app_name if key is None else f"{app_name}.{key}"
+
+
 def controller_actor_name(app_name: str) -> str:
     """Name of an application's controller in :data:`NAMESPACE`."""
     return f"{app_name}-controller"

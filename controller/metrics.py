@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from math import inf, isfinite
 from typing import Any, NamedTuple, Protocol
 
@@ -105,6 +105,7 @@ class MetricsPusher:
         registry: what to push.
         source: name of this process, unique in the application and new with every start.
         period_s: seconds between two pushes.
+        labels: added to every sample.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class MetricsPusher:
         registry: CollectorRegistry,
         source: str,
         period_s: float = 1.0,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         if period_s <= 0:
             raise ValueError(f"period_s must be positive, got {period_s}")
@@ -120,6 +122,7 @@ class MetricsPusher:
         self._registry = registry
         self._source = source
         self._period_s = period_s
+        self._labels = tuple((labels or {}).items())
         self._task: asyncio.Task[None] | None = None
         self.failed = 0
         """Pushes that the controller did not answer or refused, since the start."""
@@ -131,7 +134,10 @@ class MetricsPusher:
 
     async def push_now(self) -> bool:
         """Push once; whether the controller took it."""
-        push = MetricsPush(self._source, samples_of(self._registry))
+        samples = samples_of(self._registry)
+        if self._labels:
+            samples = tuple([each._replace(labels=each.labels + self._labels) for each in samples])
+        push = MetricsPush(self._source, samples)
         try:
             taken = await self._target.push_metrics(push)
         except ValueError as error:
@@ -272,6 +278,16 @@ class MetricsHub:
     def sources(self) -> int:
         """Processes known."""
         return len(self._sources)
+
+    def knows(self, source: str) -> bool:
+        """Whether a process has pushed before, and was not silent for too long since."""
+        return source in self._sources
+
+    def series(self, family: str) -> Iterator[tuple[str, tuple[tuple[str, str], ...], float]]:
+        """Sample, labels and value of every series of a family; none for an unknown one."""
+        found = self._families.get(family)
+        for (sample, labels), value in found.series.items() if found else ():
+            yield sample, labels, value
 
     def families(self, now_s: float) -> list[Metric]:
         """A copy of the merged families, as of now. ``O(series)``, and nothing else happens on

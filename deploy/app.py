@@ -1,4 +1,4 @@
-"""The Serve application: router and replicas, from one configuration.
+"""The Serve application: router and every model's replicas, from one configuration.
 
 ``serve deploy`` uses it as ``import_path: deploy.app:build`` with the configuration as ``args``.
 """
@@ -14,8 +14,9 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from deploy.config import SluiceConfig, parse_config
+from deploy.models import ModelConfig, ModelFleet
 from replica.deployment import ReplicaServer
-from router.app import Router
+from router.app import Router, ServedModel
 
 REPLICA_DEPLOYMENT = "Replica"
 ROUTER_DEPLOYMENT = "Router"
@@ -31,8 +32,36 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         ValueError: a field is unknown or out of range.
     """
     config = args if isinstance(args, SluiceConfig) else parse_config(args)
+    router = serve.deployment(Router).options(
+        name=ROUTER_DEPLOYMENT,
+        num_replicas=config.router.replicas,
+        ray_actor_options={"num_cpus": 0.1},
+        max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
+        health_check_period_s=config.replica.health_check_period_s,
+        graceful_shutdown_timeout_s=max(
+            fleet.config.replica.drain_timeout_s for fleet in config.fleets
+        ),
+        graceful_shutdown_wait_loop_s=0.1,
+    )
+    models = tuple(
+        ServedModel(fleet.model, fleet.config.controller, fleet.config.engine.adapters, fleet.key)
+        for fleet in config.fleets
+    )
+    return router.bind(
+        {fleet.model: _replicas(fleet) for fleet in config.fleets}, models, config.router
+    )
+
+
+def deployment_name(key: str | None) -> str:
+    """Name of the deployment of a model's replicas; see :class:`~deploy.models.ModelFleet`."""
+    return REPLICA_DEPLOYMENT if key is None else f"{REPLICA_DEPLOYMENT}-{key}"
+
+
+def _replicas(fleet: ModelFleet) -> Application:
+    """The replicas of one model."""
+    config, key = fleet.config, fleet.key
     replicas = serve.deployment(ReplicaServer).options(
-        name=REPLICA_DEPLOYMENT,
+        name=deployment_name(key),
         num_replicas=config.replica.count,
         ray_actor_options={
             "num_cpus": config.replica.num_cpus,
@@ -47,26 +76,14 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
             request_router_class="router.hint_router:HintRouter",
             request_router_kwargs={
                 "controller": config.controller.model_dump(mode="json"),
+                "key": key,
             },
         ),
     )
-    router = serve.deployment(Router).options(
-        name=ROUTER_DEPLOYMENT,
-        num_replicas=config.router.replicas,
-        ray_actor_options={"num_cpus": 0.1},
-        max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
-        health_check_period_s=config.replica.health_check_period_s,
-        graceful_shutdown_timeout_s=config.replica.drain_timeout_s,
-        graceful_shutdown_wait_loop_s=0.1,
-    )
-    return router.bind(
-        replicas.bind(config.engine, config.replica, config.controller),
-        config.router,
-        config.controller,
-    )
+    return replicas.bind(config.engine, config.replica, config.controller, key)
 
 
-def gpus_per_replica(config: SluiceConfig) -> float:
+def gpus_per_replica(config: SluiceConfig | ModelConfig) -> float:
     """Ray GPUs of one replica: as configured, else 1 for the CUDA build of vLLM and 0 otherwise."""
     if config.replica.num_gpus is not None:
         return config.replica.num_gpus

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from controller.config import ControllerConfig
+from deploy.models import MAX_MODELS, ModelConfig, ModelFleet, ModelName, key_of, with_shared
 from replica.config import EngineConfig, ReplicaConfig
 from router.config import RouterConfig
 
@@ -33,6 +34,41 @@ class SluiceConfig(BaseModel):
     router: RouterConfig = Field(
         default_factory=RouterConfig, description="The router replicas and what they accept."
     )
+    models: dict[ModelName, ModelConfig] = Field(
+        default_factory=dict,
+        max_length=MAX_MODELS,
+        description="Several models behind one endpoint, by the names that requests use. What an "
+        "entry leaves out of `engine`, `replica` and `controller` it takes from the sections of "
+        "these names above. Empty: those sections are the one model.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share(cls, data: Any) -> Any:
+        return with_shared(data) if isinstance(data, Mapping) else data
+
+    @model_validator(mode="after")
+    def _check_names(self) -> SluiceConfig:
+        keys = [fleet.key for fleet in self.fleets]
+        if len(set(keys)) < len(keys):
+            raise ValueError(
+                "two names of models differ only in characters that names of deployments may not "
+                "have: / : @"
+            )
+        engines = [fleet.config.engine for fleet in self.fleets]
+        names = [name for engine in engines for name in (engine.served_name, *engine.adapters)]
+        doubles = sorted({name for name in names if names.count(name) > 1})
+        if doubles:
+            raise ValueError(f"models and adapters share names: {', '.join(doubles)}")
+        return self
+
+    @property
+    def fleets(self) -> tuple[ModelFleet, ...]:
+        """Every model with what is deployed for it, in the order of the configuration."""
+        if self.models:
+            return tuple(ModelFleet(name, key_of(name), it) for name, it in self.models.items())
+        one = ModelConfig(engine=self.engine, replica=self.replica, controller=self.controller)
+        return (ModelFleet(self.engine.served_name, None, one),)
 
 
 def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceConfig:
@@ -43,18 +79,27 @@ def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> S
             every such field and what is allowed.
         OSError: the file cannot be read.
     """
-    data: Any = {}
-    if path is not None:
-        try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: {error}") from error
-        except yaml.YAMLError as error:
-            # Not what the parser says: it shows the line, which may hold a key.
-            raise ValueError(f"{path} is not YAML{_place_of(error)}") from None
-        if not isinstance(data, dict):
-            raise ValueError(f"{path} must hold a mapping at its top level")
+    data = {} if path is None else read_mapping(path)
     return parse_config(_merge(data, overrides or {}))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The YAML mapping in ``path``, unchecked.
+
+    Raises:
+        ValueError: it is not a YAML mapping.
+        OSError: the file cannot be read.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    except yaml.YAMLError as error:
+        # Not what the parser says: it shows the line, which may hold a key.
+        raise ValueError(f"{path} is not YAML{_place_of(error)}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold a mapping at its top level")
+    return data
 
 
 def parse_config(data: Mapping[str, Any]) -> SluiceConfig:

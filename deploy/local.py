@@ -44,7 +44,7 @@ def base_url(config: SluiceConfig) -> str:
 def curl_line(config: SluiceConfig) -> str:
     """A command that sends the application a request with an objective."""
     body = {
-        "model": config.engine.served_model_name or config.engine.model,
+        "model": config.fleets[0].model,
         "messages": [{"role": "user", "content": "Say hello."}],
         "max_tokens": 16,
         "slo": {"ttft_ms": 500, "tpot_ms": 50},
@@ -118,7 +118,9 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
 
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
     # themselves.
-    needed = config.replica.count * config.replica.num_cpus + config.router.replicas
+    needed = config.router.replicas + sum(
+        fleet.config.replica.count * fleet.config.replica.num_cpus for fleet in config.fleets
+    )
     ray.init(
         address="local",  # never the cluster that the environment may name
         num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
@@ -134,11 +136,14 @@ def _check_gpus(config: SluiceConfig) -> None:
 
     from deploy.app import gpus_per_replica
 
-    wanted = gpus_per_replica(config) * config.replica.count
+    replicas = sum(fleet.config.replica.count for fleet in config.fleets)
+    wanted = sum(
+        gpus_per_replica(fleet.config) * fleet.config.replica.count for fleet in config.fleets
+    )
     seen = ray.cluster_resources().get("GPU", 0)
     if wanted > seen:
         raise StartError(
-            f"{config.replica.count} replicas want {wanted:g} GPUs and Ray sees {seen:g}; set "
+            f"{replicas} replicas want {wanted:g} GPUs and Ray sees {seen:g}; set "
             "--replicas, or replica.num_gpus in the configuration"
         )
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from replica.adapters import adapter_names
 from scheduling.batching import BestEffortOptions, make_policy
 
 
@@ -97,6 +98,22 @@ class EngineConfig(BaseModel):
     def _check_policy(self) -> EngineConfig:
         make_policy(self.policy, self.policy_options)
         return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> EngineConfig:
+        if self.served_name in self.adapters:
+            raise ValueError(f"an adapter has the model's own name, {self.served_name!r}")
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests use."""
+        return self.served_model_name or self.model
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that vLLM loads at start."""
+        return adapter_names(self.vllm_args)
 
 
 class ReplicaConfig(BaseModel):

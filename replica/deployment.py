@@ -11,7 +11,7 @@ import ray
 from prometheus_client import CollectorRegistry
 from ray import serve
 
-from controller.client import ControllerClient
+from controller.client import ControllerClient, fleet_name
 from controller.config import ControllerConfig
 from controller.metrics import MetricsPusher
 from replica.config import EngineConfig, ReplicaConfig
@@ -31,6 +31,7 @@ class ReplicaServer:
         engine: which engine, with which policy.
         replica: limits and periods.
         controller: to create the controller where there is none.
+        key: of its model, where the application has several; see :func:`fleet_name`.
 
     Raises:
         ValueError: a configured latency profile is not one.
@@ -42,11 +43,14 @@ class ReplicaServer:
         engine: EngineConfig,
         replica: ReplicaConfig,
         controller: ControllerConfig,
+        key: str | None = None,
     ) -> None:
         context = serve.get_replica_context()
         replica_id = context.replica_id.unique_id
         registry = CollectorRegistry(auto_describe=False)
-        self._client = ControllerClient(context.app_name, controller, registry=registry)
+        self._client = ControllerClient(
+            fleet_name(context.app_name, key), controller, registry=registry
+        )
         self._replica = Replica(
             replica_id,
             ray.get_runtime_context().get_node_id(),

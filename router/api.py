@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -18,30 +18,20 @@ from replica.engine import Endpoint
 from router import wire
 from router.batches.service import batch_routes
 from router.call import CallReader
-from router.catalog import Catalog
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason
 from router.exchange import Exchange
+from router.fleets import Fleets
 from router.gate import Arrival, Gate
-from router.metrics import RouterMetrics
+from router.metrics_page import Page
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
-class MetricsPage(Protocol):
-    """Renders the metrics of the whole application."""
-
-    async def render(self) -> bytes:
-        """Prometheus text, version 0.0.4. Never fails: at worst it shows this router's alone."""
-
-
 def make_api(
     config: RouterConfig,
-    dispatcher: Dispatcher,
-    catalog: Catalog,
-    metrics: RouterMetrics,
-    page: MetricsPage,
+    fleets: Fleets,
+    page: Page,
     lifespan: Lifespan | None = None,
     unix_clock: Callable[[], float] = time.time,
 ) -> FastAPI:
@@ -63,17 +53,19 @@ def make_api(
         lifespan=lifespan,
     )
     reader = CallReader(config)
+    metrics = fleets.edge
 
     async def serve(request: Request, endpoint: Endpoint) -> Response:
         try:
             call = await reader.read(request, endpoint)
+            fleet = fleets.of(call.model)
         except ApiError as error:
             metrics.refused(endpoint, error.reason, request.state.arrival.client)
             return error.response()
         except ClientDisconnect:
             metrics.left_early(endpoint, request.state.arrival.client)
             return Response(status_code=400)  # nobody is there to read it
-        return Exchange(call, dispatcher, metrics)
+        return Exchange(call, fleet.dispatcher, fleet.metrics)
 
     @api.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
@@ -85,20 +77,19 @@ def make_api(
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return await catalog.models()
+        return await fleets.models()
 
     @api.get("/health")
-    async def health() -> dict[str, str]:
-        await catalog.models()
-        return {"status": "ok"}
+    async def health() -> dict[str, Any]:
+        return await fleets.health()
 
     @api.get("/metrics", response_model=None)
     async def metrics_page() -> Response:
         return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    api.include_router(batch_routes(config, dispatcher, metrics, unix_clock))
+    api.include_router(batch_routes(config, fleets, unix_clock))
     _add_error_handlers(api)
-    api.add_middleware(Gate, config=config, metrics=metrics, clock=dispatcher.clock)
+    api.add_middleware(Gate, config=config, metrics=metrics, clock=fleets.clock)
     return api
 
 

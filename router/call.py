@@ -53,6 +53,11 @@ class Call:
     client: Client = ANYONE
     clamped: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def model(self) -> str | None:
+        """The name of a model or an adapter; ``None`` where the endpoint needs none."""
+        return self.body.get("model")
+
 
 class CallReader:
     """Turns a request into a validated call.

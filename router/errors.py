@@ -26,6 +26,7 @@ class Reason(enum.StrEnum):
     INVALID_API_KEY = "invalid_api_key"
     UNKNOWN_URL = "unknown_url"
     NOT_FOUND = "not_found"
+    MODEL_NOT_FOUND = "model_not_found"
     BATCHES_OFF = "batches_off"
     STORAGE_LIMIT = "storage_limit"
     STORAGE_FULL = "storage_full"
@@ -35,6 +36,8 @@ class Reason(enum.StrEnum):
     BODY_TOO_SLOW = "body_too_slow"
     NOT_PERMITTED = "not_permitted"
     CLIENT_FULL = "client_full"
+    REQUEST_RATE = "request_rate_exceeded"
+    TOKEN_RATE = "token_rate_exceeded"
     SLO_UNATTAINABLE = "slo_unattainable"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
@@ -66,11 +69,14 @@ RULES: dict[Reason, Rule] = {
     Reason.STORAGE_LIMIT: Rule(403, INVALID_REQUEST),
     Reason.UNKNOWN_URL: Rule(404, INVALID_REQUEST),
     Reason.NOT_FOUND: Rule(404, INVALID_REQUEST),
+    Reason.MODEL_NOT_FOUND: Rule(404, INVALID_REQUEST),
     Reason.BATCHES_OFF: Rule(404, INVALID_REQUEST),
     Reason.METHOD_NOT_ALLOWED: Rule(405, INVALID_REQUEST),
     Reason.TOO_LARGE: Rule(413, INVALID_REQUEST),
     Reason.UNSUPPORTED_MEDIA: Rule(415, INVALID_REQUEST),
     Reason.CLIENT_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
+    Reason.REQUEST_RATE: Rule(429, RATE_LIMIT_ERROR),
+    Reason.TOKEN_RATE: Rule(429, RATE_LIMIT_ERROR),
     Reason.SLO_UNATTAINABLE: Rule(429, RATE_LIMIT_ERROR),
     Reason.QUEUE_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.QUEUE_TIMEOUT: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),

@@ -20,7 +20,7 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 
-from controller.client import ControllerClient
+from controller.client import ControllerClient, fleet_name
 from controller.config import ControllerConfig
 from router import wire
 from router.hint import Hint, NoReplicaError
@@ -41,7 +41,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     - Replicas that leave or die are told to the controller.
 
     ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and,
-    if wanted, ``no_replica_wait_s``.
+    if wanted, ``key`` (of the model, where the application has several) and ``no_replica_wait_s``.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._client = asyncio.ensure_future(
             asyncio.to_thread(
                 ControllerClient,
-                self.app_name,
+                fleet_name(self.app_name, kwargs.get("key")),
                 ControllerConfig.model_validate(kwargs["controller"]),
             )
         )

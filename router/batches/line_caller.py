@@ -18,10 +18,10 @@ from router.batches.metrics import BatchMetrics
 from router.batches.results import Reply
 from router.call import MAX_INLINE_BYTES, Call, CallReader
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason, invalid
+from router.fleets import Fleet, Fleets
 from router.gate import INFERENCE_PATHS, Arrival
-from router.metrics import Outcome, RouterMetrics
+from router.metrics import Outcome
 from router.trust import Client
 from scheduling.objective import TokenClock
 
@@ -52,8 +52,7 @@ class LineCaller:
     def __init__(
         self,
         config: RouterConfig,
-        dispatcher: Dispatcher,
-        metrics: RouterMetrics,
+        fleets: Fleets,
         batch_metrics: BatchMetrics,
         pause: Callable[[float], Any] = asyncio.sleep,
     ) -> None:
@@ -61,8 +60,7 @@ class LineCaller:
         default = {"default_class": config.batches.service_class}
         self._reader = CallReader(config.model_copy(update=default))
         self._max_attempts = config.batches.max_line_attempts
-        self._dispatcher = dispatcher
-        self._metrics = metrics
+        self._fleets = fleets
         self._batch_metrics = batch_metrics
         self._pause = pause
 
@@ -70,7 +68,7 @@ class LineCaller:
         """The reply to ``line``, which may be an error. While there is no room for it, it waits."""
         failures = waits = 0
         while True:
-            arrival = Arrival(uuid.uuid4().hex, self._dispatcher.clock(), client)
+            arrival = Arrival(uuid.uuid4().hex, self._fleets.clock(), client)
             reply = await self._attempt(line, INFERENCE_PATHS[url], arrival)
             if reply.status < 500 and not reply.no_room:
                 return reply
@@ -86,7 +84,8 @@ class LineCaller:
 
     async def _attempt(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> Reply:
         try:
-            return await self._serve(await self._call(line, endpoint, arrival))
+            call, fleet = await self._call(line, endpoint, arrival)
+            return await self._serve(call, fleet)
         except ApiError as error:
             failure = error
         except Exception:
@@ -95,8 +94,8 @@ class LineCaller:
         body = json.dumps(failure.body).encode()
         return Reply(failure.rule.status, arrival.request_id, body, _is_no_room(failure))
 
-    async def _call(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> Call:
-        """The checked call.
+    async def _call(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> tuple[Call, Fleet]:
+        """The checked call, and who serves it.
 
         Raises:
             ApiError: a 4xx.
@@ -110,12 +109,13 @@ class LineCaller:
                 call = self._reader.make(line.body, (), endpoint, arrival)
             else:
                 call = await asyncio.to_thread(self._reader.make, line.body, (), endpoint, arrival)
+            fleet = self._fleets.of(call.model)
         except ApiError as error:
-            self._metrics.refused(endpoint, error.reason, arrival.client)
+            self._fleets.edge.refused(endpoint, error.reason, arrival.client)
             raise
-        return replace(call, best_effort=True)
+        return replace(call, best_effort=True), fleet
 
-    async def _serve(self, call: Call) -> Reply:
+    async def _serve(self, call: Call, fleet: Fleet) -> Reply:
         """The reply of a replica. It counts as a request that ended, unless there was no room.
 
         Raises:
@@ -125,14 +125,16 @@ class LineCaller:
         outcome: Outcome | None = Outcome.FAILED
         answer: Answer | None = None
         try:
-            answer = await self._dispatcher.open(call)
+            answer = await fleet.dispatcher.open(call)
             # Whole: a plain response is open once it is complete.
             body = b"".join([piece.data async for piece in answer])
             status = answer.head.status
             no_room = status == _TOO_MANY
             outcome = None if no_room else Outcome.of_status(status)
             if status < 400:
-                self._time(answer, call, clock)
+                _time(answer, call, clock)
+                if clock.ttft_s is not None:
+                    fleet.metrics.first_token(call.slo.service_class, clock.ttft_s)
             return Reply(status, call.request_id, body, no_room, call.clamped)
         except ApiError as error:
             outcome = None if _is_no_room(error) else Outcome.of_status(error.rule.status)
@@ -144,18 +146,17 @@ class LineCaller:
             if answer is not None:
                 answer.close()
             if outcome is not None:
-                now_s = self._dispatcher.clock()
-                self._metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
-                self._metrics.admission.clamped(call.client.name, call.clamped)
+                now_s = self._fleets.clock()
+                fleet.metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
+                fleet.metrics.admission.clamped(call.client.name, call.clamped)
 
-    def _time(self, answer: Answer, call: Call, clock: TokenClock) -> None:
-        if answer.tail is None:
-            return
-        reached_s = call.received_s + answer.waited_s
-        for offset_s in answer.tail.token_offsets_s:
-            clock.emit(1, reached_s + offset_s)
-        if clock.ttft_s is not None:
-            self._metrics.first_token(call.slo.service_class, clock.ttft_s)
+
+def _time(answer: Answer, call: Call, clock: TokenClock) -> None:
+    if answer.tail is None:
+        return
+    reached_s = call.received_s + answer.waited_s
+    for offset_s in answer.tail.token_offsets_s:
+        clock.emit(1, reached_s + offset_s)
 
 
 def _is_no_room(error: ApiError) -> bool:

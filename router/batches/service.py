@@ -20,17 +20,15 @@ from router.batches.run import Resources
 from router.batches.runner import Runner
 from router.batches.store import Store
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason
-from router.metrics import RouterMetrics
+from router.fleets import Fleets
 
 _METHODS = ["GET", "POST", "DELETE"]
 
 
 def batch_routes(
     config: RouterConfig,
-    dispatcher: Dispatcher,
-    metrics: RouterMetrics,
+    fleets: Fleets,
     now: Callable[[], float] = time.time,
 ) -> APIRouter:
     """``/v1/files`` and ``/v1/batches``. Batches run between the application's start and end.
@@ -44,18 +42,18 @@ def batch_routes(
     if config.batches.directory is None:
         return _routes_when_off()
     disk = DiskThreads()
-    batch_metrics = BatchMetrics(metrics.registry)
+    batch_metrics = BatchMetrics(fleets.edge.registry)
     resources = Resources(
         config=config.batches,
         max_line_bytes=config.max_body_bytes,
         store=Store(config.batches, config.batches.directory, now),
         disk=disk,
-        caller=LineCaller(config, dispatcher, metrics, batch_metrics),
+        caller=LineCaller(config, fleets, batch_metrics),
         places=LinePlaces(config.batches.max_lines_in_flight),
         metrics=batch_metrics,
         now=now,
     )
-    runner = Runner(resources, KeyRing(config.api_keys), dispatcher.clock)
+    runner = Runner(resources, KeyRing(config.api_keys), fleets.clock)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

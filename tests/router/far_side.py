@@ -29,6 +29,7 @@ from router.api import make_api
 from router.catalog import Catalog
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.fleets import Fleet, Fleets
 from router.metrics import RouterMetrics
 from tests.router.virtual_time import VirtualTime
 
@@ -271,11 +272,11 @@ class Edge:
             self.config,
             **extra,  # type: ignore[arg-type]
         )
+        fleet = Fleet("m", self.dispatcher, Catalog(side), self.metrics, adapters=("local",))
+        self.fleets = Fleets([fleet], self.metrics)
         self.api: FastAPI = make_api(
             self.config,
-            self.dispatcher,
-            Catalog(side),
-            self.metrics,
+            self.fleets,
             LocalPage(self.metrics),
             unix_clock=unix_clock,
         )

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.messages import MetricsPush
 from controller.metrics import MetricsHub, MetricsPusher, text_of
-from router.app import PAGE_TTL_S, ControllerMetricsPage
 from router.metrics import Fallback, RouterMetrics
+from router.metrics_page import PAGE_TTL_S, ControllerMetricsPage
 from tests.router.far_side import Clock
 
 

@@ -76,9 +76,12 @@ async def test_errors_are_the_clients_own_exceptions() -> None:
         assert (bad.value.param, bad.value.code) == ("slo.ttft_ms", "invalid_value")
         with pytest.raises(openai.AuthenticationError):
             await client.with_options(api_key="wrong").models.list()
-        edge.side.behaviours["a"] = answer(404, b'{"error": {"message": "no such model"}}')
-        with pytest.raises(openai.NotFoundError, match="no such model"):
+        with pytest.raises(openai.NotFoundError, match="'x' does not exist") as unknown:
             await client.chat.completions.create(model="x", messages=MESSAGES)
+        assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")
+        edge.side.behaviours["a"] = answer(404, b'{"error": {"message": "not offered"}}')
+        with pytest.raises(openai.NotFoundError, match="not offered"):
+            await client.chat.completions.create(model="m", messages=MESSAGES)
         edge.side.behaviours["a"] = fail(broken)
         with pytest.raises(openai.InternalServerError, match="The replica died") as lost:
             await client.chat.completions.create(model="m", messages=MESSAGES)

@@ -203,7 +203,7 @@ class Pauses:
 def caller(side: FarSide, tmp_path: Path, **batches: int) -> tuple[LineCaller, Pauses, Edge]:
     edge = Edge(side, config=config(tmp_path, **batches).model_copy(update={"max_attempts": 1}))
     pauses, metrics = Pauses(), BatchMetrics(CollectorRegistry())
-    return LineCaller(edge.config, edge.dispatcher, edge.metrics, metrics, pauses), pauses, edge
+    return LineCaller(edge.config, edge.fleets, metrics, pauses), pauses, edge
 
 
 class Late:
@@ -541,7 +541,7 @@ async def run_until(kept: Kept, record: BatchRecord, stop: int) -> bool:
         max_line_bytes=LINE_BYTES,
         store=kept.store,
         disk=disk,
-        caller=LineCaller(edge.config, edge.dispatcher, edge.metrics, metrics),
+        caller=LineCaller(edge.config, edge.fleets, metrics),
         places=LinePlaces(1),
         metrics=metrics,
         now=kept.now,

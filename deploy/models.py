@@ -1,0 +1,111 @@
+"""Several models behind one endpoint: what each has of its own, and what they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from controller.config import ControllerConfig
+from replica.config import EngineConfig, ReplicaConfig
+
+MAX_MODELS = 64
+"""Most models of an application: each labels metrics and has replicas and a controller."""
+
+ModelName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_length=128)
+]
+
+_OPTIONS = {"policy": "policy_options", "admission": "admission_options"}
+"""Fields that choose a policy -> the fields that are only good for that policy."""
+
+
+class ModelConfig(BaseModel):
+    """One of several models."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="Its engine.")
+    replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Its replicas.")
+    controller: ControllerConfig = Field(
+        default_factory=ControllerConfig, description="Its controller."
+    )
+
+
+class ModelFleet(NamedTuple):
+    """One model with all that is deployed for it.
+
+    Attributes:
+        model: the name that requests use.
+        key: tells it from the other models in names of deployments and actors; ``None`` where
+            there is one model that the configuration does not name.
+        config: its engine, replicas and controller.
+    """
+
+    model: str
+    key: str | None
+    config: ModelConfig
+
+
+def key_of(model: str) -> str:
+    """``model`` as a part of the name of a deployment."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", model)
+
+
+def with_shared(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The raw configuration ``data`` with what each of its ``models`` leaves out filled in from the
+    sections that they share. What is of a wrong type is left for the validation to refuse.
+
+    Raises:
+        ValueError: a name is given twice over.
+    """
+    models = data.get("models")
+    if not isinstance(models, Mapping) or not models:
+        return dict(data)
+    if _plain(data.get("engine")).get("served_model_name") is not None:
+        raise ValueError(
+            "engine.served_model_name cannot be set beside models: their keys are the names"
+        )
+    filled = {name: _filled(data, name, entry) for name, entry in models.items()}
+    return {**data, "models": filled}
+
+
+def _filled(data: Mapping[str, Any], name: Any, entry: Any) -> Any:
+    if isinstance(entry, ModelConfig):
+        entry = entry.model_dump(exclude_unset=True)
+    if entry is None:
+        entry = {}
+    if not isinstance(entry, Mapping):
+        return entry
+    filled = dict(entry)
+    for section in ModelConfig.model_fields:
+        own = entry.get(section, {})
+        if isinstance(own, Mapping | BaseModel):
+            filled[section] = _laid_over(_plain(data.get(section)), _plain(own))
+    if isinstance(filled["engine"], dict):
+        served = filled["engine"].setdefault("served_model_name", name) or name
+        if served != name:
+            raise ValueError(
+                f"models.{name}.engine.served_model_name is {served!r}: leave it out, the name is "
+                f"{name!r}"
+            )
+        filled["engine"]["served_model_name"] = name
+    return filled
+
+
+def _laid_over(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Field by field; options of a policy that is not chosen are nobody's."""
+    foreign = {
+        options
+        for choice, options in _OPTIONS.items()
+        if own.get(choice, shared.get(choice)) != shared.get(choice)
+    }
+    return {name: value for name, value in shared.items() if name not in foreign} | own
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    if isinstance(section, BaseModel):
+        return section.model_dump(exclude_unset=True)
+    return dict(section) if isinstance(section, Mapping) else {}

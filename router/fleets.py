@@ -1,0 +1,118 @@
+"""The models behind the endpoint: for each one its replicas, as a router sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from router.catalog import Catalog
+from router.dispatch import Dispatcher
+from router.errors import ApiError, Reason, shown
+from router.metrics import RouterMetrics
+
+
+class Fleet(NamedTuple):
+    """The replicas of one model.
+
+    Attributes:
+        model: the name that requests use.
+        dispatcher: opens responses of its replicas.
+        catalog: what its replicas serve.
+        metrics: of its requests.
+        adapters: names of its LoRA adapters, which requests use in place of the model's.
+    """
+
+    model: str
+    dispatcher: Dispatcher
+    catalog: Catalog
+    metrics: RouterMetrics
+    adapters: Sequence[str] = ()
+
+
+class Fleets:
+    """Every fleet by the names that requests use. One per router process.
+
+    Args:
+        fleets: at least one.
+        edge: what is counted before a request's model is known. With a single fleet it may be that
+            one's metrics.
+
+    Raises:
+        ValueError: there is none, or two share a name.
+    """
+
+    def __init__(self, fleets: Sequence[Fleet], edge: RouterMetrics) -> None:
+        self.edge = edge
+        self._fleets = tuple(fleets)
+        self._by_name: dict[str, Fleet] = {}
+        for fleet in self._fleets:
+            for name in (fleet.model, *fleet.adapters):
+                if name in self._by_name:
+                    raise ValueError(f"two models or adapters are called {name!r}")
+                self._by_name[name] = fleet
+        if not self._fleets:
+            raise ValueError("there must be at least one model")
+
+    def __iter__(self) -> Iterator[Fleet]:
+        return iter(self._fleets)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Monotonic seconds, the same for all fleets."""
+        return self._fleets[0].dispatcher.clock
+
+    def of(self, model: str | None) -> Fleet:
+        """The fleet that serves ``model``, the name of a model or of an adapter. ``None`` is the
+        only model, where there is one.
+
+        Raises:
+            ApiError: 404; there is no such model. 400; there are several, and none is named.
+        """
+        if model is None:
+            if len(self._fleets) == 1:
+                return self._fleets[0]
+            raise ApiError(
+                Reason.INVALID_VALUE, "model must be given: several are served here.", "model"
+            )
+        fleet = self._by_name.get(model)
+        if fleet is None:
+            raise ApiError(
+                Reason.MODEL_NOT_FOUND,
+                f"The model {shown(model)} does not exist; GET /v1/models lists those that do.",
+                "model",
+            )
+        return fleet
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body: of every fleet of which a replica answers.
+
+        Raises:
+            ApiError: 503, no replica of any model answered.
+        """
+        found, failed = await self._ask()
+        if not found:
+            raise next(iter(failed.values()))
+        return {"object": "list", "data": [entry for data in found.values() for entry in data]}
+
+    async def health(self) -> dict[str, Any]:
+        """``status`` is ``ok``, or ``degraded`` with the names of the models that no replica
+        serves.
+
+        Raises:
+            ApiError: 503, no model is served.
+        """
+        found, failed = await self._ask()
+        if not found:
+            raise next(iter(failed.values()))
+        return {"status": "degraded", "unavailable": list(failed)} if failed else {"status": "ok"}
+
+    async def _ask(self) -> tuple[dict[str, list[Any]], dict[str, ApiError]]:
+        """Each fleet's models, or why they could not be had, by its model's name."""
+        found: dict[str, list[Any]] = {}
+        failed: dict[str, ApiError] = {}
+        for fleet in self._fleets:
+            try:
+                found[fleet.model] = (await fleet.catalog.models())["data"]
+            except ApiError as error:
+                failed[fleet.model] = error
+        return found, failed

@@ -1,0 +1,131 @@
+"""The page of metrics: of the whole application, whichever router answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from controller.client import ControllerClient
+from controller.metrics import MetricsPusher
+
+NO_MODEL = "none"
+"""Model label of what is counted before a request's model is known."""
+
+PAGE_TTL_S = 1.0
+"""How long a page of metrics is shown again, seconds."""
+
+_log = logging.getLogger(__name__)
+
+_OWN_LABEL = re.compile(rb"[{,]model=\"")
+
+
+class ControllerMetricsPage:
+    """The whole application's metrics from the controller, this router's own up to date in them.
+
+    Where the controller does not answer, this router's alone. ``sluice_controller_up`` tells which.
+
+    However many scrapers there are, the controller is asked by one at a time and at most once in
+    :data:`PAGE_TTL_S`: the others get the same page. A scraper that leaves does not end the work,
+    or coming and leaving would ask ever again.
+    """
+
+    def __init__(
+        self,
+        client: ControllerClient,
+        pusher: MetricsPusher,
+        registry: CollectorRegistry,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._pusher = pusher
+        self._registry = registry
+        self._clock = clock
+        self._page: asyncio.Task[bytes] | None = None
+        self._made_s = -inf
+        self._status = CollectorRegistry()
+        self._up = Gauge(
+            "sluice_controller_up",
+            "Whether the controller answered when this page was made: 1 or 0.",
+            registry=self._status,
+        )
+
+    async def render(self) -> bytes:
+        """Prometheus text, at most :data:`PAGE_TTL_S` old; see the class."""
+        page = self._page
+        if page is None or (page.done() and self._clock() - self._made_s >= PAGE_TTL_S):
+            page = self._page = asyncio.create_task(self._make())
+        return await asyncio.shield(page)
+
+    async def _make(self) -> bytes:
+        text = await self._of_fleet()
+        self._up.set(text is not None)
+        if text is None:
+            text = generate_latest(self._registry)
+        self._made_s = self._clock()
+        return text + generate_latest(self._status)
+
+    async def _of_fleet(self) -> bytes | None:
+        try:
+            if await self._pusher.push_now():
+                return await self._client.render_metrics()
+        except Exception:
+            # Whatever is wrong over there, this router's own metrics can be shown.
+            _log.exception("the controller's metrics could not be had")
+        return None
+
+
+class Page(Protocol):
+    """Renders the metrics of the whole application."""
+
+    async def render(self) -> bytes:
+        """Prometheus text, version 0.0.4. Never fails: at worst it shows this router's alone."""
+
+
+class MetricsOfModels:
+    """The pages of several models as one: each line has its model's name as a label.
+
+    Args:
+        pages: by the names of the models.
+    """
+
+    def __init__(self, pages: Mapping[str, Page]) -> None:
+        self._pages = pages
+
+    async def render(self) -> bytes:
+        """Prometheus text. ``O(lines)``."""
+        texts = await asyncio.gather(*(page.render() for page in self._pages.values()))
+        return merged(dict(zip(self._pages, texts, strict=True)))
+
+
+def merged(pages: Mapping[str, bytes]) -> bytes:
+    """Texts that ``prometheus_client`` wrote, family by family, by the models' names. A line that
+    has a label ``model`` keeps it."""
+    families: dict[bytes, list[bytes]] = {}
+    for model, text in pages.items():
+        label = b'model="' + model.encode() + b'"'
+        lines: list[bytes] = []
+        for line in text.splitlines():
+            if line.startswith(b"# HELP "):
+                lines = families.setdefault(line.split(b" ", 3)[2], [line])
+            elif line.startswith(b"# TYPE "):
+                if len(lines) == 1:
+                    lines.append(line)
+            elif line:
+                lines.append(_labelled(line, label))
+    return b"".join(line + b"\n" for lines in families.values() for line in lines)
+
+
+def _labelled(line: bytes, label: bytes) -> bytes:
+    """A sample's line with one more label, unless it has one of that name."""
+    head, brace, rest = line.partition(b"{")
+    if not brace:
+        name, _, value = line.partition(b" ")
+        return name + b"{" + label + b"} " + value
+    return line if _OWN_LABEL.search(line) else head + b"{" + label + b"," + rest
