@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from router.batches.config import BatchesConfig
 from router.keys import KeyEntry, KeyFile, check_entries
+from router.validation import MAX_TOKENS
 from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 
@@ -115,11 +116,32 @@ class RouterConfig(BaseModel):
     max_body_bytes: int = Field(
         default=4 << 20, ge=1 << 10, le=1 << 30, description="Largest request body, bytes."
     )
+    max_held_bytes: int = Field(
+        default=512 << 20,
+        ge=1 << 10,
+        le=1 << 40,
+        description="Most bytes of request bodies in one router replica at once; more get 503. A "
+        "body counts until its request has ended.",
+    )
     max_in_flight: int = Field(
         default=4096,
         ge=1,
         le=1_000_000,
         description="Most requests in one router replica at once; more get 503.",
+    )
+    max_prompt_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Longest prompt; more get 400. Text counts as a token for each 4 characters, "
+        "as only the engine tokenises. Null: as long as the engine takes.",
+    )
+    max_output_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Most output tokens of a request, over all its choices and prompts. Null: as "
+        "many as the engine gives.",
     )
     max_attempts: int = Field(
         default=3,
@@ -134,6 +156,15 @@ class RouterConfig(BaseModel):
     @model_validator(mode="after")
     def _check_keys(self) -> RouterConfig:
         check_entries(self.api_keys, self.classes, "api_keys")
+        return self
+
+    @model_validator(mode="after")
+    def _check_bytes(self) -> RouterConfig:
+        if self.max_held_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_held_bytes must be at least max_body_bytes, {self.max_body_bytes}, or the "
+                f"largest body is never taken; got {self.max_held_bytes}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from router import wire
 from router.errors import ApiError, Reason, shown
+from router.validation import MAX_TOKENS
 from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 
@@ -54,6 +55,41 @@ class Caps(BaseModel):
         le=1_000_000,
         description="Most requests of it in one router replica at once; more get 429. Null: as "
         "many as the router takes.",
+    )
+    requests_per_minute: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e9,
+        description="Rate of its requests over all routers, lines of batches included; more get "
+        "429. Null: no limit.",
+    )
+    tokens_per_minute: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e12,
+        description="Rate of its prompt and output tokens over all routers; more get 429. As many "
+        "as a request may need are set aside when it comes. Null: no limit.",
+    )
+    burst_s: float = Field(
+        default=60.0,
+        ge=1,
+        le=3_600,
+        description="What may be used at once, after a pause, of both rates: as much as in this "
+        "time, seconds.",
+    )
+    max_prompt_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Longest prompt; more get 400. Text counts as a token for each 4 characters, "
+        "as only the engine tokenises. Null: as long as the engine takes.",
+    )
+    max_output_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Most output tokens of a request, over all its choices and prompts. Null: as "
+        "many as the engine gives.",
     )
     beyond: Literal["clamp", "refuse"] = Field(
         default="clamp",

@@ -1,0 +1,120 @@
+"""How much of their rate limits API keys have used, over all routers.
+
+A limit is a leaky bucket: what is used fills it, it drains at the limit's rate, and nothing goes in
+that would make it overflow. Each router keeps buckets of its own, so that no request waits for a
+message, and about once a second tells what it has put in and hears how full the bucket of the
+fleet is. In between, routers do not know of each other's use: together they may let through more
+than fits. That is not forgiven: the bucket of the fleet holds it, and drains it at the same rate.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import NamedTuple
+
+from controller.checks import check_text
+
+MAX_USES = 1_024
+"""Most entries of one message."""
+
+MAX_ACCOUNTS = 1 << 16
+"""Most buckets. Empty ones are not kept."""
+
+MAX_AMOUNT = 1e15
+"""Largest amount in a message, of either sign."""
+
+
+class QuotaUse(NamedTuple):
+    """What one router says of one bucket.
+
+    Attributes:
+        account: names the bucket.
+        used: what it has put in since the last message that was answered; negative where more was
+            taken out again.
+        level: how full the bucket is as far as it knows, ``used`` included. It counts where nothing
+            is known of the bucket, as after a restart of the controller.
+        per_s: what drains from it each second.
+    """
+
+    account: str
+    used: float
+    level: float
+    per_s: float
+
+
+class Bucket:
+    """A leaky bucket of unbounded size: who fills it decides what fits."""
+
+    __slots__ = ("_at_s", "level", "per_s")
+
+    def __init__(self, now_s: float) -> None:
+        self.level = 0.0
+        self.per_s = 0.0
+        self._at_s = now_s
+
+    def drain(self, now_s: float, per_s: float) -> float:
+        """Let time pass; ``per_s`` is the rate from now on. Returns the level."""
+        self.level = max(0.0, self.level - self.per_s * max(0.0, now_s - self._at_s))
+        self.per_s = per_s
+        self._at_s = now_s
+        return self.level
+
+    def add(self, amount: float) -> None:
+        """Put ``amount`` in, or where it is negative take it out."""
+        self.level = max(0.0, self.level + amount)
+
+
+class Quotas:
+    """The buckets of the fleet."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[str, Bucket] = {}
+
+    def share(self, uses: list[QuotaUse], now_s: float) -> list[float]:
+        """Take in what a router says, and tell how full each of the buckets is, in order.
+
+        ``O(len(uses))``, and now and then ``O(buckets)``.
+
+        Raises:
+            ValueError: the message is malformed, or there are too many buckets.
+        """
+        check_uses(uses)
+        if len(self._buckets) + len(uses) > MAX_ACCOUNTS:
+            self._drop_empty(now_s)
+            if len(self._buckets) + len(uses) > MAX_ACCOUNTS:
+                raise ValueError(f"there are more than {MAX_ACCOUNTS} accounts")
+        return [self._take(use, now_s) for use in uses]
+
+    def _take(self, use: QuotaUse, now_s: float) -> float:
+        bucket = self._buckets.get(use.account)
+        if bucket is None:
+            bucket = self._buckets[use.account] = Bucket(now_s)
+            bucket.add(use.level)
+        else:
+            bucket.drain(now_s, use.per_s)
+            bucket.add(use.used)
+        return bucket.drain(now_s, use.per_s)
+
+    def _drop_empty(self, now_s: float) -> None:
+        for account, bucket in list(self._buckets.items()):
+            if bucket.drain(now_s, bucket.per_s) <= 0:
+                del self._buckets[account]
+
+
+def check_uses(uses: list[QuotaUse]) -> None:
+    """Check a message.
+
+    Raises:
+        ValueError: it is not one, or a field is out of range.
+    """
+    if not isinstance(uses, list) or len(uses) > MAX_USES:
+        raise ValueError(f"uses must be a list of at most {MAX_USES}")
+    for use in uses:
+        if not isinstance(use, QuotaUse):
+            raise ValueError(f"expected a QuotaUse, got {type(use).__name__}")
+        check_text("account", use.account)
+        amounts = (use.used, use.level, use.per_s)
+        if not all(isinstance(amount, int | float) and isfinite(amount) for amount in amounts):
+            raise ValueError(f"amounts must be finite numbers, got {amounts}")
+        if max(map(abs, amounts)) > MAX_AMOUNT or use.per_s <= 0 or use.level < 0:
+            raise ValueError(f"amounts are out of range: {amounts}")

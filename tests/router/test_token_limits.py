@@ -1,0 +1,133 @@
+"""How long a request may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replica.engine import Endpoint
+from router.config import RouterConfig
+from router.errors import ApiError
+from router.prompt_size import output_limit
+from router.token_limits import TokenLimits
+from router.trust import NO_CAPS, Caps
+from tests.router.far_side import CHAT_BODY, COMPLETION_BODY
+
+BODIES: dict[Endpoint, dict[str, Any]] = {"chat": CHAT_BODY, "completions": COMPLETION_BODY}
+
+
+def hold(
+    body: dict[str, Any], endpoint: Endpoint = "chat", caps: Caps = NO_CAPS, **router: Any
+) -> tuple[dict[str, Any], dict[str, str]]:
+    return TokenLimits(RouterConfig(**router)).hold(endpoint, body, caps)
+
+
+def test_without_limits_nothing_is_touched() -> None:
+    for endpoint, body in BODIES.items():
+        assert hold({**body, "max_tokens": 10**9, "n": 16}, endpoint) == (
+            {**body, "max_tokens": 10**9, "n": 16},
+            {},
+        )
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "more", "held"),
+    [
+        ("chat", {}, {"max_completion_tokens": 100}),
+        ("chat", {"max_tokens": 100}, {}),
+        ("chat", {"max_tokens": 101}, {"max_tokens": 100}),
+        ("chat", {"max_tokens": 40, "n": 4}, {"max_tokens": 25}),
+        (
+            "chat",
+            {"max_completion_tokens": 500, "max_tokens": 30},
+            {"max_completion_tokens": 100, "max_tokens": 30},
+        ),
+        ("completions", {}, {}),
+        ("completions", {"n": 10}, {"max_tokens": 10}),
+        ("completions", {"prompt": ["a"] * 5, "max_tokens": 30, "n": 2}, {"max_tokens": 10}),
+    ],
+)
+def test_the_output_is_cut_to_what_is_allowed(
+    endpoint: Endpoint, more: dict[str, Any], held: dict[str, int]
+) -> None:
+    body = {**BODIES[endpoint], **more}
+    expected = {**body, **held}, {field: str(value) for field, value in held.items()}
+    assert hold(body, endpoint, max_output_tokens=100) == expected
+    assert hold(body, endpoint, Caps(max_output_tokens=100), max_output_tokens=200) == expected
+
+
+@given(
+    endpoint=st.sampled_from(["chat", "completions"]),
+    most=st.integers(1, 300),
+    more=st.fixed_dictionaries(
+        {},
+        optional={
+            "max_tokens": st.none() | st.integers(1, 400),
+            "max_completion_tokens": st.none() | st.integers(1, 400),
+            "n": st.none() | st.integers(1, 16),
+        },
+    ),
+    prompts=st.integers(1, 20),
+)
+def test_no_body_asks_for_more_than_is_allowed(
+    endpoint: Endpoint, most: int, more: dict[str, Any], prompts: int
+) -> None:
+    body = {**BODIES[endpoint], **more}
+    if endpoint == "completions":
+        body["prompt"] = ["p"] * prompts
+    try:
+        held, said = hold(body, endpoint, Caps(max_output_tokens=most))
+    except ApiError as error:
+        assert (error.rule.status, error.param) == (400, "n")
+        assert (more.get("n") or 1) * (prompts if endpoint == "completions" else 1) > most
+        return
+    assert 0 < output_limit(endpoint, held) <= most
+    assert {field: str(held[field]) for field in said} == said
+
+
+def test_a_key_that_refuses_says_what_is_allowed() -> None:
+    caps = Caps(max_output_tokens=60, beyond="refuse")
+    with pytest.raises(ApiError) as caught:
+        hold({**CHAT_BODY, "max_tokens": 31, "n": 2}, caps=caps)
+    assert (caught.value.rule.status, caught.value.param) == (403, "max_tokens")
+    assert "at most 30" in caught.value.message
+    # It has not asked for any: it gets what there is.
+    assert hold(CHAT_BODY, caps=caps)[1] == {"max_completion_tokens": "60"}
+
+
+LONG = "x" * 400
+MESSAGE = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("completions", {"prompt": LONG}),
+        ("completions", {"prompt": ["x" * 200] * 2}),
+        ("completions", {"prompt": list(range(101))}),
+        ("completions", {"prompt": [[1] * 51, [2] * 50]}),
+        ("completions", {"prompt": "x", "suffix": LONG}),
+        ("chat", {"messages": [{"role": "user", "content": LONG}]}),
+        ("chat", {"messages": [{"role": LONG, "content": "x"}]}),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]}),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("chat", {"messages": [MESSAGE, {"role": "assistant", "tool_calls": [{"a": LONG}]}]}),
+        ("chat", {"messages": [MESSAGE], "tools": [{"function": {"description": LONG}}]}),
+        ("chat", {"messages": [MESSAGE], "documents": [{"text": LONG}]}),
+        ("chat", {"messages": [MESSAGE], "chat_template_kwargs": {"system": LONG}}),
+    ],
+)
+def test_a_long_prompt_is_refused_wherever_it_stands(
+    endpoint: Endpoint, body: dict[str, Any]
+) -> None:
+    with pytest.raises(ApiError, match="allowed are 99") as caught:
+        hold({"model": "m", **body}, endpoint, Caps(max_prompt_tokens=99))
+    assert caught.value.rule.status == 400
+
+
+def test_a_short_prompt_is_not() -> None:
+    for endpoint, body in BODIES.items():
+        assert hold(body, endpoint, Caps(max_prompt_tokens=20)) == (body, {})
