@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from math import isfinite
 from typing import Any
 
 import ray.util
@@ -21,6 +20,8 @@ import ray.util
 from controller.channel import Endpoint, RouteServer
 from controller.checks import MAX_KEYS, check_keys, check_query, check_text
 from controller.config import ControllerConfig
+from controller.decision_log import DECISIONS, DecisionLog
+from controller.history import History
 from controller.instruments import Instruments
 from controller.messages import (
     MetricsPush,
@@ -33,7 +34,8 @@ from controller.messages import (
 )
 from controller.metrics import MetricsHub, families_of, text_of
 from controller.mirror import Mirror
-from scheduling import fleet_rows as figure
+from controller.overview import describe, drain_of, left_at
+from controller.request_classes import RequestClasses
 from scheduling.fleet import Fleet, FleetSettings
 from scheduling.job import INVALID_QUERY
 from scheduling.placement import Placer
@@ -67,15 +69,16 @@ class Controller:
             )
         )
         self._mirror = Mirror(self._epoch, self._fleet, config.forget_after_s)
-        self._placer = Placer(
-            self._fleet,
-            config.make_routing(),
-            config.make_admission(),
-        )
+        routing = config.make_routing()
+        self._log = DecisionLog(routing)
+        self._classes = RequestClasses()
+        self._placer = Placer(self._fleet, routing, config.make_admission(), self._log.weigh)
         self._server = RouteServer(self._route, self._report)
         self._instruments = Instruments(config.policy, self._mirror, self._fleet, clock)
         own = families_of(self._instruments.registry)
         self._hub = MetricsHub(reserved=[family.name for family in own])
+        self._history = History()
+        self._started_s = clock()
 
     @property
     def silent_s(self) -> float:
@@ -108,9 +111,14 @@ class Controller:
         now_s = self._hear()
         self._mirror.forget_silent(now_s)
         with self._instruments.refusals():
+            known = hello.replica_id in self._mirror.replicas
             self._mirror.hello(hello, now_s)
+        if hello.closed and not known:
+            # What an operator told an earlier life of this controller.
+            self._fleet.close(hello.replica_id)
         self._instruments.count_report("hello")
-        return ReportReply(self._epoch, resync=False)
+        closed = self._fleet.is_closed(hello.replica_id)
+        return ReportReply(self._epoch, resync=False, closed=closed)
 
     async def report(self, delta: ReplicaDelta) -> ReportReply:
         """Apply what changed in a replica, or ask for a hello.
@@ -125,6 +133,7 @@ class Controller:
         check_text("replica_id", replica_id)
         self._hear()
         self._mirror.forget(replica_id)
+        self._fleet.reopen(replica_id)
 
     async def replica_gone(self, replica_ids: Sequence[str]) -> None:
         """A router saw replicas leave: choose them no more. Unknown ones are ignored.
@@ -147,15 +156,23 @@ class Controller:
         check_keys("keys", keys)
         self._hear()
         self._fleet.release(keys)
+        self._classes.ended(keys)
 
-    async def push_metrics(self, push: MetricsPush) -> None:
-        """Take a process's metrics.
+    async def push_metrics(self, push: MetricsPush) -> tuple[str, ...] | None:
+        """Take a process's metrics. Returns what is closed, see :class:`RouteReply`: a router to
+        which no request comes hears of it, too.
 
         Raises:
             ValueError: malformed, over a limit, or with a family of the controller's own.
         """
+        now_s = self._hear()
         with self._instruments.refusals():
-            self._hub.push(push, self._hear())
+            known = isinstance(push, MetricsPush) and self._hub.knows(push.source)
+            self._hub.push(push, now_s)
+        if not known:
+            self._history.joined(push.samples)
+        self._history.note(self._hub, now_s)
+        return self._closed()
 
     async def render_metrics(self) -> bytes:
         """Every process's metrics, the controller's too, in Prometheus' text format.
@@ -171,20 +188,64 @@ class Controller:
         return await asyncio.to_thread(text_of, families)
 
     async def snapshot(self) -> dict[str, Any]:
-        """What an operator wants to see: plain data that JSON can hold."""
+        """What an operator wants to see: plain data that JSON can hold. ``O(live requests)``."""
         now_s = self._hear()
         self._mirror.forget_silent(now_s)
         self._fleet.expire(now_s)
         return {
             "epoch": self._epoch,
             "fingerprint": fingerprint_of(self._config),
+            "up_ms": round((now_s - self._started_s) * 1000),
             "policy": self._config.policy,
             "admission": self._config.admission,
             "reservations": len(self._fleet.ledger),
             "reservations_expired": self._fleet.ledger.expired,
             "metric_sources": self._hub.sources,
-            "replicas": [self._describe(replica_id, now_s) for replica_id in self._mirror.replicas],
+            "decision_ms": self._log.took_ms(),
+            "recent": self._history.recent(self._hub, now_s),
+            "replicas": [
+                describe(self._mirror, self._fleet, self._classes, replica_id, now_s)
+                for replica_id in self._mirror.replicas
+            ],
         }
+
+    async def decisions(self, limit: int) -> list[dict[str, Any]]:
+        """The last decisions, the latest first; see :class:`DecisionLog`.
+
+        Raises:
+            ValueError: ``limit`` is no number from 1 to ``DECISIONS``.
+        """
+        if not isinstance(limit, int) or not 1 <= limit <= DECISIONS:
+            raise ValueError(f"limit must be an integer from 1 to {DECISIONS}, got {limit!r}")
+        return self._log.latest(limit, self._hear())
+
+    async def drain(self, replica_id: str, drain: bool) -> dict[str, Any] | None:
+        """Close a replica to new requests, or open it again; what it has it finishes either way.
+
+        It is kept by the replica's name until it says goodbye, also over a restart of this
+        controller: the replica remembers it.
+
+        Returns:
+            What is left at the replica; ``None`` where none of that name is known.
+
+        Raises:
+            ValueError: no name, or no flag.
+        """
+        check_text("replica_id", replica_id)
+        if not isinstance(drain, bool):
+            raise ValueError(f"drain must be true or false, got {drain!r}")
+        now_s = self._hear()
+        self._mirror.forget_silent(now_s)
+        self._fleet.expire(now_s)
+        if not drain:
+            self._fleet.reopen(replica_id)
+        if replica_id not in self._mirror.replicas:
+            return None
+        if drain:
+            self._fleet.close(replica_id)
+        left = left_at(self._fleet, replica_id)
+        found = drain_of(self._mirror, self._fleet, replica_id)
+        return {"replica_id": replica_id, "draining": found is not None, "drain": found, **left}
 
     async def fingerprint(self) -> str:
         """See :func:`fingerprint_of`."""
@@ -200,57 +261,37 @@ class Controller:
         if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
             raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
         self._hear()
-        return RouteReply(self._epoch, tuple([self._decide(query) for query in queries]))
+        decisions = tuple([self._decide(query) for query in queries])
+        return RouteReply(self._epoch, decisions, self._closed())
+
+    def _closed(self) -> tuple[str, ...] | None:
+        return self._fleet.closed if len(self._fleet) else None
 
     def _report(self, delta: ReplicaDelta) -> ReportReply:
         now_s = self._hear()
         with self._instruments.refusals():
             applied = self._mirror.delta(delta, now_s)
         self._instruments.count_report("applied" if applied else "resync")
-        return ReportReply(self._epoch, resync=not applied)
+        if applied:
+            self._classes.ended(delta.finished)
+        closed = self._fleet.is_closed(delta.replica_id)
+        return ReportReply(self._epoch, resync=not applied, closed=closed)
 
     def _decide(self, query: RouteQuery) -> RouteDecision:
         started_s = self._clock()
-        decision = self._place(query, started_s)
-        self._instruments.count_decision(decision.reason, self._clock() - started_s)
-        return decision
-
-    def _place(self, query: RouteQuery, now_s: float) -> RouteDecision:
         try:
             check_query(query)
         except ValueError:
-            return RouteDecision(None, INVALID_QUERY)
-        return self._placer.place(query, now_s)
-
-    def _describe(self, replica_id: str, now_s: float) -> dict[str, Any]:
-        replica = self._mirror.replicas[replica_id]
-        row = self._fleet.row_of[replica_id]
-        figures = self._fleet.figures[row].tolist()
-        pab_tokens = figures[figure.PAB]
-        return {
-            "replica_id": replica_id,
-            "node_id": replica.hello.node_id,
-            "model": replica.hello.model,
-            "policy": replica.hello.policy,
-            "role": replica.hello.role,
-            "condition": self._fleet.condition(row, now_s),
-            "report_age_s": now_s - replica.received_s,
-            "reports": replica.seq,
-            "waiting": int(figures[figure.WAITING]),
-            "running": int(figures[figure.RUNNING]),
-            "reserved": int(figures[figure.RESERVED]),
-            "prefill_tokens": int(figures[figure.TOKENS]),
-            "prefill_s": figures[figure.PREFILL_S],
-            "best_effort_prefill_s": figures[figure.BEST_EFFORT_S],
-            "decodes": int(figures[figure.DECODES]),
-            "context_tokens": int(figures[figure.CONTEXT]),
-            "kv_blocks_free": int(figures[figure.FREE_BLOCKS]),
-            "kv_blocks_total": int(figures[figure.TOTAL_BLOCKS]),
-            # Infinite for a model in which tokens cost nothing; JSON has no infinity.
-            "pab_tokens": pab_tokens if isfinite(pab_tokens) else None,
-            "steps": int(replica.summary["steps"]),
-            "preemptions": int(replica.summary["preemptions"]),
-        }
+            decision = RouteDecision(None, INVALID_QUERY)
+            self._instruments.count_decision(decision.reason, self._clock() - started_s)
+            return decision
+        decision = self._placer.place(query, started_s)
+        took_s = self._clock() - started_s
+        self._instruments.count_decision(decision.reason, took_s)
+        self._log.note(query, decision, started_s, took_s)
+        if decision.replica_id is not None:
+            self._classes.note(query.key, query.slo.service_class)
+        return decision
 
 
 def fingerprint_of(config: ControllerConfig) -> str:

@@ -6,8 +6,9 @@ both ways. The actor listens on its node's address, on a port of the system's ch
 token that the actor hands out may ask. Messages are lines: first the token, answered by ``ok``,
 then JSON:
 ``[number, [query, ...]]``, answered, in the order of the questions, by
-``[number, epoch, [decision, ...]]``; or ``[number, {"report": ...}]``, answered by
-``[number, epoch, resync]``; either may be answered by ``[number, null, "what was wrong"]``.
+``[number, epoch, [[decision, ...], closed]]``; or ``[number, {"report": ...}]``, answered by
+``[number, epoch, [resync, closed]]``; either may be answered by
+``[number, null, "what was wrong"]``. What is ``closed`` is said in :mod:`controller.messages`.
 """
 
 from __future__ import annotations
@@ -152,10 +153,10 @@ class _Served(_Lines):
         try:
             if delta is not None:
                 told = self._server.report(delta)
-                self.send((number, told.epoch, told.resync))
+                self.send((number, told.epoch, (told.resync, told.closed)))
             else:
                 reply = self._server.route(queries)
-                self.send((number, reply.epoch, reply.decisions))
+                self.send((number, reply.epoch, (reply.decisions, reply.closed)))
         except ValueError as error:
             self.send((number, None, str(error)))
 
@@ -263,7 +264,7 @@ class _Asking(_Lines):
                 future.set_exception(ValueError(answer))
             return
         if late:
-            for query, decision in zip(late, _decisions(answer), strict=True):
+            for query, decision in zip(late, _decisions(answer[0]), strict=True):
                 self._on_late(query, decision)
         elif future is not None and not future.done():
             future.set_result((epoch, answer))
@@ -345,8 +346,8 @@ class RouteChannel:
             ValueError: the controller refused the queries.
         """
         rows = [_row(query) for query in queries]
-        epoch, answer = await self._ask(rows, timeout_s, queries)
-        return RouteReply(epoch, _decisions(answer))
+        epoch, (decisions, closed) = await self._ask(rows, timeout_s, queries)
+        return RouteReply(epoch, _decisions(decisions), None if closed is None else tuple(closed))
 
     async def report(self, delta: ReplicaDelta, timeout_s: float) -> ReportReply:
         """The answer to a report, which fits (:func:`controller.report_wire.fits`).
@@ -355,7 +356,8 @@ class RouteChannel:
             NoAnswerError: the connection broke, or no answer came in time.
             ValueError: the controller refused the report.
         """
-        return ReportReply(*await self._ask({"report": report_wire.to_json(delta)}, timeout_s))
+        epoch, (resync, closed) = await self._ask({"report": report_wire.to_json(delta)}, timeout_s)
+        return ReportReply(epoch, resync, closed)
 
     async def _ask(
         self, message: Any, timeout_s: float, queries: Sequence[RouteQuery] = ()
@@ -423,6 +425,7 @@ def _row(query: RouteQuery) -> tuple[object, ...]:
         query.output_tokens,
         query.session,
         query.prefix,
+        query.request_id,
         slo.ttft_s,
         slo.tpot_s,
         slo.e2e_s,
@@ -437,7 +440,8 @@ def _query(row: Any) -> RouteQuery:
     Raises:
         TypeError, ValueError: it is none.
     """
-    key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, *objective = row
+    (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id,
+     *objective) = row  # fmt: skip
     return RouteQuery(
         key,
         SLO(*objective),
@@ -447,6 +451,7 @@ def _query(row: Any) -> RouteQuery:
         output_tokens,
         session,
         tuple(prefix),
+        request_id,
     )
 
 

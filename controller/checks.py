@@ -64,6 +64,7 @@ def check_hello(hello: ReplicaHello) -> None:
         raise ValueError(f"profile must be a LatencyProfile, got {type(hello.profile).__name__}")
     _ = hello.profile.model
     _check_flag("draining", hello.draining)
+    _check_flag("closed", hello.closed)
     _check_rows(hello.slots, hello.rows, hello.capacity)
     _check_summary(hello.summary)
     _check_held(hello.held_slots, hello.held)
@@ -116,6 +117,7 @@ def check_query(query: RouteQuery) -> None:
         raise ValueError(f"tiers must be any of {_short(_TIERS)}, got {_short(query.tiers)}")
     _check_integer("output_tokens", query.output_tokens, 0, MAX_PROMPT_TOKENS)
     _check_integer("session", query.session, 0, MAX_KEY)
+    check_text("request_id", query.request_id, empty=True)
     if query.prefix:
         check_keys("prefix", query.prefix, MAX_CHUNKS)
 

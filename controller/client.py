@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -89,6 +89,7 @@ class ControllerClient:
             buckets=_BATCH_BUCKETS,
             registry=registry,
         )
+        self._closed: frozenset[str] = frozenset()
         self._released: dict[int, None] = {}
         self._gone: dict[str, None] = {}
         self._notice_task: asyncio.Task[None] | None = None
@@ -100,6 +101,13 @@ class ControllerClient:
     def up(self) -> bool:
         """Whether the controller answered when it was last asked."""
         return self._link.up
+
+    @property
+    def closed(self) -> frozenset[str]:
+        """The replicas that an operator has closed to new requests, as the controller last said:
+        with each decision, and each time that metrics are pushed. What it said stays true while it
+        does not answer."""
+        return self._closed
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
         """Where ``query``'s request goes, or ``None`` where the controller did not say in time.
@@ -167,7 +175,12 @@ class ControllerClient:
         Raises:
             ValueError: the controller refused them, and says why.
         """
-        return await self._delivered("push_metrics", push)
+        try:
+            closed = await self._call("push_metrics", push, timeout_s=NOTICE_TIMEOUT_S)
+        except NoAnswerError:
+            return False
+        self._note_closed(closed)
+        return True
 
     async def render_metrics(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> bytes | None:
         """The metrics of the whole application in Prometheus' text format."""
@@ -178,6 +191,28 @@ class ControllerClient:
         """The controller's view of everything, for an operator."""
         view: dict[str, Any] | None = await self._answer("snapshot", timeout_s=timeout_s)
         return view
+
+    async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
+        """The last decisions and why they fell so, the latest first.
+
+        Raises:
+            ValueError: ``limit`` is out of range.
+        """
+        told: list[dict[str, Any]] | None
+        told = await self._answer("decisions", limit, timeout_s=SCRAPE_TIMEOUT_S)
+        return told
+
+    async def drain(self, replica_id: str, drain: bool) -> dict[str, Any] | None:
+        """Close a replica to new requests, or open it again. Returns what is left there; ``None``
+        where no such replica is known.
+
+        Raises:
+            NoAnswerError: the controller did not answer, so it may be done or not.
+            ValueError: no name.
+        """
+        told: dict[str, Any] | None
+        told = await self._call("drain", replica_id, drain, timeout_s=SCRAPE_TIMEOUT_S)
+        return told
 
     def release(self, key: int) -> None:
         """Give up the reservation of a request that is over or goes elsewhere. Does not wait;
@@ -206,11 +241,16 @@ class ControllerClient:
         else:
             self._channel.connect_soon()
             reply = await self._link.call("route", queries, timeout_s=left_s)
+        self._note_closed(reply.closed)
         return list(reply.decisions)
 
     async def _find_endpoint(self) -> Endpoint:
         endpoint: Endpoint = await self._link.call("endpoint", timeout_s=NOTICE_TIMEOUT_S)
         return endpoint
+
+    def _note_closed(self, closed: Sequence[str] | None) -> None:
+        if closed is not None:
+            self._closed = frozenset(closed)
 
     def _release_unwanted(self, query: RouteQuery, decision: RouteDecision) -> None:
         if decision.replica_id is not None:

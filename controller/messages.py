@@ -28,10 +28,15 @@ __all__ = [
 
 
 class RouteReply(NamedTuple):
-    """Decisions in the order of the queries. ``epoch`` changes when the controller restarts."""
+    """Decisions in the order of the queries. ``epoch`` changes when the controller restarts.
+
+    ``closed`` are the replicas that an operator has closed to new requests: nothing else may send
+    them any either. ``None`` where the controller cannot know yet, as just after its restart.
+    """
 
     epoch: int
     decisions: tuple[RouteDecision, ...]
+    closed: tuple[str, ...] | None = None
 
 
 class ReplicaHello(NamedTuple):
@@ -40,7 +45,8 @@ class ReplicaHello(NamedTuple):
     ``seq`` numbers the replica's reports; the next delta carries ``seq + 1``.
     ``capacity`` is the most live requests that its table holds. ``draining`` as in a delta: a
     controller that restarted must not send to a replica that is on its way out. ``held_slots`` and
-    ``held`` are as in a delta, of all chunks that it holds.
+    ``held`` are as in a delta, of all chunks that it holds. ``closed`` is what the last
+    :class:`ReportReply` said: a replica carries the operator's word to a controller that restarted.
     """
 
     replica_id: str
@@ -61,6 +67,7 @@ class ReplicaHello(NamedTuple):
     draining: bool = False
     held_slots: np.ndarray = NO_HELD_SLOTS
     held: np.ndarray = NO_HELD
+    closed: bool = False
 
 
 class ReplicaDelta(NamedTuple):
@@ -88,10 +95,12 @@ class ReplicaDelta(NamedTuple):
 
 class ReportReply(NamedTuple):
     """Answer to a report. ``resync`` asks for a :class:`ReplicaHello`: the epoch is unknown, the
-    replica is not registered, or a report was lost."""
+    replica is not registered, or a report was lost. ``closed``: an operator has closed the replica
+    to new requests."""
 
     epoch: int
     resync: bool
+    closed: bool = False
 
 
 class MetricSample(NamedTuple):

@@ -35,6 +35,7 @@ class MirroredReplica:
     """One replica as it last reported. Its fields are read by all and written by the mirror."""
 
     __slots__ = (
+        "draining",
         "hello",
         "latency",
         "offset_s",
@@ -71,6 +72,7 @@ class MirroredReplica:
             self.table[slots] = message.rows
             self.used_slots = max(self.used_slots, int(slots.max()) + 1)
         self.summary = message.summary.copy()
+        self.draining = message.draining
         self.seq = int(message.seq)
         # The report that took least to come tells best how the clocks differ; what it told is
         # trusted less as time goes by, as clocks drift.

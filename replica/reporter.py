@@ -152,6 +152,7 @@ class Reporter:
         self._acknowledged = AcknowledgedState(member.capacity)
         self._draining = False
         self._known_draining = False
+        self._closed = False
         self._finished: dict[int, None] = {}
         self._epoch: int | None = None
         self._seq = 0
@@ -248,6 +249,7 @@ class Reporter:
             self._epoch = None
             return self._interval_s
         self._epoch = reply.epoch
+        self._closed = reply.closed
         self._acknowledged.acknowledge(state)
         return self._interval_s if self._busy(state) else self._heartbeat_s
 
@@ -280,6 +282,7 @@ class Reporter:
                 draining=draining,
                 held_slots=held_slots,
                 held=state.held[held_slots],
+                closed=self._closed,
             )
         )
         self._known_draining = draining

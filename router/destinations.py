@@ -143,6 +143,7 @@ class Destinations:
             call.output_tokens,
             call.session,
             call.prefix.hashes,
+            call.request_id,
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _AVOID = "!"
+_CLOSED = "~"
 _SEPARATOR = ","
 
 
 class NoReplicaError(RuntimeError):
-    """The deployment has no running replica."""
+    """The deployment has no running replica, or an operator has closed all of them."""
 
 
 class Hint(NamedTuple):
@@ -18,23 +19,30 @@ class Hint(NamedTuple):
     Attributes:
         target: the replica that the controller chose, or ``None``.
         avoid: replicas that have just failed this request; used where there is no target.
+        closed: replicas that an operator has closed to new requests. Only the controller, which
+            may have decided a moment earlier, still sends there.
     """
 
     target: str | None = None
     avoid: tuple[str, ...] = ()
+    closed: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: object) -> Hint:
         """From the keyword that travels with the call. Anything odd is no hint."""
         if not isinstance(text, str) or not text:
             return cls()
-        if text.startswith(_AVOID):
-            return cls(avoid=tuple(text[len(_AVOID) :].split(_SEPARATOR)))
-        return cls(target=text)
+        where, _, last = text.partition(_CLOSED)
+        closed = tuple(last.split(_SEPARATOR)) if last else ()
+        if where.startswith(_AVOID):
+            return cls(avoid=tuple(where[len(_AVOID) :].split(_SEPARATOR)), closed=closed)
+        return cls(where or None, closed=closed)
 
     def encode(self) -> str | None:
         """One string, because the replica's method takes one: the target's id, or ``!`` and the
-        ids to avoid, or ``None``."""
-        if self.target is not None:
-            return self.target
-        return _AVOID + _SEPARATOR.join(self.avoid) if self.avoid else None
+        ids to avoid; then ``~`` and the closed ids. ``None`` where there is nothing of it."""
+        where = self.target or ""
+        if self.target is None and self.avoid:
+            where = _AVOID + _SEPARATOR.join(self.avoid)
+        closed = _CLOSED + _SEPARATOR.join(self.closed) if self.closed else ""
+        return where + closed or None

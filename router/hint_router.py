@@ -38,6 +38,9 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
       replica delays nobody else's request. A replica that rejects a request for being full sends it
       through Serve's queue, to any other.
     - Without a hint, or with one that names no running replica, it is Serve's own choice.
+    - A replica that an operator has closed is chosen by a hint only. Where there are closed ones
+      and no hint, it is the least loaded of the others by this process's count, and where there are
+      no others the request fails.
     - Replicas that leave or die are told to the controller.
 
     ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and,
@@ -69,7 +72,12 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         others: list[list[RunningReplica]] = await super().choose_replicas(
             candidate_replicas, pending_request
         )
-        hinted = self._hinted(pending_request)
+        hint = _hint_of(pending_request)
+        if hint.closed:
+            open_ = [_but(hint.closed, rank) for rank in others]
+            rest = self._least_loaded_but(hint.closed)
+            others = [*filter(None, open_), *([[rest]] if rest is not None else [])]
+        hinted = self._hinted(hint)
         return others if hinted is None else [[hinted], *others]
 
     async def _choose_replica_for_request(
@@ -79,10 +87,13 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         an exception here would fail the request."""
         if not self.curr_replicas:
             await self._wait_for_replica()
+        hint = _hint_of(pending_request)
         if not is_retry:
-            hinted = self._hinted(pending_request)
+            hinted = self._hinted(hint)
             if hinted is not None:
                 return hinted
+        if hint.closed and self._least_loaded_but(hint.closed) is None:
+            raise NoReplicaError("Every replica is drained.")
         return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -107,18 +118,17 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             self._probed.add(replica_id.unique_id)
             self._start(self._probe(replica))
 
-    def _hinted(self, pending_request: PendingRequest | None) -> RunningReplica | None:
-        if pending_request is None:
-            return None
-        hint = Hint.parse(pending_request.kwargs.get(wire.TARGET_KWARG))
-        if hint.target is not None:
-            return self._by_unique_id.get(hint.target)
-        if not hint.avoid:
-            return None
-        return self._least_loaded_but(hint.avoid)
+    def _hinted(self, hint: Hint) -> RunningReplica | None:
+        hinted = self._by_unique_id.get(hint.target) if hint.target is not None else None
+        if hinted is not None or not (hint.avoid or hint.closed):
+            return hinted
+        # One that has just failed the request is better than a closed one.
+        return self._least_loaded_but((*hint.avoid, *hint.closed)) or (
+            self._least_loaded_but(hint.closed) if hint.closed else None
+        )
 
     def _least_loaded_but(self, avoid: Sequence[str]) -> RunningReplica | None:
-        """By this process's own count. ``O(replicas)``, on retries only."""
+        """By this process's own count. ``O(replicas)``, on retries and while any is closed."""
         rest = [replica for name, replica in self._by_unique_id.items() if name not in avoid]
         cache = self.replica_queue_len_cache
         return min(rest, key=lambda replica: cache.get(replica.replica_id) or 0, default=None)
@@ -162,3 +172,13 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.warning("a notice of the request router failed", exc_info=task.exception())
+
+
+def _hint_of(pending_request: PendingRequest | None) -> Hint:
+    if pending_request is None:
+        return Hint()
+    return Hint.parse(pending_request.kwargs.get(wire.TARGET_KWARG))
+
+
+def _but(closed: Sequence[str], rank: Sequence[RunningReplica]) -> list[RunningReplica]:
+    return [replica for replica in rank if replica.replica_id.unique_id not in closed]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -76,9 +76,16 @@ class ServeReplicas:
     """Calls replicas over a handle whose deployment uses :class:`~router.hint_router.HintRouter`.
 
     To be made on the event loop that calls it.
+
+    Args:
+        handle: of the deployment.
+        closed: the replicas that an operator has closed to new requests, as of now.
     """
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, closed: Callable[[], Collection[str]] = tuple
+    ) -> None:
+        self._closed = closed
         self._generate = handle.options(method_name="generate", stream=True)
         self._models = handle.options(method_name="models")
 
@@ -86,7 +93,7 @@ class ServeReplicas:
         self, request: EngineRequest, target: str | None, avoid: Sequence[str]
     ) -> ServeStream:
         """Send a request; see :class:`~router.dispatch.Replicas`."""
-        hint = Hint(target, tuple(avoid)).encode()
+        hint = Hint(target, tuple(avoid), tuple(self._closed())).encode()
         return ServeStream(self._generate.remote(request, **{wire.TARGET_KWARG: hint}))
 
     async def models(self) -> dict[str, Any]:

@@ -5,11 +5,13 @@ The controller makes it for real requests and the simulator for simulated ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
-from scheduling.admission import AdmissionPolicy
+from scheduling.admission import AdmissionPolicy, Promises
 from scheduling.admission.room import LEAST_WAIT_S
 from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from scheduling.fleet import Fleet
@@ -23,9 +25,31 @@ from scheduling.job import (
     RouteQuery,
     Tier,
 )
-from scheduling.kernels import Ints
+from scheduling.kernels import Floats, Ints
 from scheduling.ledger import Reservation
 from scheduling.routing.base import RoutingPolicy
+
+
+class Weighed(NamedTuple):
+    """What a decision was made from. Nothing in it changes later, so it may be kept.
+
+    Attributes:
+        job: the request, and what it would be on each replica that might have been chosen.
+        ids: replica of each row of the fleet.
+        known: replicas that were known, also those that could not be chosen.
+        promises: what each replica of the job could promise; ``None`` where nothing was asked.
+        ahead_s: ``float64[n]``, predicted time of all prompts there and of this one, where that
+            decided or nothing was promised; else ``None``.
+    """
+
+    job: Job
+    ids: Sequence[str]
+    known: int
+    promises: Promises | None
+    ahead_s: Floats | None
+
+
+Witness = Callable[[Weighed], None]
 
 
 class Placer:
@@ -39,14 +63,20 @@ class Placer:
         routing: chooses among the replicas that can promise; of all, without admission.
         admission: tells which can; ``None``: nothing is promised, and only who asks for it is
             served as best effort.
+        witness: told of what each decision is made from, for whom there is any replica to choose.
     """
 
     def __init__(
-        self, fleet: Fleet, routing: RoutingPolicy, admission: AdmissionPolicy | None
+        self,
+        fleet: Fleet,
+        routing: RoutingPolicy,
+        admission: AdmissionPolicy | None,
+        witness: Witness | None = None,
     ) -> None:
         self._fleet = fleet
         self._routing = routing
         self._admission = admission
+        self._witness = witness
 
     def place(self, query: RouteQuery, now_s: float, moved: bool = False) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes.
@@ -66,6 +96,8 @@ class Placer:
         if Tier.GUARANTEED not in query.tiers or self._promises_nothing(query):
             return self._best_effort(job)
         if self._admission is None:
+            if self._witness is not None:
+                self._tell(job, None, self._ahead_s(job))
             chosen = self._choose(job)
             self._reserve(job, chosen, promised=True)
             return RouteDecision(fleet.ids[job.rows[chosen]], PLACED)
@@ -81,26 +113,40 @@ class Placer:
         holds = promises.holds
         # Aged replicas are among the candidates only where there are no others.
         if not holds.any() or fleet.condition(int(job.rows[0]), job.now_s) == "aged":
-            return self._unpromised(job, float(promises.wait_s.min()))
+            return self._unpromised(job, promises)
+        self._tell(job, promises)
         able = job.of(holds)
         chosen = self._choose(able)
         self._reserve(able, chosen, promised=True)
         ttft_s = float(promises.ttft_s[holds][chosen])
         return RouteDecision(fleet.ids[able.rows[chosen]], PLACED, Tier.GUARANTEED, ttft_s)
 
-    def _unpromised(self, job: Job, wait_s: float) -> RouteDecision:
+    def _unpromised(self, job: Job, promises: Promises) -> RouteDecision:
         if Tier.BEST_EFFORT in job.query.tiers:
-            return self._best_effort(job)
+            return self._best_effort(job, promises)
+        self._tell(job, promises)
+        wait_s = float(promises.wait_s.min())
         # Where it waits for a report only, a moment is enough.
         retry_after_s = max(wait_s, LEAST_WAIT_S) if wait_s < inf else None
         return RouteDecision(None, UNATTAINABLE, retry_after_s=retry_after_s)
 
-    def _best_effort(self, job: Job) -> RouteDecision:
-        figures = self._fleet.figures[job.rows]
-        ahead_s = figures[:, PREFILL_S] + figures[:, BEST_EFFORT_S] + job.work_s
+    def _best_effort(self, job: Job, promises: Promises | None = None) -> RouteDecision:
+        ahead_s = self._ahead_s(job)
+        self._tell(job, promises, ahead_s)
         chosen = int(np.argmin(ahead_s))
         self._reserve(job, chosen, promised=False)
         return RouteDecision(self._fleet.ids[job.rows[chosen]], PLACED, Tier.BEST_EFFORT)
+
+    def _ahead_s(self, job: Job) -> Floats:
+        """Predicted time of the prompts of both tiers at each replica, with this one."""
+        figures = self._fleet.figures[job.rows]
+        ahead_s: Floats = figures[:, PREFILL_S] + figures[:, BEST_EFFORT_S] + job.work_s
+        return ahead_s
+
+    def _tell(self, job: Job, promises: Promises | None, ahead_s: Floats | None = None) -> None:
+        if self._witness is not None:
+            fleet = self._fleet
+            self._witness(Weighed(job, fleet.ids, len(fleet), promises, ahead_s))
 
     def _choose(self, job: Job) -> int:
         chosen = self._routing.choose(job, self._fleet)

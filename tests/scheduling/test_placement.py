@@ -9,7 +9,7 @@ from scheduling.admission import make_policy as make_admission
 from scheduling.fleet import Fleet
 from scheduling.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
 from scheduling.objective import SLO
-from scheduling.placement import Placer
+from scheduling.placement import Placer, Weighed
 from scheduling.routing import RouteQuery, Tier
 from scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
@@ -141,3 +141,21 @@ def test_decisions_are_those_of_the_promised_alone_and_the_same_again(
     assert decide(everybody=True) == first
     for alone, beside in zip(decide(everybody=False), first, strict=True):
         assert alone is None or alone == beside
+
+
+def test_the_witness_sees_what_each_decision_is_made_from() -> None:
+    seen: list[Weighed] = []
+    fleet = fleet_of(report(), report(row(EASY, 60_000, key=9)))
+    decider = Placer(
+        fleet, make_routing("least_tokens"), make_admission("moore_hodgson"), seen.append
+    )
+    assert decider.place(query(EASY), 0.0).replica_id == "0"
+    (first,) = seen
+    assert first.promises is not None and first.promises.holds.tolist() == [True, False]
+    assert first.ahead_s is None and first.known == 2
+    assert [first.ids[at] for at in first.job.rows] == ["0", "1"]
+    assert decider.place(query(HARD, 2), 0.0).tier is Tier.BEST_EFFORT
+    assert decider.place(query(HARD, 3, tiers=PROMISED), 0.0).replica_id is None
+    assert decider.place(query(SLO(), 4), 0.0).tier is Tier.BEST_EFFORT
+    asked = [(each.promises is not None, each.ahead_s is not None) for each in seen[1:]]
+    assert asked == [(True, True), (True, False), (False, True)]

@@ -1,0 +1,209 @@
+"""The latest decisions and why they fell as they did: "why did my request go there?"
+
+A decision must not pay for this, so what it was made from is kept as it is, and made into words
+when somebody reads it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+from math import isfinite
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from scheduling.placement import Weighed
+from scheduling.routing.base import RoutingPolicy
+
+DECISIONS = 256
+"""Decisions kept."""
+
+OTHERS = 3
+"""Replicas shown besides the chosen one."""
+
+_MORE_WORK = "more work is ahead there"
+_CANNOT = "it cannot promise the objective"
+
+
+class Entry(NamedTuple):
+    """One decision.
+
+    Attributes:
+        query, decision: what was asked and answered.
+        decided_s: when, seconds on the controller's clock. took_s: how long it took.
+        asked: how often this request has asked, this time included: one that waits asks again.
+        weighed: what it was made from; ``None`` where no replica could be chosen.
+    """
+
+    query: RouteQuery
+    decision: RouteDecision
+    decided_s: float
+    took_s: float
+    asked: int
+    weighed: Weighed | None
+
+
+class DecisionLog:
+    """The last decisions, one per request: a request that asks again replaces its last decision.
+
+    Noting one is ``O(1)``. What is kept are references to arrays with a number per replica, so
+    memory is in proportion to ``limit`` times the replicas.
+
+    Args:
+        routing: the policy that chooses.
+        limit: most decisions.
+    """
+
+    def __init__(self, routing: RoutingPolicy, limit: int = DECISIONS) -> None:
+        self._routing = routing
+        self._limit = limit
+        self._entries: OrderedDict[int, Entry] = OrderedDict()
+        self._weighed: Weighed | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def weigh(self, weighed: Weighed) -> None:
+        """What the decision under way is made from; :meth:`note` follows."""
+        self._weighed = weighed
+
+    def note(
+        self, query: RouteQuery, decision: RouteDecision, decided_s: float, took_s: float
+    ) -> None:
+        """A decision was made on a valid query."""
+        weighed, self._weighed = self._weighed, None
+        if weighed is not None and weighed.job.query is not query:
+            weighed = None  # of one that failed halfway
+        earlier = self._entries.pop(query.key, None)
+        asked = 1 if earlier is None else earlier.asked + 1
+        self._entries[query.key] = Entry(query, decision, decided_s, took_s, asked, weighed)
+        if len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
+
+    def latest(self, limit: int, now_s: float) -> list[dict[str, Any]]:
+        """The last decisions, the latest first, as plain data that JSON can hold."""
+        entries = islice(reversed(self._entries.values()), limit)
+        return [self._told(entry, now_s) for entry in entries]
+
+    def took_ms(self) -> dict[str, float | int | None]:
+        """How long the decisions in the log took, milliseconds."""
+        took = np.array([entry.took_s for entry in self._entries.values()]) * 1000
+        if not len(took):
+            return {"count": 0, "p50": None, "p99": None, "max": None}
+        p50, p99 = np.percentile(took, (50, 99)).tolist()
+        return {"count": len(took), "p50": p50, "p99": p99, "max": float(took.max())}
+
+    def _told(self, entry: Entry, now_s: float) -> dict[str, Any]:
+        query, decision, weighed = entry.query, entry.decision, entry.weighed
+        slo = query.slo
+        ttft_s, tpot_s, e2e_s, priority = slo.columns
+        told: dict[str, Any] = {
+            "age_ms": _ms(now_s - entry.decided_s),
+            "request_id": query.request_id or None,
+            "key": f"{query.key:016x}",
+            "class": slo.service_class,
+            "objective": {
+                "ttft_ms": _ms(ttft_s),
+                "tpot_ms": _ms(tpot_s),
+                "e2e_ms": _ms(e2e_s),
+                "priority": priority,
+            },
+            "prompt_tokens": int(query.prompt_tokens),
+            "waited_ms": _ms(query.waited_s),
+            "asked": entry.asked,
+            "outcome": decision.reason,
+            "tier": None if decision.tier is None else decision.tier.value,
+            "replica_id": decision.replica_id,
+            "predicted_ttft_ms": _ms(decision.predicted_ttft_s),
+            "retry_after_ms": _ms(decision.retry_after_s),
+            "took_ms": _ms(entry.took_s),
+            "policy": self._routing.name,
+            "known": None if weighed is None else weighed.known,
+            "candidates": 0 if weighed is None else len(weighed.job.rows),
+            "able": _able(weighed),
+            "why": self._why(entry),
+            "chosen": None,
+            "others": [],
+        }
+        if weighed is not None:
+            self._compare(told, decision, weighed)
+        return told
+
+    def _why(self, entry: Entry) -> str:
+        decision, weighed = entry.decision, entry.weighed
+        if decision.reason == NO_REPLICA or weighed is None:
+            return "No replica may be chosen: none has reported lately, or all are drained."
+        able = _able(weighed)
+        of = f"{able} of {len(weighed.job.rows)} replicas"
+        if decision.reason == UNATTAINABLE:
+            return "No replica can promise the objective, and the class is not served without."
+        if decision.tier is None:
+            return f"Nothing is promised here, as admission is off; {self._routing.name} chose."
+        if decision.tier is Tier.GUARANTEED:
+            return f"{of} can promise the objective; of those {self._routing.name} chose."
+        if able is None:
+            states = entry.query.slo.stated
+            first = "It asks for best effort" if states else "It states no objective to promise"
+        elif able:
+            first = "No replica has reported lately, so nothing is promised"
+        else:
+            first = "No replica can promise the objective"
+        return f"{first}: served as best effort, where least work is ahead."
+
+    def _compare(self, told: dict[str, Any], decision: RouteDecision, weighed: Weighed) -> None:
+        """Add the chosen replica and the best of the others, each with its figures."""
+        job, promises = weighed.job, weighed.promises
+        names = [weighed.ids[row] for row in job.rows.tolist()]
+        count = len(names)
+        chosen = names.index(decision.replica_id) if decision.replica_id in names else None
+        if decision.tier is Tier.BEST_EFFORT or promises is None:
+            assert weighed.ahead_s is not None
+            order = np.argsort(weighed.ahead_s, kind="stable")
+        else:
+            order = np.lexsort((promises.ttft_s, ~promises.holds))
+        places = [int(place) for place in order[: OTHERS + 1] if place != chosen][:OTHERS]
+        told["others"] = [
+            _figures(weighed, names, place) | {"why_not": self._why_not(decision, weighed, place)}
+            for place in places
+        ]
+        told["others_left_out"] = count - len(places) - (chosen is not None)
+        if chosen is not None:
+            told["chosen"] = _figures(weighed, names, chosen)
+
+    def _why_not(self, decision: RouteDecision, weighed: Weighed, place: int) -> str:
+        if decision.tier is Tier.BEST_EFFORT:
+            return _MORE_WORK
+        if weighed.promises is not None and not weighed.promises.holds[place]:
+            return _CANNOT
+        return self._routing.passed_over
+
+
+def _able(weighed: Weighed | None) -> int | None:
+    if weighed is None or weighed.promises is None:
+        return None
+    return int(weighed.promises.holds.sum())
+
+
+def _figures(weighed: Weighed, names: list[str], place: int) -> dict[str, Any]:
+    """What was known of the replica at a place."""
+    job, promises, ahead_s = weighed.job, weighed.promises, weighed.ahead_s
+    return {
+        "replica_id": names[place],
+        "prefill_ms": _ms(job.work_s[place]),
+        "cached_tokens": int(job.cached_tokens[place]),
+        "ahead_ms": None if ahead_s is None else _ms(ahead_s[place] - job.work_s[place]),
+        "can_promise": None if promises is None else bool(promises.holds[place]),
+        "predicted_ttft_ms": None if promises is None else _ms(promises.ttft_s[place]),
+        "could_promise_in_ms": (
+            None if promises is None or promises.holds[place] else _ms(promises.wait_s[place])
+        ),
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    """Milliseconds to the microsecond; ``None`` for what is not finite, which JSON cannot hold."""
+    if seconds is None or not isfinite(seconds):
+        return None
+    return round(float(seconds) * 1000, 3)

@@ -1,0 +1,108 @@
+"""What an operator wants to see of each replica: plain data that JSON can hold.
+
+Durations are milliseconds, as everywhere on the wire.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import isfinite
+from typing import Any
+
+from controller.mirror import Mirror, MirroredReplica
+from controller.request_classes import RequestClasses
+from scheduling import fleet_rows as figure
+from scheduling.fleet import Fleet
+from scheduling.job import Tier
+from scheduling.state import RUNNING, WAITING
+
+OPERATOR = "operator"
+REPLICA = "replica"
+"""Who drains a replica: an operator asked for it, or the replica ends by itself."""
+
+
+def describe(
+    mirror: Mirror, fleet: Fleet, classes: RequestClasses, replica_id: str, now_s: float
+) -> dict[str, Any]:
+    """One replica, which is known. ``O(its live requests)``."""
+    replica = mirror.replicas[replica_id]
+    row = fleet.row_of[replica_id]
+    figures = fleet.figures[row].tolist()
+    free, total = int(figures[figure.FREE_BLOCKS]), int(figures[figure.TOTAL_BLOCKS])
+    pab_tokens = figures[figure.PAB]
+    summary = replica.summary
+    return {
+        "replica_id": replica_id,
+        "node_id": replica.hello.node_id,
+        "model": replica.hello.model,
+        "policy": replica.hello.policy,
+        "role": replica.hello.role,
+        "condition": fleet.condition(row, now_s),
+        "drain": drain_of(mirror, fleet, replica_id),
+        "report_age_ms": _ms(now_s - replica.received_s),
+        "reports": replica.seq,
+        "waiting": int(figures[figure.WAITING]),
+        "running": int(figures[figure.RUNNING]),
+        "reserved": int(figures[figure.RESERVED]),
+        "queue": _queue(replica, classes),
+        "prefill_tokens": int(figures[figure.TOKENS]),
+        "prefill_ms": _ms(figures[figure.PREFILL_S]),
+        "best_effort_prefill_ms": _ms(figures[figure.BEST_EFFORT_S]),
+        "decodes": int(figures[figure.DECODES]),
+        "context_tokens": int(figures[figure.CONTEXT]),
+        "kv_blocks_free": free,
+        "kv_blocks_total": total,
+        "kv_usage": round(1 - free / total, 4) if total else None,
+        # Infinite for a model in which tokens cost nothing; JSON has no infinity.
+        "pab_tokens": round(pab_tokens, 1) if isfinite(pab_tokens) else None,
+        "last_step_ms": _ms(float(summary["last_step_s"])),
+        "predicted_step_ms": _ms(float(summary["predicted_step_s"])),
+        "latency_correction": round(float(summary["correction"]), 4),
+        "best_effort_wait_ms": _ms(float(summary["best_effort_wait_s"])),
+        "steps": int(summary["steps"]),
+        "preemptions": int(summary["preemptions"]),
+        "evictions": int(summary["evictions"]),
+    }
+
+
+def drain_of(mirror: Mirror, fleet: Fleet, replica_id: str) -> str | None:
+    """Who drains a replica, which is known: :data:`OPERATOR`, :data:`REPLICA`, or nobody."""
+    if fleet.is_closed(replica_id):
+        return OPERATOR
+    return REPLICA if mirror.replicas[replica_id].draining else None
+
+
+def left_at(fleet: Fleet, replica_id: str) -> dict[str, int]:
+    """Requests that a replica, which is known, has yet to finish."""
+    figures = fleet.figures[fleet.row_of[replica_id]]
+    waiting, running = int(figures[figure.WAITING]), int(figures[figure.RUNNING])
+    reserved = int(figures[figure.RESERVED])
+    return {
+        "left": waiting + running + reserved,
+        "waiting": waiting,
+        "running": running,
+        "reserved": reserved,
+    }
+
+
+def _queue(replica: MirroredReplica, classes: RequestClasses) -> list[dict[str, Any]]:
+    """The live requests by class and tier."""
+    rows = replica.table[: replica.used_slots]
+    rows = rows[rows["phase"] > 0]
+    names = classes.of(rows["key"].tolist())
+    lent, phases = rows["best_effort"].tolist(), rows["phase"].tolist()
+    counts = Counter(zip(names, lent, phases, strict=True))
+    groups = sorted({(name, tier) for name, tier, _ in counts})
+    return [
+        {
+            "class": name or None,
+            "tier": (Tier.BEST_EFFORT if tier else Tier.GUARANTEED).value,
+            "waiting": counts[name, tier, WAITING],
+            "running": counts[name, tier, RUNNING],
+        }
+        for name, tier in groups
+    ]
+
+
+def _ms(seconds: float) -> float | None:
+    return round(seconds * 1000, 3) if isfinite(seconds) else None

@@ -1,0 +1,44 @@
+"""The service class of each live request, for an operator: the rows of replicas do not have it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+UNKNOWN_CLASS = ""
+"""Class of a request that was placed by nobody here: before a restart, or by Serve's own choice."""
+
+LIMIT = 100_000
+"""Most requests remembered; of more, the oldest are forgotten."""
+
+
+class RequestClasses:
+    """Remembers classes from the decision to the request's end. ``O(1)`` each.
+
+    Args:
+        limit: most requests.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        # An OrderedDict, not a dict: taking the oldest of a dict again and again is quadratic.
+        self._classes: OrderedDict[int, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def note(self, key: int, service_class: str) -> None:
+        """A request was placed."""
+        self._classes[key] = service_class
+        if len(self._classes) > self._limit:
+            self._classes.popitem(last=False)
+
+    def ended(self, keys: Iterable[int]) -> None:
+        """Requests ended; unknown ones are ignored."""
+        for key in keys:
+            self._classes.pop(key, None)
+
+    def of(self, keys: Iterable[int]) -> list[str]:
+        """The class of each request, or :data:`UNKNOWN_CLASS`."""
+        get = self._classes.get
+        return [get(key, UNKNOWN_CLASS) for key in keys]
