@@ -14,6 +14,7 @@ import numpy as np
 from scheduling.admission import AdmissionPolicy, Promises
 from scheduling.admission.room import LEAST_WAIT_S
 from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
+from scheduling.autoscaling.load import Demand
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import BEST_EFFORT_S, PREFILL_S, work_on
 from scheduling.job import (
@@ -77,6 +78,8 @@ class Placer:
         self._routing = routing
         self._admission = admission
         self._witness = witness
+        self.demand = Demand()
+        """What was asked for, decision by decision."""
 
     def place(self, query: RouteQuery, now_s: float, moved: bool = False) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes.
@@ -93,6 +96,12 @@ class Placer:
         if not len(rows):
             return RouteDecision(None, NO_REPLICA)
         job = self._job(query, rows, now_s, moved)
+        decision = self._decide(job)
+        self.demand.count(job, decision, fleet)
+        return decision
+
+    def _decide(self, job: Job) -> RouteDecision:
+        fleet, query = self._fleet, job.query
         if Tier.GUARANTEED not in query.tiers or self._promises_nothing(query):
             return self._best_effort(job)
         if self._admission is None:

@@ -16,6 +16,7 @@ from scheduling.latency import LatencyModel
 from scheduling.length import LengthPredictor
 from scheduling.routing import RouteQuery, RoutingPolicy, Tier
 from simulation.config import (
+    Autoscaling,
     ClusterConfig,
     EngineConfig,
     Failure,
@@ -26,10 +27,12 @@ from simulation.config import (
 )
 from simulation.engine import Engine
 from simulation.events import Events
+from simulation.judged import Judged
 from simulation.mirror import Mirror
 from simulation.replica import Replica
 from simulation.requests import Requests
-from simulation.run import TOO_LONG, Result, result_of, sides
+from simulation.run import TOO_LONG, Result, Size, result_of, sides
+from simulation.scaling import Scaler
 from simulation.truth import Belief, Truth
 from simulation.workload import Workload
 
@@ -96,6 +99,8 @@ class Cluster:
         admission: tells which replicas can promise a request its objective; default: nothing is
             promised. A request that nobody can promise is served as best effort, waits, or ends
             with an explicit failure, as ``config`` says for its class.
+        autoscaling: who changes the numbers of replicas that ``config`` begins with; default:
+            nobody.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class Cluster:
         config: ClusterConfig,
         rng: np.random.Generator,
         admission: AdmissionPolicy | None = None,
+        autoscaling: Autoscaling | None = None,
     ) -> None:
         self.events = Events()
         self.moved = 0
@@ -130,6 +136,9 @@ class Cluster:
         if config.decoders:
             self._pools["decode"] = _Pool("decode", config, make_route("decode"), depths)
             self._grow(self._pools["decode"], config.decoders)
+        self._judged = Judged(requests)
+        self.scalers = self._autoscale(autoscaling) if autoscaling is not None else []
+        """Who sizes each role, if anybody does."""
 
     def run(self, incidents: Sequence[Incident] = ()) -> float:
         """Run until every request has ended; return the time.
@@ -259,6 +268,8 @@ class Cluster:
         self._stop_sending(key)
         if failure is not None:
             self._requests.failures[key] = failure
+        if self.scalers:
+            self._judged.ended(key)
         self.ended += 1
 
     # From prefill to decode.
@@ -314,13 +325,29 @@ class Cluster:
             pool.replicas[name] = replica
 
     def _resize(self, resize: Resize) -> None:
-        pool = self._pools[resize.role]
-        if resize.change >= 0:
-            self._grow(pool, resize.change)
+        self._change(self._pools[resize.role], resize.change)
+
+    def _change(self, pool: _Pool, change: int) -> None:
+        """Let so many replicas join, or the youngest leave."""
+        if change >= 0:
+            self._grow(pool, change)
             return
         serving = [r for r in pool.replicas.values() if r.alive and not r.draining]
-        for replica in serving[resize.change :]:
+        for replica in serving[change:]:
             replica.drain()
+
+    def _autoscale(self, autoscaling: Autoscaling) -> list[Scaler]:
+        return [
+            Scaler(
+                autoscaling,
+                role,
+                self.events,
+                partial(pool.mirror.load, self._judged),
+                partial(self._change, pool),
+                len(pool.replicas),
+            )
+            for role, pool in self._pools.items()
+        ]
 
     def _alive(self, number: int) -> Replica | None:
         """The replica with a number, if it is there."""
@@ -364,6 +391,7 @@ def simulate_cluster(
     predictor: LengthPredictor | None = None,
     admission: AdmissionPolicy | None = None,
     nodes: Sequence[Node] = (),
+    autoscaling: Autoscaling | None = None,
 ) -> Result:
     """Run ``workload`` through a cluster until every request has ended.
 
@@ -384,6 +412,7 @@ def simulate_cluster(
         admission: see :class:`Cluster`; a policy keeps no state, so one serves many runs.
         nodes: what the first replicas to start are, where they differ from ``truth``, ``belief``
             and ``engine``, of which the others are.
+        autoscaling: who changes the numbers of replicas; default: nobody.
 
     Raises:
         ValueError: see :meth:`Cluster.run`.
@@ -401,10 +430,23 @@ def simulate_cluster(
         policy, prefill_only = make_batch(role), role == "prefill"
         return Engine(node.engine, policy, node.belief, node.truth, requests, rng, prefill_only)
 
-    run = Cluster(requests, make_engine, make_route, cluster or ClusterConfig(), network, admission)
+    run = Cluster(
+        requests,
+        make_engine,
+        make_route,
+        cluster or ClusterConfig(),
+        network,
+        admission,
+        autoscaling,
+    )
     end_s = run.run(incidents)
     up_s = sum(
         (end_s if replica.ended_s is None else replica.ended_s) - replica.started_s
         for replica in run.replicas
     )
-    return result_of(requests, [replica.engine for replica in run.replicas], end_s, up_s, run.moved)
+    sizes: dict[str, tuple[Size, ...]] = {}
+    for scaler in run.scalers:
+        sizes[scaler.role] = tuple(scaler.sizes)
+    started_s = sum(scaler.started_s(end_s) for scaler in run.scalers)
+    engines = [replica.engine for replica in run.replicas]
+    return result_of(requests, engines, end_s, up_s, run.moved, started_s, sizes)

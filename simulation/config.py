@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from scheduling.autoscaling import AutoscalingPolicy
 
 
 class Speculation(BaseModel):
@@ -135,6 +138,23 @@ class ClusterConfig(BaseModel):
     transfer_tokens_per_s: float = Field(
         default=200_000.0, gt=0, description="Tokens of KV that a transfer moves per second."
     )
+
+
+class Autoscaling(NamedTuple):
+    """Who decides how many replicas of each role there are, in place of fixed numbers.
+
+    Attributes:
+        make: a new policy for a role.
+        least, most: bounds of each role's replicas.
+        interval_s: time between two looks.
+        startup_s: from the order of a replica until it serves; it is paid for from the order on.
+    """
+
+    make: Callable[[Role], AutoscalingPolicy]
+    least: int
+    most: int
+    interval_s: float = 2.0
+    startup_s: float = 60.0
 
 
 class Failure(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 
 from scheduling import kernels
 from scheduling.admission import AdmissionPolicy
+from scheduling.autoscaling import Load
 from scheduling.fleet import Fleet, FleetSettings, Report
 from scheduling.job import NO_REPLICA, PLACED, RouteDecision
 from scheduling.kernels import Floats
@@ -22,6 +23,7 @@ from scheduling.placement import Placer
 from scheduling.routing import RouteQuery, RoutingPolicy
 from scheduling.state import ROW, RUNNING, WAITING
 from simulation.config import ClusterConfig
+from simulation.judged import Judged
 
 
 class Sent(NamedTuple):
@@ -115,6 +117,11 @@ class Mirror:
                 self._turn += 1
                 return RouteDecision(willing[self._turn % len(willing)], PLACED)
         return placement
+
+    def load(self, judged: Judged, now_s: float) -> Load:
+        """What the replicas have to do, for who decides on their number."""
+        self._take_in()
+        return self._placer.demand.load(self.fleet, now_s, judged.count, judged.attained)
 
     def _take_in(self) -> None:
         for name, known in self._known.items():

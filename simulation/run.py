@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +41,9 @@ class Result:
         dropped: planned entries that the engine could not run.
         correction: mean of the engines' learnt corrections at the end.
         moved: times that a request was placed again after a replica failed.
+        starting_s: sum of the times for which replicas were started that served nothing yet.
+        sizes: by role, how many replicas were wanted and why, from when on; empty where nobody
+            sized the cluster.
     """
 
     requests: Requests
@@ -54,10 +59,37 @@ class Result:
     dropped: int
     correction: float
     moved: int
+    starting_s: float
+    sizes: Mapping[str, tuple[Size, ...]]
+
+    @property
+    def replica_s(self) -> float:
+        """Sum of the times for which replicas are paid for, starting ones included."""
+        return self.up_s + self.starting_s
+
+
+class Size(NamedTuple):
+    """So many replicas were wanted from a time on.
+
+    Attributes:
+        at_s: from when on.
+        replicas: how many.
+        reason: what the policy said.
+    """
+
+    at_s: float
+    replicas: int
+    reason: str
 
 
 def result_of(
-    requests: Requests, engines: Sequence[Engine], end_s: float, up_s: float, moved: int = 0
+    requests: Requests,
+    engines: Sequence[Engine],
+    end_s: float,
+    up_s: float,
+    moved: int = 0,
+    starting_s: float = 0.0,
+    sizes: Mapping[str, tuple[Size, ...]] = MappingProxyType({}),
 ) -> Result:
     """The sums over all engines of a run."""
     return Result(
@@ -74,6 +106,8 @@ def result_of(
         dropped=sum(engine.dropped for engine in engines),
         correction=fmean(engine.planner.latency.correction for engine in engines),
         moved=moved,
+        starting_s=starting_s,
+        sizes=sizes,
     )
 
 

@@ -1,0 +1,36 @@
+"""Autoscaling policies by name. Adding one: its file, one line here, its test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
+from scheduling.autoscaling.head_room import HeadRoom
+from scheduling.autoscaling.load import Demand, Load
+from scheduling.autoscaling.ongoing_requests import OngoingRequests
+from scheduling.policy import make
+
+__all__ = [
+    "POLICIES",
+    "AutoscalingPolicy",
+    "Decision",
+    "Demand",
+    "Load",
+    "Pool",
+    "State",
+    "make_policy",
+]
+
+POLICIES: dict[str, type[AutoscalingPolicy]] = {
+    policy.name: policy for policy in (HeadRoom, OngoingRequests)
+}
+
+
+def make_policy(name: str, options: Mapping[str, Any] | None = None) -> AutoscalingPolicy:
+    """Build the autoscaling policy called ``name`` with its options.
+
+    Raises:
+        ValueError: no such policy, or an option that is unknown or out of range.
+    """
+    return make("autoscaling", POLICIES, name, options)

@@ -1,0 +1,299 @@
+"""As many replicas as the objectives need, with room for what comes until another one is ready."""
+
+from __future__ import annotations
+
+from math import ceil, exp
+from typing import NamedTuple
+
+from pydantic import Field
+
+from scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
+from scheduling.autoscaling.load import Load
+from scheduling.policy import PolicyOptions
+
+FAST_S, SLOW_S = 15.0, 60.0
+"""Time constants of the two means of demand; their difference is its trend."""
+
+MOST_GROWTH = 2.0
+"""Most that the forecast of demand is above its present mean, as a factor."""
+
+MOST_SCALING = 4.0
+"""Most that the decodes of promised requests are scaled up for those of requests without."""
+
+LEAST_LIMIT = 0.3
+"""Least load that the policy learns to be the most that a replica holds."""
+
+LEARNT_STEP = 0.9
+"""Of the load at which objectives were lost, what a replica is taken to hold from then on."""
+
+UNLEARN_S = 3600.0
+"""How long what was learnt takes to lose ``1 - 1/e`` of its effect."""
+
+CURED = 0.6
+"""Below this share of what was lost before a replica was added, it has helped."""
+
+MORE_THAN_BORNE = 1.5
+"""So many times what is lost whatever is added must be lost for another try."""
+
+LEAST_LOST = 3.0
+"""Fewest requests lost lately for which a replica is added."""
+
+
+class HeadRoomOptions(PolicyOptions):
+    """How much room is kept, and how fast a pool may change."""
+
+    startup_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=3600,
+        description="How long a new replica takes until it serves, seconds: demand is forecast so "
+        "far ahead.",
+    )
+    target_load: float = Field(
+        default=0.75,
+        gt=0,
+        le=1,
+        description="Share of a replica's time that objectives may take. Where they are lost at "
+        "less, the policy learns to keep more room.",
+    )
+    attainment: float = Field(
+        default=0.99,
+        gt=0,
+        lt=1,
+        description="Share of the requests with an objective that should be promised it and meet "
+        "it; below, a replica is added.",
+    )
+    kv_load: float = Field(
+        default=0.85, gt=0, le=1, description="Share of the KV blocks that may be in use."
+    )
+    best_effort_within_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Waiting best-effort prefills should be done within so long, seconds.",
+    )
+    down_margin: float = Field(
+        default=0.15,
+        ge=0,
+        lt=1,
+        description="A replica goes only if the others would be that share below what they may "
+        "take.",
+    )
+    down_after_s: float = Field(
+        default=180.0,
+        ge=0,
+        description="For so long without a break fewer replicas must suffice before one goes, "
+        "seconds; then anew for the next.",
+    )
+    max_step_up: int = Field(default=8, ge=1, description="Most replicas that come at once.")
+    max_step_down: int = Field(default=1, ge=1, description="Most replicas that go at once.")
+
+
+class _Memory(NamedTuple):
+    """What is remembered; see :class:`HeadRoom` for the terms.
+
+    Attributes:
+        last: the last load, as plain numbers.
+        demand_s, slow_s: means of the demand with the two time constants; nan before the first.
+        asked_s, unpromised_s: rates of the work of asked and of unpromised requests.
+        asked, lost: rates of requests that asked, and that were lost.
+        pressure: mean of the share of the admission budget that is taken.
+        limit: load that a replica is taken to hold.
+        trial: share that was lost when a replica was added for that; 0: no trial is under way.
+        trial_load: load of each replica then.
+        borne: share that is lost whatever is added, as far as is known.
+        grown_s: when the pool last grew.
+        low_since_s: since when fewer replicas have sufficed; negative: they do not.
+        low_most: most replicas that were needed since then.
+    """
+
+    last: tuple[float, ...]
+    demand_s: float
+    slow_s: float
+    asked_s: float
+    unpromised_s: float
+    asked: float
+    lost: float
+    pressure: float
+    limit: float
+    trial: float
+    trial_load: float
+    borne: float
+    grown_s: float
+    low_since_s: float
+    low_most: int
+
+
+class HeadRoom(AutoscalingPolicy):
+    """Holds objectives with as few replicas as it can.
+
+    Demand is engine time per second: the prefill work that is asked for, promised or not, and what
+    decodes take, scaled up by the share of the work to which nothing could be promised. Over the
+    share of its second that a replica has beside the fixed time of its steps, that is the number of
+    replicas that would be busy all the time. It is forecast by its trend to when a new replica
+    would serve, and a pool has enough replicas if each of them would be busy for ``limit`` of its
+    time or less, which is ``target_load`` or what was learnt. Beside it,
+
+    - a pool whose replicas have no admission budget left needs as many more as would have some;
+    - the KV in use must be within ``kv_load``;
+    - waiting best-effort prefills must be done within ``best_effort_within_s``;
+    - where more objectives are lost than ``attainment`` allows, although there are as
+      many replicas as the above asks for, one is added to see whether that helps. If it does,
+      ``limit`` is lowered below the load at which objectives were lost; if not, they are lost for
+      another reason.
+
+    A pool grows at once. It shrinks when for ``down_after_s`` fewer replicas would have been below
+    the limit by ``down_margin``, to the most that were needed in that time.
+    """
+
+    name = "head_room"
+    source = "ours"
+    Options = HeadRoomOptions
+    options: HeadRoomOptions
+
+    def decide(self, load: Load, pool: Pool, state: State) -> Decision:
+        """See :meth:`AutoscalingPolicy.decide`. ``O(1)``."""
+        before = self._memory(load, state)
+        if before is None:
+            return Decision(pool.bounded(pool.target), self._first(load), "first look")
+        if load.ready < 1:
+            return Decision(pool.bounded(pool.target), before._asdict(), "no replica is heard of")
+        memory = self._measured(load, before)
+        up, down, reason = self._needed(load, pool, memory)
+        memory, lost = self._learnt(load, pool, memory, up)
+        if lost:
+            up, down, reason = max(up, pool.target + 1), pool.target, lost
+        if up > pool.target:
+            target = pool.bounded(min(up, pool.target + self.options.max_step_up))
+            grown_s = load.now_s if target > pool.target else memory.grown_s
+            memory = memory._replace(grown_s=grown_s, low_since_s=-1.0, low_most=0)
+        else:
+            target, memory = self._lowered(load, pool, memory, down)
+        return Decision(target, memory._asdict(), reason)
+
+    # What is remembered.
+
+    def _memory(self, load: Load, state: State) -> _Memory | None:
+        """The state, unless there is none or it is of another life of the controller."""
+        if not state:
+            return None
+        memory = _Memory(**{name: state[name] for name in _Memory._fields})
+        return memory if load.follows(Load(*memory.last)) else None
+
+    def _first(self, load: Load) -> State:
+        limit, pressure = self.options.target_load, 1.0 - load.head_room
+        return _Memory(
+            last=tuple(load),
+            demand_s=-1.0,
+            slow_s=-1.0,
+            asked_s=0.0,
+            unpromised_s=0.0,
+            asked=0.0,
+            lost=0.0,
+            pressure=pressure,
+            limit=limit,
+            trial=0.0,
+            trial_load=0.0,
+            borne=0.0,
+            grown_s=-1.0,
+            low_since_s=-1.0,
+            low_most=0,
+        )._asdict()
+
+    def _measured(self, load: Load, before: _Memory) -> _Memory:
+        """The means with what happened since the last look."""
+        last = Load(*before.last)
+        passed_s = load.now_s - last.now_s
+        fast, slow = 1.0 - exp(-passed_s / FAST_S), 1.0 - exp(-passed_s / SLOW_S)
+        unlearn = 1.0 - exp(-passed_s / UNLEARN_S)
+
+        def rate(mean: float, now: float, then: float) -> float:
+            return mean + slow * ((now - then) / passed_s - mean)
+
+        asked_s = rate(before.asked_s, load.asked_s, last.asked_s)
+        unpromised_s = rate(before.unpromised_s, load.unpromised_s, last.unpromised_s)
+        promised_s = max(asked_s - unpromised_s, asked_s / MOST_SCALING)
+        scaling = asked_s / promised_s if promised_s > 0 else 1.0
+        prefill_s = (load.asked_s - last.asked_s) / passed_s
+        demand_s = (prefill_s + load.decode_share * scaling) / load.capacity
+        known = before.demand_s >= 0
+        return before._replace(
+            last=tuple(load),
+            demand_s=before.demand_s + fast * (demand_s - before.demand_s) if known else demand_s,
+            slow_s=before.slow_s + slow * (demand_s - before.slow_s) if known else demand_s,
+            asked_s=asked_s,
+            unpromised_s=unpromised_s,
+            asked=rate(before.asked, load.asked, last.asked),
+            lost=rate(before.lost, load.lost, last.lost),
+            pressure=before.pressure + fast * (1.0 - load.head_room - before.pressure),
+            limit=before.limit + unlearn * (self.options.target_load - before.limit),
+            borne=before.borne - unlearn * before.borne,
+        )
+
+    # What is needed.
+
+    def _needed(self, load: Load, pool: Pool, memory: _Memory) -> tuple[int, int, str]:
+        """Replicas below which the pool grows, and above which it may shrink, and why."""
+        options = self.options
+        trend = (memory.demand_s - memory.slow_s) / (SLOW_S - FAST_S)
+        ahead_s = trend * (options.startup_s + FAST_S)
+        forecast = min(memory.demand_s + max(0.0, ahead_s), MOST_GROWTH * memory.demand_s)
+        best_effort = load.best_effort_s / options.best_effort_within_s
+        wants = {
+            f"demand {forecast:.2f} at {memory.limit:.2f} each": forecast / memory.limit,
+            f"admission budget {memory.pressure:.0%} taken": (
+                load.ready * memory.pressure if memory.pressure > 1.0 else 0.0
+            ),
+            f"KV {load.kv_share:.0%} in use": load.ready * load.kv_share / options.kv_load,
+            f"best effort {best_effort:.2f} beside": memory.demand_s + best_effort,
+        }
+        reason = max(wants, key=lambda name: wants[name])
+        usual = max(forecast, memory.demand_s, memory.slow_s)
+        lower = max(usual / memory.limit, *wants.values()) / (1.0 - options.down_margin)
+        return _whole(wants[reason]), _whole(lower), reason
+
+    def _learnt(self, load: Load, pool: Pool, memory: _Memory, needed: int) -> tuple[_Memory, str]:
+        """What the share of lost objectives teaches, and why a replica is added for it, if so.
+
+        Whether replicas help is found out by adding one: if much less is lost afterwards, they hold
+        less than was thought; if not, the loss has other causes and is borne.
+        """
+        options = self.options
+        settle_s = options.startup_s + 2 * SLOW_S
+        busy = memory.grown_s >= 0 and load.now_s - memory.grown_s < settle_s
+        if busy or load.ready < pool.target or memory.asked <= 0:
+            return memory, ""
+        lost = memory.lost / memory.asked
+        if memory.trial > 0:
+            if lost < CURED * memory.trial:
+                limit = max(LEAST_LIMIT, min(memory.limit, LEARNT_STEP * memory.trial_load))
+                memory = memory._replace(limit=limit)
+            else:
+                memory = memory._replace(borne=max(lost, memory.trial))
+            memory = memory._replace(trial=0.0)
+        allowed = max(1.0 - options.attainment, MORE_THAN_BORNE * memory.borne)
+        # Few in the time over which they are counted are chance.
+        chance = memory.lost * SLOW_S < LEAST_LOST
+        if lost <= allowed or chance or needed > pool.target or pool.target >= pool.most:
+            return memory, ""
+        held = memory.demand_s / load.ready
+        return (
+            memory._replace(trial=lost, trial_load=held),
+            f"{lost:.1%} lost at a load of {held:.2f} each",
+        )
+
+    def _lowered(self, load: Load, pool: Pool, memory: _Memory, needed: int) -> tuple[int, _Memory]:
+        """Shrink where it has been possible for long enough."""
+        if needed >= pool.target:
+            return pool.bounded(pool.target), memory._replace(low_since_s=-1.0, low_most=0)
+        since_s = memory.low_since_s if memory.low_since_s >= 0 else load.now_s
+        most = max(memory.low_most, needed)
+        memory = memory._replace(low_since_s=since_s, low_most=most)
+        if load.now_s - since_s < self.options.down_after_s:
+            return pool.bounded(pool.target), memory
+        target = pool.bounded(max(most, pool.target - self.options.max_step_down))
+        return target, memory._replace(low_since_s=load.now_s, low_most=needed)
+
+
+def _whole(replicas: float) -> int:
+    """Up to a whole number; what is above it by rounding alone does not count."""
+    return ceil(replicas - 1e-9)

@@ -1,0 +1,171 @@
+"""What a pool of replicas has to do: the figures that decide how many of them there should be.
+
+Prefill demand is counted when a request asks to be placed, promised or not, so what is turned away
+for want of replicas is demand, too. Decode demand is the part of the steps under way that decodes
+take. Both are engine time per second, and neither depends on how many replicas there are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduling import fleet_rows as figure
+from scheduling.fleet import Fleet
+from scheduling.job import Job, RouteDecision, Tier
+from scheduling.kernels import FIXED, PREFILL_TOKENS
+
+MAX_UNPLACED = 4096
+"""Most requests remembered that were not placed, so that their next try counts as no new one."""
+
+LEAST_CAPACITY = 0.3
+"""Least share of a replica's time that counts as usable beside the fixed time of its steps."""
+
+
+class Load(NamedTuple):
+    """What a pool has to do, as of ``now_s``. Plain numbers, so that it can travel as metrics.
+
+    Attributes:
+        now_s: on the fleet's clock.
+        ready: replicas that take requests.
+        asked: requests with an objective that asked for a promise, since the start.
+        asked_s: predicted prefill time of these, seconds, since the start.
+        unpromised: of ``asked``, those that no replica could promise their objective, though
+            an idle one could have: their own prefill would have fitted.
+        unpromised_s: of ``asked_s``, the time of those.
+        judged: requests with an objective that ended, since the start.
+        attained: of ``judged``, those that met it.
+        decode_share: engine time per second that promised decodes take now, seconds per second over
+            all replicas, without the fixed time of steps.
+        capacity: share of a second that a replica has beside the fixed time of its steps, if they
+            come as rarely as the paces of its decodes allow; mean over replicas with decodes.
+        head_room: prefill admission budget over that of an idle replica, mean over the replicas:
+            1 is idle, 0 and below has no room for another prompt within the reference TTFT.
+        kv_share: share of the KV blocks that requests other than best-effort ones hold.
+        best_effort_s: predicted time of the best-effort prefills that wait, seconds, over all
+            replicas.
+        ongoing: requests at replicas or on their way there, of both tiers.
+    """
+
+    now_s: float
+    ready: float
+    asked: float = 0.0
+    asked_s: float = 0.0
+    unpromised: float = 0.0
+    unpromised_s: float = 0.0
+    judged: float = 0.0
+    attained: float = 0.0
+    decode_share: float = 0.0
+    capacity: float = 1.0
+    head_room: float = 1.0
+    kv_share: float = 0.0
+    best_effort_s: float = 0.0
+    ongoing: float = 0.0
+
+    @property
+    def lost(self) -> float:
+        """Requests that were not promised their objective, or missed it, since the start. One that
+        did both counts twice."""
+        return self.unpromised + self.judged - self.attained
+
+    def follows(self, other: Load) -> bool:
+        """Whether it was taken after ``other`` in one life of the controller."""
+        return self.now_s > other.now_s and all(
+            getattr(self, name) >= getattr(other, name)
+            for name in ("asked", "asked_s", "unpromised", "judged", "attained")
+        )
+
+
+class Demand:
+    """Counts what is asked for, decision by decision. ``O(replicas)`` each."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.asked_s = 0.0
+        self.unpromised = 0
+        self.unpromised_s = 0.0
+        self._unplaced: dict[int, None] = {}
+
+    def count(self, job: Job, decision: RouteDecision, fleet: Fleet) -> None:
+        """A decision was made. Requests without an objective, and those that want no promise, are
+        not counted: the work that waits of them is (:attr:`Load.best_effort_s`)."""
+        query = job.query
+        if Tier.GUARANTEED not in query.tiers or not query.slo.stated:
+            return
+        key, placed = query.key, decision.replica_id
+        if placed is None:
+            again = key in self._unplaced
+            self._unplaced[key] = None
+            if len(self._unplaced) > MAX_UNPLACED:
+                del self._unplaced[next(iter(self._unplaced))]
+        else:
+            again = key in self._unplaced
+            self._unplaced.pop(key, None)
+        if again:
+            return
+        if placed is None:
+            work_s = float(job.work_s.min())
+        else:
+            work_s = float(job.work_s[np.searchsorted(job.rows, fleet.row_of[placed])])
+        self.asked += 1
+        self.asked_s += work_s
+        turned_away = placed is None or decision.tier is Tier.BEST_EFFORT
+        fixed_s = float(fleet.figures[job.rows, figure.FIXED_S].min())
+        # What is too long even for an idle replica does not ask for more of them.
+        if turned_away and job.now_s + fixed_s + work_s <= job.due_s:
+            self.unpromised += 1
+            self.unpromised_s += work_s
+
+    def load(self, fleet: Fleet, now_s: float, judged: float = 0.0, attained: float = 0.0) -> Load:
+        """The load now. ``O(replicas)``.
+
+        Args:
+            fleet: what the replicas have to do.
+            now_s: the time on its clock.
+            judged, attained: see :class:`Load`; counted where requests end.
+        """
+        rows = fleet.candidates(now_s)
+        figures = fleet.figures[rows]
+        counted = Load(
+            now_s,
+            float(len(rows)),
+            float(self.asked),
+            self.asked_s,
+            float(self.unpromised),
+            self.unpromised_s,
+            judged,
+            attained,
+        )
+        if not len(rows):
+            return counted
+        step_s = figures[:, figure.STEP_ENDS_S] - figures[:, figure.BEGUN_S]
+        decode_s = figures[:, figure.DECODE_S]
+        busy = (step_s > 0) & (decode_s > 0)
+        decodes = figures[:, figure.DECODES] > 0
+        pace_s = np.minimum(figures[:, figure.DECODE_PACE_S], fleet.settings.reference_tpot_s)
+        usable = 1.0 - figures[decodes, figure.FIXED_S] / pace_s[decodes]
+        total = figures[:, figure.TOTAL_BLOCKS].sum()
+        kept = (figures[:, figure.FREE_BLOCKS] + figures[:, figure.LENT_BLOCKS]).sum()
+        return counted._replace(
+            decode_share=float((decode_s[busy] / step_s[busy]).sum()),
+            capacity=float(np.clip(usable, LEAST_CAPACITY, 1.0).mean()) if decodes.any() else 1.0,
+            head_room=_head_room(fleet, rows),
+            kv_share=float(np.clip(1.0 - kept / total, 0.0, 1.0)) if total > 0 else 0.0,
+            best_effort_s=float(figures[:, figure.BEST_EFFORT_S].sum()),
+            ongoing=float(figure.requests_at(figures).sum()),
+        )
+
+
+def _head_room(fleet: Fleet, rows: np.ndarray) -> float:
+    """See :attr:`Load.head_room`; a replica to which tokens cost nothing counts as idle."""
+    pieces = fleet.pieces[rows]
+    token_s = pieces[:, :, PREFILL_TOKENS]
+    left_s = np.maximum(fleet.settings.reference_ttft_s - pieces[:, :, FIXED], 0.0)
+    idle = np.divide(left_s, token_s, out=np.full_like(left_s, np.inf), where=token_s > 0)
+    whole = idle.min(axis=1)
+    budget = fleet.figures[rows, figure.PAB]
+    known = np.isfinite(whole) & (whole > 0) & np.isfinite(budget)
+    share = np.where(np.isneginf(budget), 0.0, 1.0)
+    share[known] = budget[known] / whole[known]
+    return float(np.minimum(share, 1.0).mean())

@@ -1,0 +1,84 @@
+"""So many ongoing requests to each replica: what Ray Serve does by default, to compare with."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from pydantic import Field
+
+from scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
+from scheduling.autoscaling.load import Load
+from scheduling.policy import PolicyOptions
+
+MOST_SAMPLES = 256
+
+
+class OngoingRequestsOptions(PolicyOptions):
+    """Serve's own settings, with Serve's defaults."""
+
+    target_ongoing_requests: float = Field(
+        default=2.0, gt=0, description="Requests that run or wait at each replica."
+    )
+    look_back_period_s: float = Field(
+        default=30.0, gt=0, description="Their number is a mean over so long, seconds."
+    )
+    upscale_delay_s: float = Field(
+        default=30.0, ge=0, description="More replicas must be wanted for so long, seconds."
+    )
+    downscale_delay_s: float = Field(
+        default=600.0, ge=0, description="The same for fewer, seconds."
+    )
+    upscaling_factor: float = Field(
+        default=1.0, gt=0, description="Share of the difference that is added."
+    )
+    downscaling_factor: float = Field(
+        default=1.0, gt=0, description="Share of the difference that is taken away."
+    )
+
+
+class OngoingRequests(AutoscalingPolicy):
+    """Ray Serve's default rule: requests over the wanted number at each replica, after a delay.
+
+    The requests are a mean over the looks of ``look_back_period_s``. The direction of the change,
+    not its size, must last for the delay; the size is that at its end.
+    """
+
+    name = "ongoing_requests"
+    source = "Ray Serve 2.60, ray/serve/autoscaling_policy.py"
+    Options = OngoingRequestsOptions
+    options: OngoingRequestsOptions
+
+    def decide(self, load: Load, pool: Pool, state: State) -> Decision:
+        """See :meth:`AutoscalingPolicy.decide`. ``O(samples)``, of which there are at most 256."""
+        options = self.options
+        since_s = load.now_s - options.look_back_period_s
+        samples = [
+            (at_s, ongoing)
+            for at_s, ongoing in state.get("samples", ())
+            if since_s < at_s < load.now_s
+        ][1 - MOST_SAMPLES :]
+        samples.append((load.now_s, load.ongoing))
+        ongoing = sum(value for _, value in samples) / len(samples)
+        wanted = self._factored(ongoing / options.target_ongoing_requests, int(load.ready))
+        way = (wanted > pool.target) - (wanted < pool.target)
+        # As in Serve, a change of direction begins anew, a moment without one ends it.
+        begun_s = state["since_s"] if state.get("way") == way else load.now_s
+        delay_s = options.upscale_delay_s if way > 0 else options.downscale_delay_s
+        if way < 0:
+            wanted = max(1, wanted)
+        target = pool.target
+        if way and load.now_s - begun_s + 1e-6 >= delay_s:
+            target, way = wanted, 0
+        memory = {"samples": samples, "way": way, "since_s": begun_s}
+        return Decision(pool.bounded(target), memory, f"{ongoing:.1f} ongoing requests")
+
+    def _factored(self, desired: float, ready: int) -> int:
+        """Serve's scaling factors, on the difference to the replicas that run."""
+        if ready == 0:
+            return ceil(desired)
+        options = self.options
+        factor = options.upscaling_factor if desired > ready else options.downscaling_factor
+        scaled = ceil(ready + factor * (desired - ready))
+        if ceil(desired) < ready and scaled == ready:
+            scaled -= 1
+        return scaled

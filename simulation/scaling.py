@@ -1,0 +1,92 @@
+"""Sizes one role's replicas while a simulated cluster runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduling.autoscaling import Load, Pool, State
+from simulation.config import Autoscaling, Role
+from simulation.events import Events
+from simulation.run import Size
+
+
+class Scaler:
+    """Looks at a role's load every ``interval_s`` and does what its policy says.
+
+    A replica that is ordered serves ``startup_s`` later. Where fewer are wanted, those that do not
+    serve yet are given up first, the latest order first; then replicas drain.
+
+    Args:
+        config: policy, bounds and times.
+        role: whose replicas.
+        events: the clock.
+        load: what they have to do at a time.
+        change: lets so many join that serve at once, or so many leave.
+        replicas: how many there are at the start; they serve.
+    """
+
+    def __init__(
+        self,
+        config: Autoscaling,
+        role: Role,
+        events: Events,
+        load: Callable[[float], Load],
+        change: Callable[[int], None],
+        replicas: int,
+    ) -> None:
+        self.role = role
+        self.sizes = [Size(events.now_s, replicas, "at the start")]
+        """How many there should be, from when on."""
+        self._config = config
+        self._policy = config.make(role)
+        self._events = events
+        self._load = load
+        self._change = change
+        self._state: State = {}
+        # Orders that do not serve yet, by number: when they were made.
+        self._ordered: dict[int, float] = {}
+        self._orders = 0
+        self._started_s = 0.0
+        events.after(config.interval_s, self._look)
+
+    @property
+    def target(self) -> int:
+        """How many replicas there should be."""
+        return self.sizes[-1].replicas
+
+    def started_s(self, end_s: float) -> float:
+        """Sum until ``end_s`` of the times for which orders did not serve yet."""
+        return self._started_s + sum(end_s - at_s for at_s in self._ordered.values())
+
+    def _look(self) -> None:
+        config, now_s = self._config, self._events.now_s
+        pool = Pool(self.target, config.least, config.most)
+        decision = self._policy.decide(self._load(now_s), pool, self._state)
+        self._state = decision.state
+        change = decision.replicas - self.target
+        if change:
+            self.sizes.append(Size(now_s, decision.replicas, decision.reason))
+        for _ in range(change):
+            self._order()
+        for _ in range(-change):
+            self._give_up()
+        self._events.after(config.interval_s, self._look)
+
+    def _order(self) -> None:
+        number, self._orders = self._orders, self._orders + 1
+        self._ordered[number] = self._events.now_s
+        self._events.after(self._config.startup_s, lambda: self._ready(number))
+
+    def _ready(self, number: int) -> None:
+        if number in self._ordered:
+            self._end_order(number)
+            self._change(1)
+
+    def _give_up(self) -> None:
+        if self._ordered:
+            self._end_order(max(self._ordered))
+        else:
+            self._change(-1)
+
+    def _end_order(self, number: int) -> None:
+        self._started_s += self._events.now_s - self._ordered.pop(number)
