@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Where PyTorch publishes its CPU builds; tried only when the usual index has none.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: serve test check format clean
+.PHONY: serve test check format docs clean
 
 serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
@@ -23,6 +23,10 @@ check: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The parts of the documents that follow from the code.
+docs: $(VENV)/.installed-test
+	$(BIN)/python -m deploy.reference
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

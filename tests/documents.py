@@ -1,4 +1,15 @@
-"""Reading the documents, and running what stands in them as a newcomer would."""
+"""Reading the documents, and running what stands in them as a newcomer would.
+
+A comment above a fenced block says how it is tested:
+
+- ``run: cli``: every line is a command, which must succeed and print something;
+- ``run: activate``, ``run: curl``, ``run: python``, ``run: bench``, ``run: policy`` and others of a
+  document's own: its test runs them, in the surroundings that they need;
+- ``check: config``: a configuration that Sluice accepts, whole or in part;
+- ``check: serve-config``: one for ``serve deploy``;
+- ``check: command``: needs what a test machine has not, such as a GPU. Its name and its options are
+  checked, as those of every command in a document are.
+"""
 
 import os
 import re
@@ -8,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"(?:<!-- ([^>]+) -->\n)?^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -39,8 +50,9 @@ def section(path: Path, heading: str) -> str:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The rows of a table that begin with a name in backticks: the other cells by that name."""
-    lines = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", text, re.MULTILINE)
+    """The rows of a table that begin with a name in backticks, a link perhaps: the other cells by
+    that name."""
+    lines = re.findall(r"^\| \[?`(\w+)`[^|]*\|(.*)\|$", text, re.MULTILINE)
     return {name: [cell.strip() for cell in rest.split("|")] for name, rest in lines}
 
 

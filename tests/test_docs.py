@@ -15,6 +15,8 @@ import yaml
 from deploy.cli import main
 from deploy.config import SluiceConfig
 from deploy.policies import policies
+from deploy.reference import KINDS, pages
+from deploy.reference import POLICIES as POLICY_PAGES
 from scheduling.batching import POLICIES, BatchPolicy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
@@ -25,10 +27,8 @@ from tests.documents import DOCUMENTS, README, ROOT, blocks, marked, rows, secti
 from tests.scheduling.views import ROOMY, decode, prefill
 
 DOCS = ROOT / "docs"
-LISTED = {
-    kind: {entry.name: entry for entry in policies() if entry.kind == kind}
-    for kind in ("batch", "admission", "routing")
-}
+LISTED = {kind: {entry.name: entry for entry in policies() if entry.kind == kind} for kind in KINDS}
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 
 BY_HAND = {"make serve", "make test", "sluice serve"}
 """Commands that do not end, or are these tests: the README's tests start what they start."""
@@ -58,7 +58,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text(encoding="utf-8")):
         name, _, anchor = target.partition("#")
@@ -95,27 +95,34 @@ def test_every_policy_has_its_row_and_none_is_invented(heading: str, kind: str) 
     assert set(rows(section(DOCS / "policies.md", heading))) == set(LISTED[kind])
 
 
-def test_the_options_that_matter_exist() -> None:
-    for name, cells in rows(section(DOCS / "policies.md", "Every local policy")).items():
-        named = set(re.findall(r"`(\w+)`", cells[2]))
-        assert named <= set(LISTED["batch"][name].options), name
+def test_every_policy_has_its_page_and_none_is_invented() -> None:
+    for kind, about in KINDS.items():
+        folder = POLICY_PAGES / about.folder
+        assert {path.stem for path in folder.iterdir()} == set(LISTED[kind])
+        for path in folder.iterdir():
+            assert path.read_text("utf-8").startswith(f"# `{path.stem}`: ")
 
 
 def test_the_documented_defaults_are_the_defaults() -> None:
     config = SluiceConfig()
-    default = config.engine.policy
-    options = rows(section(DOCS / "policies.md", "Its options"))
-    section(DOCS / "policies.md", f"The default: `{default}`")
-    assert {name: cells[0].strip("`") for name, cells in options.items()} == {
-        name: str(option["default"]) for name, option in LISTED["batch"][default].options.items()
-    }
-    routing = rows(section(DOCS / "policies.md", "Routing policies"))
-    assert "the default" in routing[config.controller.policy][0]
+    for heading, name in (
+        ("Every local policy", config.engine.policy),
+        ("Admission", config.controller.admission),
+        ("Routing policies", config.controller.policy),
+    ):
+        table = rows(section(DOCS / "policies.md", heading))
+        assert [each for each, cells in table.items() if "the default" in cells[0]] == [name]
+    section(DOCS / "policies.md", f"The default: `{config.engine.policy}`")
+
+
+def test_what_is_written_from_the_code_is_up_to_date() -> None:
+    stale = [path for path, text in pages() if path.read_text("utf-8") != text]
+    assert not stale, "run `make docs`"
 
 
 def example() -> type[BatchPolicy]:
     """The policy of the document, as it stands there."""
-    (source,) = marked(DOCS / "policies.md", "run: policy")
+    (source,) = marked(ROOT / "CONTRIBUTING.md", "run: policy")
     names: dict[str, object] = {}
     exec(source, names)
     policy = names["PriorityFirst"]
@@ -192,7 +199,7 @@ def check_module(words: list[str]) -> None:
         assert f'"{flag}"' in source, f"{words[0]} has no {flag}"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
 def test_every_command_has_a_name_and_options_that_exist(path: Path) -> None:
     for line in commands(path):
         try:
@@ -217,14 +224,13 @@ def test_the_check_sees_a_wrong_command(line: str) -> None:
         check_sluice(line.split()[1:])
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "docs/policies.md", "docs/simulator.md", "docs/architecture.md"]
-)
-def test_what_a_reader_is_told_to_run_is_run(name: str) -> None:
-    for block in blocks(ROOT / name):
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_what_a_reader_is_told_to_run_is_run(path: Path) -> None:
+    for block in blocks(path):
         runs = re.match(r"(sluice|python|make|curl|\.|from|import) ?", block.text)
         by_hand = any(block.text.startswith(command) for command in BY_HAND)
-        assert not runs or by_hand or block.marker.startswith("run: "), block.text
+        told = block.marker.startswith("run: ") or block.marker == "check: command"
+        assert not runs or by_hand or told, block.text
 
 
 @pytest.mark.parametrize(
@@ -262,6 +268,9 @@ def test_the_example_of_a_search_finds_an_answer(tmp_path: Path) -> None:
     assert json.loads(shell(f"cd {tmp_path}\n{command}"))["replicas"] == 1
 
 
-def test_the_configurations_of_the_documents_are_accepted() -> None:
-    for text in marked(DOCS / "policies.md", "check: config"):
-        SluiceConfig.model_validate(yaml.safe_load(text))
+@pytest.mark.parametrize(
+    "text",
+    [block.text for path in DOCUMENTS for block in blocks(path) if block.marker == "check: config"],
+)
+def test_the_configurations_of_the_documents_are_accepted(text: str) -> None:
+    SluiceConfig.model_validate(yaml.safe_load(text))

@@ -37,11 +37,13 @@ _REQUESTS = 1024
 class Measured:
     """What a sweep saw of an engine: ``swept`` is fitted, ``unseen`` tells how good the fit is.
 
-    ``start`` is the profile that a replica of this configuration starts with today.
+    ``key`` names what the engine's times depend on, and ``start`` is the profile that a replica of
+    this configuration starts with today.
     """
 
     model: str
     policy: str
+    key: str
     start: LatencyProfile
     swept: list[StepSample]
     unseen: list[StepSample]
@@ -153,6 +155,10 @@ async def measure(
     """
     from replica.sweep import Sweep, grid, random_loads
 
+    named = config.engine.latency_profile
+    start = None
+    if named is not None:
+        start = LatencyProfile.from_json(named.expanduser().read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="sluice-profile-") as directory:
         log = Path(directory)
         settings = {"latency_profile": None, "batch_log": log}
@@ -178,7 +184,8 @@ async def measure(
         finally:
             await engine.stop()
         swept, tried = sweep.samples("grid"), sweep.samples("unseen")
-    return Measured(info.model, info.policy, info.profile, swept, tried)
+    key = info.profile.key
+    return Measured(info.model, info.policy, key, start or info.profile, swept, tried)
 
 
 def fit_sweep(measured: Measured, family: BatchFamily) -> Fitted:
@@ -198,7 +205,7 @@ def fit_sweep(measured: Measured, family: BatchFamily) -> Fitted:
             others[other] = step_errors(rival, measured.unseen).mape
     others["start"] = step_errors(measured.start.model, measured.unseen).mape
     return Fitted(
-        LatencyProfile.of(measured.start.key, model, report),
+        LatencyProfile.of(measured.key, model, report),
         errors_by_kind(model, measured.swept),
         errors_by_kind(model, measured.unseen),
         others,
