@@ -1,7 +1,9 @@
-"""Every command and every file in the README is run or checked as it stands there."""
+"""Every command and every file of the newcomer's path, the README and the page that it leads to, is
+run or checked as it stands there."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from tests.documents import README, ROOT, marked, newcomer, shell
 from tests.e2e.conftest import free_port
 
 BIN = Path(sys.executable).parent
+GUIDE = ROOT / "docs" / "getting-started.md"
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +54,22 @@ def served() -> Iterator[str]:
 
 @pytest.mark.vllm
 @pytest.mark.ray
-def test_the_first_request_and_the_client_script_work(served: str) -> None:
-    for command in marked(README, "run: curl"):
-        assert '"choices"' in shell(command.replace("127.0.0.1:8000", served))
-    for script in marked(README, "run: python"):
-        output = shell(f"python -c {shlex.quote(script.replace('127.0.0.1:8000', served))}")
-        assert "interactive" in output.splitlines()[-1]
+def test_the_first_requests_and_the_client_script_work(served: str) -> None:
+    def run(path: Path, marker: str) -> list[str]:
+        return [
+            shell(command.replace("127.0.0.1:8000", served)) for command in marked(path, marker)
+        ]
+
+    for path in (README, GUIDE):
+        assert all('"choices"' in output for output in run(path, "run: curl"))
+    easy, impossible = run(GUIDE, "run: headers")
+    assert "x-sluice-admission: guaranteed" in easy
+    assert "x-sluice-admission: best-effort" in impossible
+    (script,) = marked(GUIDE, "run: python")
+    output = shell(f"python -c {shlex.quote(script.replace('127.0.0.1:8000', served))}")
+    assert "interactive" in output.splitlines()[-1]
+    (metrics,) = run(GUIDE, "run: metrics")
+    assert re.search(r"^sluice_promises_total\{.* [1-9]", metrics, re.MULTILINE)
 
 
 def test_the_commands_work() -> None:
