@@ -36,6 +36,7 @@ from controller.metrics import MetricsHub, families_of, text_of
 from controller.mirror import Mirror
 from controller.overview import describe, drain_of, left_at
 from controller.request_classes import RequestClasses
+from scheduling.autoscaling import Load
 from scheduling.fleet import Fleet, FleetSettings
 from scheduling.job import INVALID_QUERY
 from scheduling.placement import Placer
@@ -186,6 +187,15 @@ class Controller:
         # The controller's own do not go through the hub, whose limits are for others' pushes.
         families = families_of(self._instruments.registry) + self._hub.families(now_s)
         return await asyncio.to_thread(text_of, families)
+
+    async def load(self) -> Load:
+        """What all replicas together have to do, for who decides on their number. ``O(replicas +
+        series of metrics by class)``."""
+        now_s = self._hear()
+        self._mirror.forget_silent(now_s)
+        self._fleet.expire(now_s)
+        judged, attained = self._history.objectives(self._hub)
+        return self._placer.demand.load(self._fleet, now_s, judged, attained)
 
     async def snapshot(self) -> dict[str, Any]:
         """What an operator wants to see: plain data that JSON can hold. ``O(live requests)``."""

@@ -31,9 +31,11 @@ from controller.messages import (
     RouteReply,
 )
 from controller.report_wire import fits
+from scheduling.autoscaling import Load
 
 __all__ = [
     "ControllerClient",
+    "NoAnswerError",
     "controller_actor_name",
     "ensure_controller",
     "fleet_name",
@@ -213,6 +215,11 @@ class ControllerClient:
         told: dict[str, Any] | None
         told = await self._call("drain", replica_id, drain, timeout_s=SCRAPE_TIMEOUT_S)
         return told
+
+    async def load(self) -> Load | None:
+        """What all replicas together have to do, for who decides on their number."""
+        load: Load | None = await self._answer("load", timeout_s=REPORT_TIMEOUT_S)
+        return load
 
     def release(self, key: int) -> None:
         """Give up the reservation of a request that is over or goes elsewhere. Does not wait;

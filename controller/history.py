@@ -107,6 +107,13 @@ class History:
             "classes": [self._told(name, entries) for name in sorted(last.totals)],
         }
 
+    def objectives(self, source: TotalsSource) -> tuple[float, float]:
+        """Requests with an objective that ended since the controller began, and those of them that
+        met it, over all classes. ``O(series)``."""
+        totals = self._entry(source, 0.0).totals.values()
+        stated, attained = _PLACE["stated"], _PLACE["attained"]
+        return sum(float(t[stated]) for t in totals), sum(float(t[attained]) for t in totals)
+
     def _entry(self, source: TotalsSource, now_s: float) -> _Entry:
         found = self._totals(row for family in _FAMILIES for row in source.series(family))
         for name, before in self._before.items():

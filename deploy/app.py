@@ -13,6 +13,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from deploy.autoscaling import serve_autoscaling
 from deploy.config import SluiceConfig, parse_config
 from deploy.models import ModelConfig, ModelFleet
 from replica.deployment import ReplicaServer
@@ -60,9 +61,13 @@ def deployment_name(key: str | None) -> str:
 def _replicas(fleet: ModelFleet) -> Application:
     """The replicas of one model."""
     config, key = fleet.config, fleet.key
+    autoscaling = config.replica.autoscaling
+    size: dict[str, Any] = {"num_replicas": config.replica.count}
+    if autoscaling is not None:
+        size = {"autoscaling_config": serve_autoscaling(autoscaling)}
     replicas = serve.deployment(ReplicaServer).options(
         name=deployment_name(key),
-        num_replicas=config.replica.count,
+        **size,
         ray_actor_options={
             "num_cpus": config.replica.num_cpus,
             "num_gpus": gpus_per_replica(config),

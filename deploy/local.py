@@ -119,7 +119,7 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
     # themselves.
     needed = config.router.replicas + sum(
-        fleet.config.replica.count * fleet.config.replica.num_cpus for fleet in config.fleets
+        fleet.config.replica.most * fleet.config.replica.num_cpus for fleet in config.fleets
     )
     ray.init(
         address="local",  # never the cluster that the environment may name
@@ -136,9 +136,9 @@ def _check_gpus(config: SluiceConfig) -> None:
 
     from deploy.app import gpus_per_replica
 
-    replicas = sum(fleet.config.replica.count for fleet in config.fleets)
+    replicas = sum(fleet.config.replica.first for fleet in config.fleets)
     wanted = sum(
-        gpus_per_replica(fleet.config) * fleet.config.replica.count for fleet in config.fleets
+        gpus_per_replica(fleet.config) * fleet.config.replica.first for fleet in config.fleets
     )
     seen = ray.cluster_resources().get("GPU", 0)
     if wanted > seen:
@@ -153,10 +153,11 @@ def _deploy(config: SluiceConfig) -> None:
 
     from deploy.app import build
 
-    # Waiting is left to _wait_ready, which says what it waits for. The number of replicas is set
-    # from outside (Serve's scale call), never by Serve's own count of requests.
+    # Waiting is left to _wait_ready, which says what it waits for. Without autoscaling the number
+    # of replicas can be set from outside (Serve's scale call); Serve allows one or the other.
+    fixed = all(fleet.config.replica.autoscaling is None for fleet in config.fleets)
     run_many(
-        [RunTarget(build(config), name=config.name, external_scaler_enabled=True)],
+        [RunTarget(build(config), name=config.name, external_scaler_enabled=fixed)],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )

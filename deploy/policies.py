@@ -1,4 +1,4 @@
-"""What can be chosen: every batch, admission and routing policy with its source and options."""
+"""What can be chosen: every policy with its source and options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from scheduling import admission, batching, routing
+from scheduling import admission, autoscaling, batching, routing
 from scheduling.policy import Policy
 
 
@@ -15,7 +15,7 @@ class Listed(NamedTuple):
     """A policy as users see it.
 
     Attributes:
-        kind: ``batch``, ``admission`` or ``routing``.
+        kind: ``batch``, ``admission``, ``routing`` or ``autoscaling``.
         name: as configurations name it.
         source: where it was published.
         options: name -> default and description.
@@ -28,12 +28,13 @@ class Listed(NamedTuple):
 
 
 def policies() -> list[Listed]:
-    """All policies, as ``engine.policy``, ``controller.admission`` and ``controller.policy`` name
-    them."""
+    """All policies, as ``engine.policy``, ``controller.admission``, ``controller.policy`` and
+    ``replica.autoscaling.policy`` name them."""
     kinds: dict[str, Iterable[type[Policy]]] = {
         "batch": batching.POLICIES.values(),
         "admission": admission.POLICIES.values(),
         "routing": routing.POLICIES.values(),
+        "autoscaling": autoscaling.POLICIES.values(),
     }
     return [
         Listed(kind, policy.name, policy.source, _options(policy.Options))

@@ -91,9 +91,10 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
     }
     if isinstance(args.get("replica"), dict):
         args["replica"].pop("count", None)
-    application["deployments"] = [
-        {"name": REPLICA_DEPLOYMENT, "num_replicas": config.replica.count}
-    ]
+    if config.replica.autoscaling is None:
+        application["deployments"] = [
+            {"name": REPLICA_DEPLOYMENT, "num_replicas": config.replica.count}
+        ]
     return application
 
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from replica.adapters import adapter_names
+from scheduling.autoscaling import AutoscalingPolicy
+from scheduling.autoscaling import make_policy as make_autoscaling_policy
 from scheduling.batching import BestEffortOptions, make_policy
 
 
@@ -116,12 +118,69 @@ class EngineConfig(BaseModel):
         return adapter_names(self.vllm_args)
 
 
+class AutoscalingConfig(BaseModel):
+    """How many replicas there are, by what they have to do."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_replicas: int = Field(default=1, ge=1, le=4096, description="Fewest replicas.")
+    max_replicas: int = Field(ge=1, le=4096, description="Most replicas.")
+    initial_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Replicas at the start; default: `min_replicas`.",
+    )
+    policy: str = Field(
+        default="head_room", description="Autoscaling policy, see `sluice policies`."
+    )
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the autoscaling policy."
+    )
+    interval_s: float = Field(
+        default=2.0,
+        ge=0.1,
+        le=60,
+        description="Time between two looks at the load, seconds. Looks come no more often than "
+        "Serve takes metrics, `RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S`.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> AutoscalingConfig:
+        if not self.min_replicas <= self.first <= self.max_replicas:
+            raise ValueError(
+                "need min_replicas <= initial_replicas <= max_replicas, got "
+                f"{self.min_replicas}, {self.first} and {self.max_replicas}"
+            )
+        self.make()
+        return self
+
+    @property
+    def first(self) -> int:
+        """Replicas at the start."""
+        return self.min_replicas if self.initial_replicas is None else self.initial_replicas
+
+    def make(self) -> AutoscalingPolicy:
+        """A new policy.
+
+        Raises:
+            ValueError: no such policy, or an option that is unknown or out of range.
+        """
+        return make_autoscaling_policy(self.policy, self.policy_options)
+
+
 class ReplicaConfig(BaseModel):
     """The pool of replicas."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    count: int = Field(default=2, ge=1, le=4096, description="Replicas.")
+    count: int = Field(
+        default=2, ge=1, le=4096, description="Replicas. With `autoscaling` it has no effect."
+    )
+    autoscaling: AutoscalingConfig | None = Field(
+        default=None,
+        description="Change the number of replicas with the load; default: it is `count`.",
+    )
     num_cpus: float = Field(default=0.5, ge=0, description="Ray CPUs per replica.")
     num_gpus: float | None = Field(
         default=None,
@@ -154,3 +213,13 @@ class ReplicaConfig(BaseModel):
         gt=0,
         description="Longest wait for live requests when a replica is stopped, seconds.",
     )
+
+    @property
+    def first(self) -> int:
+        """Replicas at the start."""
+        return self.count if self.autoscaling is None else self.autoscaling.first
+
+    @property
+    def most(self) -> int:
+        """Most replicas that there may be."""
+        return self.count if self.autoscaling is None else self.autoscaling.max_replicas

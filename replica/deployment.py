@@ -21,6 +21,10 @@ from replica.server import Replica
 from replica.simulated_engine import SimulatedEngine
 
 
+LOAD_REPORTERS = 3
+"""Replicas of a deployment that report the load of all: one would do if none ever died."""
+
+
 class ReplicaServer:
     """One replica in Serve. The application builder makes a deployment of it.
 
@@ -92,6 +96,20 @@ class ReplicaServer:
     async def abort(self, request_id: str, _target: str | None = None) -> None:
         """Stop a request; unknown ids are ignored. ``_target`` as in :meth:`generate`."""
         await self._replica.abort(request_id)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What all replicas together have to do, as the controller knows it
+        (:class:`~scheduling.autoscaling.Load`), by its fields. Serve calls this now and then where
+        replicas autoscale, and hands it to the policy.
+
+        The first few replicas tell, as all would tell the same; nobody while the controller does
+        not answer, and then the number of replicas stays as it is.
+        """
+        rank = serve.get_replica_context().rank
+        if rank is not None and rank.rank >= LOAD_REPORTERS:
+            return {}
+        load = await self._client.load()
+        return {} if load is None else load._asdict()
 
     async def engine_snapshot(self) -> dict[str, Any]:
         """The replica in plain data; see :meth:`replica.server.Replica.snapshot`."""
