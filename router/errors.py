@@ -44,6 +44,7 @@ class Reason(enum.StrEnum):
     DEADLINE_PASSED = "deadline_passed"
     ROUTER_FULL = "router_full"
     REPLICAS_FULL = "replicas_full"
+    CONTROLLER_DOWN = "controller_down"
     NO_REPLICA = "no_replica"
     REPLICA_FAILED = "replica_failed"
     STREAM_BROKEN = "stream_broken"
@@ -84,6 +85,7 @@ RULES: dict[Reason, Rule] = {
     Reason.INTERNAL: Rule(500, SERVER_ERROR),
     Reason.ROUTER_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.REPLICAS_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
+    Reason.CONTROLLER_DOWN: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.NO_REPLICA: Rule(503, SERVER_ERROR, retry_after_s=2),
     Reason.REPLICA_FAILED: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.STORAGE_FULL: Rule(507, SERVER_ERROR),

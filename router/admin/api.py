@@ -1,0 +1,86 @@
+"""The admin API: what the fleet does, why requests went where they went, and draining replicas.
+
+Who may use it is decided before, see :mod:`router.access`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse
+
+from router.admin.access import ADMIN_PREFIX
+from router.admin.overseer import FEW_DECISIONS, MAX_DECISIONS, Overseer
+from router.errors import invalid, shown
+
+_DIGITS = re.compile(r"[0-9]{1,9}")
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+_REPLICA_ID = re.compile(r"[!-~]{1,256}")
+
+
+def admin_routes(overseer: Overseer) -> APIRouter:
+    """The endpoints."""
+    routes = APIRouter(prefix=f"{ADMIN_PREFIX}v1")
+
+    @routes.get("/fleet", response_model=None)
+    async def fleet(request: Request) -> JSONResponse:
+        _check_parameters(request, ())
+        return _answer(await overseer.fleet())
+
+    @routes.get("/decisions", response_model=None)
+    async def decisions(request: Request) -> JSONResponse:
+        _check_parameters(request, ("limit", "request_id"))
+        found = await overseer.decisions(_limit(request), _request_id(request))
+        return _answer({"decisions": found})
+
+    @routes.post("/replicas/{replica_id}/drain", response_model=None)
+    async def drain(request: Request, replica_id: str) -> JSONResponse:
+        return await change(request, replica_id, True)
+
+    @routes.delete("/replicas/{replica_id}/drain", response_model=None)
+    async def reopen(request: Request, replica_id: str) -> JSONResponse:
+        return await change(request, replica_id, False)
+
+    async def change(request: Request, replica_id: str, to: bool) -> JSONResponse:
+        _check_parameters(request, ())
+        if not _REPLICA_ID.fullmatch(replica_id):
+            raise invalid(f"{shown(replica_id)} is no replica's id", "replica_id")
+        return _answer(await overseer.drain(replica_id, to))
+
+    return routes
+
+
+def _answer(body: dict[str, Any]) -> JSONResponse:
+    return JSONResponse(body, headers={"cache-control": "no-store"})
+
+
+def _check_parameters(request: Request, known: Collection[str]) -> None:
+    for name in request.query_params:
+        if name not in known:
+            allowed = ", ".join(known) or "none"
+            raise invalid(f"{shown(name)} is not a known parameter; allowed: {allowed}", name[:64])
+    if len(request.query_params.multi_items()) > len(request.query_params):
+        raise invalid("a parameter is given twice")
+
+
+def _limit(request: Request) -> int:
+    text = request.query_params.get("limit", str(FEW_DECISIONS))
+    if not _DIGITS.fullmatch(text) or not 1 <= int(text) <= MAX_DECISIONS:
+        raise invalid(
+            f"limit must be an integer from 1 to {MAX_DECISIONS}, got {shown(text)}", "limit"
+        )
+    return int(text)
+
+
+def _request_id(request: Request) -> str | None:
+    text = request.query_params.get("request_id")
+    if text is not None and not _REQUEST_ID.fullmatch(text):
+        raise invalid(
+            "request_id must be 32 hexadecimal digits, as an answer's x-sluice-request-id, got "
+            f"{shown(text)}",
+            "request_id",
+        )
+    return text

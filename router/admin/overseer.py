@@ -1,0 +1,157 @@
+"""The controllers of all models as one: their fleets, their decisions, and draining replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from controller.client import NoAnswerError
+from router.admin.recent import Recent
+from router.errors import ApiError, Reason, shown
+
+TTL_S = 1.0
+"""How long what a controller has told is shown again, seconds."""
+
+MAX_DECISIONS = 256
+"""Most decisions in one answer; a controller keeps as many."""
+
+FEW_DECISIONS = 50
+"""As many as a page shows: asked for so often that not all are fetched for it."""
+
+
+class Overseen(Protocol):
+    """What is needed of a model's controller: its client."""
+
+    async def snapshot(self) -> dict[str, Any] | None:
+        """Its view of everything; ``None`` where it does not answer."""
+
+    async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
+        """Its last decisions, the latest first; ``None`` where it does not answer."""
+
+    async def drain(self, replica_id: str, drain: bool) -> dict[str, Any] | None:
+        """Close or reopen a replica; ``None`` where it is not known.
+
+        Raises:
+            NoAnswerError: it did not answer.
+        """
+
+
+class Overseer:
+    """One per router process. However many ask, each controller is asked at most once in
+    :data:`TTL_S` for what it shows.
+
+    Args:
+        controllers: by the name of their model.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, controllers: Mapping[str, Overseen], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._controllers = dict(controllers)
+        self._fleet = Recent(self._make_fleet, TTL_S, clock)
+        self._decisions = {
+            most: Recent(lambda most=most: self._make_decisions(most), TTL_S, clock)  # type: ignore[misc]
+            for most in (FEW_DECISIONS, MAX_DECISIONS)
+        }
+
+    async def fleet(self) -> dict[str, Any]:
+        """Every replica, class and controller.
+
+        Raises:
+            ApiError: 503; no controller answered.
+        """
+        return await self._fleet.get()
+
+    async def decisions(self, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
+        """The last decisions, the latest first, with their reasons.
+
+        Args:
+            limit: at most so many, up to :data:`MAX_DECISIONS`.
+            request_id: of this request only.
+
+        Raises:
+            ApiError: 503; no controller answered.
+        """
+        few = limit <= FEW_DECISIONS and request_id is None
+        made = await self._decisions[FEW_DECISIONS if few else MAX_DECISIONS].get()
+        if request_id is not None:
+            made = [each for each in made if each["request_id"] == request_id]
+        return made[:limit]
+
+    async def drain(self, replica_id: str, drain: bool) -> dict[str, Any]:
+        """Close a replica to new requests, or open it again; says what is left there.
+
+        Raises:
+            ApiError: 404; no controller knows it. 503; one that might did not answer.
+        """
+        silent = False
+        for model, controller in self._controllers.items():
+            try:
+                told = await controller.drain(replica_id, drain)
+            except NoAnswerError:
+                silent = True
+                continue
+            if told is not None:
+                self._fleet.drop()
+                return {"model": model, **told}
+        if silent:
+            raise _no_controller()
+        raise ApiError(Reason.NOT_FOUND, f"There is no replica {shown(replica_id)}.", "replica_id")
+
+    async def _make_fleet(self) -> dict[str, Any]:
+        found = await self._ask(lambda controller: controller.snapshot())
+        models: dict[str, dict[str, Any]] = {}
+        replicas: list[dict[str, Any]] = []
+        classes: list[dict[str, Any]] = []
+        for model, view in found.items():
+            if view is None:
+                models[model] = {"up": False}
+                continue
+            recent = view["recent"]
+            facts = {name: view[name] for name in view if name not in ("recent", "replicas")}
+            models[model] = {
+                "up": True,
+                **facts,
+                "window_ms": recent["window_ms"],
+                "period_ms": recent["period_ms"],
+            }
+            replicas += [{**row, "model": model} for row in view["replicas"]]
+            classes += [{"model": model, **row} for row in recent["classes"]]
+        return {
+            "controller": next(facts for facts in models.values() if facts["up"]),
+            "models": models,
+            "unavailable": [model for model, facts in models.items() if not facts["up"]],
+            "replicas": replicas,
+            "classes": classes,
+            "admission": {
+                name: sum(row["admission"][name] for row in classes)
+                for name in ("guaranteed", "best_effort", "refused")
+            },
+        }
+
+    async def _make_decisions(self, limit: int) -> list[dict[str, Any]]:
+        found = await self._ask(lambda controller: controller.decisions(limit))
+        all_ = [{"model": model, **each} for model, told in found.items() for each in told or ()]
+        return sorted(all_, key=lambda each: float(each["age_ms"]))[:limit]
+
+    async def _ask(self, question: Callable[[Overseen], Any]) -> dict[str, Any]:
+        """Each controller's answer, or ``None``.
+
+        Raises:
+            ApiError: 503; none answered.
+        """
+        asked = [question(controller) for controller in self._controllers.values()]
+        answers = await asyncio.gather(*asked)
+        if all(answer is None for answer in answers):
+            raise _no_controller()
+        return dict(zip(self._controllers, answers, strict=True))
+
+
+def _no_controller() -> ApiError:
+    return ApiError(
+        Reason.CONTROLLER_DOWN,
+        "The controller does not answer. Requests are still served, by Serve's own choice.",
+    )

@@ -1,0 +1,50 @@
+"""The live page: three files without data, which ask the admin API for what they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from router.admin.access import PAGE_PATH
+
+_FOLDER = Path(__file__).with_name("static")
+
+_FILES: Final = {
+    "": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+
+HEADERS: Final = {
+    # Nothing from elsewhere, nothing inline, and nobody may put the page into a frame of theirs.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+def page_routes() -> APIRouter:
+    """The page and its parts.
+
+    Raises:
+        OSError: a file is missing from the installation.
+    """
+    routes = APIRouter()
+    for path, (name, media_type) in _FILES.items():
+        _add(routes, f"{PAGE_PATH}{path}", (_FOLDER / name).read_bytes(), media_type)
+    return routes
+
+
+def _add(routes: APIRouter, path: str, content: bytes, media_type: str) -> None:
+    async def send() -> Response:
+        return Response(content, media_type=media_type, headers=HEADERS)
+
+    routes.get(path, response_model=None)(send)

@@ -1,0 +1,48 @@
+"""An answer that many ask for and that may be a moment old."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from math import inf
+from typing import Generic, TypeVar
+
+Answer = TypeVar("Answer")
+
+
+class Recent(Generic[Answer]):
+    """Makes an answer at most once in ``ttl_s`` and one at a time, however many ask.
+
+    One who asks and leaves does not end the work, or coming and leaving would ask ever again.
+
+    Args:
+        make: makes the answer. What it raises is raised to all who wait for it.
+        ttl_s: how long an answer is given again, seconds.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, make: Callable[[], Awaitable[Answer]], ttl_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._make = make
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._task: asyncio.Task[Answer] | None = None
+        self._made_s = -inf
+
+    async def get(self) -> Answer:
+        """An answer that is at most ``ttl_s`` old."""
+        task = self._task
+        if task is None or (task.done() and self._clock() - self._made_s >= self._ttl_s):
+            task = self._task = asyncio.create_task(self._run())
+        return await asyncio.shield(task)
+
+    def drop(self) -> None:
+        """Something changed: who asks from now on gets a new answer."""
+        self._task = None
+
+    async def _run(self) -> Answer:
+        try:
+            return await self._make()
+        finally:
+            self._made_s = self._clock()
