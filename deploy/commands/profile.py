@@ -65,6 +65,7 @@ class Fitted:
 @click.option("--model", help="Path or hub id of the model.")
 @click.option("--engine", type=click.Choice(["vllm", "simulated"]), help="The engine.")
 @click.option("--policy", help="Local batch policy under which it is measured.")
+@click.option("--served", help="Which of several configured models, by the name requests use.")
 @click.option(
     "--rounds",
     type=click.IntRange(1, 100),
@@ -95,6 +96,7 @@ def profile(
     model: str | None,
     engine: str | None,
     policy: str | None,
+    served: str | None,
     rounds: int,
     family: BatchFamily,
     out: Path | None,
@@ -121,7 +123,7 @@ def profile(
 
     flags = {"model": model, "kind": engine, "policy": policy}
     given = {name: value for name, value in flags.items() if value is not None}
-    config = load(path, {"engine": given})
+    config = _chosen(load(path, {"engine": given}), served)
     _check_place(out)
     if plot is not None:
         _check_place(plot)
@@ -142,7 +144,7 @@ def profile(
 
 
 async def measure(
-    config: SluiceConfig, rounds: int, report: Callable[[str, int, int], None]
+    config: EngineConfig, rounds: int, report: Callable[[str, int, int], None]
 ) -> Measured:
     """Start the engine, sweep it, try it, and stop it.
 
@@ -155,14 +157,14 @@ async def measure(
     """
     from replica.sweep import Sweep, grid, random_loads
 
-    named = config.engine.latency_profile
+    named = config.latency_profile
     start = None
     if named is not None:
         start = LatencyProfile.from_json(named.expanduser().read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="sluice-profile-") as directory:
         log = Path(directory)
         settings = {"latency_profile": None, "batch_log": log}
-        engine = _engine(config.engine.model_copy(update=settings))
+        engine = _engine(config.model_copy(update=settings))
         report("starting the engine", 0, 0)
         try:
             info: EngineInfo = await engine.start()
@@ -213,7 +215,7 @@ def fit_sweep(measured: Measured, family: BatchFamily) -> Fitted:
 
 
 def _measure(
-    config: SluiceConfig, rounds: int, report: Callable[[str, int, int], None]
+    config: EngineConfig, rounds: int, report: Callable[[str, int, int], None]
 ) -> Measured:
     from replica.engine import EngineDeadError
     from replica.sweep import SweepError
@@ -222,7 +224,7 @@ def _measure(
     # Its lines would run through the progress bar.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # A simulated engine only waits, which nobody has to wait for.
-    loop = VirtualLoop if config.engine.kind == "simulated" else None
+    loop = VirtualLoop if config.kind == "simulated" else None
     try:
         with asyncio.Runner(loop_factory=loop) as runner:
             return runner.run(measure(config, rounds, report))
@@ -244,6 +246,16 @@ def _engine(config: EngineConfig) -> Engine:
     return make_engine(config, _NAME, _REQUESTS, 0)
 
 
+def _chosen(config: SluiceConfig, served: str | None) -> EngineConfig:
+    """The engine to measure, of those that are configured."""
+    engines = {fleet.model: fleet.config.engine for fleet in config.fleets}
+    if served is None and len(engines) == 1:
+        return next(iter(engines.values()))
+    if served not in engines:
+        raise Failure(Exit.USAGE, f"--served must be one of: {', '.join(engines)}")
+    return engines[served]
+
+
 def _check_place(path: Path | None) -> None:
     """Refuse a file that cannot be written before minutes are spent on it."""
     if path is not None and not os.access(path.absolute().parent, os.W_OK):
@@ -253,14 +265,14 @@ def _check_place(path: Path | None) -> None:
         )
 
 
-def _keep(config: SluiceConfig, found: LatencyProfile, out: Path | None) -> Path | None:
+def _keep(config: EngineConfig, found: LatencyProfile, out: Path | None) -> Path | None:
     """Write the profile; where to, or ``None`` where nobody would look for it."""
     from replica.profiling import profile_path, save_profile
 
     if out is None:
-        if config.engine.kind == "simulated":
+        if config.kind == "simulated":
             return None
-        out = profile_path(config.engine.cache_dir, found.key)
+        out = profile_path(config.cache_dir, found.key)
     try:
         save_profile(out, found)
     except OSError as error:

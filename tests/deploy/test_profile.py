@@ -74,6 +74,21 @@ def test_mistakes_are_told_before_anything_starts(
     assert says in result.stderr and "measuring" not in result.stderr
 
 
+def test_one_of_several_models_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "sluice.yaml"
+    slow = {"engine": {"kind": "simulated", "simulated": {**TRUTH, "step_s": 0.5}}}
+    fast = {"engine": {"kind": "simulated", "simulated": TRUTH}}
+    path.write_text(yaml.safe_dump({"models": {"slow": slow, "fast": fast}}))
+    arguments = ["profile", "--config", str(path), "--rounds", "1", "--json"]
+    chosen = CliRunner().invoke(main, [*arguments, "--served", "slow"])
+    assert chosen.exit_code == Exit.OK, chosen.output
+    assert json.loads(chosen.stdout)["coefficients"]["a"] == pytest.approx(0.5, rel=1e-3)
+    for flags in ([], ["--served", "none"]):
+        open_question = CliRunner().invoke(main, [*arguments, *flags])
+        assert open_question.exit_code == Exit.USAGE
+        assert "slow, fast" in open_question.stderr
+
+
 @pytest.mark.vllm
 def test_a_real_engine_is_measured_and_its_replicas_find_the_profile(tmp_path: Path) -> None:
     engine = {
