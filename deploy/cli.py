@@ -7,10 +7,13 @@ import click
 from benchmarks.cli import bench, simulate
 from deploy.commands.config import config
 from deploy.commands.deploy import deploy
+from deploy.commands.drain import drain
 from deploy.commands.options import CONTEXT
 from deploy.commands.policies import policies
 from deploy.commands.profile import profile
 from deploy.commands.serve import serve
+from deploy.commands.status import status
+from deploy.commands.top import top
 
 
 @click.group(context_settings=CONTEXT)
@@ -22,6 +25,9 @@ def main() -> None:
 for _command in (
     serve,
     deploy,
+    status,
+    top,
+    drain,
     profile,
     config,
     policies,

@@ -1,0 +1,101 @@
+"""``sluice drain``: take a replica out of the choice of decisions, and wait until it is empty."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+from rich.console import Console
+
+from deploy.commands.admin import AdminApi, admin_options
+from deploy.commands.exits import Exit, Failure
+from deploy.commands.options import as_json as json_option
+
+POLL_S = 0.5
+
+
+@click.command()
+@click.argument("replica_id", metavar="REPLICA")
+@admin_options
+@click.option("--undo", is_flag=True, help="Let it take requests again.")
+@click.option("--wait/--no-wait", default=True, help="Wait until it is empty; else only close it.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Longest wait, seconds.",
+)
+@json_option
+def drain(
+    replica_id: str,
+    address: str,
+    key: str | None,
+    undo: bool,
+    wait: bool,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Send REPLICA no new requests, and wait until it has finished those that it has.
+
+    REPLICA is a name that `sluice top --once` shows. It stays closed, also over a restart of the
+    controller, until --undo. Serve neither stops nor replaces it for that: look at the machine, or
+    take it away.
+
+    \b
+    Examples:
+      sluice drain k3jx8w2p
+      sluice drain k3jx8w2p --no-wait
+      sluice drain k3jx8w2p --undo
+    """
+    api = AdminApi(address, key)
+    told = api.drain(replica_id, not undo)
+    if undo or not wait:
+        _say(told, as_json)
+        return
+    started_s, shown = time.monotonic(), -1
+    err = Console(stderr=True)
+    while told["left"]:
+        if told["left"] != shown:
+            shown = told["left"]
+            err.print(f"{shown} requests left", highlight=False)
+        if time.monotonic() - started_s > timeout_s:
+            raise Failure(
+                Exit.TIMED_OUT,
+                f"{replica_id} still has {told['left']} requests after {timeout_s:g} s; it takes "
+                "no new ones: wait again with the same command, or take it back with --undo",
+            )
+        time.sleep(POLL_S)
+        told = _look(api, replica_id)
+    _say(told, as_json)
+
+
+def _look(api: AdminApi, replica_id: str) -> dict[str, Any]:
+    """What is left there now.
+
+    Raises:
+        Failure: somebody took the drain back.
+    """
+    row = next((row for row in api.fleet()["replicas"] if row["replica_id"] == replica_id), None)
+    if row is None:
+        # It ended meanwhile, which it does when it is empty.
+        return {"replica_id": replica_id, "draining": True, "left": 0}
+    if row["drain"] is None:
+        raise Failure(Exit.FAILED, f"{replica_id} takes requests again: somebody took this back")
+    left = row["waiting"] + row["running"] + row["reserved"]
+    return {"replica_id": replica_id, "draining": True, "left": left}
+
+
+def _say(told: dict[str, Any], as_json: bool) -> None:
+    plain = {name: told[name] for name in ("replica_id", "draining", "left")}
+    if as_json:
+        click.echo(json.dumps(plain))
+    elif not plain["draining"]:
+        click.echo(f"{plain['replica_id']} takes requests again")
+    elif plain["left"]:
+        click.echo(f"{plain['replica_id']} takes no new requests; {plain['left']} left")
+    else:
+        click.echo(f"{plain['replica_id']} is empty and takes no new requests")

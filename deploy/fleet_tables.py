@@ -1,0 +1,157 @@
+"""What the admin API says of a fleet, as tables and sentences for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from deploy.json_http import printable
+
+SERVING = "fresh"
+"""Condition of a replica that takes new requests."""
+
+_NONE = "-"
+
+_REASONS = {
+    "draining": "it is being stopped",
+    "gone": "a router saw it leave",
+    "aged": "its reports are late, so it is chosen last and nothing is promised there",
+    "stale": "it has not reported for too long",
+}
+"""Why a replica in this condition takes no new requests."""
+
+
+def problems(fleet: Mapping[str, Any]) -> list[str]:
+    """What keeps the application from serving as it should, a sentence each; empty where all is
+    well."""
+    found = [
+        f"the controller of {model} does not answer: Serve's own choice places its requests, and "
+        "nothing is promised"
+        for model in fleet["unavailable"]
+    ]
+    serving = Counter(row["model"] for row in fleet["replicas"] if row["condition"] == SERVING)
+    found += [
+        f"no replica of {model} takes requests"
+        for model, facts in fleet["models"].items()
+        if facts["up"] and not serving[model]
+    ]
+    return [printable(sentence) for sentence in found]
+
+
+def notes(fleet: Mapping[str, Any]) -> list[str]:
+    """What an operator should know though requests are served: replicas that take no new ones."""
+    return [
+        printable(f"replica {row['replica_id']} of {row['model']} takes no new requests: {why}")
+        for row in fleet["replicas"]
+        if (why := _why_not(row)) is not None
+    ]
+
+
+def replica_table(fleet: Mapping[str, Any]) -> Table:
+    """A row for each replica."""
+    several = len(fleet["models"]) > 1
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in ("replica", *(["model"] if several else []), "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("waiting", "running", "prefill", "KV", "PAB", "step", "predicted", "preempted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in sorted(fleet["replicas"], key=lambda row: (row["model"], row["replica_id"])):
+        table.add_row(
+            _text(row["replica_id"]),
+            *([_text(row["model"])] if several else []),
+            _state(row),
+            str(row["waiting"]),
+            str(row["running"]),
+            _ms(row["prefill_ms"]),
+            _percent(row["kv_usage"]),
+            _NONE if row["pab_tokens"] is None else f"{row['pab_tokens']:,.0f}",
+            _ms(row["last_step_ms"]),
+            _ms(row["predicted_step_ms"]),
+            str(row["preemptions"]),
+        )
+    return table
+
+
+def class_table(fleet: Mapping[str, Any]) -> Table:
+    """A row for each service class, over the last minutes."""
+    several = len(fleet["models"]) > 1
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in ("class", *(["model"] if several else [])):
+        table.add_column(name, no_wrap=True)
+    for name in ("requests", "attained", "TDG", "TTFT p50", "p95", "promised", "best effort"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("refused", justify="right", no_wrap=True)
+    for row in fleet["classes"]:
+        admission = row["admission"]
+        table.add_row(
+            _text(row["class"]),
+            *([_text(row["model"])] if several else []),
+            f"{row['requests']:,.0f}",
+            _percent(row["attainment"]),
+            _percent(row["tdg"]),
+            _ms(row["ttft_ms"]["p50"]),
+            _ms(row["ttft_ms"]["p95"]),
+            *(f"{admission[name]:,.0f}" for name in ("guaranteed", "best_effort", "refused")),
+        )
+    return table
+
+
+def headline(fleet: Mapping[str, Any]) -> Text:
+    """One line for each model: replicas, policies, and how long a decision takes."""
+    lines = []
+    for model, facts in fleet["models"].items():
+        rows = [row for row in fleet["replicas"] if row["model"] == model]
+        serving = sum(row["condition"] == SERVING for row in rows)
+        line = f"{model}: {serving} of {len(rows)} replicas take requests"
+        if facts["up"]:
+            took = facts["decision_ms"]["p99"]
+            line += f", routing {facts['policy']}, admission {facts['admission']}"
+            line += "" if took is None else f", decisions p99 {took:.2f} ms"
+        lines.append(printable(line))
+    return Text("\n".join(lines))
+
+
+def overview(fleet: Mapping[str, Any]) -> Group:
+    """All of it."""
+    parts: list[Any] = [headline(fleet), Text(), replica_table(fleet)]
+    if fleet["classes"]:
+        minutes = max(facts.get("window_ms", 0) for facts in fleet["models"].values()) / 60_000
+        parts += [Text(), Text(f"the last {minutes:.1f} minutes", style="dim"), class_table(fleet)]
+    parts += [Text(line, style="red") for line in problems(fleet)]
+    return Group(*parts)
+
+
+def _why_not(row: Mapping[str, Any]) -> str | None:
+    if row["drain"] == "operator":
+        return "an operator drains it"
+    if row["condition"] == SERVING:
+        return None
+    condition = str(row["condition"])
+    return _REASONS.get(condition, condition)
+
+
+def _state(row: Mapping[str, Any]) -> Text:
+    if row["drain"] == "operator":
+        left = row["waiting"] + row["running"] + row["reserved"]
+        return Text("draining" if left else "drained", style="yellow")
+    condition = printable(row["condition"])
+    styles = {SERVING: "green", "draining": "yellow", "aged": "yellow"}
+    return Text(condition, style=styles.get(condition, "red"))
+
+
+def _text(value: str) -> Text:
+    """A name from outside, which must not be read as markup."""
+    return Text(printable(value))
+
+
+def _percent(share: float | None) -> str:
+    return _NONE if share is None else f"{share:.1%}"
+
+
+def _ms(value: float | None) -> str:
+    return _NONE if value is None else f"{value:,.1f} ms"
