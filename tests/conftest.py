@@ -30,6 +30,17 @@ atexit.register(shutil.rmtree, _private_dir, ignore_errors=True)
 ray_settings.apply(_private_dir)
 
 
+_REAL_PARTS = ("ray", "vllm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes test, one of them runs all that starts Ray or vLLM, one after the
+    other, and the rest is shared out by file."""
+    for item in items:
+        real = any(item.get_closest_marker(part) for part in _REAL_PARTS)
+        item.add_marker(pytest.mark.xdist_group("real parts" if real else str(item.path)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compiled_placement(request: pytest.FixtureRequest) -> None:
     """Controllers that tests start find their loops compiled, so none waits for a compiler."""
