@@ -78,7 +78,7 @@ def test_one_of_several_models_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "sluice.yaml"
     slow = {"engine": {"kind": "simulated", "simulated": {**TRUTH, "step_s": 0.5}}}
     fast = {"engine": {"kind": "simulated", "simulated": TRUTH}}
-    path.write_text(yaml.safe_dump({"models": {"slow": slow, "fast": fast}}))
+    path.write_text(yaml.safe_dump({"models": {"fast": fast, "slow": slow}}))
     arguments = ["profile", "--config", str(path), "--rounds", "1", "--json"]
     chosen = CliRunner().invoke(main, [*arguments, "--served", "slow"])
     assert chosen.exit_code == Exit.OK, chosen.output
@@ -86,7 +86,7 @@ def test_one_of_several_models_is_measured(tmp_path: Path) -> None:
     for flags in ([], ["--served", "none"]):
         open_question = CliRunner().invoke(main, [*arguments, *flags])
         assert open_question.exit_code == Exit.USAGE
-        assert "slow, fast" in open_question.stderr
+        assert "fast, slow" in open_question.stderr
 
 
 @pytest.mark.vllm
