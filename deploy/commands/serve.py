@@ -8,6 +8,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from deploy.admin_key import page_address, with_admin_key
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import CONFIG_FILE, load
 from deploy.local import StartError, StoppedError, base_url, curl_line, running, stop_signals
@@ -44,17 +45,20 @@ def serve(path: Path | None, **flags: Any) -> None:
       sluice serve --engine simulated --replicas 4
       sluice serve --config sluice.yaml --port 9000
     """
-    config = load(path, _overrides(flags))
+    config, admin_key = with_admin_key(load(path, _overrides(flags)))
     err = Console(stderr=True)
 
     def report(line: str) -> None:
-        err.print(f"[dim]sluice:[/dim] {line}", highlight=False)
+        err.print(f"[dim]sluice:[/dim] {line}", highlight=False, soft_wrap=True)
 
     with stop_signals() as stop:
         try:
             with running(config, stop, report):
                 report(f"ready at {base_url(config)}/v1, try:")
                 click.echo(curl_line(config))
+                page = page_address(config, base_url(config), admin_key)
+                if page is not None:
+                    report(f"live page: {page}")
                 report("Ctrl-C stops")
                 stop.wait()
         except StoppedError:

@@ -1,0 +1,30 @@
+"""The admin key of a run for which none is configured, and the address of the live page."""
+
+from __future__ import annotations
+
+import secrets
+
+from pydantic import SecretStr
+
+from deploy.config import SluiceConfig
+from router.admin.config import AdminConfig
+
+
+def with_admin_key(config: SluiceConfig) -> tuple[SluiceConfig, str | None]:
+    """The configuration with an admin key made for it, and that key; or as it is and ``None``,
+    where keys are configured or none is needed."""
+    admin = config.router.admin
+    if admin.access != "key" or admin.has_keys:
+        return config, None
+    key = secrets.token_urlsafe(32)
+    made = AdminConfig(keys=(SecretStr(key),))
+    router = config.router.model_copy(update={"admin": made})
+    return config.model_copy(update={"router": router}), key
+
+
+def page_address(config: SluiceConfig, url: str, key: str | None) -> str | None:
+    """Where the live page is, below ``url``; ``None`` where it is off. The key stands in the
+    fragment, which a browser sends to nobody."""
+    if config.router.admin.access == "off":
+        return None
+    return f"{url}/ui" if key is None else f"{url}/ui#key={key}"
