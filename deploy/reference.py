@@ -202,9 +202,13 @@ class _Reader:
                 " or ".join(dict.fromkeys(kinds)),
                 default,
                 ", ".join(dict.fromkeys(bounds)),
-                _plain(field.get("description", "")),
+                _plain(field.get("description") or self._resolved(field).get("description", "")),
             )
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    def _resolved(self, field: Schema) -> Schema:
+        """The definition that ``field`` is, where it is one."""
+        return self._definitions.get(field.get("$ref", "").rpartition("/")[2], {})
 
     def _default(self, section: _Section, name: str, field: Schema) -> str:
         values = section.values if isinstance(section.values, dict) else {}
