@@ -7,6 +7,7 @@ the application anew, and replaces every replica, when those differ.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from copy import deepcopy
@@ -17,7 +18,6 @@ from deploy.config import SluiceConfig, parse_config
 from deploy.json_http import JsonServer, printable
 
 PATH = "/api/serve/applications/"
-REPLICA_DEPLOYMENT = "Replica"
 RUNNING = "RUNNING"
 FAILED = "DEPLOY_FAILED"
 
@@ -73,29 +73,46 @@ def ray_token() -> str | None:
 def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dict[str, Any]:
     """Serve's description of the application with the configuration ``data``.
 
-    The number of replicas is an option of the deployment, so a change of it starts or drains
-    replicas and touches no other.
+    A number of replicas is an option of their deployment, so a change of it starts or drains some
+    and touches no other. Keys go as digests: Serve shows what it was given.
 
     Raises:
         ValueError: ``data`` is not a valid configuration.
     """
+    from deploy.app import deployment_name  # imports Ray
+
     config = parse_config(data)
     args = deepcopy(dict(data))
     # The name is the application's; a change of the field must not build it anew.
     args.pop("name", None)
-    application: dict[str, Any] = {
+    for section in (args, *(args.get("models") or {}).values()):
+        if section and section.get("replica"):
+            section["replica"].pop("count", None)
+    router = args.get("router") or {}
+    for holder in (router, router.get("admin") or {}):
+        for field in ("api_keys", "keys"):
+            if holder.get(field):
+                holder[field] = [_digested(entry) for entry in holder[field]]
+    return {
         "name": name,
         "route_prefix": route_prefix,
         "import_path": "deploy.app:build",
         "args": args,
+        "deployments": [
+            {"name": deployment_name(fleet.key), "num_replicas": fleet.config.replica.count}
+            for fleet in config.fleets
+            if fleet.config.replica.autoscaling is None
+        ],
     }
-    if isinstance(args.get("replica"), dict):
-        args["replica"].pop("count", None)
-    if config.replica.autoscaling is None:
-        application["deployments"] = [
-            {"name": REPLICA_DEPLOYMENT, "num_replicas": config.replica.count}
-        ]
-    return application
+
+
+def _digested(entry: str | dict[str, Any]) -> dict[str, Any]:
+    """An entry of a list of keys without the key itself."""
+    rest = {"key": entry} if isinstance(entry, str) else dict(entry)
+    key = rest.pop("key", None)
+    if key is not None:
+        rest["sha256"] = hashlib.sha256(key.encode()).hexdigest()
+    return rest
 
 
 def submit(server: JsonServer, application: Mapping[str, Any], config: SluiceConfig) -> float:

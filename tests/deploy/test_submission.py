@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+
+from deploy.config import parse_config
+from deploy.submission import application_of, ray_token
+from router.auth import KeyRing
+
+CONFIG: dict[str, Any] = {
+    "engine": {"kind": "simulated", "model": "sim"},
+    "replica": {"count": 3, "num_cpus": 0.1},
+    "router": {"api_keys": ["first-secret-of-many", {"key": "second-secret", "name": "team"}]},
+}
+MODELS: dict[str, Any] = {
+    "engine": {"kind": "simulated"},
+    "models": {"small": {"replica": {"count": 4}}, "large": None},
+}
+
+
+def version(application: dict[str, Any]) -> str:
+    """What Serve compares to tell whether it must build the application anew."""
+    code_version = get_app_code_version(ServeApplicationSchema.model_validate(application))
+    assert isinstance(code_version, str)
+    return code_version
+
+
+def changed(section: str, **fields: Any) -> dict[str, Any]:
+    return {**CONFIG, section: {**CONFIG[section], **fields}}
+
+
+def test_serve_and_sluice_accept_it() -> None:
+    for data in (CONFIG, MODELS, {}):
+        application = application_of(data, "chat", "/chat")
+        ServeDeploySchema.model_validate({"applications": [application]})
+        parse_config(application["args"])
+
+
+def test_another_number_of_replicas_builds_nothing_anew() -> None:
+    before = application_of(CONFIG, "sluice", "/")
+    after = application_of(changed("replica", count=5), "sluice", "/")
+    assert version(before) == version(after)
+    assert [each["num_replicas"] for each in before["deployments"]] == [3]
+    assert [each["num_replicas"] for each in after["deployments"]] == [5]
+
+
+def test_another_setting_does() -> None:
+    before = application_of(CONFIG, "sluice", "/")
+    assert version(before) != version(
+        application_of(changed("engine", policy="fcfs"), "sluice", "/")
+    )
+
+
+def test_each_model_has_its_own_number_of_replicas() -> None:
+    deployments = application_of(MODELS, "sluice", "/")["deployments"]
+    assert [each["num_replicas"] for each in deployments] == [4, 2]
+    assert len({each["name"] for each in deployments}) == 2
+
+
+def test_replicas_that_scale_by_themselves_are_given_no_number() -> None:
+    data = changed("replica", autoscaling={"min_replicas": 1, "max_replicas": 4})
+    assert application_of(data, "sluice", "/")["deployments"] == []
+
+
+def test_no_key_is_handed_over_but_its_digest_is() -> None:
+    data = changed("router", admin={"keys": ["admin-secret"]})
+    application = application_of(data, "sluice", "/")
+    assert "secret" not in json.dumps(application)
+    config = parse_config(application["args"]).router
+    assert len(config.api_keys) == 2
+    assert len(config.admin.keys) == 1
+    ring = KeyRing(config.api_keys)
+    assert ring.check([(b"authorization", b"Bearer second-secret")]).name == "team"
+
+
+def test_what_was_given_is_left_as_it_is() -> None:
+    before = json.dumps(CONFIG)
+    application_of(CONFIG, "sluice", "/")
+    assert json.dumps(CONFIG) == before
+
+
+def test_an_invalid_configuration_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"replica\.count"):
+        application_of({"replica": {"count": 0}}, "sluice", "/")
+
+
+def test_the_token_is_found_where_rays_tools_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ray_token() is None
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("usual\n")
+    assert ray_token() == "usual"
+    named = tmp_path / "named"
+    named.write_text("named\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(named))
+    assert ray_token() == "named"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
+    assert ray_token() == "given"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert ray_token() is None
