@@ -148,13 +148,18 @@ class History:
         return totals
 
     def _learn_bounds(self, found: set[float]) -> None:
-        """The histogram's bounds are the same in all processes of a version; where there are new
-        ones, what was kept with the old ones is of no use."""
+        """The histogram's bounds are the same in all processes of a version; where there are other
+        ones, what was kept with the old ones is of no use. Until a first token there are none."""
         if found <= set(self._bounds):
             return
+        if self._bounds:
+            self._ring.clear()
+            self._before.clear()
         self._bounds = tuple(sorted(found | set(self._bounds)))
-        self._ring.clear()
-        self._before.clear()
+        room = np.zeros(len(self._bounds))
+        for totals in (self._before, *(entry.totals for entry in self._ring)):
+            for name, row in totals.items():
+                totals[name] = np.concatenate((row, room))
 
     def _told(self, name: str, entries: list[_Entry]) -> dict[str, Any]:
         none = np.zeros(len(_NAMES) + len(self._bounds))

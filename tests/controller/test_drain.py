@@ -1,0 +1,146 @@
+"""An operator's drain: who gets no requests, for how long, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from controller.actor import Controller
+from controller.config import ControllerConfig
+from controller.messages import RouteReply
+from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
+
+
+def make(clock: Clock | None = None) -> Controller:
+    return Controller(ControllerConfig(), clock or Clock())
+
+
+async def placed(controller: Controller, *keys: int) -> list[str | None]:
+    reply = await controller.route([query(key) for key in keys])
+    return [each.replica_id for each in reply.decisions]
+
+
+async def replica(controller: Controller, name: str) -> dict[str, Any]:
+    view = json.loads(json.dumps(await controller.snapshot(), allow_nan=False))
+    (found,) = [each for each in view["replicas"] if each["replica_id"] == name]
+    return dict(found)
+
+
+async def test_a_drained_replica_gets_nothing_and_finishes_what_it_has() -> None:
+    controller = make()
+    await controller.hello(hello("b"))
+    assert await placed(controller, 3, 4) == ["b", "b"]
+    await controller.hello(hello("a", [waiting_row(1, 10), decode_row(2, 10)]))
+    told = await controller.drain("b", True)
+    assert told == {
+        "replica_id": "b",
+        "draining": True,
+        "drain": "operator",
+        "left": 2,
+        "waiting": 0,
+        "running": 0,
+        "reserved": 2,
+    }
+    assert set(await placed(controller, *range(5, 9))) == {"a"}
+    epoch = (await controller.snapshot())["epoch"]
+    reply = await controller.report(delta("b", epoch, 1, {0: waiting_row(3, 10)}, finished=(4,)))
+    assert reply.closed and not reply.resync
+    told = await controller.drain("b", True)
+    assert told is not None and (told["left"], told["waiting"]) == (1, 1)
+    assert (await replica(controller, "b"))["condition"] == "draining"
+    told = await controller.drain("b", False)
+    assert told is not None and (told["draining"], told["drain"]) == (False, None)
+    assert "b" in await placed(controller, *range(10, 14))
+
+
+async def test_routers_hear_what_is_closed_with_every_answer() -> None:
+    controller = make()
+
+    async def heard() -> RouteReply:
+        return await controller.route([])
+
+    assert (await heard()).closed is None, "a controller that knows no replica cannot know"
+    await controller.hello(hello("a"))
+    assert (await heard()).closed == ()
+    await controller.drain("a", True)
+    assert (await heard()).closed == ("a",)
+    assert (await controller.route([query(1)])).decisions[0].reason == "no_replica"
+
+
+async def test_a_drain_survives_a_resync_a_silence_and_a_restart_of_the_controller() -> None:
+    clock = Clock()
+    controller = make(clock)
+    await controller.hello(hello("a"))
+    await controller.drain("a", True)
+    assert (await controller.hello(hello("a", seq=5))).closed, "a resync"
+    clock.advance(60)
+    assert await placed(controller, 1) == [None]
+    assert (await controller.snapshot())["replicas"] == []
+    # It was only out of reach; its clock and ours are the same here.
+    assert (await controller.hello(hello("a", seq=6, now_s=60))).closed
+    restarted = make()
+    reply = await restarted.hello(hello("a", seq=7)._replace(closed=True))
+    assert reply.closed and (await replica(restarted, "a"))["drain"] == "operator"
+
+
+async def test_a_replica_does_not_bring_a_drain_back_that_was_undone() -> None:
+    controller = make()
+    await controller.hello(hello("a"))
+    await controller.drain("a", True)
+    await controller.drain("a", False)
+    # It had not heard of that yet when it had to say hello again.
+    assert not (await controller.hello(hello("a", seq=3)._replace(closed=True))).closed
+    assert await placed(controller, 1) == ["a"]
+
+
+async def test_a_replica_that_ends_takes_its_drain_along() -> None:
+    controller = make()
+    await controller.hello(hello("a"))
+    await controller.hello(hello("b"))
+    await controller.drain("a", True)
+    await controller.goodbye("a")
+    assert (await controller.route([])).closed == ()
+
+
+async def test_a_replica_that_drains_by_itself_is_told_apart() -> None:
+    controller = make()
+    await controller.hello(hello("a", draining=True))
+    assert (await replica(controller, "a"))["drain"] == "replica"
+    told = await controller.drain("a", False)
+    assert told is not None and told["draining"], "an operator cannot take that back"
+
+
+async def test_unknown_and_malformed_names() -> None:
+    controller = make()
+    assert await controller.drain("nobody", True) is None
+    assert await controller.drain("nobody", False) is None
+    assert (await controller.route([])).closed is None
+    for wrong in ("", "x" * 300, 3):
+        with pytest.raises(ValueError, match="replica_id"):
+            await controller.drain(wrong, True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="drain"):
+        await controller.drain("a", "yes")  # type: ignore[arg-type]
+
+
+async def test_the_queue_of_a_replica_is_told_by_class_and_tier() -> None:
+    controller = make()
+    await controller.hello(hello("a"))
+    slo = query(1).slo
+    batch = query(2)._replace(slo=slo.__class__(ttft_s=1.0, service_class="batch"))
+    await controller.route([query(1), batch, query(3)])
+    epoch = (await controller.snapshot())["epoch"]
+    lent = waiting_row(9, 5)
+    lent["best_effort"] = 1
+    rows = {0: waiting_row(1, 10), 1: decode_row(2, 10), 2: waiting_row(3, 10), 3: lent}
+    await controller.report(delta("a", epoch, 1, rows))
+    assert (await replica(controller, "a"))["queue"] == [
+        {"class": None, "tier": "best-effort", "waiting": 1, "running": 0},
+        {"class": "batch", "tier": "guaranteed", "waiting": 0, "running": 1},
+        {"class": "standard", "tier": "guaranteed", "waiting": 2, "running": 0},
+    ]
+    # A class is remembered for as long as its request lives.
+    await controller.report(delta("a", epoch, 2, {1: waiting_row(1, 10)}, finished=(2,)))
+    queue = (await replica(controller, "a"))["queue"]
+    assert [each["class"] for each in queue] == [None, "standard"]

@@ -1,0 +1,162 @@
+"""What was counted in the last minutes, by class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from controller.history import History
+from controller.messages import MetricsPush
+from controller.metrics import MetricsHub, samples_of
+
+BUCKETS = (0.1, 0.2, 0.4)
+
+
+class Router:
+    """What a router counts, with its names."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.registry = CollectorRegistry()
+
+        def counter(what: str, *labels: str) -> Counter:
+            return Counter(f"sluice_{what}", what, ["class", *labels], registry=self.registry)
+
+        self.requests = counter("requests", "outcome", "endpoint")
+        self.stated = counter("slo_requests", "priority")
+        self.attained = counter("attained", "priority")
+        self.gain = counter("tdg_gain", "priority")
+        self.ideal = counter("tdg_ideal", "priority")
+        self.admissions = counter("admissions", "admission")
+        self.promises = counter("promises", "outcome")
+        self.ttft = Histogram(
+            "sluice_ttft_seconds", "TTFT.", ["class"], buckets=BUCKETS, registry=self.registry
+        )
+
+    def served(self, name: str = "chat", in_time: bool = True, ttft_s: float = 0.15) -> None:
+        self.requests.labels(name, "ok", "chat").inc()
+        self.stated.labels(name, "1").inc()
+        self.ideal.labels(name, "1").inc(10)
+        self.admissions.labels(name, "guaranteed").inc()
+        self.promises.labels(name, "kept" if in_time else "missed").inc()
+        self.ttft.labels(name).observe(ttft_s)
+        if in_time:
+            self.attained.labels(name, "2").inc()
+            self.gain.labels(name, "1").inc(10)
+
+    def refused(self, name: str = "chat") -> None:
+        self.requests.labels(name, "refused", "chat").inc()
+
+
+class Side:
+    """The hub and the history as the controller uses them."""
+
+    def __init__(self) -> None:
+        self.hub, self.history = MetricsHub(source_ttl_s=1e9), History(period_s=10, window_s=60)
+
+    def push(self, router: Router, now_s: float) -> None:
+        known = self.hub.knows(router.name)
+        push = MetricsPush(router.name, samples_of(router.registry))
+        self.hub.push(push, now_s)
+        if not known:
+            self.history.joined(push.samples)
+        self.history.note(self.hub, now_s)
+
+    def recent(self, now_s: float, name: str = "chat") -> dict[str, Any]:
+        found = self.history.recent(self.hub, now_s)["classes"]
+        (row,) = [each for each in found if each["class"] == name]
+        return dict(row)
+
+
+def test_the_last_minutes_are_what_came_in_them() -> None:
+    side, router = Side(), Router("r")
+    side.push(router, 0)
+    for _ in range(3):
+        router.served()
+    router.served(in_time=False, ttft_s=0.3)
+    router.refused()
+    side.push(router, 10)
+    row = side.recent(20)
+    assert (row["requests"], row["stated"], row["attainment"], row["tdg"]) == (5, 4, 0.75, 0.75)
+    assert row["requests_per_s"] == pytest.approx(0.25)
+    assert row["promises_kept"] == 0.75
+    assert row["admission"] == {"guaranteed": 4, "best_effort": 0, "refused": 1}
+    assert row["outcomes"]["ok"] == 4
+    assert 100 <= row["ttft_ms"]["p50"] <= 200 < row["ttft_ms"]["p95"] <= 400
+    assert row["trend"][0] == 0.75
+
+
+def test_what_is_older_than_the_window_no_longer_counts() -> None:
+    side, router = Side(), Router("r")
+    side.push(router, 0)
+    router.served(in_time=False)
+    for now_s in range(10, 70, 10):
+        side.push(router, now_s)
+    assert side.recent(60)["attainment"] == 0
+    router.served()
+    side.push(router, 80)
+    row = side.recent(80)
+    assert (row["requests"], row["attainment"]) == (1, 1)
+    assert side.history.recent(side.hub, 80)["window_ms"] <= 60_000
+
+
+def test_the_past_of_a_router_is_not_the_last_minutes_of_a_controller_that_restarted() -> None:
+    side, old, new = Side(), Router("old"), Router("new")
+    for _ in range(1_000):
+        old.served(in_time=False)
+    new.served()
+    side.push(new, 0)
+    side.push(old, 1)
+    old.served()
+    side.push(old, 2)
+    row = side.recent(5)
+    assert (row["requests"], row["attainment"]) == (1, 1)
+
+
+def test_a_first_request_is_seen_though_its_series_is_new() -> None:
+    side, router = Side(), Router("r")
+    side.push(router, 0)
+    router.served("first")
+    side.push(router, 1)
+    assert side.recent(2, "first")["requests"] == 1
+
+
+def test_nothing_counted_is_nothing_told() -> None:
+    side = Side()
+    assert side.history.recent(side.hub, 5) == {
+        "window_ms": 0,
+        "period_ms": 10_000,
+        "classes": [],
+    }
+    router = Router("r")
+    router.refused()
+    side.push(router, 0)
+    row = side.recent(0)
+    assert (row["attainment"], row["tdg"], row["requests_per_s"]) == (None, None, None)
+    assert row["ttft_ms"] == {"p50": None, "p95": None}
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1), st.booleans(), st.integers(1, 25)), max_size=30))
+def test_two_routers_add_up_whatever_the_order(events: list[tuple[int, bool, int]]) -> None:
+    side, routers = Side(), [Router("a"), Router("b")]
+    for router in routers:
+        side.push(router, 0)
+    now_s, made = 0.0, []
+    for which, in_time, wait_s in events:
+        now_s += wait_s
+        routers[which].served(in_time=in_time)
+        side.push(routers[which], now_s)
+        made.append((now_s, in_time))
+    if not made:
+        return
+    row = side.recent(now_s)
+    # The window begins at an entry of the ring, so at most a period of it may be missing.
+    least = [each for each in made if each[0] > now_s - 60 + 10 + 25]
+    most = [each for each in made if each[0] >= now_s - 60]
+    assert len(least) <= row["requests"] <= len(most)
+    assert 0 <= row["attainment"] <= 1 if row["stated"] else row["attainment"] is None
