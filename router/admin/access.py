@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
-from router.admin.config import AdminConfig
+from router.admin.config import AdminConfig, is_loopback
 from router.auth import KeyMetrics, KeyRing
 from router.errors import ApiError, Reason
 
@@ -21,16 +20,6 @@ PAGE_PATH: Final = "/ui"
 def is_page(path: str) -> bool:
     """Whether ``path`` is the page or a part of it."""
     return path == PAGE_PATH or path.startswith(f"{PAGE_PATH}/")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address, without a port, is this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class AdminAccess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -9,6 +10,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from router.keys import ApiKey, KeyEntry, KeyFile, check_entries
 
 _FIELDS = {"key", "sha256", "name"}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address, without a port, is this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class AdminConfig(BaseModel):
