@@ -55,10 +55,10 @@ def notes(fleet: Mapping[str, Any]) -> list[str]:
 def replica_table(fleet: Mapping[str, Any]) -> Table:
     """A row for each replica."""
     several = len(fleet["models"]) > 1
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table = _table()
     for name in ("replica", *(["model"] if several else []), "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("waiting", "running", "prefill", "KV", "PAB", "step", "predicted", "preempted"):
+    for name in ("wait", "run", "prefill", "KV", "PAB", "step", "predicted", "preempt"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in sorted(fleet["replicas"], key=lambda row: (row["model"], row["replica_id"])):
         table.add_row(
@@ -80,7 +80,7 @@ def replica_table(fleet: Mapping[str, Any]) -> Table:
 def class_table(fleet: Mapping[str, Any]) -> Table:
     """A row for each service class, over the last minutes."""
     several = len(fleet["models"]) > 1
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table = _table()
     for name in ("class", *(["model"] if several else [])):
         table.add_column(name, no_wrap=True)
     for name in ("requests", "attained", "TDG", "TTFT p50", "p95", "promised", "best effort"):
@@ -124,6 +124,13 @@ def overview(fleet: Mapping[str, Any]) -> Group:
         parts += [Text(), Text(f"the last {minutes:.1f} minutes", style="dim"), class_table(fleet)]
     parts += [Text(line, style="red") for line in problems(fleet)]
     return Group(*parts)
+
+
+def _table() -> Table:
+    # Narrow enough for 80 columns.
+    return Table(
+        box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold"
+    )
 
 
 def _why_not(row: Mapping[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -14,10 +15,17 @@ from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import as_json as json_option
 
 POLL_S = 0.5
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,255}")
+
+
+def _check_name(_context: click.Context, _parameter: click.Parameter, name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise click.BadParameter("a replica's name has letters, digits, dots and dashes only")
+    return name
 
 
 @click.command()
-@click.argument("replica_id", metavar="REPLICA")
+@click.argument("replica_id", metavar="REPLICA", callback=_check_name)
 @admin_options
 @click.option("--undo", is_flag=True, help="Let it take requests again.")
 @click.option("--wait/--no-wait", default=True, help="Wait until it is empty; else only close it.")

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from deploy.cli import main
 from deploy.config import SluiceConfig
 from deploy.local import StartError, curl_line, running, stop_signals
-from scheduling import admission, batching, routing
+from scheduling import admission, autoscaling, batching, routing
 from tests.e2e.conftest import free_port
 
 
@@ -31,6 +31,7 @@ def test_policies_lists_every_policy_with_source_and_options() -> None:
         *(("batch", name) for name in batching.POLICIES),
         *(("routing", name) for name in routing.POLICIES),
         *(("admission", name) for name in admission.POLICIES),
+        *(("autoscaling", name) for name in autoscaling.POLICIES),
     }
     assert all(entry["source"] for entry in listed)
     assert all(option["description"] for entry in listed for option in entry["options"].values())

@@ -1,0 +1,188 @@
+"""`sluice status`, `top` and `drain` against a real router's API over a real controller."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import uvicorn
+from click.testing import CliRunner, Result
+
+from controller.actor import Controller
+from controller.config import ControllerConfig
+from deploy.cli import main
+from deploy.commands.exits import Exit
+from router.admin.config import AdminConfig
+from router.admin.overseer import Overseer
+from router.api import make_api
+from router.catalog import Catalog
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.fleets import Fleet, Fleets
+from router.metrics import RouterMetrics
+from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
+from tests.e2e.conftest import free_port, wait_until
+from tests.router.far_side import FarController, FarSide, LocalPage
+
+KEY = "an-admin-key-of-the-tests"
+
+
+class Application:
+    """A router with a controller, served on a port, and a hand in what its replicas report."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.clock = Clock()
+        self.controller = Controller(ControllerConfig(), self.clock)
+        config = RouterConfig(
+            api_keys=("a-key-of-a-user",), admin=AdminConfig(keys=(KEY,)), port=self.port
+        )
+        side, metrics = FarSide(), RouterMetrics()
+        dispatcher = Dispatcher(FarController(), side, metrics, config)
+        fleets = Fleets([Fleet("m", dispatcher, Catalog(side), metrics)], metrics)
+        overseer = Overseer({"m": self.controller})
+        api = make_api(config, fleets, LocalPage(metrics), overseer=overseer)
+        self.server = uvicorn.Server(
+            uvicorn.Config(api, host="127.0.0.1", port=self.port, log_level="warning")
+        )
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(
+            target=lambda: self.loop.run_until_complete(self.server.serve()), daemon=True
+        )
+
+    def tell(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Have the controller hear something, where it lives."""
+        return asyncio.run_coroutine_threadsafe(call, self.loop).result(timeout=60)
+
+    def drain_of(self, replica_id: str) -> str | None:
+        rows = self.tell(self.controller.snapshot())["replicas"]
+        return next(row["drain"] for row in rows if row["replica_id"] == replica_id)
+
+    def run(self, *words: str, key: str | None = KEY) -> Result:
+        """A command against it."""
+        variables = {"SLUICE_ADDRESS": f"http://127.0.0.1:{self.port}", "SLUICE_ADMIN_KEY": key}
+        return CliRunner().invoke(main, words, env=variables)
+
+
+@pytest.fixture
+def application() -> Iterator[Application]:
+    it = Application()
+    it.thread.start()
+    wait_until(lambda: it.server.started, "it listens")
+    it.tell(it.controller.hello(hello("idle")))
+    it.tell(it.controller.hello(hello("busy", [decode_row(1, 100), waiting_row(2, 50)])))
+    yield it
+    it.server.should_exit = True
+    it.thread.join(timeout=30)
+    assert not it.thread.is_alive()
+
+
+def test_status_says_that_all_is_well(application: Application) -> None:
+    result = application.run("status")
+    assert result.exit_code == Exit.OK, result.output
+    assert "2 of 2 replicas take requests" in result.output
+    fleet = json.loads(application.run("status", "--json").stdout)
+    assert {row["replica_id"] for row in fleet["replicas"]} == {"idle", "busy"}
+
+
+def test_status_fails_where_no_replica_takes_requests(application: Application) -> None:
+    application.clock.advance(3.0)
+    result = application.run("status")
+    assert result.exit_code == Exit.FAILED
+    assert "no replica of m takes requests" in result.stderr
+    assert "busy of m takes no new requests: it has not reported" in result.stdout
+
+
+def test_top_shows_every_replica(application: Application) -> None:
+    shown = application.run("top", "--once")
+    assert shown.exit_code == Exit.OK, shown.output
+    lines = {line.split()[0]: line.split() for line in shown.output.splitlines() if line.strip()}
+    assert lines["busy"][1:4] == ["fresh", "1", "1"]
+    assert lines["idle"][1:4] == ["fresh", "0", "0"]
+
+
+def test_an_idle_replica_is_drained_at_once_and_taken_back(application: Application) -> None:
+    result = application.run("drain", "idle", "--json")
+    assert result.exit_code == Exit.OK, result.output
+    assert json.loads(result.stdout) == {"replica_id": "idle", "draining": True, "left": 0}
+    assert "idle of m takes no new requests: an operator" in application.run("status").stdout
+    assert application.run("drain", "idle", "--undo").stdout == "idle takes requests again\n"
+    assert application.drain_of("idle") is None
+
+
+def test_drain_waits_until_the_replica_is_empty(application: Application) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(application.run, "drain", "busy")
+        wait_until(lambda: application.drain_of("busy") is not None, "it is closed")
+        assert not waiting.done()
+        epoch = application.tell(application.controller.snapshot())["epoch"]
+        gone = delta("busy", epoch, 1, {0: free_row(), 1: free_row()}, finished=(1, 2))
+        application.tell(application.controller.report(gone))
+        result = waiting.result(timeout=30)
+    assert result.exit_code == Exit.OK, result.output
+    assert "busy is empty" in result.stdout
+    assert "2 requests left" in result.stderr
+
+
+def test_drain_says_when_it_takes_too_long(application: Application) -> None:
+    result = application.run("drain", "busy", "--timeout", "0.001")
+    assert result.exit_code == Exit.TIMED_OUT
+    assert "--undo" in result.stderr
+    assert application.drain_of("busy") == "operator", "it stays closed"
+
+
+def test_drain_says_when_somebody_takes_it_back(application: Application) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(application.run, "drain", "busy")
+        wait_until(lambda: application.drain_of("busy") is not None, "it is closed")
+        application.tell(application.controller.drain("busy", False))
+        result = waiting.result(timeout=30)
+    assert result.exit_code == Exit.FAILED
+    assert "took this back" in result.stderr
+
+
+def test_an_unknown_replica_is_named(application: Application) -> None:
+    result = application.run("drain", "nobody")
+    assert result.exit_code == Exit.FAILED
+    assert "no replica 'nobody'" in result.stderr
+
+
+@pytest.mark.parametrize("key", [None, "wrong", "a-key-of-a-user"])
+@pytest.mark.parametrize("words", [("status",), ("top", "--once"), ("drain", "idle")])
+def test_only_an_admin_key_opens_it(
+    application: Application, words: tuple[str, ...], key: str | None
+) -> None:
+    result = application.run(*words, key=key)
+    assert result.exit_code == Exit.REFUSED, result.output
+    assert "SLUICE_ADMIN_KEY" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert application.drain_of("idle") is None
+
+
+def test_nothing_there() -> None:
+    result = CliRunner().invoke(main, ["status", "--address", f"http://127.0.0.1:{free_port()}"])
+    assert result.exit_code == Exit.UNREACHABLE
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("status", "--address", "head:8000"), "http://HOST:PORT"),
+        (("status", "--key", "two words"), "printable ASCII"),
+        (("top", "--interval", "0"), "0.5<=x"),
+        (("drain",), "REPLICA"),
+        (("drain", "a/../b"), "letters, digits"),
+        (("drain", "one", "--timeout", "-1"), "x>0"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_allowed(words: tuple[str, ...], says: str) -> None:
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == Exit.USAGE
+    assert says in result.stderr
+    assert "two words" not in result.stderr
