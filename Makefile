@@ -27,9 +27,10 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The parts of the documents that follow from the code.
+# The parts of the documents and of the chart that follow from the code.
 docs: $(VENV)/.installed-test
 	$(BIN)/python -m deploy.reference
+	$(BIN)/python -m deploy.chart
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,124 @@
+"""The parts of the Helm chart that follow from the code: the configuration in the values' schema,
+Ray's environment, the alert rules, the dashboards, and the table of values in its README.
+
+``python -m deploy.chart`` writes them into ``helm/sluice``; a test says when that is due.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import yaml
+
+from deploy import ray_settings
+from deploy.config import SluiceConfig
+from deploy.haproxy import BINARY_VARIABLE, COMMAND
+
+ROOT = Path(__file__).parent.parent
+CHART = ROOT / "helm" / "sluice"
+IMAGE_ENVIRONMENT: Final = "/opt/sluice"
+"""Where the images have their Python environment; see ``deploy/Dockerfile``."""
+
+_TABLE = re.compile(r"(?<=<!-- values -->\n).*(?=<!-- /values -->)", re.DOTALL)
+
+
+def contents() -> dict[Path, str]:
+    """Every file of the chart that is written here, by its path, with what it must hold."""
+    schema = values_schema()
+    readme = CHART / "README.md"
+    files = {
+        CHART / "values.schema.json": json.dumps(schema, indent=2) + "\n",
+        readme: _TABLE.sub(lambda _: values_table(schema), readme.read_text(encoding="utf-8")),
+        CHART / "files" / "ray-env.yaml": yaml.safe_dump(ray_environment(), sort_keys=False),
+    }
+    for alerts in (ROOT / "deploy" / "prometheus").glob("alerts.yaml"):
+        files[CHART / "files" / "alerts.yaml"] = alerts.read_text(encoding="utf-8")
+    for board in sorted((ROOT / "deploy" / "grafana").glob("*.json")):
+        files[CHART / "files" / "dashboards" / board.name] = board.read_text(encoding="utf-8")
+    return files
+
+
+def ray_environment() -> dict[str, str]:
+    """:data:`deploy.ray_settings.TUNED` as it is in the images."""
+    return {**ray_settings.TUNED, BINARY_VARIABLE: f"{IMAGE_ENVIRONMENT}/bin/{COMMAND}"}
+
+
+def values_schema() -> dict[str, Any]:
+    """The schema of the chart's values: what stands in the file, with that of the configuration."""
+    schema: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    config = _without_titles(SluiceConfig.model_json_schema())
+    definitions = config.pop("$defs")
+    config["description"] = schema["properties"]["config"]["description"]
+    schema["properties"]["config"] = config
+    schema["$defs"] = definitions
+    return schema
+
+
+def _without_titles(node: Any) -> Any:
+    """A schema without pydantic's titles, which repeat the names of the fields."""
+    if isinstance(node, dict):
+        return {
+            key: _without_titles(value)
+            for key, value in node.items()
+            if key != "title" or not isinstance(value, str)
+        }
+    return [_without_titles(entry) for entry in node] if isinstance(node, list) else node
+
+
+def values_table(schema: dict[str, Any]) -> str:
+    """Markdown of every value: name, meaning, default."""
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    lines = ["", "| value | what | default |", "| --- | --- | --- |"]
+    for name, node, default in _values(schema, defaults, ""):
+        shown = "" if default is None else f"`{json.dumps(default)}`".replace("|", "\\|")
+        lines.append(f"| `{name}` | {_meaning(node)} | {shown} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def _meaning(node: dict[str, Any]) -> str:
+    allowed = ", ".join(f"`{value}`" for value in node.get("enum", ()))
+    meaning: str = node["description"]
+    return f"{meaning} One of {allowed}." if allowed else meaning
+
+
+def _values(
+    node: dict[str, Any], default: Any, path: str
+) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """The values below ``path`` with their schemas and defaults; ``[]`` is each entry of a list."""
+    if path == "config":  # Its fields have a page of their own.
+        yield path, node, default
+        return
+    items = node.get("items", {})
+    if "properties" in items:
+        yield path, node, None
+        yield from _values(items, {}, f"{path}[]")
+        return
+    if "properties" not in node:
+        yield path, node, default
+        return
+    if path and not path.endswith("[]"):
+        yield path, node, None
+    for name, below in node["properties"].items():
+        if "description" in below:
+            value = default.get(name) if isinstance(default, dict) else None
+            yield from _values(below, value, f"{path}.{name}" if path else name)
+
+
+@click.command()
+def main() -> None:
+    """Write the parts of the chart that follow from the code."""
+    wanted = contents()
+    for path, content in wanted.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    for board in set((CHART / "files" / "dashboards").glob("*.json")) - wanted.keys():
+        board.unlink()
+
+
+if __name__ == "__main__":
+    main()

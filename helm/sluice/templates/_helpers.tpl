@@ -1,0 +1,108 @@
+{{- define "sluice.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 47 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Full name of the release. KubeRay takes names of 47 characters at most. */}}
+{{- define "sluice.fullname" -}}
+{{- $name := include "sluice.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 47 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 47 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 47 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "sluice.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/name: {{ include "sluice.name" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{ include "sluice.selector" . }}
+{{- end -}}
+
+{{/* What all pods of the release have. Not app.kubernetes.io/name: KubeRay sets that one itself,
+and the service of the head selects by it. */}}
+{{- define "sluice.selector" -}}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/part-of: sluice
+{{- end -}}
+
+{{- define "sluice.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "sluice.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of the Secret with the keys of `kind`, api or admin, or nothing. */}}
+{{- define "sluice.keysSecret" -}}
+{{- $values := index .root.Values (printf "%sKeys" .kind) -}}
+{{- if and $values.existingSecret $values.entries -}}
+{{- fail (printf "%sKeys: set existingSecret or entries, not both" .kind) -}}
+{{- end -}}
+{{- if $values.existingSecret -}}
+{{- $values.existingSecret -}}
+{{- else if $values.entries -}}
+{{- printf "%s-%s-keys" (include "sluice.fullname" .root) .kind -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of the claim of the model cache, or nothing. */}}
+{{- define "sluice.cacheClaim" -}}
+{{- if .Values.modelCache.existingClaim -}}
+{{- .Values.modelCache.existingClaim -}}
+{{- else if .Values.modelCache.create -}}
+{{- printf "%s-cache" (include "sluice.fullname" .) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The Sluice configuration with what the chart adds. */}}
+{{- define "sluice.config" -}}
+{{- $config := deepCopy .Values.config -}}
+{{- $router := default dict $config.router -}}
+{{- $admin := default dict $router.admin -}}
+{{- if or $router.api_keys $router.api_keys_file -}}
+{{- fail "config.router: keys do not belong there, everybody who may read the RayService sees them: use apiKeys" -}}
+{{- end -}}
+{{- if or $admin.keys $admin.keys_file -}}
+{{- fail "config.router.admin: keys do not belong there, everybody who may read the RayService sees them: use adminKeys" -}}
+{{- end -}}
+{{- if or $router.host $router.port -}}
+{{- fail "config.router: host and port are the chart's: 0.0.0.0 and 8000" -}}
+{{- end -}}
+{{- $_ := set $router "host" "0.0.0.0" -}}
+{{- $_ := set $router "port" 8000 -}}
+{{- if include "sluice.keysSecret" (dict "root" . "kind" "api") -}}
+{{- $_ := set $router "api_keys_file" "/etc/sluice/api-keys/keys.yaml" -}}
+{{- end -}}
+{{- if include "sluice.keysSecret" (dict "root" . "kind" "admin") -}}
+{{- $_ := set $admin "keys_file" "/etc/sluice/admin-keys/keys.yaml" -}}
+{{- $_ := set $router "admin" $admin -}}
+{{- end -}}
+{{- $_ := set $config "router" $router -}}
+{{- toYaml $config -}}
+{{- end -}}
+
+{{/* What `serve deploy` would take. */}}
+{{- define "sluice.serveConfig" -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: 8000
+applications:
+  - name: sluice
+    route_prefix: /
+    import_path: deploy.app:build
+    args:
+      {{- include "sluice.config" . | nindent 6 }}
+{{- end -}}
+
+{{/* Rules of an Ingress or an HTTPRoute must not open what nobody needs a key for. */}}
+{{- define "sluice.requireKeys" -}}
+{{- if not (or .Values.apiKeys.anonymous (include "sluice.keysSecret" (dict "root" . "kind" "api"))) -}}
+{{- fail "an Ingress or an HTTPRoute would let everybody in: set apiKeys, or apiKeys.anonymous to true" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,123 @@
+{{/* Template of a Ray pod. Takes root, group (the values of the group) and component. Liveness and
+readiness probes are KubeRay's where the group states none. */}}
+{{- define "sluice.podTemplate" -}}
+{{- $root := .root -}}
+{{- $group := .group -}}
+{{- $head := eq .component "head" -}}
+metadata:
+  labels:
+    {{- include "sluice.selector" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .component }}
+    {{- if not $head }}
+    sluice/worker-group: {{ $group.name }}
+    {{- end }}
+    {{- with $group.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $group.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "sluice.serviceAccountName" $root }}
+  # Only the autoscaler beside the head talks to Kubernetes.
+  automountServiceAccountToken: {{ and $head $root.Values.autoscaling.enabled }}
+  enableServiceLinks: false
+  securityContext:
+    {{- toYaml $root.Values.podSecurityContext | nindent 4 }}
+  {{- with $root.Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- range $field := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" }}
+  {{- with index $group $field }}
+  {{ $field }}:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  {{- with $group.terminationGracePeriodSeconds }}
+  terminationGracePeriodSeconds: {{ . }}
+  {{- end }}
+  containers:
+    - name: {{ ternary "ray-head" "ray-worker" $head }}
+      image: {{ printf "%s:%s" $root.Values.image.repository (default $root.Chart.AppVersion $root.Values.image.tag) | quote }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      ports:
+        {{- if $head }}
+        - {name: gcs-server, containerPort: 6379}
+        - {name: dashboard, containerPort: 8265}
+        - {name: client, containerPort: 10001}
+        {{- end }}
+        - {name: serve, containerPort: 8000}
+        - {name: metrics, containerPort: 8080}
+      env:
+        {{- range $name, $value := $root.Files.Get "files/ray-env.yaml" | fromYaml }}
+        - name: {{ $name }}
+          value: {{ $value | quote }}
+        {{- end }}
+        {{- with concat (default list $root.Values.env) (default list $group.env) }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- with $root.Values.envFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      resources:
+        {{- toYaml $group.resources | nindent 8 }}
+      securityContext:
+        {{- toYaml $root.Values.securityContext | nindent 8 }}
+      {{- range $probe := list "startupProbe" "livenessProbe" "readinessProbe" }}
+      {{- with index $group $probe }}
+      {{ $probe }}:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- end }}
+      volumeMounts:
+        {{- include "sluice.volumeMounts" . | nindent 8 }}
+  volumes:
+    {{- include "sluice.volumes" . | nindent 4 }}
+{{- end -}}
+
+{{- define "sluice.volumeMounts" -}}
+- name: cache
+  mountPath: /home/sluice/.cache
+- name: config
+  mountPath: /etc/sluice/config
+  readOnly: true
+{{- range $kind := list "api" "admin" }}
+{{- if include "sluice.keysSecret" (dict "root" $.root "kind" $kind) }}
+- name: {{ $kind }}-keys
+  mountPath: /etc/sluice/{{ $kind }}-keys
+  readOnly: true
+{{- end }}
+{{- end }}
+{{- with concat (default list .root.Values.volumeMounts) (default list .group.volumeMounts) }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "sluice.volumes" -}}
+- name: cache
+  {{- with include "sluice.cacheClaim" .root }}
+  persistentVolumeClaim:
+    claimName: {{ . }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ .root.Values.modelCache.ephemeralSize }}
+  {{- end }}
+- name: config
+  configMap:
+    name: {{ include "sluice.fullname" .root }}-config
+{{- range $kind := list "api" "admin" }}
+{{- with include "sluice.keysSecret" (dict "root" $.root "kind" $kind) }}
+- name: {{ $kind }}-keys
+  secret:
+    secretName: {{ . }}
+    # Group and owner: the pod runs as neither root nor the owner of the files.
+    defaultMode: 0440
+{{- end }}
+{{- end }}
+{{- with concat (default list .root.Values.volumes) (default list .group.volumes) }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,58 @@
+"""Strict validation of what the chart makes: unknown fields are errors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+from tests.helm.chart import CUSTOM_RESOURCES, Document
+
+KUBERNETES = ("1.28", kubernetes_validate.latest_version())
+"""The oldest Kubernetes that the chart is for, and the newest that there are schemas of."""
+
+NATIVE = ("v1", "networking.k8s.io/v1", "policy/v1")
+
+
+def check_native(document: Document) -> None:
+    """Hold an object of Kubernetes itself to its schema.
+
+    Raises:
+        ValidationError: a field is unknown, missing or of another type.
+    """
+    for version in KUBERNETES:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def check_ray_service(document: Document) -> None:
+    """Hold a RayService to KubeRay's definition.
+
+    Raises:
+        ValidationError: a field is unknown, missing or of another type.
+    """
+    _ray_service().validate(document)
+
+
+@functools.cache
+def _ray_service() -> jsonschema.Draft7Validator:
+    definition = yaml.load(CUSTOM_RESOURCES.read_text(encoding="utf-8"), yaml.CSafeLoader)
+    (version,) = (each for each in definition["spec"]["versions"] if each["name"] == "v1")
+    return jsonschema.Draft7Validator(_strict(version["schema"]["openAPIV3Schema"]))
+
+
+def _strict(schema: Any) -> Any:
+    """JSON schema of a custom resource's: Kubernetes drops unknown fields without a word."""
+    if isinstance(schema, list):
+        return [_strict(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {name: _strict(value) for name, value in schema.items()}
+    if result.get("x-kubernetes-int-or-string"):
+        result["type"] = ["integer", "string"]
+    names = isinstance(result.get("properties"), dict) and result.get("type") == "object"
+    if names and not result.get("x-kubernetes-preserve-unknown-fields"):
+        result.setdefault("additionalProperties", False)
+    return result

@@ -1,0 +1,423 @@
+"""The chart renders to what Kubernetes, KubeRay and Sluice accept, and refuses what is wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ray.serve.schema import ServeDeploySchema
+
+from deploy import ray_settings
+from deploy.chart import CHART, contents
+from deploy.config import parse_config
+from tests.helm.chart import CUSTOM_RESOURCES, Document, Release, parsed, read, render, values_with
+from tests.helm.schemas import NATIVE, check_native, check_ray_service
+
+EXAMPLES = {path.name.removesuffix("-values.yaml"): path for path in (CHART / "ci").iterdir()}
+SCHEMA = jsonschema.Draft7Validator(
+    json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+)
+DIGEST = "b6d81b360a5672d80c27430f39153e2c4b8b5a4a8a3a5a2f2b2e1d0c9f8e7d6c"
+
+needs_definition = pytest.mark.skipif(
+    not CUSTOM_RESOURCES.exists(), reason="KubeRay's definition of a RayService is not there"
+)
+
+
+@pytest.fixture(params=sorted(EXAMPLES))
+def example(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def release(example: str) -> Release:
+    return render(read(EXAMPLES[example]))
+
+
+def test_the_examples_are_there() -> None:
+    assert {"default", "gpu", "pd", "ha"} <= EXAMPLES.keys()
+
+
+def test_what_follows_from_the_code_is_as_the_code_has_it() -> None:
+    for path, content in contents().items():
+        held = path.read_text(encoding="utf-8") if path.exists() else None
+        assert held == content, f"{path.name} of the chart is out of date: `make docs` writes it"
+    copied = {path for path in contents() if path.parent.name == "dashboards"}
+    assert copied == set((CHART / "files" / "dashboards").glob("*.json"))
+
+
+def test_the_versions_are_the_project_s() -> None:
+    about = read(CHART / "Chart.yaml")
+    assert about["appVersion"] == about["version"] == metadata.version("sluice")
+    ray = read(CHART / "values.yaml")["rayVersion"].split(".")
+    assert ray[:2] == metadata.version("ray").split(".")[:2]
+
+
+# What is rendered.
+
+
+def test_kubernetes_accepts_it(release: Release) -> None:
+    native = [each for each in release.documents if each["apiVersion"] in NATIVE]
+    assert len(native) >= 4
+    for document in native:
+        check_native(document)
+
+
+def test_kubernetes_accepts_the_pods(release: Release) -> None:
+    for pod in release.pods:
+        named = {**pod["metadata"], "name": "pod"}
+        check_native({"apiVersion": "v1", "kind": "Pod", "metadata": named, "spec": pod["spec"]})
+
+
+@needs_definition
+def test_kuberay_accepts_it(release: Release) -> None:
+    (service,) = release.of("RayService")
+    check_ray_service(service)
+
+
+@needs_definition
+def test_the_checks_see_a_wrong_field() -> None:
+    release = render({})
+    (service,) = release.of("RayService")
+    group = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    group["rayStartParms"] = group.pop("rayStartParams")
+    with pytest.raises(jsonschema.ValidationError, match="rayStartParms"):
+        check_ray_service(service)
+    (budget,) = release.of("PodDisruptionBudget")
+    budget["spec"]["minAvailabel"] = budget["spec"].pop("minAvailable")
+    with pytest.raises(jsonschema.ValidationError, match="minAvailabel"):
+        check_native(budget)
+
+
+def test_its_own_schema_accepts_the_examples(example: str) -> None:
+    SCHEMA.validate(values_with(read(EXAMPLES[example])))
+
+
+def test_serve_and_sluice_accept_the_configuration(release: Release) -> None:
+    (application,) = ServeDeploySchema.model_validate(release.serve_config).applications
+    config = parse_config(application.args)
+    (given,) = (each for each in release.of("ConfigMap") if "sluice.yaml" in each["data"])
+    assert parse_config(yaml.safe_load(given["data"]["sluice.yaml"])) == config
+    http = release.serve_config["http_options"]
+    assert (config.router.host, config.router.port) == (http["host"], http["port"])
+
+
+def test_every_ray_node_has_the_tuned_environment(release: Release) -> None:
+    for pod in release.pods:
+        (container,) = pod["spec"]["containers"]
+        environment = {each["name"]: each.get("value") for each in container["env"]}
+        tuned = {name: environment.pop(name) for name in ray_settings.TUNED}
+        program = tuned.pop(ray_settings.BINARY_VARIABLE)
+        here = dict(ray_settings.TUNED)
+        assert Path(program).name == Path(here.pop(ray_settings.BINARY_VARIABLE)).name
+        assert tuned == here
+        assert not [name for name in environment if name.startswith("RAY_SERVE_")]
+
+
+def test_replicas_fit_the_workers(release: Release) -> None:
+    """Those of the examples are all placed once every group has as many workers as it may have."""
+    replica = parse_config(release.serve_config["applications"][0]["args"]).replica
+    room = 0
+    for group in release.groups[1:]:
+        (container,) = group["template"]["spec"]["containers"]
+        limits = container["resources"]["limits"]
+        by_cpu = int(limits["cpu"]) // (replica.num_cpus + 0.1)
+        gpus = replica.num_gpus or 0
+        by_gpu = int(limits.get("nvidia.com/gpu", 0)) // gpus if gpus else by_cpu
+        room += int(group["maxReplicas"] * min(by_cpu, by_gpu))
+    assert room >= replica.count
+
+
+def labels_of(document: Document) -> Document:
+    labels: Document = document["metadata"]["labels"]
+    return labels
+
+
+def selected(selector: Document, labels: list[Document]) -> list[Document]:
+    wanted = selector["matchLabels"].items()
+    return [each for each in labels if wanted <= each.items()]
+
+
+def test_selectors_find_what_they_are_for(release: Release) -> None:
+    pods = [labels_of(pod) for pod in release.pods]
+    services = [labels_of(release.service["serveService"])]
+    for document in release.documents:
+        spec = document.get("spec", {})
+        match document["kind"]:
+            case "PodDisruptionBudget":
+                (one,) = selected(spec["selector"], pods)
+                assert one["app.kubernetes.io/component"] == "worker"
+            case "NetworkPolicy":
+                assert selected(spec["podSelector"], pods) == pods
+                peers = spec["ingress"][0]["from"]
+                assert [selected(peer["podSelector"], pods) for peer in peers] == [pods]
+            case "PodMonitor":
+                assert selected(spec["selector"], pods) == pods
+            case "ServiceMonitor":
+                assert selected(spec["selector"], services) == services
+            case "Pod":
+                assert not selected({"matchLabels": labels_of(document)}, pods)
+    # KubeRay's service of the head selects by this one, which KubeRay sets.
+    assert not any("app.kubernetes.io/name" in labels for labels in pods)
+
+
+def test_monitors_scrape_ports_that_are_there(release: Release) -> None:
+    for pod in release.pods:
+        ports = {
+            each["name"]: each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]
+        }
+        assert ports["serve"] == release.serve_config["http_options"]["port"]
+        for monitor in release.of("PodMonitor"):
+            assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} <= ports.keys()
+    (port,) = release.service["serveService"]["spec"]["ports"]
+    for monitor in release.of("ServiceMonitor"):
+        assert [each["port"] for each in monitor["spec"]["endpoints"]] == [port["name"]]
+
+
+def test_what_pods_mount_is_made_or_is_the_operator_s_own(release: Release, example: str) -> None:
+    made = {(each["kind"], each["metadata"]["name"]) for each in release.documents}
+    own = yaml.safe_dump(read(EXAMPLES[example]))
+    for pod in release.pods:
+        spec = pod["spec"]
+        assert ("ServiceAccount", spec["serviceAccountName"]) in made
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert volumes.keys() == {each["name"] for each in spec["containers"][0]["volumeMounts"]}
+        for volume in volumes.values():
+            for kind, reference, name in (
+                ("ConfigMap", "configMap", "name"),
+                ("Secret", "secret", "secretName"),
+                ("PersistentVolumeClaim", "persistentVolumeClaim", "claimName"),
+            ):
+                wanted = volume.get(reference, {}).get(name)
+                assert wanted is None or (kind, wanted) in made or wanted in own
+
+
+def routed(release: Release) -> list[tuple[str, str, Any]]:
+    """Path, service and port of everything that is let in from outside."""
+    found: list[tuple[str, str, Any]] = []
+    for ingress in release.of("Ingress"):
+        for rule in ingress["spec"]["rules"]:
+            for path in rule["http"]["paths"]:
+                to = path["backend"]["service"]
+                found.append((path["path"], to["name"], to["port"]["name"]))
+    for route in release.of("HTTPRoute"):
+        for rule in route["spec"]["rules"]:
+            for match in rule["matches"]:
+                (to,) = rule["backendRefs"]
+                found.append((match["path"]["value"], to["name"], to["port"]))
+    return found
+
+
+def test_routes_lead_to_the_service_and_not_to_the_operator_s_part(
+    release: Release, example: str
+) -> None:
+    service = release.service["serveService"]
+    (port,) = service["spec"]["ports"]
+    routes = routed(release)
+    assert bool(routes) == (example in ("pd", "ha"))
+    for path, name, to in routes:
+        assert name == service["metadata"]["name"]
+        assert to in port.values()
+        assert not any(each.startswith(path) for each in ("/admin/v1/fleet", "/ui", "/metrics"))
+
+
+def test_containers_run_without_rights(release: Release) -> None:
+    for pod in [*release.pods, *release.of("Pod")]:
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+        for container in spec["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+
+
+def test_only_an_autoscaled_head_gets_the_token_of_kubernetes(release: Release) -> None:
+    cluster = release.service["rayClusterConfig"]
+    head, *workers = release.pods
+    autoscaled = cluster["enableInTreeAutoscaling"]
+    assert head["spec"]["automountServiceAccountToken"] is autoscaled
+    assert cluster.get("autoscalerOptions", {}).get("version") == ("v2" if autoscaled else None)
+    assert not any(pod["spec"]["automountServiceAccountToken"] for pod in workers)
+
+
+# Keys.
+
+
+def test_keys_are_in_their_secret_and_nowhere_else() -> None:
+    secret = "a-key-that-must-not-be-seen"
+    entries = [secret, {"name": "web", "sha256": DIGEST}]
+    release = render({"apiKeys": {"entries": entries}, "adminKeys": {"entries": ["another-key"]}})
+    api, admin = release.of("Secret")
+    assert yaml.safe_load(base64.b64decode(api["data"]["keys.yaml"])) == entries
+    assert yaml.safe_load(base64.b64decode(admin["data"]["keys.yaml"])) == ["another-key"]
+    others = [each for each in release.documents if each["kind"] != "Secret"]
+    for text in (json.dumps(others), release.notes):
+        assert secret not in text and "another-key" not in text and DIGEST not in text
+
+
+def test_the_key_files_are_where_the_configuration_says() -> None:
+    release = render({"apiKeys": {"entries": ["some-key"]}, "adminKeys": {"entries": ["another"]}})
+    router = release.serve_config["applications"][0]["args"]["router"]
+    (api, admin) = (each["metadata"]["name"] for each in release.of("Secret"))
+    for pod in release.pods:
+        volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+        mounts = {
+            each["mountPath"]: volumes[each["name"]]
+            for each in pod["spec"]["containers"][0]["volumeMounts"]
+        }
+        for file, secret in ((router["api_keys_file"], api), (router["admin"]["keys_file"], admin)):
+            path = Path(file)
+            assert mounts[str(path.parent)]["secret"]["secretName"] == secret
+            assert path.name == "keys.yaml"
+
+
+def test_the_notes_say_what_is_open() -> None:
+    assert "no API keys" in render({}).notes
+    assert "no API keys" not in render({"apiKeys": {"existingSecret": "keys"}}).notes
+    assert "Ray's token is off" in render({"rayAuth": {"enabled": False}}).notes
+
+
+# Workers.
+
+
+@pytest.mark.parametrize(
+    ("counts", "bounds", "kept"),
+    [
+        ({}, (1, 1, 1), None),
+        ({"replicas": 3}, (3, 3, 3), 2),
+        ({"replicas": 0, "maxReplicas": 4}, (0, 0, 4), None),
+        ({"replicas": 4, "minReplicas": 0, "maxReplicas": 8}, (4, 0, 8), None),
+        ({"replicas": 4, "minReplicas": 2, "minAvailable": 0}, (4, 2, 4), None),
+        ({"replicas": 4, "minAvailable": 3}, (4, 4, 4), 3),
+    ],
+)
+def test_numbers_of_workers(
+    counts: dict[str, int], bounds: tuple[int, int, int], kept: int | None
+) -> None:
+    release = render({"workers": [{"name": "w", "resources": {}, **counts}]})
+    group = release.groups[1]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == bounds
+    budgets = [each["spec"]["minAvailable"] for each in release.of("PodDisruptionBudget")]
+    assert budgets == ([] if kept is None else [kept])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"imag": {"tag": "1"}},
+        {"image": {"repo": "sluice"}},
+        {"image": {"pullPolicy": "Sometimes"}},
+        {"config": {"routr": {}}},
+        {"config": {"router": {"defualt_class": "standard"}}},
+        {"config": {"replica": {"count": 0}}},
+        {"config": {"models": {"one": {"engin": {}}}}},
+        {"head": {"resource": {}}},
+        {"workers": []},
+        {"workers": [{"name": "w"}]},
+        {"workers": [{"name": "W", "resources": {}}]},
+        {"workers": [{"name": "w", "resources": {}, "replica": 2}]},
+        {"workers": [{"name": "w", "resources": {}, "rayStartParams": {"num-cpus": 2}}]},
+        {"autoscaling": {"enabled": "yes"}},
+        {"upgrade": {"strategy": "Recreate"}},
+        {"ingress": {"paths": ["v1"]}},
+        {"apiKeys": {"keys": ["a"]}},
+        {"monitoring": {"serviceMonitor": {"interval": "often"}}},
+    ],
+    ids=json.dumps,
+)
+def test_the_schema_refuses(values: Document) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        SCHEMA.validate(values_with(values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ingress": {"enabled": True, "hosts": ["a.example"]}}, "set apiKeys"),
+        ({"httpRoute": {"enabled": True, "parentRefs": [{"name": "a"}]}}, "set apiKeys"),
+        ({"ingress": {"enabled": True}, "apiKeys": {"anonymous": True}}, "ingress.hosts"),
+        ({"httpRoute": {"enabled": True}, "apiKeys": {"anonymous": True}}, "parentRefs"),
+        ({"apiKeys": {"existingSecret": "a", "entries": ["b"]}}, "not both"),
+        ({"config": {"router": {"api_keys": ["a"]}}}, "use apiKeys"),
+        ({"config": {"router": {"admin": {"keys": ["a"]}}}}, "use adminKeys"),
+        ({"config": {"router": {"port": 80}}}, "are the chart's"),
+        ({"gcsFaultTolerance": {"enabled": True}}, "host:port of your Redis"),
+        ({"workers": [{"name": "w", "resources": {}}] * 2}, 'named "w"'),
+        (
+            {"workers": [{"name": "w", "resources": {}, "replicas": 2, "maxReplicas": 1}]},
+            "minReplicas <= replicas <= maxReplicas",
+        ),
+    ],
+)
+def test_the_templates_refuse(values: Document, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        render(values)
+
+
+# Any values.
+
+SWITCHES = {
+    "autoscaling": {"enabled": True},
+    "gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379"},
+    "ingress": {"enabled": True, "hosts": ["a.example", "b.example"]},
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
+    "modelCache": {"create": True, "storageClassName": "shared"},
+    "networkPolicy": {"clients": [{"podSelector": {}}], "operator": [], "monitoring": []},
+    "podDisruptionBudget": {"enabled": False},
+    "serviceAccount": {"create": False},
+    "rayAuth": {"enabled": False},
+    "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+    "image": {"tag": "1.2", "pullSecrets": [{"name": "registry"}]},
+    "adminKeys": {"existingSecret": "operators"},
+    "fullnameOverride": "a-name-that-is-so-long-that-kuberay-would-not-take-it",
+    "upgrade": {"strategy": "None"},
+    "monitoring": {
+        "serviceMonitor": {"enabled": True, "authorization": {"existingSecret": "scrape"}},
+        "dashboards": {"enabled": True, "annotations": {"folder": "llm"}},
+        "prometheusRule": {"enabled": True, "labels": {"a": "b"}},
+        "podMonitor": {"enabled": True},
+    },
+    "volumes": [{"name": "batches", "persistentVolumeClaim": {"claimName": "batches"}}],
+    "volumeMounts": [{"name": "batches", "mountPath": "/batches"}],
+    "envFrom": [{"secretRef": {"name": "huggingface"}}],
+}
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sets(st.sampled_from(sorted(SWITCHES))))
+def test_any_mix_of_options_is_accepted(chosen: set[str]) -> None:
+    values: Document = {name: SWITCHES[name] for name in sorted(chosen)}
+    values["apiKeys"] = {"existingSecret": "clients"}
+    SCHEMA.validate(values_with(values))
+    release = render(values)
+    for document in release.documents:
+        assert len(document["metadata"]["name"]) <= 63
+        if document["apiVersion"] in NATIVE:
+            check_native(document)
+    ServeDeploySchema.model_validate(release.serve_config)
+    if CUSTOM_RESOURCES.exists():
+        check_ray_service(*release.of("RayService"))
+
+
+@pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on the path")
+def test_helm_renders_the_same(example: str, release: Release) -> None:
+    command = ["helm", "template", "demo", str(CHART), "-n", "llm", "-f", str(EXAMPLES[example])]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def name(document: Document) -> tuple[str, str]:
+        return document["kind"], document["metadata"]["name"]
+
+    assert sorted(parsed(text), key=name) == sorted(release.documents, key=name)
