@@ -1,0 +1,54 @@
+"""The real controller in this process, in the place of its client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from controller.actor import Controller
+from controller.client import NoAnswerError
+from controller.config import ControllerConfig
+from controller.messages import MetricsPush, RouteDecision, RouteQuery
+from controller.metrics import samples_of
+from router.metrics import RouterMetrics
+
+
+class LocalController:
+    """Answers as the client does, or not at all while it is not ``up``."""
+
+    def __init__(self, clock: Callable[[], float], config: ControllerConfig | None = None) -> None:
+        self.controller = Controller(config or ControllerConfig(), clock)
+        self.up = True
+        self.snapshots = 0
+        self.listings = 0
+
+    async def route(self, query: RouteQuery) -> RouteDecision | None:
+        return (await self.controller.route([query])).decisions[0] if self.up else None
+
+    def release(self, key: int) -> None:
+        coroutine = self.controller.release([key])
+        try:
+            coroutine.send(None)
+        except StopIteration:
+            return
+        raise AssertionError("the controller waited in the middle of a call")
+
+    def replica_gone(self, replica_ids: Sequence[str]) -> None:
+        raise AssertionError("no replica dies here")
+
+    async def snapshot(self) -> dict[str, Any] | None:
+        self.snapshots += 1
+        return await self.controller.snapshot() if self.up else None
+
+    async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
+        self.listings += 1
+        return await self.controller.decisions(limit) if self.up else None
+
+    async def drain(self, replica_id: str, drain: bool) -> dict[str, Any] | None:
+        if not self.up:
+            raise NoAnswerError("unavailable")
+        return await self.controller.drain(replica_id, drain)
+
+    async def hear(self, metrics: RouterMetrics) -> None:
+        """Take in what a router has counted."""
+        await self.controller.push_metrics(MetricsPush("router", samples_of(metrics.registry)))
