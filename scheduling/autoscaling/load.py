@@ -110,10 +110,11 @@ class Demand:
             work_s = float(job.work_s[np.searchsorted(job.rows, fleet.row_of[placed])])
         self.asked += 1
         self.asked_s += work_s
-        turned_away = placed is None or decision.tier is Tier.BEST_EFFORT
+        if placed is not None and decision.tier is not Tier.BEST_EFFORT:
+            return
         fixed_s = float(fleet.figures[job.rows, figure.FIXED_S].min())
         # What is too long even for an idle replica does not ask for more of them.
-        if turned_away and job.now_s + fixed_s + work_s <= job.due_s:
+        if job.now_s + fixed_s + work_s <= job.due_s:
             self.unpromised += 1
             self.unpromised_s += work_s
 
