@@ -35,6 +35,7 @@ from controller.messages import (
 from controller.metrics import MetricsHub, families_of, text_of
 from controller.mirror import Mirror
 from controller.overview import describe, drain_of, left_at
+from controller.quotas import Quotas, QuotaUse
 from controller.request_classes import RequestClasses
 from scheduling.autoscaling import Load
 from scheduling.fleet import Fleet, FleetSettings
@@ -74,6 +75,7 @@ class Controller:
         self._log = DecisionLog(routing)
         self._classes = RequestClasses()
         self._placer = Placer(self._fleet, routing, config.make_admission(), self._log.weigh)
+        self._quotas = Quotas()
         self._server = RouteServer(self._route, self._report)
         self._instruments = Instruments(config.policy, self._mirror, self._fleet, clock)
         own = families_of(self._instruments.registry)
@@ -158,6 +160,16 @@ class Controller:
         self._hear()
         self._fleet.release(keys)
         self._classes.ended(keys)
+
+    async def share_quotas(self, uses: list[QuotaUse]) -> list[float]:
+        """Take in what a router's clients have used of their rate limits, and tell how full each
+        of these buckets is over all routers.
+
+        Raises:
+            ValueError: malformed, or over a limit.
+        """
+        with self._instruments.refusals():
+            return self._quotas.share(uses, self._hear())
 
     async def push_metrics(self, push: MetricsPush) -> tuple[str, ...] | None:
         """Take a process's metrics. Returns what is closed, see :class:`RouteReply`: a router to

@@ -30,6 +30,7 @@ from controller.messages import (
     RouteQuery,
     RouteReply,
 )
+from controller.quotas import QuotaUse
 from controller.report_wire import fits
 from scheduling.autoscaling import Load
 
@@ -183,6 +184,17 @@ class ControllerClient:
             return False
         self._note_closed(closed)
         return True
+
+    async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:
+        """Tell what a router's clients have used of their rate limits. Returns how full these
+        buckets are over all routers; see :mod:`controller.quotas`.
+
+        Raises:
+            ValueError: the controller refused the message, and says why.
+        """
+        levels: list[float] | None
+        levels = await self._answer("share_quotas", uses, timeout_s=NOTICE_TIMEOUT_S)
+        return levels
 
     async def render_metrics(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> bytes | None:
         """The metrics of the whole application in Prometheus' text format."""

@@ -7,6 +7,7 @@ import json
 from math import isinf
 from typing import Any
 
+from prometheus_client import Gauge
 from starlette.requests import Request
 
 from router.errors import ApiError, Reason, invalid
@@ -22,20 +23,67 @@ BODY_TIMEOUT_S = 30.0
 """Longest time that a client may take to send its body, seconds."""
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The request's body.
+class BodyBudget:
+    """How many bytes of bodies one router may have in memory.
+
+    Args:
+        gauge: shows how many there are.
+    """
+
+    def __init__(self, max_bytes: int, gauge: Gauge) -> None:
+        self.max_bytes = max_bytes
+        self.gauge = gauge
+        self.held = 0
+
+    def change(self, size: int) -> None:
+        """Count bytes that came, or where it is negative went."""
+        self.held += size
+        self.gauge.inc(size)
+
+
+class HeldBytes:
+    """The bytes of one body, which are given back at the end of the block."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._size = 0
+
+    def __enter__(self) -> HeldBytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.change(-self._size)
+
+    def add(self, size: int) -> None:
+        """So many more bytes have come.
+
+        Raises:
+            ApiError: 503, there is no room for them.
+        """
+        if self._budget.held + size > self._budget.max_bytes:
+            raise ApiError(
+                Reason.ROUTER_FULL,
+                f"The router holds request bodies of {self._budget.max_bytes} bytes, which is its "
+                "limit.",
+            )
+        self._size += size
+        self._budget.change(size)
+
+
+async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = None) -> bytes:
+    """The request's body, counted in ``held`` as it comes.
 
     Refused: more than ``max_bytes`` (counted while reading, so also without ``Content-Length``),
     another media type than JSON, an encoding, and a client that is slow.
 
     Raises:
-        ApiError: 400, 413 or 415.
+        ApiError: 400, 413, 415, or 503 where there is no room for it.
         starlette.requests.ClientDisconnect: the client left.
     """
     _check_headers(request, max_bytes)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _read(request, max_bytes)
+            return await _read(request, max_bytes, held)
     except TimeoutError:
         raise ApiError(
             Reason.BODY_TOO_SLOW,
@@ -108,13 +156,15 @@ def _check_headers(request: Request, max_bytes: int) -> None:
         raise _too_large(max_bytes)
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, max_bytes: int, held: HeldBytes | None) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > max_bytes:
             raise _too_large(max_bytes)
+        if held is not None:
+            held.add(len(chunk))
         chunks.append(chunk)
     return b"".join(chunks)
 

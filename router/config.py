@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from router.admin.config import AdminConfig, is_loopback
 from router.batches.config import BatchesConfig
-from router.keys import KeyEntry, KeyFile, check_entries
+from router.keys import KeyEntry, KeyFile, check_entries, digest_of
 from router.validation import MAX_TOKENS
 from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
@@ -78,6 +79,26 @@ def _default_classes() -> dict[str, ServiceClass]:
     }
 
 
+class MetricsConfig(BaseModel):
+    """Who may read `/metrics`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    access: Literal["key", "open"] = Field(
+        default="key",
+        description="`key`: one of these keys, where there are API keys; `open`: no key, for a "
+        "port that only the monitoring reaches.",
+    )
+    keys: tuple[KeyEntry, ...] = Field(
+        default=(), max_length=100, description="Keys that open `/metrics` and nothing else."
+    )
+    keys_file: KeyFile | None = Field(
+        default=None,
+        description="Absolute path of a YAML list of more such keys. It is read again when it "
+        "changes.",
+    )
+
+
 class RouterConfig(BaseModel):
     """The HTTP edge."""
 
@@ -97,6 +118,12 @@ class RouterConfig(BaseModel):
         default=None,
         description="Absolute path of a YAML list of more such keys, on every node with a router. "
         "It is read again when it changes.",
+    )
+    metrics: MetricsConfig = Field(
+        default_factory=MetricsConfig, description="Who may read `/metrics`."
+    )
+    admin: AdminConfig = Field(
+        default_factory=AdminConfig, description="The admin API and the live page."
     )
     classes: dict[str, ServiceClass] = Field(
         default_factory=_default_classes,
@@ -156,6 +183,9 @@ class RouterConfig(BaseModel):
     @model_validator(mode="after")
     def _check_keys(self) -> RouterConfig:
         check_entries(self.api_keys, self.classes, "api_keys")
+        check_entries(self.metrics.keys, self.classes, "metrics.keys")
+        if set(map(digest_of, self.api_keys)) & set(map(digest_of, self.metrics.keys)):
+            raise ValueError("a key is in api_keys and in metrics.keys: each opens one of them")
         return self
 
     @model_validator(mode="after")
@@ -165,6 +195,18 @@ class RouterConfig(BaseModel):
                 f"max_held_bytes must be at least max_body_bytes, {self.max_body_bytes}, or the "
                 f"largest body is never taken; got {self.max_held_bytes}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_admin(self) -> RouterConfig:
+        if self.admin.access == "open" and not is_loopback(self.host):
+            raise ValueError(
+                f"admin.access is open, but host is {self.host!r}: without a key only a loopback "
+                "address such as 127.0.0.1 may be listened on"
+            )
+        others = set(map(digest_of, (*self.api_keys, *self.metrics.keys)))
+        if others & set(map(digest_of, self.admin.keys)):
+            raise ValueError("a key of admin.keys opens something else, too: each opens one thing")
         return self
 
     @model_validator(mode="after")

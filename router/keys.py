@@ -145,9 +145,7 @@ def check_entries(
     caps: dict[str, Caps] = {}
     for client in (client_of(entry) for entry in named if entry.name is not None):
         if caps.setdefault(client.name, client.caps) != client.caps:
-            raise ValueError(
-                f"entries of {where} share the name {client.name!r}, not the caps"
-            )
+            raise ValueError(f"entries of {where} share the name {client.name!r}, not the caps")
     unknown = {name for entry in named for name in entry.classes or ()} - set(classes)
     if unknown:
         known = ", ".join(sorted(classes))

@@ -118,6 +118,9 @@ class RouterMetrics:
         self.in_flight = Gauge(
             "sluice_in_flight_requests", "Requests inside the edge.", registry=registry
         )
+        self.held_bytes = Gauge(
+            "sluice_held_body_bytes", "Bytes of request bodies inside the edge.", registry=registry
+        )
         self._by_client = Counter(
             "sluice_client_requests",
             "Requests that ended, by the name of their API key and outcome.",

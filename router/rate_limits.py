@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Literal, NamedTuple
 
 from controller.quotas import MAX_USES, Bucket, QuotaUse
+from router.answer import Answer
 from router.errors import ApiError, Reason
 from router.trust import Caps, Client
 
@@ -63,15 +64,34 @@ class _Account(Bucket):
 class Charge:
     """The tokens set aside for one request."""
 
-    def __init__(self, settle: Callable[[float], None] | None = None, tokens: int = 0) -> None:
+    def __init__(
+        self,
+        settle: Callable[[float], None] | None = None,
+        prompt_tokens: int = 0,
+        tokens: int = 0,
+    ) -> None:
         self._settle = settle
+        self._prompt_tokens = prompt_tokens
         self._tokens = tokens
 
-    def settle(self, used: int) -> None:
-        """The request is over and has used so many tokens. Only the first call counts."""
+    def close(self, answer: Answer | None, output_tokens: int, left: bool = False) -> None:
+        """The request is over: give back what it did not need. Only the first call counts.
+
+        Args:
+            answer: the replica's, if one has answered.
+            output_tokens: what has been sent of it, which counts where the engine has not said.
+            left: the client left, so that a replica may have worked for it and nobody knows.
+        """
         settle, self._settle = self._settle, None
-        if settle is not None:
-            settle(used - self._tokens)
+        if settle is None:
+            return
+        if answer is not None and answer.tail is not None:
+            used = answer.tail.prompt_tokens + answer.tail.output_tokens
+        elif answer is not None or left:
+            used = self._prompt_tokens + output_tokens
+        else:
+            used = 0
+        settle(used - self._tokens)
 
 
 NO_CHARGE: Final = Charge()
@@ -111,9 +131,18 @@ class RateLimiter:
         self._take("requests", client, 1)
 
     def take_back(self, client: Client) -> None:
-        """The last request of ``client`` does not count: there was no room for it, and it is going
-        to be sent again."""
+        """The last request of ``client`` does not count: it is going to be sent again."""
         self._give("requests", client, -1)
+
+    def wait_s(self, client: Client) -> float:
+        """How long, in seconds, until a request of ``client`` that needs one token is let in."""
+        now_s, longest_s = self._clock(), 0.0
+        for kind in _REASONS:
+            limit = _limit_of(kind, client.caps)
+            if limit is not None:
+                account = self._account(kind, client, limit, now_s)
+                longest_s = max(longest_s, (account.level + 1 - limit.size) / account.per_s)
+        return longest_s
 
     def reserve(self, client: Client, prompt_tokens: int, output_tokens: int) -> Charge:
         """Set tokens aside for a request: its prompt's, and as many as it may generate, 0 where
@@ -129,7 +158,7 @@ class RateLimiter:
             return NO_CHARGE
         tokens = prompt_tokens + (output_tokens or UNSTATED_OUTPUT_TOKENS)
         self._take("tokens", client, tokens)
-        return Charge(lambda change: self._give("tokens", client, change), tokens)
+        return Charge(lambda change: self._give("tokens", client, change), prompt_tokens, tokens)
 
     def headers(self, client: Client) -> list[tuple[bytes, bytes]]:
         """OpenAI's headers on what is left; none for a client without limits."""

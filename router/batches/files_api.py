@@ -56,6 +56,7 @@ class FilesApi:
             return Response(status_code=400)  # nobody is there to read it
         finally:
             self._uploads[owner] -= 1
+            self._uploads += Counter()  # drops what is zero: keys come and go
         return JSONResponse(record.shown())
 
     def _check_places(self, owner: str) -> None:

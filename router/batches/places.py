@@ -16,7 +16,7 @@ class LinePlaces:
 
     def __init__(self, count: int) -> None:
         self._all = asyncio.Semaphore(count)
-        self._of: dict[str, asyncio.Semaphore] = {}  # clients are configuration, so they are few
+        self._of: dict[tuple[str, int], _Own] = {}
 
     async def take(self, client: Client) -> Callable[[], None]:
         """Wait for a place. Returns what gives it back, to be called once."""
@@ -24,16 +24,37 @@ class LinePlaces:
         if most is None:
             await self._all.acquire()
             return self._all.release
-        own = self._of.setdefault(client.owner, asyncio.Semaphore(most))
-        await own.acquire()
+        name = (client.owner, most)  # a client's caps may change
+        own = self._of.setdefault(name, _Own(most))
+        own.users += 1
+
+        def leave() -> None:
+            own.users -= 1
+            if not own.users:
+                del self._of[name]  # clients come and go
+
         try:
-            await self._all.acquire()
+            await own.places.acquire()
+            try:
+                await self._all.acquire()
+            except BaseException:
+                own.places.release()
+                raise
         except BaseException:
-            own.release()
+            leave()
             raise
 
         def give_back() -> None:
             self._all.release()
-            own.release()
+            own.places.release()
+            leave()
 
         return give_back
+
+
+class _Own:
+    """The places of one client. ``users`` counts those who have one or wait for one."""
+
+    def __init__(self, count: int) -> None:
+        self.places = asyncio.Semaphore(count)
+        self.users = 0

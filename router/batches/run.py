@@ -150,6 +150,8 @@ class BatchRun:
                             await self._begin(line, log, group)
 
     async def _begin(self, line: Line, log: ResultLog, group: asyncio.TaskGroup) -> None:
+        # First, or lines of a client that has used up its rate would keep the others' places.
+        await self._resources.caller.wait_for_rate(self._client)
         give_back = await self._resources.places.take(self._client)
         try:
             task = group.create_task(self._run_line(line, log))

@@ -92,7 +92,7 @@ class Runner:
         waiting = []
         for record in await resources.disk.run(resources.store.unfinished):
             if record.id in self._runs:
-                self._runs[record.id].run.look(record)
+                self._look_after(self._runs[record.id], record)
             else:
                 waiting.append(record)
         ids = {record.id for record in waiting}
@@ -104,6 +104,11 @@ class Runner:
                 await self._try_to_run(record)
             except OSError as error:  # of this one's folder; the others may do
                 self._put_off(record.id, error)
+
+    def _look_after(self, running: _Running, record: BatchRecord) -> None:
+        running.run.look(record)
+        if self._keys.holder(record.owner) is None and not self._is_to_end(record):
+            running.task.cancel()  # its key was taken away
 
     def _in_turn(self, waiting: list[BatchRecord]) -> list[BatchRecord]:
         """Those that are to end first, as that is little work. Then one of each owner's before any

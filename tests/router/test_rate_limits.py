@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.quotas import Quotas, QuotaUse
+from replica.engine import ResponseItem, ResponseTail
+from router.answer import Answer
 from router.errors import ApiError, Reason
 from router.rate_limits import NO_CHARGE, UNSTATED_OUTPUT_TOKENS, RateLimiter
 from router.trust import ANYONE, Caps, Client
@@ -60,9 +63,9 @@ def test_tokens_are_set_aside_and_what_was_not_needed_comes_back() -> None:
         limiter.reserve(acme, 600, 401)
     assert caught.value.reason is Reason.TOKEN_RATE
     assert caught.value.body["error"]["retry_after_ms"] == 10
-    charge.settle(1_500)
-    charge.settle(1)  # only the first end counts
-    limiter.reserve(acme, 500, 4_000).settle(4_600)  # it needed more than was foreseen
+    charge.close(answered(1_000, 500), 3)
+    charge.close(None, 0)  # only the first end counts
+    limiter.reserve(acme, 500, 4_000).close(answered(500, 4_100), 1)  # more than was foreseen
     assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == "0"
     clock.now_s += 1
     assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == "0"
@@ -75,13 +78,60 @@ def test_a_request_larger_than_the_bucket_waits_for_an_empty_one_and_is_paid_for
     clock = Clock()
     limiter = RateLimiter(clock=clock)
     acme = client(tokens_per_minute=600)
-    limiter.reserve(acme, 5_000, 1_000).settle(6_000)
+    limiter.reserve(acme, 5_000, 1_000).close(answered(5_000, 1_000), 1_000)
     for wait_s in (0, 300, 230):
         clock.now_s += wait_s
         with pytest.raises(ApiError):
             limiter.reserve(acme, 700, 0)
     clock.now_s += 71
     limiter.reserve(acme, 700, 0)
+
+
+class NoStream:
+    """Of an answer that nobody reads."""
+
+    async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
+        yield ()
+
+    def cancel(self) -> None:
+        raise AssertionError("nobody reads it")
+
+
+def answered(*tokens: int) -> Answer:
+    answer = Answer(NoStream(), 0.0, lambda: None)
+    answer.tail = ResponseTail(*tokens) if tokens else None
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "sent", "left", "used"),
+    [
+        (None, 0, False, 0),  # refused, or no replica had room
+        (None, 0, True, 100),  # a prefill for nobody
+        ((), 7, False, 107),  # broken off, or left
+        ((90, 30), 7, False, 120),
+    ],
+)
+def test_what_a_request_has_used_however_it_ended(
+    answer: tuple[int, ...] | None, sent: int, left: bool, used: int
+) -> None:
+    limiter, acme = RateLimiter(clock=Clock()), client(tokens_per_minute=1_000)
+    charge = limiter.reserve(acme, 100, 500)
+    charge.close(None if answer is None else answered(*answer), sent, left)
+    assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == str(1_000 - used)
+
+
+def test_how_long_to_wait_for_both() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock=clock)
+    acme = client(requests_per_minute=60, tokens_per_minute=600, burst_s=1)
+    assert limiter.wait_s(acme) == limiter.wait_s(ANYONE) == 0
+    limiter.count_request(acme)
+    assert limiter.wait_s(acme) == 1
+    limiter.reserve(acme, 40, 1)
+    assert limiter.wait_s(acme) == pytest.approx(3.2)
+    clock.now_s += 3.2
+    assert limiter.wait_s(acme) == pytest.approx(0)
 
 
 def headers(limiter: RateLimiter, who: Client) -> dict[str, str]:

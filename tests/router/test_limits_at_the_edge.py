@@ -1,0 +1,226 @@
+"""The limits of keys and of the router over the whole API."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from router.body import BodyBudget, HeldBytes
+from router.config import MetricsConfig, RouterConfig
+from router.keys import ApiKey
+from tests.router.far_side import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    Clock,
+    Edge,
+    FarController,
+    FarSide,
+    answer,
+    hang,
+    serve,
+    stall,
+)
+
+CHAT = "/v1/chat/completions"
+
+
+def keyed(*keys: ApiKey, **more: Any) -> RouterConfig:
+    return RouterConfig(api_keys=keys, **more)
+
+
+def key(secret: str = "secret-1", **caps: Any) -> ApiKey:
+    return ApiKey(key=SecretStr(secret), **caps)
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def code_of(response: httpx.Response) -> str:
+    return str(response.json()["error"]["code"])
+
+
+async def test_a_key_that_asks_too_often_is_told_when_to_come_back() -> None:
+    clock = Clock()
+    config = keyed(key(name="acme", requests_per_minute=2), key("secret-2"))
+    edge = Edge(FarSide(a=serve), config=config, clock=clock)
+    async with edge.client() as client:
+        client.headers.update(bearer("secret-1"))
+        for left in (1, 0):
+            response = await client.post(CHAT, json=CHAT_BODY)
+            assert response.status_code == 200
+            assert response.headers["x-ratelimit-limit-requests"] == "2"
+            assert response.headers["x-ratelimit-remaining-requests"] == str(left)
+        # Before its body is read: it may be anything.
+        response = await client.post(CHAT, content=b"\xff")
+        assert (response.status_code, code_of(response)) == (429, "request_rate_exceeded")
+        assert response.headers["retry-after"] == "30"
+        assert response.headers["x-ratelimit-reset-requests"] == "60.000s"
+        assert (await client.get("/v1/models")).status_code == 200
+        other = await client.post(CHAT, json=CHAT_BODY, headers=bearer("secret-2"))
+        assert other.status_code == 200
+        assert not [name for name in other.headers if name.startswith("x-ratelimit")]
+        clock.now_s += 30
+        assert (await client.post("/v1/completions", json=COMPLETION_BODY)).status_code == 200
+    assert edge.sample("sluice_client_requests_total", client="acme", outcome="refused") == 1
+    refused = {"class": "none", "reason": "request_rate_exceeded"}
+    assert edge.sample("sluice_refusals_total", **refused) == 1
+
+
+async def test_tokens_are_counted_as_the_engine_says_once_a_request_has_ended() -> None:
+    clock = Clock()
+    edge = Edge(FarSide(a=serve), config=keyed(key(tokens_per_minute=600)), clock=clock)
+    async with edge.client() as client:
+        client.headers.update(bearer("secret-1"))
+
+        async def left() -> int:
+            response = await client.post(CHAT, content=b"no JSON")
+            return int(response.headers["x-ratelimit-remaining-tokens"])
+
+        body = {**CHAT_BODY, "max_tokens": 500}
+        assert (await client.post(CHAT, json=body)).status_code == 200
+        assert await left() == 600 - 8
+        assert (await client.post(CHAT, json={**body, "stream": True})).status_code == 200
+        assert await left() == 600 - 16
+        # An output that does not fit any more, whatever the prompt.
+        response = await client.post(CHAT, json={**body, "max_tokens": 584})
+        assert (response.status_code, code_of(response)) == (429, "token_rate_exceeded")
+        assert int(response.headers["retry-after"]) == 1
+        edge.side.behaviours["a"] = answer(400, b"{}")
+        assert (await client.post(CHAT, json=body)).status_code == 400
+        assert await left() == 600 - 16
+
+
+async def test_what_is_refused_or_left_pays_for_what_was_done() -> None:
+    clock = Clock()
+    config = keyed(key(tokens_per_minute=600), max_attempts=1)
+    edge = Edge(FarSide(a=stall), FarController("a"), config, clock)
+    async with edge.client() as client:
+        client.headers.update(bearer("secret-1"))
+        body = {**CHAT_BODY, "max_tokens": 500, "stream": True}
+        left = asyncio.create_task(client.post(CHAT, json=body))
+        await edge.side.until(lambda: len(edge.side.live) == 1)
+        await edge.side.let_go()
+        left.cancel()
+        await asyncio.wait([left])
+        await edge.side.until(lambda: not edge.side.live)
+        edge.side.behaviours["a"] = answer(503, b"{}")
+        response = await client.post(CHAT, json=body)
+        assert (response.status_code, code_of(response)) == (503, "replicas_full")
+        # What is said of the refused one still counts what was set aside for it.
+        assert response.headers["x-ratelimit-remaining-tokens"] == str(600 - 8 - 507)
+        # The prompt of the one that left, and its one token.
+        response = await client.post(CHAT, content=b"no JSON")
+        assert response.headers["x-ratelimit-remaining-tokens"] == str(600 - 7 - 1)
+
+
+async def test_the_bodies_inside_are_bounded_together() -> None:
+    config = RouterConfig(max_body_bytes=2_000, max_held_bytes=3_000)
+    edge = Edge(FarSide(a=hang), config=config)
+    body = {**CHAT_BODY, "metadata": {"note": "x" * 1_500}}
+    async with edge.client() as client:
+        first = asyncio.create_task(client.post(CHAT, json=body))
+        await edge.side.until(lambda: len(edge.side.live) == 1)
+        held = edge.sample("sluice_held_body_bytes")
+        assert 1_500 < held < 1_700
+        response = await client.post(CHAT, json=body)
+        assert (response.status_code, code_of(response)) == (503, "router_full")
+        assert response.headers["retry-after"] == "1"
+        assert edge.sample("sluice_held_body_bytes") == held
+        first.cancel()
+        await asyncio.wait([first])
+        await edge.side.until(lambda: not edge.side.live)
+        edge.side.behaviours["a"] = serve
+        assert (await client.post(CHAT, json=body)).status_code == 200
+    assert edge.sample("sluice_held_body_bytes") == 0
+    with pytest.raises(ValidationError, match="max_held_bytes must be at least max_body_bytes"):
+        RouterConfig(max_held_bytes=1 << 20)
+
+
+def test_a_body_that_does_not_fit_leaves_no_trace() -> None:
+    edge = Edge(FarSide(a=serve))
+    budget = BodyBudget(10, edge.metrics.held_bytes)
+    with HeldBytes(budget) as one:
+        one.add(7)
+        with pytest.raises(Exception, match="10 bytes"), HeldBytes(budget) as two:
+            two.add(2)
+            two.add(2)
+        assert budget.held == 7
+    assert budget.held == 0
+
+
+async def test_long_outputs_are_cut_and_long_prompts_refused() -> None:
+    config = keyed(key(max_output_tokens=50, max_prompt_tokens=1_000), max_output_tokens=80)
+    edge = Edge(FarSide(a=serve), config=config)
+    async with edge.client() as client:
+        client.headers.update(bearer("secret-1"))
+        response = await client.post(CHAT, json={**CHAT_BODY, "max_tokens": 70})
+        assert response.headers["x-sluice-clamped"] == "max_tokens=50"
+        response = await client.post(
+            "/v1/completions", json={**COMPLETION_BODY, "prompt": "x" * 5_000}
+        )
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt"
+    assert edge.side.calls[0][1].body["max_tokens"] == 50
+    assert edge.controller.queries[0].output_tokens == 50
+
+
+METRICS = MetricsConfig(keys=(SecretStr("metrics-key"),))
+
+
+@pytest.mark.parametrize(
+    ("config", "secret", "status"),
+    [
+        (RouterConfig(), None, 200),
+        (RouterConfig(metrics=METRICS), None, 200),
+        (keyed(key()), None, 403),
+        (keyed(key()), "secret-1", 403),
+        (keyed(key(), metrics=METRICS), None, 401),
+        (keyed(key(), metrics=METRICS), "secret-1", 401),
+        (keyed(key(), metrics=METRICS), "metrics-key", 200),
+        (keyed(key(), metrics=MetricsConfig(access="open")), None, 200),
+    ],
+)
+async def test_who_reads_the_metrics(config: RouterConfig, secret: str | None, status: int) -> None:
+    async with Edge(FarSide(a=serve), config=config).client() as client:
+        response = await client.get("/metrics", headers=bearer(secret) if secret else {})
+        assert response.status_code == status
+        if secret == "metrics-key":
+            response = await client.get("/v1/models", headers=bearer(secret))
+            assert response.status_code == 401
+
+
+def test_one_key_cannot_open_both() -> None:
+    with pytest.raises(ValidationError, match=r"in api_keys and in metrics\.keys"):
+        keyed(key("metrics-key"), metrics=METRICS)
+
+
+async def test_a_running_router_takes_in_a_new_key_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.auth.POLL_S", 0.01)
+    path = tmp_path / "keys.yaml"
+    path.write_text("- old-key\n")
+    edge = Edge(FarSide(a=serve), config=RouterConfig(api_keys_file=path))
+    async with edge.client() as client, edge.api.router.lifespan_context(edge.api):
+
+        async def status(secret: str) -> int:
+            return (await client.get("/v1/models", headers=bearer(secret))).status_code
+
+        assert (await status("old-key"), await status("new-key")) == (200, 401)
+        path.write_text("- new-key\n")
+        async with asyncio.timeout(10):
+            while await status("new-key") != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await status("old-key") == 401
+        # Not even an empty file opens the door.
+        path.write_text("")
+        async with asyncio.timeout(10):
+            while not edge.sample("sluice_key_file_broken", ring="api"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await status("new-key"), await status("any")) == (200, 401)
