@@ -17,6 +17,11 @@ NAMESPACE = "sluice"
 """Ray namespace of the controller actors."""
 
 _MAX_CONCURRENCY = 10_000
+_CPUS = 0.1
+"""Ray CPUs of a controller. With none at all Ray may start it anywhere: on a head that is to do no
+work, where it ends with the head though the rest of the cluster can outlive that, or on a node that
+counts as idle and is taken away."""
+
 _ASK_TIMEOUT_S = 10.0
 _RETRY_S = 0.1
 _MAX_REPLACED = 3
@@ -46,7 +51,7 @@ def find_or_start(app_name: str, config: ControllerConfig) -> Any:
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
-        num_cpus=0,
+        num_cpus=_CPUS,
         max_restarts=-1,
         max_task_retries=0,
         max_concurrency=_MAX_CONCURRENCY,
