@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +78,17 @@ def test_the_head_takes_no_work_and_its_dashboard_is_not_on_the_network(path: Pa
 def test_the_token_reaches_every_node_and_is_not_in_the_file(path: Path) -> None:
     assert "~/.ray/auth_token" in read(path)["file_mounts"]
     assert "RAY_AUTH_TOKEN=" not in path.read_text(encoding="utf-8")
+
+
+def test_its_image_is_linted_and_ends_without_root() -> None:
+    path = ROOT / "deploy" / "ray" / "Dockerfile"
+    users = [
+        line.split()[1] for line in path.read_text("utf-8").splitlines() if line[:5] == "USER "
+    ]
+    base = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    assert users[0] == "root"
+    assert f"USER {users[-1]}\n" in base, "the user is not that of the image below"
+    linter = Path(sys.executable).with_name("hadolint")
+    if not linter.exists() and not os.environ.get("CI"):
+        pytest.skip("hadolint is not installed")
+    assert subprocess.run([linter, path], check=False).returncode == 0
