@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.experiments import (
     admission,
     annealing,
+    autoscaling,
     best_effort,
     default_policy,
     duration,
@@ -49,5 +50,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         uneven.HETEROGENEOUS,
         uneven.SLOW,
         admission.EXPERIMENT,
+        autoscaling.EXPERIMENT,
     )
 }

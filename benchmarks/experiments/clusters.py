@@ -27,7 +27,7 @@ from scheduling import batching, routing
 from scheduling.length import OracleLengths, TaskLengths
 from scheduling.objective import SLO, GainWeights
 from simulation.cluster import REFUSED, Incident, Node, simulate_cluster
-from simulation.config import ClusterConfig, Role, WhenUnattainable
+from simulation.config import Autoscaling, ClusterConfig, Role, WhenUnattainable
 from simulation.metrics import TPOTMetric, attained, deadline_gain, stages
 from simulation.run import HEADROOM
 from simulation.truth import Belief, Truth
@@ -128,6 +128,7 @@ def run(
     layout: Layout,
     seed: int,
     oracle: bool = False,
+    autoscaling: Autoscaling | None = None,
 ) -> Run:
     """One run.
 
@@ -138,6 +139,7 @@ def run(
         layout: the replicas.
         seed: of the noise, of lost reports and of routers that draw.
         oracle: see :func:`benchmarks.experiments.engines.run`.
+        autoscaling: who changes the numbers of replicas that ``layout`` begins with, if anybody.
     """
     local = system.local
 
@@ -162,6 +164,7 @@ def run(
         OracleLengths(lengths, 0.0, seed) if oracle else TaskLengths(),
         admission=admissions.make_policy(admission) if admission is not None else None,
         nodes=[node_of(own) for own in layout.nodes],
+        autoscaling=autoscaling,
     )
     failures = result.requests.failures
     return Run(result, frozenset(key for key, why in failures.items() if why == REFUSED))

@@ -36,6 +36,10 @@ MakeArrivals = Callable[[float], ArrivalProcess]
 """Makes a process of a mean rate."""
 
 
+_GRID = 200_001
+"""Points between which the sum of a varying rate is taken to be straight."""
+
+
 def _positive(**values: float) -> None:
     for name, value in values.items():
         if not 0 < value < inf:
@@ -137,6 +141,101 @@ class OnOff:
         starts_s = np.sort(phases.uniform(0, busy_s[-1], silences)) if silences else np.empty(0)
         passed_s = np.concatenate([[0.0], np.cumsum(phases.exponential(self.off_s, silences))])
         times: Times = busy_s + passed_s[np.searchsorted(starts_s, busy_s)]
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class Diurnal:
+    """Poisson arrivals whose rate swings like that of a day: a cosine, least at the start.
+
+    Args:
+        rate: mean requests per second over whole periods.
+        period_s: length of the day, seconds.
+        swing: how far the rate goes above and below its mean, as a share of it, from 0 to below 1.
+        begins: where in the day it starts, as a share of the period.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+
+    rate: float
+    period_s: float = 86_400.0
+    swing: float = 0.8
+    begins: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive(rate=self.rate, period_s=self.period_s)
+        if not (0 <= self.swing < 1 and 0 <= self.begins < 1):
+            raise ValueError(
+                f"swing and begins must be from 0 to below 1, got {self.swing} and {self.begins}"
+            )
+
+    @property
+    def description(self) -> str:
+        """The process in words."""
+        return (
+            f"Poisson whose rate swings by {self.swing:.0%} around {self.rate:.4g} requests/s in "
+            f"{self.period_s:g} s"
+        )
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """Poisson arrivals at rate 1, moved to when the sum of the real rate is theirs."""
+        sums = np.cumsum(rng.exponential(size=count)) / self.rate
+        if not count:
+            return sums
+        turn = 2 * np.pi / self.period_s
+        start = self.period_s * self.begins
+        # The sum of the rate is within period * swing / 2 pi of the time.
+        grid = np.linspace(0.0, sums[-1] + self.period_s, _GRID)
+        wave = np.sin(turn * (grid + start)) - np.sin(turn * start)
+        times: Times = np.interp(sums, grid - self.swing * wave / turn, grid)
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class Surges:
+    """A steady load with surges: two rates in turn, each for an exponential time, Poisson in both.
+
+    Args:
+        rate: mean requests per second over all.
+        factor: rate of a surge over that between surges, above 1.
+        surge_s, between_s: mean lengths of a surge and of the time between two, seconds.
+
+    Raises:
+        ValueError: a value that is not positive and finite, or a factor that is not above 1.
+    """
+
+    rate: float
+    factor: float = 4.0
+    surge_s: float = 120.0
+    between_s: float = 240.0
+
+    def __post_init__(self) -> None:
+        _positive(rate=self.rate, surge_s=self.surge_s, between_s=self.between_s)
+        if not 1 < self.factor < inf:
+            raise ValueError(f"factor must be above 1 and finite, got {self.factor}")
+
+    @property
+    def description(self) -> str:
+        """The process in words."""
+        return (
+            f"surges of {self.surge_s:g} s on average at {self.factor:g} times the rate of the "
+            f"{self.between_s:g} s between them, {self.rate:.4g} requests/s over all"
+        )
+
+    def times(self, count: int, rng: np.random.Generator) -> Times:
+        """Poisson arrivals at rate 1, moved to when the sum of the real rate is theirs."""
+        arrivals, phases = rng.spawn(2)
+        sums = np.cumsum(arrivals.exponential(size=count))
+        mean = (self.between_s + self.factor * self.surge_s) / (self.between_s + self.surge_s)
+        low = self.rate / mean
+        turns, reached = [0.0], [0.0]
+        while count and reached[-1] < sums[-1]:
+            surge = len(turns) % 2 == 0
+            lasts_s = phases.exponential(self.surge_s if surge else self.between_s)
+            turns.append(turns[-1] + lasts_s)
+            reached.append(reached[-1] + lasts_s * low * (self.factor if surge else 1.0))
+        times: Times = np.interp(sums, reached, turns)
         return times
 
 

@@ -11,8 +11,9 @@ from scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
 from scheduling.autoscaling.load import Load
 from scheduling.policy import PolicyOptions
 
-FAST_S, SLOW_S = 15.0, 60.0
-"""Time constants of the two means of demand; their difference is its trend."""
+SLOWER = 4.0
+"""Demand has two means; the other one is over so many times ``smoothing_s``, and their difference
+is the trend."""
 
 MOST_GROWTH = 2.0
 """Most that the forecast of demand is above its present mean, as a factor."""
@@ -48,6 +49,12 @@ class HeadRoomOptions(PolicyOptions):
         le=3600,
         description="How long a new replica takes until it serves, seconds: demand is forecast so "
         "far ahead.",
+    )
+    smoothing_s: float = Field(
+        default=15.0,
+        gt=0,
+        le=600,
+        description="Demand is a mean over about so long, seconds: shorter follows bursts.",
     )
     target_load: float = Field(
         default=0.75,
@@ -150,6 +157,11 @@ class HeadRoom(AutoscalingPolicy):
     Options = HeadRoomOptions
     options: HeadRoomOptions
 
+    @property
+    def _slow_s(self) -> float:
+        """Time constant of the slower means."""
+        return SLOWER * self.options.smoothing_s
+
     def decide(self, load: Load, pool: Pool, state: State) -> Decision:
         """See :meth:`AutoscalingPolicy.decide`. ``O(1)``."""
         before = self._memory(load, state)
@@ -203,7 +215,8 @@ class HeadRoom(AutoscalingPolicy):
         """The means with what happened since the last look."""
         last = Load(*before.last)
         passed_s = load.now_s - last.now_s
-        fast, slow = 1.0 - exp(-passed_s / FAST_S), 1.0 - exp(-passed_s / SLOW_S)
+        fast = 1.0 - exp(-passed_s / self.options.smoothing_s)
+        slow = 1.0 - exp(-passed_s / self._slow_s)
         unlearn = 1.0 - exp(-passed_s / UNLEARN_S)
 
         def rate(mean: float, now: float, then: float) -> float:
@@ -234,8 +247,8 @@ class HeadRoom(AutoscalingPolicy):
     def _needed(self, load: Load, pool: Pool, memory: _Memory) -> tuple[int, int, str]:
         """Replicas below which the pool grows, and above which it may shrink, and why."""
         options = self.options
-        trend = (memory.demand_s - memory.slow_s) / (SLOW_S - FAST_S)
-        ahead_s = trend * (options.startup_s + FAST_S)
+        trend = (memory.demand_s - memory.slow_s) / (self._slow_s - options.smoothing_s)
+        ahead_s = trend * (options.startup_s + options.smoothing_s)
         forecast = min(memory.demand_s + max(0.0, ahead_s), MOST_GROWTH * memory.demand_s)
         best_effort = load.best_effort_s / options.best_effort_within_s
         wants = {
@@ -258,7 +271,7 @@ class HeadRoom(AutoscalingPolicy):
         less than was thought; if not, the loss has other causes and is borne.
         """
         options = self.options
-        settle_s = options.startup_s + 2 * SLOW_S
+        settle_s = options.startup_s + 2 * self._slow_s
         busy = memory.grown_s >= 0 and load.now_s - memory.grown_s < settle_s
         if busy or load.ready < pool.target or memory.asked <= 0:
             return memory, ""
@@ -272,7 +285,7 @@ class HeadRoom(AutoscalingPolicy):
             memory = memory._replace(trial=0.0)
         allowed = max(1.0 - options.attainment, MORE_THAN_BORNE * memory.borne)
         # Few in the time over which they are counted are chance.
-        chance = memory.lost * SLOW_S < LEAST_LOST
+        chance = memory.lost * self._slow_s < LEAST_LOST
         if lost <= allowed or chance or needed > pool.target or pool.target >= pool.most:
             return memory, ""
         held = memory.demand_s / load.ready
