@@ -8,6 +8,7 @@ from benchmarks.cli import bench, simulate
 from deploy.commands.config import config
 from deploy.commands.deploy import deploy
 from deploy.commands.drain import drain
+from deploy.commands.keys import keys
 from deploy.commands.options import CONTEXT
 from deploy.commands.policies import policies
 from deploy.commands.profile import profile
@@ -30,6 +31,7 @@ for _command in (
     drain,
     profile,
     config,
+    keys,
     policies,
     bench,
     simulate,

@@ -110,6 +110,11 @@ class KeyRing:
         """Whether no key is needed, as none is configured."""
         return self._file is None and not self._entries
 
+    @property
+    def count(self) -> int:
+        """How many keys are accepted."""
+        return len(self._holders)
+
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
         """Who sent these raw request headers (lower-case names).
 

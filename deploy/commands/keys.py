@@ -1,0 +1,107 @@
+"""``sluice keys``: make API keys and their digests, and check a file of them."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import secrets
+import sys
+from pathlib import Path
+
+import click
+from pydantic import SecretStr, ValidationError
+
+from deploy.commands.exits import Exit, Failure
+from deploy.commands.options import CONFIG_FILE, CONTEXT
+from deploy.commands.options import as_json as json_option
+from deploy.config import load_config
+from router.auth import KeyRing
+from router.config import RouterConfig
+from router.keys import ApiKey, check_entries, digest_of, is_weak
+
+KEY_BYTES = 32
+"""Random bytes of a new key."""
+
+
+@click.group(context_settings=CONTEXT)
+def keys() -> None:
+    """Make API keys and their digests, and check a file of them."""
+
+
+@keys.command()
+@click.option("--name", help="What the client is called in metrics.")
+def new(name: str | None) -> None:
+    """Make a key. The key goes to standard output and is shown this once; the entry for
+    `router.api_keys` or a key file, which does not tell the key, goes to standard error.
+
+    \b
+    Examples:
+      sluice keys new --name acme
+      sluice keys new --name acme > key.txt 2>> keys.yaml
+    """
+    key = f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
+    click.echo(key)
+    click.echo(_entry(key, name), err=True)
+
+
+@keys.command(name="hash")
+@click.option("--name", help="What the client is called in metrics.")
+def hash_key(name: str | None) -> None:
+    """Print the entry for `router.api_keys` or a key file that accepts a key without telling it.
+
+    The key is read from standard input, so that no history of commands and no list of processes
+    shows it; from a terminal it is asked for.
+
+    \b
+    Examples:
+      sluice keys hash --name acme
+      sluice keys hash < key.txt >> keys.yaml
+    """
+    key = getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline(1 << 16)
+    click.echo(_entry(key.strip("\r\n"), name))
+
+
+@keys.command()
+@click.argument("path", metavar="FILE", type=CONFIG_FILE)
+@click.option("--config", "config_path", type=CONFIG_FILE, help="Whose classes keys may name.")
+@json_option
+def check(path: Path, config_path: Path | None, as_json: bool) -> None:
+    """Check FILE, a YAML list of keys, before routers read it. They keep their keys where it is
+    wrong, so a wrong file is found here or in their log.
+
+    \b
+    Examples:
+      sluice keys check keys.yaml
+      sluice keys check keys.yaml --config sluice.yaml
+    """
+    try:
+        router = RouterConfig() if config_path is None else load_config(config_path).router
+        accepted = KeyRing(router.api_keys, path, router.classes).count
+        problem = None
+    except (ValueError, OSError) as error:
+        accepted, problem = 0, str(error)
+    if as_json:
+        result = {"valid": problem is None, "accepted": accepted, "problem": problem}
+        click.echo(json.dumps(result, indent=2))
+    elif problem is None:
+        click.echo(f"{path}: valid, {accepted} keys are accepted")
+    else:
+        click.echo(problem, err=True)
+    if problem is not None:
+        raise SystemExit(Exit.FAILED)
+
+
+def _entry(key: str, name: str | None) -> str:
+    """A line of a key file."""
+    entry = SecretStr(key)
+    try:
+        check_entries([entry], (), "the key")
+        ApiKey(key=entry, name=name)
+    except ValidationError as error:
+        raise Failure(Exit.USAGE, f"--name: {error.errors()[0]['msg']}") from None
+    except ValueError as error:
+        raise Failure(Exit.FAILED, str(error)) from None
+    if is_weak(entry):
+        click.echo("this key is short: one of `sluice keys new` cannot be guessed", err=True)
+    fields = f"sha256: {digest_of(entry).hex()}"
+    return f"- {{name: {json.dumps(name)}, {fields}}}" if name else f"- {{{fields}}}"
