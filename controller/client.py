@@ -55,6 +55,24 @@ _log = logging.getLogger(__name__)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
+class CallMetrics:
+    """What a process counts of its calls to the controller."""
+
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        self.outcomes = Counter(
+            "sluice_controller_calls",
+            "What became of the calls to the controller, single decisions counted each.",
+            ("method", "outcome"),
+            registry=registry,
+        )
+        self.batches = Histogram(
+            "sluice_controller_batch_queries",
+            "Decisions asked for in one call to the controller.",
+            buckets=_BATCH_BUCKETS,
+            registry=registry,
+        )
+
+
 class ControllerClient:
     """One process's access to its application's controller.
 
@@ -80,18 +98,7 @@ class ControllerClient:
         self._queries: Coalescer[RouteQuery, RouteDecision] = Coalescer(
             self._send_queries, self._release_unwanted, timeout_s
         )
-        self._outcomes = Counter(
-            "sluice_controller_calls",
-            "What became of the calls to the controller, single decisions counted each.",
-            ("method", "outcome"),
-            registry=registry,
-        )
-        self._batches = Histogram(
-            "sluice_controller_batch_queries",
-            "Decisions asked for in one call to the controller.",
-            buckets=_BATCH_BUCKETS,
-            registry=registry,
-        )
+        self._metrics = CallMetrics(registry)
         self._closed: frozenset[str] = frozenset()
         self._released: dict[int, None] = {}
         self._gone: dict[str, None] = {}
@@ -253,7 +260,7 @@ class ControllerClient:
         await self._link.close()
 
     async def _send_queries(self, queries: list[RouteQuery], left_s: float) -> list[RouteDecision]:
-        self._batches.observe(len(queries))
+        self._metrics.batches.observe(len(queries))
         reply: RouteReply
         if self._channel.open:
             reply = await self._channel.route(queries, left_s)
@@ -329,4 +336,4 @@ class ControllerClient:
             self._notice_task = None
 
     def _count(self, method: str, outcome: str) -> None:
-        self._outcomes.labels(method, outcome).inc()
+        self._metrics.outcomes.labels(method, outcome).inc()

@@ -18,6 +18,7 @@ from deploy.config import SluiceConfig, parse_config
 from deploy.models import ModelConfig, ModelFleet
 from replica.deployment import ReplicaServer
 from router.app import Router, ServedModel
+from telemetry.config import TelemetryConfig
 
 REPLICA_DEPLOYMENT = "Replica"
 ROUTER_DEPLOYMENT = "Router"
@@ -30,9 +31,13 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
     """The application for ``args``: a :class:`SluiceConfig`, or a mapping with its fields.
 
     Raises:
-        ValueError: a field is unknown or out of range.
+        ValueError: a field is unknown or out of range, or the admin API would be open to whoever
+            reaches the cluster's port.
     """
     config = args if isinstance(args, SluiceConfig) else parse_config(args)
+    if config.router.admin.access == "open" and not isinstance(args, SluiceConfig):
+        # There, Serve's own options say where HTTP listens, and not `router.host`.
+        raise ValueError("router.admin.access: open is for `sluice serve` only; configure keys")
     router = serve.deployment(Router).options(
         name=ROUTER_DEPLOYMENT,
         num_replicas=config.router.replicas,
@@ -49,7 +54,10 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         for fleet in config.fleets
     )
     return router.bind(
-        {fleet.model: _replicas(fleet) for fleet in config.fleets}, models, config.router
+        {fleet.model: _replicas(fleet, config.telemetry) for fleet in config.fleets},
+        models,
+        config.router,
+        config.telemetry,
     )
 
 
@@ -58,7 +66,7 @@ def deployment_name(key: str | None) -> str:
     return REPLICA_DEPLOYMENT if key is None else f"{REPLICA_DEPLOYMENT}-{key}"
 
 
-def _replicas(fleet: ModelFleet) -> Application:
+def _replicas(fleet: ModelFleet, telemetry: TelemetryConfig) -> Application:
     """The replicas of one model."""
     config, key = fleet.config, fleet.key
     autoscaling = config.replica.autoscaling
@@ -85,7 +93,7 @@ def _replicas(fleet: ModelFleet) -> Application:
             },
         ),
     )
-    return replicas.bind(config.engine, config.replica, config.controller, key)
+    return replicas.bind(config.engine, config.replica, config.controller, key, telemetry)
 
 
 def gpus_per_replica(config: SluiceConfig | ModelConfig) -> float:

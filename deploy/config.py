@@ -13,6 +13,7 @@ from controller.config import ControllerConfig
 from deploy.models import MAX_MODELS, ModelConfig, ModelFleet, ModelName, key_of, with_shared
 from replica.config import EngineConfig, ReplicaConfig
 from router.config import RouterConfig
+from telemetry.config import TelemetryConfig
 
 
 class SluiceConfig(BaseModel):
@@ -33,6 +34,9 @@ class SluiceConfig(BaseModel):
     )
     router: RouterConfig = Field(
         default_factory=RouterConfig, description="The router replicas and what they accept."
+    )
+    telemetry: TelemetryConfig = Field(
+        default_factory=TelemetryConfig, description="Log lines and traces of requests."
     )
     models: dict[ModelName, ModelConfig] = Field(
         default_factory=dict,

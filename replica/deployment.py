@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -19,6 +20,11 @@ from replica.engine import Engine, EngineRequest, ResponseItem
 from replica.metrics import ReplicaCollector
 from replica.server import Replica
 from replica.simulated_engine import SimulatedEngine
+from telemetry.config import TelemetryConfig
+from telemetry.logs import configure_logs
+from telemetry.tracing import make_tracer
+
+_PLAIN = TelemetryConfig()
 
 
 LOAD_REPORTERS = 3
@@ -36,9 +42,11 @@ class ReplicaServer:
         replica: limits and periods.
         controller: to create the controller where there is none.
         key: of its model, where the application has several; see :func:`fleet_name`.
+        telemetry: how it logs, and whether it traces.
 
     Raises:
-        ValueError: a configured latency profile is not one.
+        ValueError: a configured latency profile is not one; or it should trace, and OpenTelemetry
+            is not installed.
         EngineDeadError: the engine could not start.
     """
 
@@ -48,9 +56,13 @@ class ReplicaServer:
         replica: ReplicaConfig,
         controller: ControllerConfig,
         key: str | None = None,
+        telemetry: TelemetryConfig = _PLAIN,
     ) -> None:
         context = serve.get_replica_context()
         replica_id = context.replica_id.unique_id
+        process = f"replica-{replica_id}"
+        configure_logs(telemetry.logs, process)
+        self._tracer = make_tracer(telemetry.tracing, process)
         registry = CollectorRegistry(auto_describe=False)
         self._client = ControllerClient(
             fleet_name(context.app_name, key), controller, registry=registry
@@ -58,16 +70,26 @@ class ReplicaServer:
         self._replica = Replica(
             replica_id,
             ray.get_runtime_context().get_node_id(),
-            make_engine(engine, replica_id, replica.max_live_requests, context.rank.local_rank),
+            make_engine(
+                engine,
+                replica_id,
+                replica.max_live_requests,
+                context.rank.local_rank,
+                traced=self._tracer is not None,
+            ),
             replica,
             self._client,
+            self._tracer,
         )
         registry.register(
             ReplicaCollector(
-                replica_id, self._replica.engine.state, lambda: self._replica.live_requests
+                replica_id,
+                self._replica.engine.state,
+                lambda: self._replica.live_requests,
+                replica.least,
             )
         )
-        self._pusher = MetricsPusher(self._client, registry, source=f"replica-{replica_id}")
+        self._pusher = MetricsPusher(self._client, registry, source=process)
         try:
             await self._replica.start()
         except BaseException:
@@ -129,10 +151,15 @@ class ReplicaServer:
         await self._pusher.stop()
         await self._replica.stop()
         await self._client.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.shutdown)
 
 
-def make_engine(config: EngineConfig, replica_id: str, max_live_requests: int, rank: int) -> Engine:
-    """The engine that ``config`` asks for. ``rank`` numbers the replicas of a host, for pinning.
+def make_engine(
+    config: EngineConfig, replica_id: str, max_live_requests: int, rank: int, traced: bool = False
+) -> Engine:
+    """The engine that ``config`` asks for. ``rank`` numbers the replicas of a host, for pinning;
+    ``traced`` asks for the times that spans need.
 
     Raises:
         ValueError: a configured latency profile is not one.
@@ -144,7 +171,7 @@ def make_engine(config: EngineConfig, replica_id: str, max_live_requests: int, r
     from replica.vllm_engine import VllmEngine
 
     core = _core(rank) if config.pin_cpu else None
-    return VllmEngine(config, replica_id, max_live_requests, core)
+    return VllmEngine(config, replica_id, max_live_requests, core, traced)
 
 
 def _core(rank: int) -> int:

@@ -7,8 +7,8 @@ templates, tools, log probabilities and errors are the engine's own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -17,7 +17,11 @@ from scheduling.objective import SLO
 from scheduling.prefix import NO_PREFIX, PromptPrefix
 from scheduling.state import EngineState
 
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
+
+UNSCHEDULED: frozenset[Endpoint] = frozenset(("tokenize", "detokenize"))
+"""Endpoints whose requests never reach an engine's scheduler: they have no objective, and any
+replica answers them."""
 
 EVENT_STREAM = "text/event-stream"
 """Media type of a streamed response's head."""
@@ -51,6 +55,7 @@ class EngineRequest:
             request's age from there, so no two hosts need the same clock.
         best_effort: nothing was promised to it; it runs on what the others leave.
         prefix: how its prompt begins, so that the replica can say later what it holds of it.
+        trace: the W3C trace context that it is traced in, by header; empty: it is not traced.
 
     Raises:
         ValueError: ``waited_s`` is negative or not finite.
@@ -63,6 +68,7 @@ class EngineRequest:
     waited_s: float = 0.0
     best_effort: bool = False
     prefix: PromptPrefix = NO_PREFIX
+    trace: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 <= self.waited_s < inf:
@@ -90,11 +96,13 @@ class ResponseTail(NamedTuple):
 
     ``token_offsets_s`` is filled for plain (not streamed) responses only: for each output token of
     the first choice, when it left the engine, in seconds after the request reached the replica.
+    ``queued_s`` is the time from there to the first batch that it was in, where the engine tells.
     """
 
     prompt_tokens: int
     output_tokens: int
     token_offsets_s: tuple[float, ...] = ()
+    queued_s: float | None = None
 
 
 ResponseItem = ResponseHead | ResponseChunk | ResponseTail

@@ -62,6 +62,7 @@ class ReplicaCollector(Collector):
         replica_id: value of the label ``replica``.
         read_state: the engine's state; may raise ``RuntimeError`` where the engine is gone.
         live_requests: API calls that the replica serves now.
+        configured: fewest replicas that there should be of its model.
     """
 
     def __init__(
@@ -69,10 +70,12 @@ class ReplicaCollector(Collector):
         replica_id: str,
         read_state: Callable[[], EngineState],
         live_requests: Callable[[], int],
+        configured: int,
     ) -> None:
         self._replica_id = replica_id
         self._read_state = read_state
         self._live_requests = live_requests
+        self._configured = configured
 
     def describe(self) -> list[Metric]:
         """Nothing: the state need not be readable yet when this is registered."""
@@ -84,6 +87,11 @@ class ReplicaCollector(Collector):
             "sluice_replica_live_requests",
             "API calls that a replica serves now.",
             self._live_requests(),
+        )
+        yield self._gauge(
+            "sluice_configured_replicas",
+            "Fewest replicas that there should be, as each one was told.",
+            self._configured,
         )
         try:
             summary = self._read_state().summary

@@ -138,6 +138,13 @@ def parse_call(endpoint: Endpoint, body: dict[str, Any], model: str, max_model_t
     Raises:
         RequestError: it is not valid, asks for another model, or is too long for this one.
     """
+    if endpoint not in ("chat", "completions"):
+        raise RequestError(
+            f"The simulated engine does not offer {endpoint}; it offers chat and completions.",
+            "model",
+            404,
+            "NotFoundError",
+        )
     try:
         parsed = (_Chat if endpoint == "chat" else _Completion).model_validate(body)
     except ValidationError as error:

@@ -98,6 +98,10 @@ def profile_key(vllm_config: Any, config: EngineConfig) -> str:
         # It is measured under the policy, and is good for the batches that this one makes.
         "policy": config.policy,
     }
+    if model.runner_type != "generate":
+        parts["runner"] = model.runner_type
+    if vllm_config.lora_config is not None:
+        parts["lora"] = vllm_config.lora_config.max_loras
     return json.dumps(parts, sort_keys=True)
 
 
@@ -204,7 +208,7 @@ class _Load:
                 group.create_task(self._request(prompt_tokens, output_tokens))
 
     async def _request(self, prompt_tokens: int, output_tokens: int) -> None:
-        from vllm import SamplingParams
+        from vllm import PoolingParams, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         self._serial += 1
@@ -213,13 +217,22 @@ class _Load:
             "prompt_token_ids": self._chance.choices(range(low, self._vocabulary), k=prompt_tokens)
         }
         name = f"profile-{self._serial}"
+        xargs = to_xargs(RequestArgs(name, time.monotonic(), _SLO))
+        if self._llm.vllm_config.model_config.runner_type == "pooling":
+            task = self._llm.vllm_config.model_config.get_pooling_task(
+                await self._llm.get_supported_tasks()
+            )
+            pooling = PoolingParams(task=task, extra_kwargs=xargs)
+            async for _ in self._llm.encode(prompt, pooling, name):
+                pass
+            return
         params = SamplingParams(
             temperature=0.0,
             max_tokens=output_tokens,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=to_xargs(RequestArgs(name, time.monotonic(), _SLO)),
+            extra_args=xargs,
         )
         async for _ in self._llm.generate(prompt, params, name):
             pass

@@ -16,6 +16,7 @@ from typing import Any
 
 from replica.config import ReplicaConfig
 from replica.engine import (
+    UNSCHEDULED,
     Engine,
     EngineInfo,
     EngineRequest,
@@ -28,7 +29,10 @@ from replica.engine import (
 )
 from replica.openai_format import error_body
 from replica.reporter import Membership, Reporter, ReportTarget
+from replica.request_trace import RequestTrace
 from scheduling.state import SUMMARY
+from telemetry.logs import of_request
+from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +92,7 @@ class Replica:
         engine: not started yet.
         config: limits and periods.
         target: the controller's client.
+        tracer: makes spans of requests that are traced; ``None``: tracing is off.
     """
 
     def __init__(
@@ -97,12 +102,14 @@ class Replica:
         engine: Engine,
         config: ReplicaConfig,
         target: ReportTarget,
+        tracer: Tracer | None = None,
     ) -> None:
         self.replica_id = replica_id
         self._node_id = node_id
         self._engine = engine
         self._config = config
         self._target = target
+        self._tracer = tracer
         self._pumps: set[asyncio.Task[None]] = set()
         self._open_responses = 0
         self._idle = asyncio.Event()
@@ -154,7 +161,8 @@ class Replica:
             yield self._refusal()
             return
         response = _Response()
-        pump = asyncio.create_task(self._pump(request, response))
+        with of_request(request.request_id):
+            pump = asyncio.create_task(self._pump(request, response))
         self._pumps.add(pump)
         self._open_responses += 1
         self._idle.clear()
@@ -180,11 +188,20 @@ class Replica:
 
     async def _pump(self, request: EngineRequest, response: _Response) -> None:
         """Carry the engine's items to the response, until the end or a cancellation."""
-        async with aclosing(self._engine.generate(request)) as items:  # type: ignore[type-var]
-            async for item in items:
-                if isinstance(item, ResponseHead):
-                    item = item._replace(replica_id=self.replica_id)
-                await response.put(item)
+        trace = RequestTrace.begin(self._tracer, request) if self._tracer is not None else None
+        if trace is not None:
+            request = trace.request
+        try:
+            async with aclosing(self._engine.generate(request)) as items:  # type: ignore[type-var]
+                async for item in items:
+                    if isinstance(item, ResponseHead):
+                        item = item._replace(replica_id=self.replica_id)
+                    if trace is not None:
+                        trace.saw(item)
+                    await response.put(item)
+        finally:
+            if trace is not None:
+                trace.end()
 
     def _finish(
         self, request: EngineRequest, response: _Response, pump: asyncio.Task[None]
@@ -197,7 +214,7 @@ class Replica:
 
     def _report_finished(self, request: EngineRequest) -> None:
         """End the controller's reservation, also where the request never was in the engine."""
-        if self._reporter is not None:
+        if self._reporter is not None and request.endpoint not in UNSCHEDULED:
             self._reporter.finished(request_key(request.request_id))
 
     def _check_idle(self) -> None:

@@ -61,6 +61,7 @@ class _LiveCall:
         "received_s",
         "request_id",
         "sequences",
+        "started_s",
         "stream",
     )
 
@@ -72,6 +73,7 @@ class _LiveCall:
         self.emitted = [0] * call.choices
         self.left = call.choices
         self.first_choice_s: list[float] = []
+        self.started_s: float | None = None
         self.progress = asyncio.Event()
         self.aborted = False
 
@@ -161,7 +163,9 @@ class SimulatedEngine:
             if not live.aborted:
                 offsets = () if call.stream else tuple(live.first_choice_s)
                 prompt_tokens = sum(prompt.tokens for prompt in call.prompts)
-                yield ResponseTail(prompt_tokens, sum(live.emitted), offsets)
+                started_s = received_s if live.started_s is None else live.started_s
+                queued_s = started_s - received_s
+                yield ResponseTail(prompt_tokens, sum(live.emitted), offsets, queued_s)
         finally:
             self._drop(live)
 
@@ -260,6 +264,9 @@ class SimulatedEngine:
                 step = core.begin(now_s)
                 if step is None:
                     continue
+                for sequence, _ in step.ran:
+                    if sequence.owner.started_s is None:
+                        sequence.owner.started_s = now_s
                 deadline_s += step.seconds
                 # Also yields to the other tasks when there is nothing to wait for.
                 await asyncio.sleep(max(0.0, deadline_s - self._clock()))

@@ -8,7 +8,9 @@ call. vLLM's OpenAI layer sits on top of it and does not notice.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from replica.vllm_args import ID
+
+CURRENT_CALL: ContextVar[ApiCall | None] = ContextVar("CURRENT_CALL", default=None)
+"""The API call that this task serves, where vLLM's requests do not say it."""
 
 
 class AbortedError(ValueError):
@@ -36,6 +41,9 @@ class ApiCall:
         offsets_s: of the first choice's tokens of a plain response, seconds after ``received_s``.
         failure: what ended one of its engine requests other than a client's mistake.
         aborted: it was stopped from outside.
+        trace: the W3C trace context for vLLM's own span; empty: it makes none.
+        xargs: Sluice's arguments of its engine requests.
+        stats: vLLM's times of its first prompt, where vLLM keeps them.
     """
 
     received_s: float
@@ -46,6 +54,15 @@ class ApiCall:
     offsets_s: list[float] = field(default_factory=list)
     failure: BaseException | None = None
     aborted: bool = False
+    trace: Mapping[str, str] = field(default_factory=dict)
+    xargs: Mapping[str, str | int | float] = field(default_factory=dict)
+    stats: Any = None
+
+    @property
+    def queued_s(self) -> float | None:
+        """Seconds from ``received_s`` to its first batch, where vLLM tells."""
+        scheduled_s = getattr(self.stats, "scheduled_ts", 0.0)
+        return max(0.0, scheduled_s - self.received_s) if scheduled_s else None
 
 
 class WatchedLLM(AsyncLLM):
@@ -76,12 +93,41 @@ class WatchedLLM(AsyncLLM):
             if call.aborted:
                 raise AbortedError("the request was aborted")
             call.engine_ids.append(request_id)
+            if call.trace and self.observability_config.otlp_traces_endpoint is not None:
+                kwargs["trace_headers"] = call.trace
             if plain:
                 sampling_params = copy(sampling_params)
                 sampling_params.output_kind = RequestOutputKind.CUMULATIVE
         source = super().generate(prompt, sampling_params, request_id, *args, **kwargs)
         first = call is not None and len(call.engine_ids) == 1
         watched = source if call is None else _watch(source, call, plain, first)
+        async with aclosing(self._timed(source, watched)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def encode(
+        self, prompt: Any, pooling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As ``AsyncLLM.encode``, with the call's record kept. What it computes counts as one
+        output token, when it is there: the first input's is the one that is timed."""
+        call = CURRENT_CALL.get()
+        if call is not None:
+            if call.aborted:
+                raise AbortedError("the request was aborted")
+            call.engine_ids.append(request_id)
+            # Shared by all prompts of a call.
+            pooling_params = pooling_params.clone()
+            pooling_params.extra_kwargs = {**(pooling_params.extra_kwargs or {}), **call.xargs}
+        source = super().encode(prompt, pooling_params, request_id, *args, **kwargs)
+        watched = (
+            source if call is None else _watch_encoded(source, call, len(call.engine_ids) == 1)
+        )
+        async with aclosing(self._timed(source, watched)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _timed(self, source: Any, watched: Any) -> AsyncGenerator[Any, None]:
+        """Pass on the outputs of ``watched``, which is around ``source``; see :attr:`waits`."""
         key = id(source)
         try:
             while True:
@@ -107,6 +153,8 @@ async def _watch(
         async for output in source:
             if not counted:
                 call.prompt_tokens += len(output.prompt_token_ids or ())
+                if first_prompt:
+                    call.stats = output.metrics
             for choice in output.outputs:
                 before = counted.get(choice.index, 0)
                 # Cumulative outputs repeat the tokens before, deltas do not.
@@ -124,6 +172,21 @@ async def _watch(
             elif output.finished:
                 output.outputs = [finished[index] for index in sorted(finished)]
                 yield output
+    except Exception as error:
+        call.failure = error
+        raise
+
+
+async def _watch_encoded(source: Any, call: ApiCall, first: bool) -> AsyncGenerator[Any, None]:
+    """Pass on the output of one prompt that is encoded, counted."""
+    try:
+        async for output in source:
+            if output.finished:
+                call.prompt_tokens += len(output.prompt_token_ids or ())
+                call.output_tokens += 1
+                if first:
+                    call.offsets_s.append(time.monotonic() - call.received_s)
+            yield output
     except Exception as error:
         call.failure = error
         raise

@@ -20,6 +20,8 @@ from pydantic import ValidationError
 from replica.config import EngineConfig
 from replica.engine import (
     EVENT_STREAM,
+    UNSCHEDULED,
+    Endpoint,
     EngineDeadError,
     EngineInfo,
     EngineRequest,
@@ -34,6 +36,7 @@ from replica.openai_format import RequestError
 from replica.profiling import latency_profile
 from replica.state_table import StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, reserved_keys, to_xargs
+from replica.vllm_serving import Serving, event_bytes, response_bytes
 from replica.vllm_setup import (
     Launched,
     client_error_types,
@@ -70,6 +73,7 @@ class VllmEngine:
         replica_id: names its batch log.
         max_live_requests: most API calls at once; the state table holds several rows for each.
         cpu_core: where it computes on CPUs and ``config.pin_cpu`` is set, the core for it.
+        traced: keep the times that spans are made of; it costs some time of each step.
 
     Raises:
         ValueError: an argument that vLLM does not know, or that is Sluice's to set.
@@ -81,15 +85,16 @@ class VllmEngine:
         replica_id: str,
         max_live_requests: int,
         cpu_core: int | None = None,
+        traced: bool = False,
     ) -> None:
         self._config = config
         self._replica_id = replica_id
         self._cpu_core = cpu_core if config.pin_cpu else None
+        self._traced = traced
         self._table_capacity = table_capacity(max_live_requests)
         self._table = StateTable.create(self._table_capacity)
         self._llm: Any = None
-        self._serving: dict[str, Any] = {}
-        self._request_types: dict[str, Any] = {}
+        self._servings: dict[Endpoint, Serving] = {}
         self._models: Any = None
         self._hung_after_s = _HUNG_AFTER_S
         self._idle = asyncio.Event()
@@ -112,12 +117,11 @@ class VllmEngine:
             model = str(await asyncio.to_thread(local_model, config.cache_dir))
         else:
             model = config.model
-        name = config.served_model_name or config.model
+        name = config.served_name
         started_s = time.monotonic()
         launched = await self._launch(model, name)
         self._llm = launched.llm
-        self._serving = {"chat": launched.chat, "completions": launched.completions}
-        self._request_types = launched.request_types
+        self._servings = launched.servings
         self._models = launched.models
         logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
         return await self._describe(name, explicit)
@@ -138,7 +142,8 @@ class VllmEngine:
                 batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
                 cpu_core=self._cpu_core,
             )
-            return await launch(parse_arguments(config.vllm_args, model, name, settings))
+            arguments = parse_arguments(config.vllm_args, model, name, settings, self._traced)
+            return await launch(arguments)
 
     async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:
         vllm_config = self._llm.vllm_config
@@ -182,16 +187,17 @@ class VllmEngine:
             raise EngineDeadError(_NOT_STARTED)
         from replica.vllm_client import ApiCall
 
-        call = ApiCall(time.monotonic())
+        call = ApiCall(time.monotonic(), trace=request.trace)
         try:
-            body = self._parse(request, call.received_s)
+            serving = self._serving_of(request.endpoint)
+            body = self._parse(request, serving, call)
         except RequestError as error:
             for item in _refusal(error.status, error.body()):
                 yield item
             return
         self._llm.calls[request.request_id] = call
         self._idle.clear()
-        pieces = self._respond(request, body, call)
+        pieces = self._respond(serving, body, call)
         ended = False
         try:
             async for item in pieces:
@@ -200,7 +206,25 @@ class VllmEngine:
         finally:
             await self._leave(request.request_id, call, pieces, ended)
 
-    def _parse(self, request: EngineRequest, received_s: float) -> Any:
+    def _serving_of(self, endpoint: Endpoint) -> Serving:
+        """What serves ``endpoint``.
+
+        Raises:
+            RequestError: the model does not offer it.
+        """
+        serving = self._servings.get(endpoint)
+        if serving is None:
+            offered = ", ".join(sorted(self._servings))
+            raise RequestError(
+                f"The model {self._config.served_name!r} does not offer {endpoint}; it offers "
+                f"{offered}.",
+                "model",
+                404,
+                "NotFoundError",
+            )
+        return serving
+
+    def _parse(self, request: EngineRequest, serving: Serving, call: ApiCall) -> Any:
         """The body as vLLM's own request type, with Sluice's arguments in it.
 
         Raises:
@@ -221,15 +245,19 @@ class VllmEngine:
             )
         args = RequestArgs(
             request.request_id,
-            received_s - request.waited_s,
+            call.received_s - request.waited_s,
             request.slo,
             request.best_effort,
             request.prefix,
         )
-        body["vllm_xargs"] = {**(extra or {}), **to_xargs(args)}
-        body["request_id"] = request.request_id
+        call.xargs = to_xargs(args)
+        if serving.generates:
+            body["vllm_xargs"] = {**(extra or {}), **call.xargs}
+        if request.endpoint not in UNSCHEDULED:
+            prefix = "resp_" if request.endpoint == "responses" else ""
+            body["request_id"] = prefix + request.request_id
         try:
-            return self._request_types[request.endpoint].model_validate(body)
+            return serving.body.validate_python(body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             field = ".".join(str(part) for part in first["loc"]) or None
@@ -242,14 +270,12 @@ class VllmEngine:
             raise RequestError(f"The body is malformed: {error}", None) from error
 
     async def _respond(
-        self, request: EngineRequest, body: Any, call: ApiCall
+        self, serving: Serving, body: Any, call: ApiCall
     ) -> AsyncIterator[ResponseItem]:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from replica.vllm_client import CURRENT_CALL
 
-        serving = self._serving[request.endpoint]
-        chat = isinstance(body, ChatCompletionRequest)
-        create = serving.create_chat_completion if chat else serving.create_completion
-        response = await self._create(serving, create(body), call)
+        CURRENT_CALL.set(call)
+        response = await self._create(serving.layer, serving.create(body, None), call)
         error = getattr(response, "error", None)
         if error is not None:
             if not call.aborted:
@@ -261,9 +287,11 @@ class VllmEngine:
                 yield item
         elif not call.aborted:
             yield ResponseHead(200, "application/json")
-            yield ResponseChunk(response.model_dump_json().encode(), call.unsent_tokens)
+            yield ResponseChunk(response_bytes(response), call.unsent_tokens)
         if not call.aborted:
-            yield ResponseTail(call.prompt_tokens, call.output_tokens, tuple(call.offsets_s))
+            yield ResponseTail(
+                call.prompt_tokens, call.output_tokens, tuple(call.offsets_s), call.queued_s
+            )
 
     async def _create(self, serving: Any, creation: Any, call: ApiCall) -> Any:
         """vLLM's response, or its error response.
@@ -300,7 +328,7 @@ class VllmEngine:
                     begun = True
                     yield ResponseHead(200, EVENT_STREAM)
                 tokens, call.unsent_tokens = call.unsent_tokens, 0
-                yield ResponseChunk(event.encode(), tokens)
+                yield ResponseChunk(event_bytes(event), tokens)
         finally:
             await response.aclose()
 

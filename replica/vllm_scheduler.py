@@ -398,8 +398,10 @@ def _has_stale_output(request: Request) -> bool:
 
 
 def _request_args(request: Request) -> RequestArgs:
-    params = request.sampling_params
-    extra = params.extra_args if params is not None else None
+    if request.pooling_params is not None:
+        extra = request.pooling_params.extra_kwargs
+    else:
+        extra = request.sampling_params.extra_args if request.sampling_params else None
     now_s = time.monotonic()
     try:
         return from_xargs(extra, request.request_id, now_s)

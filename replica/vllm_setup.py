@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
+from replica.engine import Endpoint
 from replica.vllm_args import SchedulerSettings
+from replica.vllm_serving import Serving, servings
 
 RESERVED_ARGUMENTS = frozenset(
     {
@@ -41,10 +43,8 @@ class Launched(NamedTuple):
     """A started engine with vLLM's OpenAI serving layer on it."""
 
     llm: Any
-    chat: Any
-    completions: Any
     models: Any
-    request_types: dict[str, Any]
+    servings: dict[Endpoint, Serving]
 
 
 def prepare_environment(model: str, one_thread: bool) -> None:
@@ -83,9 +83,16 @@ survive_module_scan()
 
 
 def parse_arguments(
-    given: dict[str, Any], model: str, served_name: str, settings: SchedulerSettings
+    given: dict[str, Any],
+    model: str,
+    served_name: str,
+    settings: SchedulerSettings,
+    keep_times: bool = False,
 ) -> Any:
     """vLLM's parsed arguments from those ``given``, by command-line name without dashes.
+
+    Args:
+        keep_times: have vLLM note of each request when it was first scheduled.
 
     Raises:
         ValueError: an argument that vLLM refuses, or that is reserved.
@@ -109,7 +116,8 @@ def parse_arguments(
         "scheduler-cls": "replica.vllm_scheduler.make_scheduler",
         "scheduling-policy": "fcfs",
         "additional-config": settings.to_additional_config(),
-        "disable-log-stats": True,
+        # vLLM's own tracing fails without its times.
+        "disable-log-stats": None if keep_times or "otlp-traces-endpoint" in arguments else True,
     }
     errors = io.StringIO()
     try:
@@ -133,8 +141,6 @@ async def launch(arguments: Any) -> Launched:
     """
     from starlette.datastructures import State
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.usage.usage_lib import UsageContext
 
     from replica.vllm_client import WatchedLLM
@@ -152,17 +158,13 @@ async def launch(arguments: Any) -> Launched:
     # The engine process checks, too, but its reasons end up in its log only.
     check_config(vllm_config)
     llm = WatchedLLM.from_vllm_config(
-        vllm_config=vllm_config, usage_context=context, disable_log_stats=True
+        vllm_config=vllm_config,
+        usage_context=context,
+        disable_log_stats=engine_args.disable_log_stats,
     )
     state = State()
     await init_app_state(llm, state, arguments, supported_tasks=await llm.get_supported_tasks())
-    return Launched(
-        llm,
-        state.openai_serving_chat,
-        state.openai_serving_completion,
-        state.openai_serving_models,
-        {"chat": ChatCompletionRequest, "completions": CompletionRequest},
-    )
+    return Launched(llm, state.openai_serving_models, servings(state))
 
 
 def client_error_types() -> tuple[type[Exception], ...]:
@@ -186,6 +188,10 @@ def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
     return defaults
 
 
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
 def _command_line(arguments: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in arguments.items():
@@ -193,10 +199,8 @@ def _command_line(arguments: dict[str, Any]) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, dict):
-            words += [f"--{name}", json.dumps(value)]
         elif isinstance(value, list | tuple):
-            words += [f"--{name}", *(str(item) for item in value)]
+            words += [f"--{name}", *map(_word, value)]
         else:
-            words += [f"--{name}", str(value)]
+            words += [f"--{name}", _word(value)]
     return words

@@ -51,6 +51,7 @@ _REQUEST_NAMES = (
     "num_output_tokens",
     "num_prompt_tokens",
     "num_tokens",
+    "pooling_params",
     "sampling_params",
     "skip_reading_prefix_cache",
     "status",

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from replica.engine import EVENT_STREAM, ResponseChunk, ResponseHead, ResponseItem, ResponseTail
 from router.errors import Reason
 from scheduling.routing.base import Tier
+from telemetry.tracing import Span
 
 
 class ReplicaFailedError(Exception):
@@ -59,14 +60,22 @@ class Answer:
         waited_s: the request's age when it was sent to the replica.
         tier: ``GUARANTEED`` if its objective was promised.
         predicted_ttft_s: from the request's arrival to the first token, where that was promised.
+        span: of this attempt, where the request is traced; it ends with :meth:`close`.
     """
 
-    def __init__(self, stream: ReplicaStream, waited_s: float, close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        stream: ReplicaStream,
+        waited_s: float,
+        close: Callable[[], None],
+        span: Span | None = None,
+    ) -> None:
         self.head = ResponseHead(500, "application/json")
         self.tail: ResponseTail | None = None
         self.waited_s = waited_s
         self.tier = Tier.BEST_EFFORT
         self.predicted_ttft_s: float | None = None
+        self.span = span
         self._items = stream.__aiter__()
         self._ready: list[Piece] = []
         self._close: Callable[[], None] | None = close
@@ -111,6 +120,16 @@ class Answer:
         close, self._close = self._close, None
         if close is not None and self.tail is None:
             close()
+        self.end_span()
+
+    def end_span(self, error: str | None = None) -> None:
+        """The attempt is over; ``error`` names what ended it early. Idempotent."""
+        span, self.span = self.span, None
+        if span is not None:
+            span.set(sluice__replica=self.head.replica_id or None)
+            if error is not None:
+                span.fail(error)
+            span.end()
 
     async def _next_items(self) -> Sequence[ResponseItem]:
         try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
@@ -16,14 +18,21 @@ from starlette.responses import Response
 
 from replica.engine import Endpoint
 from router import wire
+from router.access import Access
+from router.admin.api import admin_routes
+from router.admin.overseer import Overseer
+from router.admin.page import page_routes
+from router.auth import KeyMetrics
 from router.batches.service import batch_routes
 from router.call import CallReader
 from router.config import RouterConfig
 from router.errors import ApiError, Reason
 from router.exchange import Exchange
 from router.fleets import Fleets
-from router.gate import Arrival, Gate
+from router.gate import INFERENCE_PATHS, Arrival, Gate
 from router.metrics_page import Page
+from router.rate_limits import RateLimiter, Share
+from router.telemetry import Telemetry
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -34,15 +43,24 @@ def make_api(
     page: Page,
     lifespan: Lifespan | None = None,
     unix_clock: Callable[[], float] = time.time,
+    share: Share | None = None,
+    telemetry: Telemetry | None = None,
+    overseer: Overseer | None = None,
 ) -> FastAPI:
     """The FastAPI application of one router process.
 
     Args:
+        share: the way to the other routers' use of rate limits.
+        overseer: the way to the controllers, for the admin API; without it there is none.
         unix_clock: Unix seconds, which files and batches expire by.
+        telemetry: logs and traces requests; by default it logs them all.
 
     Raises:
-        OSError: the folder of files and batches cannot be used.
+        OSError: the folder of files and batches, or a file of keys, cannot be used.
+        ValueError: a file of keys cannot be used.
     """
+    access = Access(config, KeyMetrics(fleets.edge.registry))
+    limiter = RateLimiter(share, config.replicas, fleets.clock)
     api = FastAPI(
         title="Sluice",
         docs_url=None,
@@ -54,26 +72,38 @@ def make_api(
     )
     reader = CallReader(config)
     metrics = fleets.edge
+    telemetry = telemetry or Telemetry()
 
     async def serve(request: Request, endpoint: Endpoint) -> Response:
+        arrival: Arrival = request.state.arrival
+        span = telemetry.begin(arrival, endpoint, request.headers.raw)
         try:
             call = await reader.read(request, endpoint)
             fleet = fleets.of(call.model)
+            prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
+            charge = limiter.reserve(call.client, prompt_tokens, call.output_tokens)
         except ApiError as error:
-            metrics.refused(endpoint, error.reason, request.state.arrival.client)
+            metrics.refused(endpoint, error.reason, arrival.client)
+            telemetry.refused(arrival, endpoint, error.reason, span)
             return error.response()
         except ClientDisconnect:
-            metrics.left_early(endpoint, request.state.arrival.client)
+            metrics.left_early(endpoint, arrival.client)
+            telemetry.left_early(arrival, endpoint, span)
             return Response(status_code=400)  # nobody is there to read it
-        return Exchange(call, fleet.dispatcher, fleet.metrics)
+        call = replace(call, charge=charge, span=span)
+        return Exchange(call, fleet.dispatcher, fleet.metrics, telemetry)
 
-    @api.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(request: Request) -> Response:
-        return await serve(request, "chat")
+    def add(path: str, endpoint: Endpoint) -> None:
+        @api.post(path, response_model=None)
+        async def inference(request: Request) -> Response:
+            return await serve(request, endpoint)
 
-    @api.post("/v1/completions", response_model=None)
-    async def completions(request: Request) -> Response:
-        return await serve(request, "completions")
+    for path, endpoint in INFERENCE_PATHS.items():
+        add(path, endpoint)
+
+    @api.get("/v1/responses/{rest:path}", response_model=None)
+    async def kept_response(_: Request) -> Response:
+        raise ApiError(Reason.NOT_FOUND, "Responses are not kept: there is none to be read later.")
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -87,10 +117,36 @@ def make_api(
     async def metrics_page() -> Response:
         return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    api.include_router(batch_routes(config, fleets, unix_clock))
+    api.include_router(APIRouter(lifespan=_running(access.watch, limiter.run)))
+    if access.admin.on and overseer is not None:
+        api.include_router(admin_routes(overseer))
+        api.include_router(page_routes())
+    api.include_router(batch_routes(config, fleets, access.api, limiter, unix_clock, telemetry))
     _add_error_handlers(api)
-    api.add_middleware(Gate, config=config, metrics=metrics, clock=fleets.clock)
+    api.add_middleware(
+        Gate,
+        config=config,
+        metrics=metrics,
+        access=access,
+        limiter=limiter,
+        telemetry=telemetry,
+        clock=fleets.clock,
+    )
     return api
+
+
+def _running(*jobs: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
+    """What goes on for as long as the application does."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(job()) for job in jobs]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    return lifespan
 
 
 def _add_error_handlers(api: FastAPI) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from controller.client import ControllerClient, fleet_name
 from controller.config import ControllerConfig
 from controller.metrics import MetricsPusher
+from router.admin.overseer import Overseer
 from router.api import make_api
 from router.catalog import Catalog
 from router.config import RouterConfig
@@ -21,6 +23,10 @@ from router.fleets import Fleet, Fleets
 from router.metrics import RouterMetrics
 from router.metrics_page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
 from router.serve_replicas import ServeReplicas
+from router.telemetry import Telemetry
+from telemetry.config import TelemetryConfig
+from telemetry.logs import configure_logs
+from telemetry.tracing import make_tracer
 
 
 class ServedModel(NamedTuple):
@@ -56,7 +62,7 @@ class _Part:
             self.client, metrics.registry, f"router-{context.replica_id.unique_id}"
         )
         self.page = ControllerMetricsPage(self.client, self.pusher, metrics.registry)
-        serve_replicas = ServeReplicas(replicas)
+        serve_replicas = ServeReplicas(replicas, lambda: self.client.closed)
         self.fleet = Fleet(
             model.name,
             Dispatcher(self.client, serve_replicas, metrics, config),
@@ -74,6 +80,10 @@ class Router:
         replicas: each model's deployment of replicas, with the hint router, by the model's name.
         models: the same models.
         config: of this router.
+        telemetry: how it logs, and whether it traces.
+
+    Raises:
+        ValueError: it should trace, and OpenTelemetry is not installed.
     """
 
     def __init__(
@@ -81,7 +91,11 @@ class Router:
         replicas: Mapping[str, DeploymentHandle],
         models: Sequence[ServedModel],
         config: RouterConfig,
+        telemetry: TelemetryConfig,
     ) -> None:
+        process = f"router-{serve.get_replica_context().replica_id.unique_id}"
+        configure_logs(telemetry.logs, process)
+        tracer = make_tracer(telemetry.tracing, process)
         parts = [_Part(model, replicas[model.name], config) for model in models]
         pushers = [part.pusher for part in parts]
         edge = parts[0].metrics
@@ -104,9 +118,16 @@ class Router:
                 await pusher.stop()
             for part in parts:
                 await part.client.close()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.shutdown)
 
         fleets = Fleets([part.fleet for part in parts], edge)
-        self._api = make_api(config, fleets, page, lifespan)
+        told = Telemetry(telemetry.logs, tracer)
+        overseer = Overseer({part.fleet.model: part.client for part in parts})
+        share = parts[0].client.share_quotas
+        self._api = make_api(
+            config, fleets, page, lifespan, share=share, telemetry=told, overseer=overseer
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""

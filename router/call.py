@@ -9,18 +9,24 @@ from typing import Any
 
 from starlette.requests import Request
 
-from replica.engine import Endpoint
+from replica.engine import UNSCHEDULED, Endpoint
+from router.admission_metrics import NO_CLASS
 from router.body import parse_object, read_body
 from router.config import RouterConfig
 from router.gate import Arrival
 from router.prompt_prefix import prefix_of
 from router.prompt_size import PromptSize, measure, output_limit
+from router.rate_limits import NO_CHARGE, Charge
 from router.session import session_of
 from router.slo import SloReader
+from router.token_limits import TokenLimits
 from router.trust import ANYONE, Client
 from router.validation import check_body, engine_body
 from scheduling.objective import SLO
 from scheduling.prefix import NO_PREFIX, PromptPrefix
+from telemetry.tracing import Span
+
+_UNCHANGED: Mapping[str, str] = {}
 
 MAX_INLINE_BYTES = 64 << 10
 """Largest body that is parsed and checked on the event loop, bytes: some 4 ms at worst."""
@@ -37,7 +43,9 @@ class Call:
         session: names what it belongs to, a 63-bit hash; 0 for nothing.
         prefix: how its prompt begins.
         client: who asks.
-        clamped: what the client's caps changed in the objective, and to what, by field.
+        clamped: what the client's caps changed in what it asked, and to what, by field.
+        charge: the tokens set aside for it of the client's rate.
+        span: of the request, where it is traced.
     """
 
     request_id: str
@@ -52,6 +60,13 @@ class Call:
     prefix: PromptPrefix = NO_PREFIX
     client: Client = ANYONE
     clamped: Mapping[str, str] = field(default_factory=dict)
+    charge: Charge = NO_CHARGE
+    span: Span | None = None
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether it takes an engine's time, and so is placed and timed."""
+        return self.endpoint not in UNSCHEDULED
 
     @property
     def model(self) -> str | None:
@@ -71,6 +86,7 @@ class CallReader:
     def __init__(self, config: RouterConfig) -> None:
         self._max_body_bytes = config.max_body_bytes
         self._objectives = SloReader(config)
+        self._tokens = TokenLimits(config)
         self._large = asyncio.Lock()
 
     async def read(self, request: Request, endpoint: Endpoint) -> Call:
@@ -80,7 +96,8 @@ class CallReader:
             ApiError: a 4xx; nothing has reached a replica.
             starlette.requests.ClientDisconnect: the client left while it sent the body.
         """
-        raw = await read_body(request, self._max_body_bytes)
+        arrival: Arrival = request.state.arrival
+        raw = await read_body(request, self._max_body_bytes, arrival.held)
         if len(raw) <= MAX_INLINE_BYTES:
             return self._parse(request, endpoint, raw)
         async with self._large:
@@ -102,9 +119,12 @@ class CallReader:
             ApiError: a 4xx.
         """
         client = arrival.client
-        slo, clamped = self._objectives.read(body, headers, client.caps)
+        slo, clamped = SLO(service_class=NO_CLASS), _UNCHANGED
+        if endpoint not in UNSCHEDULED:
+            slo, clamped = self._objectives.read(body, headers, client.caps)
         session = session_of(body, headers, client.owner)
         check_body(endpoint, body)
+        body, shortened = self._tokens.hold(endpoint, body, client.caps)
         return Call(
             request_id=arrival.request_id,
             endpoint=endpoint,
@@ -116,5 +136,5 @@ class CallReader:
             session=session,
             prefix=prefix_of(endpoint, body),
             client=client,
-            clamped=clamped,
+            clamped={**clamped, **shortened},
         )

@@ -84,6 +84,8 @@ class Destinations:
         Raises:
             ApiError: 429; no replica can promise its objective, and it may not be served without.
         """
+        if not call.scheduled:
+            return Destination()
         decision = await self._decide(call, key)
         if decision is None:
             self._metrics.fallback(Fallback.NO_ANSWER)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from controller.messages import Tier
@@ -21,12 +21,14 @@ from router.destinations import Controller, Destination, Destinations
 from router.errors import ApiError, Reason
 from router.metrics import Fallback, RouterMetrics
 from router.prompt_size import TokenEstimator
+from telemetry.tracing import Kind
 
 RETRY_PAUSE_S = 0.02
 """Pause before the second attempt, doubled before each later one: time for the news of a dead
 replica to arrive, and a brake on a failure that hits every replica."""
 
 _BUSY = 503
+_UNTRACED: Mapping[str, str] = {}
 
 
 class Replicas(Protocol):
@@ -93,7 +95,8 @@ class Dispatcher:
                 if not failure.retry or attempt == self._max_attempts:
                     raise ApiError(failure.reason, str(failure)) from failure
             else:
-                self._metrics.admission.admitted(call.slo.service_class, answer.tier)
+                if call.scheduled:
+                    self._metrics.admission.admitted(call.slo.service_class, answer.tier)
                 return answer
             self._metrics.retries.inc()
             await self._pause(RETRY_PAUSE_S * 2 ** (attempt - 1))
@@ -105,8 +108,12 @@ class Dispatcher:
         # take the release of the last one for that of this one.
         request_id = call.request_id if attempt == 1 else f"{call.request_id}-{attempt}"
         key = request_key(request_id)
-        destination = await self._destinations.find(call, key, failed)
+        destination = await self._find(call, key, failed)
         target = destination.replica_id
+        span = None
+        if call.span is not None:
+            span = call.span.child("attempt", Kind.CLIENT)
+            span.set(sluice__attempt=attempt, sluice__hint=target)
         waited_s = self.clock() - call.received_s
         request = EngineRequest(
             request_id,
@@ -116,6 +123,7 @@ class Dispatcher:
             waited_s,
             call.best_effort or destination.tier is Tier.BEST_EFFORT,
             call.prefix,
+            _UNTRACED if span is None else span.context,
         )
         stream = self._replicas.generate(request, target, failed)
 
@@ -123,20 +131,42 @@ class Dispatcher:
             stream.cancel()
             self._controller.release(key)
 
-        answer = Answer(stream, waited_s, close)
+        answer = Answer(stream, waited_s, close, span)
         try:
             await answer.begin()
             if answer.head.status == _BUSY:
                 raise ReplicaFailedError(Reason.REPLICAS_FULL, "Every replica tried is full.")
         except ReplicaFailedError as failure:
             close()
+            answer.end_span(failure.reason.value)
             self._note_failure(answer.head.replica_id or target, failure, failed)
             raise
         except BaseException:
             close()
+            answer.end_span("cancelled")
             raise
         self._note_place(answer, destination, key)
         return answer
+
+    async def _find(self, call: Call, key: int, failed: Sequence[str]) -> Destination:
+        """See :meth:`Destinations.find`; with a span of its own, the wait in a line included."""
+        if call.span is None:
+            return await self._destinations.find(call, key, failed)
+        span = call.span.child("decision")
+        try:
+            destination = await self._destinations.find(call, key, failed)
+            predicted_s = destination.predicted_ttft_s
+            span.set(
+                sluice__replica=destination.replica_id,
+                sluice__tier=destination.tier and destination.tier.value,
+                sluice__predicted_ttft_ms=None if predicted_s is None else 1000 * predicted_s,
+            )
+            return destination
+        except ApiError as error:
+            span.set(error__type=error.reason.value)
+            raise
+        finally:
+            span.end()
 
     def _note_failure(
         self, replica_id: str | None, failure: ReplicaFailedError, failed: list[str]

@@ -15,6 +15,7 @@ from router.call import Call
 from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason
 from router.metrics import Outcome, RouterMetrics
+from router.telemetry import Telemetry
 from scheduling.objective import TokenClock
 from scheduling.routing.base import Tier
 
@@ -61,10 +62,18 @@ class DisconnectGuard:
 class Exchange(Response):
     """Serves one call and accounts for it, however it ends."""
 
-    def __init__(self, call: Call, dispatcher: Dispatcher, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        call: Call,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        telemetry: Telemetry | None = None,
+    ) -> None:
         self._call = call
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._telemetry = telemetry or Telemetry()
+        self._error: ApiError | None = None
         self._clock = TokenClock(call.slo, call.received_s)
         self._answer: Answer | None = None
         self.background = None
@@ -99,6 +108,7 @@ class Exchange(Response):
                     error = await self._stream(self._answer, send)
         if guard.disconnected:
             return Outcome.CANCELLED
+        self._error = error
         if self._answer is None:
             assert error is not None
             self._metrics.admission.refused(error.reason, self._call.slo.service_class)
@@ -161,15 +171,20 @@ class Exchange(Response):
 
     def _count(self, outcome: Outcome) -> None:
         call, metrics, answer = self._call, self._metrics, self._answer
-        metrics.ended(call.endpoint, self._clock, outcome, self._dispatcher.clock(), call.client)
+        now_s = self._dispatcher.clock()
+        metrics.ended(call.endpoint, self._clock, outcome, now_s, call.client)
+        reason = self._error.reason if self._error is not None else None
+        self._telemetry.ended(call, self._clock, outcome, reason, answer, now_s)
         metrics.admission.clamped(call.client.name, call.clamped)
+        sent = self._clock.tokens * (call.body.get("n") or 1)
+        call.charge.close(answer, sent, left=outcome is Outcome.CANCELLED)
         if answer is not None and answer.tier is Tier.GUARANTEED:
             failed = outcome is Outcome.FAILED
             metrics.admission.ended(self._clock, answer.predicted_ttft_s, failed)
 
     def _own_headers(self) -> dict[str, str]:
         call, answer = self._call, self._answer
-        headers = {wire.CLASS_HEADER: call.slo.service_class}
+        headers = {wire.CLASS_HEADER: call.slo.service_class} if call.scheduled else {}
         if call.clamped:
             changes = [f"{field}={value}" for field, value in call.clamped.items()]
             headers[wire.CLAMPED_HEADER] = ", ".join(changes)
@@ -177,7 +192,8 @@ class Exchange(Response):
             return headers
         if answer.head.replica_id:
             headers[wire.REPLICA_HEADER] = answer.head.replica_id
-        headers[wire.ADMISSION_HEADER] = answer.tier.value
+        if call.scheduled:
+            headers[wire.ADMISSION_HEADER] = answer.tier.value
         if answer.predicted_ttft_s is not None:
             headers[wire.PREDICTED_TTFT_HEADER] = f"{answer.predicted_ttft_s * 1000:.1f}"
         return headers

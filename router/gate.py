@@ -13,26 +13,38 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replica.engine import Endpoint
 from router import wire
-from router.auth import KeyRing
+from router.access import Access
+from router.body import BodyBudget, HeldBytes
 from router.config import RouterConfig
 from router.errors import ApiError, Reason
 from router.metrics import RouterMetrics
+from router.rate_limits import RateLimiter
+from router.telemetry import Telemetry
 from router.trust import ANYONE, Client
+from telemetry.logs import of_request
 
 INFERENCE_PATHS: dict[str, Endpoint] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
 }
-OPEN_PATH = "/health"
-"""The one path that needs no key: load balancers probe it."""
+BATCH_PATHS = tuple(path for path in INFERENCE_PATHS if path.startswith("/v1/"))
+"""Those that a batch may be for."""
 
 
 class Arrival(NamedTuple):
-    """What the gate notes of a request, in the scope's state as ``arrival``."""
+    """What the gate notes of a request, in the scope's state as ``arrival``.
+
+    ``held`` counts the bytes of its body for as long as it is inside.
+    """
 
     request_id: str
     received_s: float
     client: Client = ANYONE
+    held: HeldBytes | None = None
 
 
 class Gate:
@@ -40,10 +52,10 @@ class Gate:
 
     - Every request gets an id of our own; a client's ``x-request-id`` is not trusted as one. It is
       sent back in every response.
-    - With keys configured every path needs one, but ``/health``. ``/metrics`` too: a Prometheus
-      scrape can send one.
-    - At most ``max_in_flight`` inference requests are inside, and of one client at most as many as
-      its key allows; more are refused before their body is read.
+    - Who may ask for which path is said in :mod:`router.access`.
+    - At most ``max_in_flight`` inference requests are inside, and of one client at most as many,
+      and as often, as its key allows; more are refused before their body is read.
+    - The bodies of those that are inside have at most ``max_held_bytes`` together.
 
     Paths are those after Serve's route prefix, as for routing.
     """
@@ -53,11 +65,17 @@ class Gate:
         app: ASGIApp,
         config: RouterConfig,
         metrics: RouterMetrics,
+        access: Access,
+        limiter: RateLimiter,
+        telemetry: Telemetry,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
-        self._keys = KeyRing(config.api_keys)
+        self._access = access
+        self._limiter = limiter
+        self._telemetry = telemetry
         self._max_in_flight = config.max_in_flight
+        self._bodies = BodyBudget(config.max_held_bytes, metrics.held_bytes)
         self._in_flight = 0
         self._of_client: Counter[str] = Counter()
         self._metrics = metrics
@@ -69,31 +87,39 @@ class Gate:
             await self._app(scope, receive, send)
             return
         arrival = Arrival(uuid.uuid4().hex, self._clock())
+        with of_request(arrival.request_id):
+            await self._admit(arrival, scope, receive, send)
+
+    async def _admit(self, arrival: Arrival, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})["arrival"] = arrival
-        header = (wire.REQUEST_ID_HEADER.encode(), arrival.request_id.encode())
+        named = [(wire.REQUEST_ID_HEADER.encode(), arrival.request_id.encode())]
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), header]
+                limits = self._limiter.headers(arrival.client) if endpoint is not None else []
+                message["headers"] = [*message.get("headers", ()), *named, *limits]
             await send(message)
 
         # The function that routing itself calls, so that the two never differ over a path.
         path = get_route_path(scope)
         endpoint = INFERENCE_PATHS.get(path) if scope["method"] == "POST" else None
         try:
-            if path != OPEN_PATH:
-                arrival = arrival._replace(client=self._keys.check(scope["headers"]))
-                scope["state"]["arrival"] = arrival
+            arrival = arrival._replace(client=self._access.check(path, scope["headers"]))
             if endpoint is not None:
                 self._check_room(arrival.client)
+                self._limiter.count_request(arrival.client)
         except ApiError as error:
             if endpoint is not None:
                 self._metrics.refused(endpoint, error.reason, arrival.client)
+                self._telemetry.refused(arrival, endpoint, error.reason)
             await error.response()(scope, receive, send_named)
             return
         if endpoint is None:
+            scope["state"]["arrival"] = arrival
             await self._app(scope, receive, send_named)
-        else:
+            return
+        with HeldBytes(self._bodies) as held:
+            arrival = scope["state"]["arrival"] = arrival._replace(held=held)
             await self._count(arrival.client.owner, scope, receive, send_named)
 
     def _check_room(self, client: Client) -> None:
@@ -119,4 +145,6 @@ class Gate:
         finally:
             self._in_flight -= 1
             self._of_client[owner] -= 1
+            if not self._of_client[owner]:
+                del self._of_client[owner]  # keys come and go
             self._metrics.in_flight.dec()

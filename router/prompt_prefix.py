@@ -20,7 +20,7 @@ from itertools import takewhile
 from typing import Any
 
 from replica.engine import Endpoint
-from router.prompt_size import MEDIA_TOKENS
+from router.prompt_size import MEDIA_TOKENS, messages_of
 from scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
 
 _SETTINGS = (
@@ -32,11 +32,14 @@ _SETTINGS = (
     "documents",
     "reasoning_effort",
     "tool_choice",
+    "reasoning",
 )
 """Fields that change what all of a prompt is rendered to."""
 
 _UNREADABLE = ("prompt_embeds", "truncate_prompt_tokens")
 """Fields with which a prompt does not begin with its text."""
+
+_READABLE: tuple[Endpoint, ...] = ("chat", "completions", "responses")
 
 _MEDIUM_UNITS = MEDIA_TOKENS * TOKEN_UNITS
 
@@ -47,12 +50,14 @@ def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
     There is nothing to hash in a prompt that is shorter than a chunk, and in a call with several
     prompts. ``O(characters)`` up to the last of :data:`~scheduling.prefix.CHUNK_ENDS`.
     """
-    if any(body.get(field) is not None for field in _UNREADABLE):
+    if endpoint not in _READABLE or any(body.get(field) is not None for field in _UNREADABLE):
         return NO_PREFIX
     settings = {field: body[field] for field in _SETTINGS if body.get(field) is not None}
     hasher = blake2b(json.dumps([endpoint, settings]).encode(), digest_size=8)
     if endpoint == "chat":
         return _of_texts(hasher, list(_chat_texts(body)))
+    if endpoint == "responses":
+        return _of_texts(hasher, list(_chat_texts({**body, "messages": messages_of(body)})))
     prompt = body["prompt"]
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -69,7 +74,7 @@ def _chat_texts(body: dict[str, Any]) -> Iterator[str | None]:
         content = message.get("content")
         rest = {key: value for key, value in message.items() if key not in ("content", "role")}
         # A text that holds zeros can look like two messages; all that comes of it is a wrong guess.
-        yield f"\0{message['role']}\0{json.dumps(rest, ensure_ascii=False) if rest else ''}\0"
+        yield f"\0{message.get('role')}\0{json.dumps(rest, ensure_ascii=False) if rest else ''}\0"
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, dict) else part
             if isinstance(text, str):

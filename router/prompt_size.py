@@ -38,19 +38,47 @@ class PromptSize:
 
 def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
     """Measure a validated body. ``O(messages)``: it never looks into the text."""
-    return _measure_chat(body) if endpoint == "chat" else _measure_prompt(body["prompt"])
+    if endpoint == "chat":
+        return _measure_chat(body)
+    if endpoint == "completions":
+        return _measure_prompt(body["prompt"])
+    if endpoint == "responses":
+        return _measure_chat({**body, "messages": messages_of(body)})
+    if endpoint == "embeddings":
+        return _measure_chat(body) if body.get("input") is None else _measure_prompt(body["input"])
+    return PromptSize()
 
 
 def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
     """The most tokens that a validated body may generate, over all its prompts and choices; 0
     where only the model's length bounds it."""
+    choices = body.get("n") or 1
     if endpoint == "chat":
-        tokens, prompts = body.get("max_completion_tokens") or body.get("max_tokens") or 0, 1
+        tokens = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+    elif endpoint == "completions":
+        tokens = body.get("max_tokens") or COMPLETION_TOKENS
+        choices *= _prompts(body["prompt"])
+    elif endpoint == "responses":
+        tokens, choices = body.get("max_output_tokens") or 0, 1
+    elif endpoint == "embeddings":
+        # An embedding counts as one token.
+        tokens, choices = 1, _prompts(body.get("input"))
     else:
-        prompt = body["prompt"]
-        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-        tokens, prompts = body.get("max_tokens") or COMPLETION_TOKENS, len(prompt) if several else 1
-    return min(tokens * prompts * (body.get("n") or 1), MAX_OUTPUT_TOKENS)
+        return 0
+    return min(tokens * choices, MAX_OUTPUT_TOKENS)
+
+
+def _prompts(prompt: Any) -> int:
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    return len(prompt) if several else 1
+
+
+def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The validated input of a response as messages; some have no role."""
+    given = body["input"]
+    items = [{"content": given}] if isinstance(given, str) else given
+    instructions = body.get("instructions")
+    return [{"content": instructions}, *items] if isinstance(instructions, str) else items
 
 
 class TokenEstimator:

@@ -6,7 +6,8 @@ relies on. All else is left to the engine, whose own 4xx answers pass through.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,8 +21,11 @@ MAX_CHOICES = 16
 MAX_PROMPTS = 128
 """Most prompts of one completion request."""
 
+MAX_INPUTS = 2048
+"""Most inputs of one embeddings request, as OpenAI allows."""
+
 MAX_MESSAGES = 4096
-"""Most messages of one chat request."""
+"""Most messages of one chat request, and most items of one response's input."""
 
 MAX_CONTENT_PARTS = 16_384
 """Most content parts of one chat request, over all its messages."""
@@ -34,6 +38,14 @@ _SERVER_FIELDS = {
     "request_id": "the server makes it; see the response header " + wire.REQUEST_ID_HEADER,
     "priority": f"state {wire.SLO_FIELD}.{wire.PRIORITY} instead",
 }
+_NOT_KEPT = {
+    "background": "the answer comes with the request; leave it out",
+    "conversation": "nothing is kept between requests; send the whole conversation as input",
+    "previous_response_id": "no response is kept; send the whole conversation as input",
+    "prompt": "no prompts are kept here; send it as instructions and input",
+}
+"""Fields of responses that need state which outlives a request."""
+
 _ARGS_FIELD = "vllm_xargs"
 _RESERVED_ARGS_PREFIX = "sluice"
 
@@ -45,19 +57,36 @@ _ALLOWED = {
     "n": f"an integer from 1 to {MAX_CHOICES}",
     "max_tokens": _COUNT,
     "max_completion_tokens": _COUNT,
+    "max_output_tokens": _COUNT,
+    "encoding_format": "float or base64",
 }
 
 
-class _Body(BaseModel):
-    """The fields that both endpoints share and the router relies on."""
+_Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class _Any(BaseModel):
+    """The fields that all endpoints share and the router relies on."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
+    model: _Name
+
+
+class _Generate(_Any):
     stream: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: _Count = None
     max_completion_tokens: _Count = None
+    max_output_tokens: _Count = None
+
+
+class _Embed(_Any):
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class _Tokens(_Any):
+    model: _Name | None = None  # type: ignore[assignment]
 
 
 def check_body(endpoint: Endpoint, body: dict[str, Any]) -> None:
@@ -70,13 +99,10 @@ def check_body(endpoint: Endpoint, body: dict[str, Any]) -> None:
     """
     _check_internal(body)
     try:
-        _Body.model_validate(body)
+        _FIELDS.get(endpoint, _Generate).model_validate(body)
     except ValidationError as error:
         raise _refusal(error, body) from None
-    if endpoint == "chat":
-        _check_messages(body.get("messages"))
-    else:
-        _check_prompt(body.get("prompt"))
+    _CHECKS[endpoint](body)
 
 
 def engine_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -121,23 +147,79 @@ def _check_messages(messages: Any) -> None:
         raise invalid(
             f"messages must be at most {MAX_MESSAGES} messages, got {len(messages)}", "messages"
         )
-    parts = 0
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if not isinstance(role, str) or not role:
             raise invalid(
                 f"messages[{index}] must be an object with a role, which is a string", "messages"
             )
-        content = message.get("content")
-        parts += len(content) if isinstance(content, list) else 0
+    _check_parts(messages, "messages")
+
+
+def _check_parts(messages: list[dict[str, Any]], name: str) -> None:
+    contents = [message.get("content") for message in messages]
+    parts = sum(len(content) for content in contents if isinstance(content, list))
     if parts > MAX_CONTENT_PARTS:
         raise invalid(
-            f"messages must have at most {MAX_CONTENT_PARTS} content parts together, got {parts}",
-            "messages",
+            f"{name} must have at most {MAX_CONTENT_PARTS} content parts together, got {parts}",
+            name,
         )
 
 
-def _check_prompt(prompt: Any) -> None:
+def _check_response(body: dict[str, Any]) -> None:
+    for name, why in _NOT_KEPT.items():
+        if body.get(name):
+            raise invalid(f"{name} is not supported: {why}", name)
+    given = body.get("input")
+    if isinstance(given, str):
+        return
+    if not isinstance(given, list) or not given or not all(isinstance(i, dict) for i in given):
+        raise invalid(
+            f"input must be a string or a list of at least one object, got {shown(given)}", "input"
+        )
+    if len(given) > MAX_MESSAGES:
+        raise invalid(f"input must be at most {MAX_MESSAGES} items, got {len(given)}", "input")
+    _check_parts(given, "input")
+
+
+def _check_embeddings(body: dict[str, Any]) -> None:
+    if body.get("input") is None and body.get("messages") is not None:
+        _check_messages(body["messages"])
+    else:
+        _check_prompt(body.get("input"), "input", MAX_INPUTS)
+
+
+def _check_tokenize(body: dict[str, Any]) -> None:
+    if body.get("prompt") is None:
+        _check_messages(body.get("messages"))
+    elif not isinstance(body["prompt"], str):
+        raise invalid(f"prompt must be a string, got {shown(body['prompt'])}", "prompt")
+
+
+def _check_detokenize(body: dict[str, Any]) -> None:
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or (tokens and not _are_token_ids(tokens)):
+        raise invalid(
+            f"tokens must be a list of token ids (integers from 0 to {MAX_TOKENS})", "tokens"
+        )
+
+
+_FIELDS: dict[Endpoint, type[_Any]] = {
+    "embeddings": _Embed,
+    "tokenize": _Tokens,
+    "detokenize": _Tokens,
+}
+_CHECKS: dict[Endpoint, Callable[[dict[str, Any]], None]] = {
+    "chat": lambda body: _check_messages(body.get("messages")),
+    "completions": lambda body: _check_prompt(body.get("prompt"), "prompt", MAX_PROMPTS),
+    "responses": _check_response,
+    "embeddings": _check_embeddings,
+    "tokenize": _check_tokenize,
+    "detokenize": _check_detokenize,
+}
+
+
+def _check_prompt(prompt: Any, name: str, most: int) -> None:
     """A prompt is text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return
@@ -145,19 +227,17 @@ def _check_prompt(prompt: Any) -> None:
         if isinstance(prompt[0], int):
             if _are_token_ids(prompt):
                 return
-        elif len(prompt) > MAX_PROMPTS:
-            raise invalid(
-                f"prompt must be at most {MAX_PROMPTS} prompts, got {len(prompt)}", "prompt"
-            )
+        elif len(prompt) > most:
+            raise invalid(f"{name} must be at most {most} {name}s, got {len(prompt)}", name)
         elif all(isinstance(entry, str) for entry in prompt) or all(
             isinstance(entry, list) and _are_token_ids(entry) for entry in prompt
         ):
             return
     raise invalid(
-        "prompt must be a string, a list of strings, a list of token ids "
+        f"{name} must be a string, a list of strings, a list of token ids "
         f"(integers from 0 to {MAX_TOKENS}) or a list of lists of token ids; none may be an "
         "empty list",
-        "prompt",
+        name,
     )
 
 

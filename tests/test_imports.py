@@ -17,10 +17,11 @@ CONTROLLER_SURFACE = (
 )
 
 ALLOWED: dict[str, tuple[str, ...]] = {
+    "telemetry": ("telemetry",),
     "scheduling": ("scheduling",),
     "controller": ("controller", "scheduling"),
-    "replica": ("replica", "scheduling", *CONTROLLER_SURFACE),
-    "router": ("router", "scheduling", "replica.engine", *CONTROLLER_SURFACE),
+    "replica": ("replica", "scheduling", "telemetry", *CONTROLLER_SURFACE),
+    "router": ("router", "scheduling", "telemetry", "replica.engine", *CONTROLLER_SURFACE),
     "simulation": ("simulation", "scheduling"),
     "deploy": (
         "deploy",
@@ -29,6 +30,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "replica",
         "simulation",
         "scheduling",
+        "telemetry",
         "benchmarks.cli",
     ),
     "benchmarks": (
@@ -39,6 +41,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "replica",
         "simulation",
         "scheduling",
+        "telemetry",
     ),
 }
 """Per package, the modules of ours that it may import, with all that is below them."""

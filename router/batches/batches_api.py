@@ -18,7 +18,7 @@ from router.batches.runner import Runner
 from router.batches.store import file_not_found, full_disk_told
 from router.body import parse_object, read_body
 from router.errors import ApiError, Reason, invalid, shown
-from router.gate import INFERENCE_PATHS
+from router.gate import BATCH_PATHS
 
 MAX_BODY_BYTES = 64 << 10
 """Largest body that asks for a batch, bytes."""
@@ -98,7 +98,7 @@ class BatchesApi:
         return BatchRecord(
             id=new_batch_id(),
             owner=owner,
-            endpoint=_one_of(body, "endpoint", tuple(INFERENCE_PATHS)),
+            endpoint=_one_of(body, "endpoint", BATCH_PATHS),
             input_file_id=file_id,
             completion_window=window,
             metadata=_metadata(body.get("metadata")),

@@ -22,8 +22,11 @@ from router.errors import ApiError, Reason, invalid
 from router.fleets import Fleet, Fleets
 from router.gate import INFERENCE_PATHS, Arrival
 from router.metrics import Outcome
+from router.rate_limits import RateLimiter
+from router.telemetry import Telemetry
 from router.trust import Client
 from scheduling.objective import TokenClock
+from telemetry.logs import of_request
 
 FIRST_PAUSE_S = 0.5
 """Pause before a line that found no room is tried again, about; doubled each time."""
@@ -47,29 +50,40 @@ class LineCaller:
 
     Args:
         pause: waits for that many seconds.
+        telemetry: logs and traces the lines, as requests.
     """
 
     def __init__(
         self,
         config: RouterConfig,
         fleets: Fleets,
+        limiter: RateLimiter,
         batch_metrics: BatchMetrics,
         pause: Callable[[float], Any] = asyncio.sleep,
+        telemetry: Telemetry | None = None,
     ) -> None:
         # The same rules as for live calls, except for the class of a line that names none.
         default = {"default_class": config.batches.service_class}
         self._reader = CallReader(config.model_copy(update=default))
         self._max_attempts = config.batches.max_line_attempts
         self._fleets = fleets
+        self._limiter = limiter
         self._batch_metrics = batch_metrics
         self._pause = pause
+        self._telemetry = telemetry or Telemetry()
+
+    async def wait_for_rate(self, client: Client) -> None:
+        """Wait until the client's rate limits let another request in. It takes no part of them."""
+        while (wait_s := self._limiter.wait_s(client)) > 0:
+            await self._pause(min(wait_s, LONGEST_PAUSE_S))
 
     async def run(self, line: Line, url: str, client: Client) -> Reply:
         """The reply to ``line``, which may be an error. While there is no room for it, it waits."""
         failures = waits = 0
         while True:
             arrival = Arrival(uuid.uuid4().hex, self._fleets.clock(), client)
-            reply = await self._attempt(line, INFERENCE_PATHS[url], arrival)
+            with of_request(arrival.request_id):
+                reply = await self._attempt(line, INFERENCE_PATHS[url], arrival)
             if reply.status < 500 and not reply.no_room:
                 return reply
             if reply.no_room:
@@ -83,14 +97,22 @@ class LineCaller:
             await self._pause(_pause_s(FAILED_PAUSE_S, failures))
 
     async def _attempt(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> Reply:
+        counted = False
         try:
+            self._limiter.count_request(arrival.client)
+            counted = True
             call, fleet = await self._call(line, endpoint, arrival)
-            return await self._serve(call, fleet)
+            reply = await self._serve(call, fleet)
+            if reply.no_room:
+                self._limiter.take_back(arrival.client)
+            return reply
         except ApiError as error:
             failure = error
         except Exception:
             _log.exception("a line of a batch failed in an unexpected way")
             failure = ApiError(Reason.INTERNAL, "The router failed; its log says why.")
+        if counted and failure.rule.status >= 429:
+            self._limiter.take_back(arrival.client)
         body = json.dumps(failure.body).encode()
         return Reply(failure.rule.status, arrival.request_id, body, _is_no_room(failure))
 
@@ -112,8 +134,12 @@ class LineCaller:
             fleet = self._fleets.of(call.model)
         except ApiError as error:
             self._fleets.edge.refused(endpoint, error.reason, arrival.client)
+            self._telemetry.refused(arrival, endpoint, error.reason)
             raise
-        return replace(call, best_effort=True), fleet
+        prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
+        charge = self._limiter.reserve(call.client, prompt_tokens, call.output_tokens)
+        span = self._telemetry.begin(arrival, endpoint, ())
+        return replace(call, best_effort=True, charge=charge, span=span), fleet
 
     async def _serve(self, call: Call, fleet: Fleet) -> Reply:
         """The reply of a replica. It counts as a request that ended, unless there was no room.
@@ -124,6 +150,7 @@ class LineCaller:
         clock = TokenClock(call.slo, call.received_s)
         outcome: Outcome | None = Outcome.FAILED
         answer: Answer | None = None
+        reason: Reason | None = None
         try:
             answer = await fleet.dispatcher.open(call)
             # Whole: a plain response is open once it is complete.
@@ -138,6 +165,7 @@ class LineCaller:
             return Reply(status, call.request_id, body, no_room, call.clamped)
         except ApiError as error:
             outcome = None if _is_no_room(error) else Outcome.of_status(error.rule.status)
+            reason = error.reason
             raise
         except asyncio.CancelledError:
             outcome = Outcome.CANCELLED
@@ -145,8 +173,10 @@ class LineCaller:
         finally:
             if answer is not None:
                 answer.close()
+            call.charge.close(answer, clock.tokens, left=outcome is Outcome.CANCELLED)
+            now_s = self._fleets.clock()
+            self._telemetry.ended(call, clock, outcome or Outcome.REFUSED, reason, answer, now_s)
             if outcome is not None:
-                now_s = self._fleets.clock()
                 fleet.metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
                 fleet.metrics.admission.clamped(call.client.name, call.clamped)
 

@@ -22,6 +22,8 @@ from router.batches.store import Store
 from router.config import RouterConfig
 from router.errors import ApiError, Reason
 from router.fleets import Fleets
+from router.rate_limits import RateLimiter
+from router.telemetry import Telemetry
 
 _METHODS = ["GET", "POST", "DELETE"]
 
@@ -29,12 +31,18 @@ _METHODS = ["GET", "POST", "DELETE"]
 def batch_routes(
     config: RouterConfig,
     fleets: Fleets,
+    keys: KeyRing,
+    limiter: RateLimiter,
     now: Callable[[], float] = time.time,
+    telemetry: Telemetry | None = None,
 ) -> APIRouter:
     """``/v1/files`` and ``/v1/batches``. Batches run between the application's start and end.
 
     Args:
+        keys: those of the API.
+        limiter: holds the lines to their clients' rates.
         now: Unix seconds.
+        telemetry: logs and traces the lines, as requests.
 
     Raises:
         OSError: the configured folder cannot be used.
@@ -48,12 +56,12 @@ def batch_routes(
         max_line_bytes=config.max_body_bytes,
         store=Store(config.batches, config.batches.directory, now),
         disk=disk,
-        caller=LineCaller(config, fleets, batch_metrics),
+        caller=LineCaller(config, fleets, limiter, batch_metrics, telemetry=telemetry),
         places=LinePlaces(config.batches.max_lines_in_flight),
         metrics=batch_metrics,
         now=now,
     )
-    runner = Runner(resources, KeyRing(config.api_keys), fleets.clock)
+    runner = Runner(resources, keys, fleets.clock)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -45,10 +45,11 @@ def test_every_metric_is_there_and_adds_up() -> None:
     table = StateTable.create(8)
     steps = run_some_steps(table)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector("abc", table.read, lambda: 7))
+    registry.register(ReplicaCollector("abc", table.read, lambda: 7, configured=3))
     samples = scrape(registry)
     replica = (("replica", "abc"),)
     assert samples["sluice_replica_live_requests"] == {replica: 7}
+    assert samples["sluice_configured_replicas"] == {replica: 3}
     assert samples["sluice_engine_steps_total"] == {(): steps}
     assert samples["sluice_preemptions_total"][()] > 0
     assert samples["sluice_plan_mismatches_total"] == {(): 0}
@@ -75,5 +76,8 @@ def test_a_dead_engine_leaves_what_the_replica_knows_itself() -> None:
         raise RuntimeError("the engine is gone")
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector("abc", gone, lambda: 1))
-    assert list(scrape(registry)) == ["sluice_replica_live_requests"]
+    registry.register(ReplicaCollector("abc", gone, lambda: 1, configured=3))
+    assert set(scrape(registry)) == {
+        "sluice_replica_live_requests",
+        "sluice_configured_replicas",
+    }

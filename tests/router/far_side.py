@@ -24,6 +24,7 @@ from replica.engine import (
     ResponseItem,
     ResponseTail,
 )
+from router.admin.overseer import Overseer
 from router.answer import ReplicaFailedError
 from router.api import make_api
 from router.catalog import Catalog
@@ -31,6 +32,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleets import Fleet, Fleets
 from router.metrics import RouterMetrics
+from router.telemetry import Telemetry
 from tests.router.virtual_time import VirtualTime
 
 Behaviour = Callable[["FarSide", str, EngineRequest], AsyncIterator[ResponseItem]]
@@ -259,6 +261,8 @@ class Edge:
         config: RouterConfig | None = None,
         clock: Clock | VirtualTime | None = None,
         unix_clock: Callable[[], float] = time.time,
+        telemetry: Telemetry | None = None,
+        overseer: Overseer | None = None,
     ) -> None:
         self.side = side
         self.controller = controller or FarController(next(iter(side.behaviours), None))
@@ -279,6 +283,8 @@ class Edge:
             self.fleets,
             LocalPage(self.metrics),
             unix_clock=unix_clock,
+            telemetry=telemetry,
+            overseer=overseer,
         )
 
     def client(self, prefix: str = "") -> httpx.AsyncClient:

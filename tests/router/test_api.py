@@ -16,7 +16,7 @@ from pydantic import SecretStr, ValidationError
 
 from router.answer import ReplicaFailedError
 from router.call import MAX_INLINE_BYTES
-from router.config import RouterConfig
+from router.config import MetricsConfig, RouterConfig
 from router.errors import RULES, Reason
 from router.validation import check_body
 from scheduling.objective import SLO
@@ -273,7 +273,10 @@ async def test_wrong_addresses(method: str, path: str, status: int, code: Reason
 
 
 PREFIXES = ["", "/models/small"]
-KEYS = RouterConfig(api_keys=(SecretStr("first-key"), SecretStr("second-key")))
+KEYS = RouterConfig(
+    api_keys=(SecretStr("first-key"), SecretStr("second-key")),
+    metrics=MetricsConfig(keys=(SecretStr("metrics-key"),)),
+)
 
 
 @pytest.mark.parametrize(

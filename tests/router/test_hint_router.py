@@ -141,6 +141,25 @@ async def test_replicas_are_avoided(replicas: ServeReplicas) -> None:
     assert everything["replica"] in names
 
 
+async def test_closed_replicas_get_only_what_is_sent_there(replicas: ServeReplicas) -> None:
+    names = await names_of(replicas)
+    closed: list[str] = []
+    handle = serve.get_deployment_handle("TinyReplica", APP)
+    some = ServeReplicas(handle, lambda: closed)
+    closed += names[:2]
+    for where in ((None,), ("unknown",), (None, (names[2],)), (None, (names[0],))):
+        answers = await asyncio.gather(*(ask(some, *where) for _ in range(10)))
+        assert {answer["replica"] for answer in answers} == {names[2]}, where
+    # The controller may have decided a moment before.
+    assert (await ask(some, names[0]))["replica"] == names[0]
+    closed.append(names[2])
+    refused = await failure(start(some, "serve"))
+    assert (refused.reason, refused.retry) == (Reason.NO_REPLICA, False)
+    closed.clear()
+    answers = await asyncio.gather(*(ask(some, None) for _ in range(30)))
+    assert len({answer["replica"] for answer in answers}) > 1
+
+
 async def consume(stream: ServeStream) -> None:
     async for _ in stream:
         pass
@@ -236,7 +255,15 @@ async def test_without_a_replica_the_wait_is_bounded(
 
 @pytest.mark.parametrize(
     "hint",
-    [Hint(), Hint("a"), Hint(avoid=("a",)), Hint(avoid=("a", "b"))],
+    [
+        Hint(),
+        Hint("a"),
+        Hint(avoid=("a",)),
+        Hint(avoid=("a", "b")),
+        Hint("a", closed=("b", "c")),
+        Hint(avoid=("a", "b"), closed=("c",)),
+        Hint(closed=("c",)),
+    ],
 )
 async def test_a_hint_survives_the_way(hint: Hint) -> None:
     assert Hint.parse(hint.encode()) == hint

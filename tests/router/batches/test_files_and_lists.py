@@ -341,8 +341,8 @@ async def test_an_upload_that_does_not_go_on_ends(tmp_path: Path) -> None:
 BAD_BATCHES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input_file_id": None}, "input_file_id must be the id of a file, got None", "input_file_id"),
     (
-        {"endpoint": "/v1/embeddings"},
-        "endpoint must be one of /v1/chat/completions, /v1/completions",
+        {"endpoint": "/v1/images"},
+        "endpoint must be one of /v1/chat/completions, /v1/completions, /v1/responses",
         "endpoint",
     ),
     ({"endpoint": ["x"]}, "endpoint must be one of", "endpoint"),

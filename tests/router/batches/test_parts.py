@@ -36,6 +36,7 @@ from router.batches.results import Reply, ResultLog, answered
 from router.batches.run import BatchRun, Resources
 from router.batches.store import ERRORS, INPUT, OUTPUT, Store
 from router.errors import ApiError, Reason
+from router.rate_limits import RateLimiter
 from router.trust import ANYONE
 from tests.router.batches.routers import URL, UnixClock, config, jsonl, line, serving, until
 from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve
@@ -203,7 +204,7 @@ class Pauses:
 def caller(side: FarSide, tmp_path: Path, **batches: int) -> tuple[LineCaller, Pauses, Edge]:
     edge = Edge(side, config=config(tmp_path, **batches).model_copy(update={"max_attempts": 1}))
     pauses, metrics = Pauses(), BatchMetrics(CollectorRegistry())
-    return LineCaller(edge.config, edge.fleets, metrics, pauses), pauses, edge
+    return LineCaller(edge.config, edge.fleets, RateLimiter(), metrics, pauses), pauses, edge
 
 
 class Late:
@@ -541,7 +542,7 @@ async def run_until(kept: Kept, record: BatchRecord, stop: int) -> bool:
         max_line_bytes=LINE_BYTES,
         store=kept.store,
         disk=disk,
-        caller=LineCaller(edge.config, edge.fleets, metrics),
+        caller=LineCaller(edge.config, edge.fleets, RateLimiter(), metrics),
         places=LinePlaces(1),
         metrics=metrics,
         now=kept.now,

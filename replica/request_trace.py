@@ -1,0 +1,99 @@
+"""The spans of one request in a replica: its wait, its prefill and its decode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from replica.engine import (
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+)
+from telemetry.tracing import Span, Tracer
+
+
+class RequestTrace:
+    """Watches the items of one response. The spans below the request's own are made at its end,
+    from times that are known by then:
+
+    - ``queue``: from when it reached the replica to the first batch that it was in;
+    - ``prefill``: from there to its first token;
+    - ``decode``: from there to its last.
+
+    Where the engine does not tell when it first ran there is neither ``queue`` nor ``prefill``.
+
+    Attributes:
+        request: the request, with the trace context for the engine's own spans.
+    """
+
+    def __init__(self, span: Span, request: EngineRequest, clock: Callable[[], float]) -> None:
+        self.request = replace(request, trace=span.context)
+        self._span = span
+        self._clock = clock
+        self._received_s = clock()
+        self._first_s: float | None = None
+        self._last_s: float | None = None
+        self._status = 0
+        self._tail: ResponseTail | None = None
+
+    @classmethod
+    def begin(
+        cls, tracer: Tracer, request: EngineRequest, clock: Callable[[], float] = time.monotonic
+    ) -> RequestTrace | None:
+        """The trace of ``request``, or ``None`` where it is not traced.
+
+        Args:
+            clock: monotonic seconds, the tracer's.
+        """
+        span = tracer.join("generate", request.trace, clock())
+        if span is None:
+            return None
+        span.set(
+            sluice__request_id=request.request_id,
+            sluice__endpoint=request.endpoint,
+            sluice__class=request.slo.service_class,
+            sluice__best_effort=request.best_effort,
+        )
+        return cls(span, request, clock)
+
+    def saw(self, item: ResponseItem) -> None:
+        """An item left the engine."""
+        if isinstance(item, ResponseChunk):
+            if item.tokens:
+                self._last_s = self._clock()
+                if self._first_s is None:
+                    self._first_s = self._last_s
+        elif isinstance(item, ResponseTail):
+            self._tail = item
+        elif isinstance(item, ResponseHead):
+            self._status = item.status
+
+    def end(self) -> None:
+        """The response ended, by itself or early."""
+        span, tail = self._span, self._tail
+        if tail is None:
+            span.set(sluice__ended_early=True)
+        else:
+            span.set(
+                sluice__prompt_tokens=tail.prompt_tokens, sluice__output_tokens=tail.output_tokens
+            )
+            if tail.token_offsets_s:  # a plain response: its one chunk says nothing of the tokens
+                self._first_s = self._received_s + tail.token_offsets_s[0]
+                self._last_s = self._received_s + tail.token_offsets_s[-1]
+            if tail.queued_s is not None and self._first_s is not None:
+                # The engine's clock is the replica's, but it reads it a little earlier.
+                started_s = min(self._received_s + tail.queued_s, self._first_s)
+                self._part("queue", self._received_s, started_s)
+                self._part("prefill", started_s, self._first_s)
+        if self._first_s is not None and self._last_s is not None:
+            self._part("decode", self._first_s, self._last_s)
+        if self._status >= 500:
+            span.fail(str(self._status))
+        span.end()
+
+    def _part(self, name: str, start_s: float, end_s: float) -> None:
+        self._span.child(name, start_s=start_s).end(end_s)

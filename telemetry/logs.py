@@ -1,0 +1,168 @@
+"""Log lines with the request that they belong to, as text or JSON, and no flood of repetitions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+
+from telemetry.config import LogsConfig
+
+PACKAGES = ("router", "replica", "controller", "scheduling", "telemetry", "opentelemetry")
+"""The loggers that are set up: those of this project's processes, and the exporter of spans."""
+
+MAX_FILE_BYTES = 16 << 20
+MAX_OLD_FILES = 3
+
+REPEATS = 10
+"""Times that one place in the code may warn in :data:`REPEAT_PERIOD_S`."""
+
+REPEAT_PERIOD_S = 10.0
+
+_MAX_PLACES = 1_000
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+@contextmanager
+def of_request(request_id: str) -> Iterator[None]:
+    """Every line that is logged inside, also by tasks that are started there, gets this id."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def configure_logs(config: LogsConfig, process: str) -> None:
+    """Log what this process does as ``config`` says. Calling it again replaces what was set up.
+
+    Args:
+        process: names the process in each line, and its file.
+
+    Raises:
+        OSError: the folder cannot be made, or the file in it not be opened.
+    """
+    handler: logging.Handler = logging.StreamHandler()
+    if config.directory is not None:
+        folder = config.directory.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        handler = RotatingFileHandler(
+            folder / f"{process}.log",
+            maxBytes=MAX_FILE_BYTES,
+            backupCount=MAX_OLD_FILES,
+            encoding="utf-8",
+        )
+    handler.setFormatter(JsonLines(process) if config.format == "json" else TextLines(process))
+    handler.addFilter(RepeatLimit())
+    for name in PACKAGES:
+        logger = logging.getLogger(name)
+        for old in logger.handlers[:]:
+            logger.removeHandler(old)
+            old.close()
+        logger.addHandler(handler)
+        logger.setLevel(config.level.upper())
+        logger.propagate = False
+
+
+class RepeatLimit(logging.Filter):
+    """Lets one place in the code warn :data:`REPEATS` times in a period of
+    :data:`REPEAT_PERIOD_S`; the first line of the next one says how many were left out.
+
+    Lines below a warning, and those with fields of a request, always pass. ``O(1)``, and bounded in
+    memory.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._places: dict[tuple[str, int], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether ``record`` is written."""
+        # What is told of one request is told of each.
+        if record.levelno < logging.WARNING or hasattr(record, "fields"):
+            return True
+        place = (record.pathname, record.lineno)
+        now_s = self._clock()
+        began_s, seen = self._places.get(place, (now_s, 0))
+        if now_s - began_s >= REPEAT_PERIOD_S:
+            if seen > REPEATS:
+                record.msg = f"{record.getMessage()} ({seen - REPEATS} such lines were left out)"
+                record.args = None
+            began_s, seen = now_s, 0
+        if place not in self._places and len(self._places) >= _MAX_PLACES:
+            self._places.clear()
+        self._places[place] = (began_s, seen + 1)
+        return seen < REPEATS
+
+
+class _Lines(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def parts(self, record: logging.LogRecord) -> dict[str, object]:
+        """What a line holds, in order, without the message and the exception."""
+        at = datetime.fromtimestamp(record.created, UTC)
+        parts: dict[str, object] = {
+            "time": f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+        }
+        request_id = _request_id.get()
+        if request_id:
+            parts["request_id"] = request_id
+        return parts
+
+    def exception(self, record: logging.LogRecord) -> str:
+        """The traceback, or nothing."""
+        return self.formatException(record.exc_info) if record.exc_info else ""
+
+
+class JsonLines(_Lines):
+    """One JSON object a record. What a caller gives as ``extra={"fields": {...}}`` is in it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of ``record``."""
+        parts = self.parts(record) | {"message": record.getMessage()} | _fields(record)
+        exception = self.exception(record)
+        if exception:
+            parts["exception"] = exception
+        return json.dumps(parts, default=str, separators=(",", ":"))
+
+
+class TextLines(_Lines):
+    """Time, level, process, logger, request, message and fields on one line; a traceback follows
+    on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of ``record``."""
+        parts = self.parts(record)
+        request_id = parts.pop("request_id", None)
+        fields = {"request_id": request_id} if request_id else {}
+        named = " ".join(f"{name}={value}" for name, value in (fields | _fields(record)).items())
+        line = f"{' '.join(str(part) for part in parts.values())}: {record.getMessage()}"
+        line = _CONTROL.sub(_escaped, f"{line} {named}" if named else line)
+        exception = self.exception(record)
+        return f"{line}\n{exception}" if exception else line
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    fields = getattr(record, "fields", None)
+    return dict(fields) if isinstance(fields, Mapping) else {}
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """What a client sent must not look like a line of its own."""
+    return found[0].encode("unicode_escape").decode("ascii")

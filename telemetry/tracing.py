@@ -1,0 +1,212 @@
+"""Spans of requests, with OpenTelemetry's own SDK, exported over OTLP.
+
+Off, nothing here is called and OpenTelemetry is not imported. On, a request that is not sampled has
+no span: the code on its way asks ``span is not None``, and no more.
+
+Times are given on this process's monotonic clock; a span carries Unix time, as OpenTelemetry wants.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from telemetry.config import TracingConfig
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span as OtelSpan
+
+Attribute = str | bool | int | float
+
+CONTEXT_HEADERS = ("traceparent", "tracestate")
+"""The W3C trace context, as headers of a request and as fields of a call to a replica."""
+
+_SCOPE = "sluice"
+
+
+class Kind(enum.Enum):
+    """What a span is of, by its name in OpenTelemetry."""
+
+    SERVER = "SERVER"
+    CLIENT = "CLIENT"
+    INTERNAL = "INTERNAL"
+
+
+class Span:
+    """A span that is being recorded. End it in any case.
+
+    It never holds a prompt, an output or a key: who sets attributes sees to that.
+    """
+
+    __slots__ = ("_offset_ns", "_span", "_tracer")
+
+    def __init__(self, tracer: Tracer, span: OtelSpan, offset_ns: int) -> None:
+        self._tracer = tracer
+        self._span = span
+        # Unix time less the monotonic one. One for all of a trace in this process: its spans must
+        # not seem to overlap because a clock was read a moment later.
+        self._offset_ns = offset_ns
+
+    @property
+    def trace_id(self) -> str:
+        """The trace's id, 32 hexadecimal digits."""
+        return f"{self._span.get_span_context().trace_id:032x}"
+
+    @property
+    def context(self) -> dict[str, str]:
+        """The W3C context in which another process continues under this span."""
+        return self._tracer.context_of(self._span)
+
+    def child(self, name: str, kind: Kind = Kind.INTERNAL, start_s: float | None = None) -> Span:
+        """A span under this one, from ``start_s`` (monotonic) or from now."""
+        return self._tracer.under(self._span, name, kind, start_s, self._offset_ns)
+
+    def set(self, **attributes: Attribute | None) -> None:
+        """Set attributes; a double underscore in a name stands for a dot, and what is ``None`` is
+        left out."""
+        for name, value in attributes.items():
+            if value is not None:
+                self._span.set_attribute(name.replace("__", "."), value)
+
+    def fail(self, reason: str) -> None:
+        """It ended in an error of this name, from a bounded set."""
+        from opentelemetry.trace import Status, StatusCode
+
+        self._span.set_attribute("error.type", reason)
+        self._span.set_status(Status(StatusCode.ERROR))
+
+    def end(self, end_s: float | None = None) -> None:
+        """It ended at ``end_s`` (monotonic), or now."""
+        self._span.end(self._tracer.unix_ns(end_s, self._offset_ns))
+
+
+class Tracer:
+    """Makes the spans of one process. Use :func:`make_tracer`.
+
+    Not OpenTelemetry's global provider: that one is the engine's, which traces itself.
+
+    Args:
+        config: what is sampled, and where spans go.
+        process: name of this process, such as ``router-abc``; what stands before the first dash
+            is its kind.
+        exporter: where spans go at once, in place of ``config.endpoint`` in the background.
+        clock: monotonic seconds. unix_clock_ns: Unix nanoseconds.
+
+    Raises:
+        ValueError: OpenTelemetry is not installed.
+    """
+
+    def __init__(
+        self,
+        config: TracingConfig,
+        process: str,
+        exporter: SpanExporter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+            from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ValueError(
+                "telemetry.tracing.enabled needs OpenTelemetry: install the extra `otel`, such as "
+                f"pip install 'sluice[otel]' ({error})"
+            ) from error
+        resource = Resource.create(
+            {
+                "service.name": f"{_SCOPE}-{process.partition('-')[0]}",
+                "service.instance.id": process,
+            }
+        )
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)),
+            resource=resource,
+            shutdown_on_exit=False,
+        )
+        if exporter is None:
+            headers = {name: value.get_secret_value() for name, value in config.headers.items()}
+            remote = OTLPSpanExporter(endpoint=config.endpoint, headers=headers)
+            self._provider.add_span_processor(BatchSpanProcessor(remote))
+        else:
+            self._provider.add_span_processor(SimpleSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer(_SCOPE)
+        self._propagator = TraceContextTextMapPropagator()
+        self._trace = trace
+        self._clock = clock
+        self._unix_clock_ns = unix_clock_ns
+        self._trust_client = config.trust_client
+
+    def begin(self, name: str, headers: Mapping[str, str], start_s: float) -> Span | None:
+        """The first span of a client's request, or ``None`` where it is not sampled.
+
+        Args:
+            headers: of the request, names in lower case. What is no trace context is ignored.
+            start_s: when the request came, monotonic.
+        """
+        return self._start(name, self._context(headers if self._trust_client else {}), start_s)
+
+    def join(self, name: str, context: Mapping[str, str], start_s: float) -> Span | None:
+        """The first span of a call from another process of ours, by its :attr:`Span.context`;
+        ``None`` where that one is not sampled."""
+        return self._start(name, self._context(context), start_s) if context else None
+
+    def under(
+        self, parent: OtelSpan, name: str, kind: Kind, start_s: float | None, offset_ns: int
+    ) -> Span:
+        """A span under ``parent``; see :meth:`Span.child`."""
+        span = self._tracer.start_span(
+            name,
+            context=self._trace.set_span_in_context(parent),
+            kind=self._trace.SpanKind[kind.value],
+            start_time=self.unix_ns(start_s, offset_ns),
+        )
+        return Span(self, span, offset_ns)
+
+    def context_of(self, span: OtelSpan) -> dict[str, str]:
+        """See :attr:`Span.context`."""
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, context=self._trace.set_span_in_context(span))
+        return carrier
+
+    def unix_ns(self, at_s: float | None, offset_ns: int) -> int:
+        """Unix nanoseconds of a monotonic time of this process, or of now."""
+        return int((self._clock() if at_s is None else at_s) * 1e9) + offset_ns
+
+    def shutdown(self) -> None:
+        """Export what is left, and stop. It blocks, for seconds where nobody takes the spans."""
+        self._provider.shutdown()
+
+    def _context(self, headers: Mapping[str, str]) -> Context:
+        from opentelemetry.context import Context
+
+        carrier = {name: headers[name] for name in CONTEXT_HEADERS if name in headers}
+        # An empty context, not the current one: that may be the engine's or the server's.
+        return self._propagator.extract(carrier, context=Context())
+
+    def _start(self, name: str, context: Context, start_s: float) -> Span | None:
+        offset_ns = self._unix_clock_ns() - int(self._clock() * 1e9)
+        span = self._tracer.start_span(
+            name,
+            context=context,
+            kind=self._trace.SpanKind.SERVER,
+            start_time=self.unix_ns(start_s, offset_ns),
+        )
+        return Span(self, span, offset_ns) if span.is_recording() else None
+
+
+def make_tracer(config: TracingConfig, process: str) -> Tracer | None:
+    """The process's tracer, or ``None`` where tracing is off.
+
+    Raises:
+        ValueError: OpenTelemetry is not installed.
+    """
+    return Tracer(config, process) if config.enabled else None

@@ -1,0 +1,68 @@
+"""Every metric that the processes of the application have, from their real registries."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry
+
+from controller.actor import Controller
+from controller.client import CallMetrics
+from controller.config import ControllerConfig
+from replica.config import EngineConfig
+from replica.metrics import ReplicaCollector
+from replica.simulated_engine import SimulatedEngine
+from router.auth import KeyMetrics
+from router.batches.metrics import BatchMetrics
+from router.metrics import RouterMetrics
+from router.metrics_page import ControllerMetricsPage
+
+
+class Family(NamedTuple):
+    """A metric as it stands in the documents: a counter's name ends in ``_total``."""
+
+    kind: str
+    labels: frozenset[str]
+
+
+def catalogue() -> dict[str, Family]:
+    """Every metric by its name. Those of replicas are gauges with that label, as of a real one."""
+    router = RouterMetrics().registry
+    BatchMetrics(router)
+    KeyMetrics(router)
+    CallMetrics(router)
+    engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
+    replica = CollectorRegistry(auto_describe=False)
+    replica.register(ReplicaCollector("r", engine.state, lambda: 0, configured=1))
+    controller = Controller(ControllerConfig())._instruments.registry
+    page = ControllerMetricsPage(None, None, CollectorRegistry())  # type: ignore[arg-type]
+    families: dict[str, Family] = {}
+    for registry in (router, replica, controller, page._status):
+        for collector in registry._collector_to_names:
+            for name, family in _families(collector):
+                assert name not in families, f"two processes have {name}"
+                families[name] = family
+    return families
+
+
+def _families(collector: Any) -> list[tuple[str, Family]]:
+    """What a collector has; one with labels but without a value shows them nowhere else."""
+    own = getattr(collector, "_labelnames", None)
+    found = []
+    for metric in collector.collect():
+        labels = metric._labelnames if own is None else own
+        name = metric.name + "_total" if metric.type == "counter" else metric.name
+        found.append((name, Family(metric.type, frozenset(labels))))
+    return found
+
+
+def series_of(families: dict[str, Family]) -> dict[str, frozenset[str]]:
+    """The labels of every series that a query can name."""
+    series: dict[str, frozenset[str]] = {}
+    for name, (kind, labels) in families.items():
+        if kind == "histogram":
+            series[f"{name}_bucket"] = labels | {"le"}
+            series[f"{name}_sum"] = series[f"{name}_count"] = labels
+        else:
+            series[name] = labels
+    return series
