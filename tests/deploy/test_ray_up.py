@@ -86,7 +86,7 @@ def test_its_image_is_linted_and_ends_without_root() -> None:
         line.split()[1] for line in path.read_text("utf-8").splitlines() if line[:5] == "USER "
     ]
     base = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
-    assert users[0] == "root"
+    assert users[0] == "0:0"
     assert f"USER {users[-1]}\n" in base, "the user is not that of the image below"
     linter = Path(sys.executable).with_name("hadolint")
     if not linter.exists() and not os.environ.get("CI"):
