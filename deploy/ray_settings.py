@@ -1,6 +1,8 @@
 """Ray settings that Sluice runs with. They are environment variables that Ray reads on import, so
 :func:`apply` comes before the first ``import ray`` of the process that starts the cluster.
 
+``eval "$(python -m deploy.ray_settings)"`` sets them in a shell, for `ray start`.
+
 HAProxy in front and Serve's gRPC data plane behind it cost the edge a fraction of the CPU time that
 Serve's default Python proxy and actor calls do.
 """
@@ -8,6 +10,7 @@ Serve's default Python proxy and actor calls do.
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sys
 import tempfile
@@ -73,3 +76,8 @@ def apply(local_dir: Path | None = None) -> None:
         settings["RAY_SERVE_HAPROXY_METRICS_PORT"] = str(_free_port())
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+if __name__ == "__main__":
+    for _name, _value in TUNED.items():
+        print(f"export {_name}={shlex.quote(_value)}")
