@@ -36,8 +36,8 @@ def contents() -> dict[Path, str]:
         readme: _TABLE.sub(lambda _: values_table(schema), readme.read_text(encoding="utf-8")),
         CHART / "files" / "ray-env.yaml": yaml.safe_dump(ray_environment(), sort_keys=False),
     }
-    for alerts in (ROOT / "deploy" / "prometheus").glob("alerts.yaml"):
-        files[CHART / "files" / "alerts.yaml"] = alerts.read_text(encoding="utf-8")
+    alerts = ROOT / "deploy" / "prometheus" / "alerts.yaml"
+    files[CHART / "files" / "alerts.yaml"] = alerts.read_text(encoding="utf-8")
     for board in sorted((ROOT / "deploy" / "grafana").glob("*.json")):
         files[CHART / "files" / "dashboards" / board.name] = board.read_text(encoding="utf-8")
     return files

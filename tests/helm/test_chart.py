@@ -20,6 +20,7 @@ from ray.serve.schema import ServeDeploySchema
 from deploy import ray_settings
 from deploy.chart import CHART, contents
 from deploy.config import parse_config
+from tests.documents import ROOT
 from tests.helm.chart import CUSTOM_RESOURCES, Document, Release, parsed, read, render, values_with
 from tests.helm.schemas import NATIVE, check_native, check_ray_service
 
@@ -231,6 +232,22 @@ def test_routes_lead_to_the_service_and_not_to_the_operator_s_part(
         assert not any(each.startswith(path) for each in ("/admin/v1/fleet", "/ui", "/metrics"))
 
 
+def test_rules_and_dashboards_are_given_to_the_operators(release: Release, example: str) -> None:
+    rules = [each["spec"] for each in release.of("PrometheusRule")]
+    boards = {
+        name: json.loads(text)
+        for each in release.of("ConfigMap")
+        for name, text in each["data"].items()
+        if name.endswith(".json")
+    }
+    if example in ("gpu", "ha"):
+        assert rules == [read(ROOT / "deploy" / "prometheus" / "alerts.yaml")]
+        paths = (ROOT / "deploy" / "grafana").glob("*.json")
+        assert boards == {path.name: json.loads(path.read_text("utf-8")) for path in paths}
+    else:
+        assert not rules and not boards
+
+
 def test_containers_run_without_rights(release: Release) -> None:
     for pod in [*release.pods, *release.of("Pod")]:
         spec = pod["spec"]
@@ -266,19 +283,18 @@ def test_keys_are_in_their_secret_and_nowhere_else() -> None:
 
 
 def test_the_key_files_are_where_the_configuration_says() -> None:
-    release = render({"apiKeys": {"entries": ["some-key"]}, "adminKeys": {"entries": ["another"]}})
+    kinds = ("api", "admin", "metrics")
+    release = render({f"{kind}Keys": {"entries": [f"some-{kind}-key"]} for kind in kinds})
+    secrets = [each["metadata"]["name"] for each in release.of("Secret")]
     router = release.serve_config["applications"][0]["args"]["router"]
-    (api, admin) = (each["metadata"]["name"] for each in release.of("Secret"))
+    files = [router["api_keys_file"], router["admin"]["keys_file"], router["metrics"]["keys_file"]]
     for pod in release.pods:
         volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
-        mounts = {
-            each["mountPath"]: volumes[each["name"]]
-            for each in pod["spec"]["containers"][0]["volumeMounts"]
-        }
-        for file, secret in ((router["api_keys_file"], api), (router["admin"]["keys_file"], admin)):
-            path = Path(file)
-            assert mounts[str(path.parent)]["secret"]["secretName"] == secret
-            assert path.name == "keys.yaml"
+        (container,) = pod["spec"]["containers"]
+        mounts = {each["mountPath"]: volumes[each["name"]] for each in container["volumeMounts"]}
+        for file, secret in zip(map(Path, files), secrets, strict=True):
+            assert mounts[str(file.parent)]["secret"]["secretName"] == secret
+            assert file.name == "keys.yaml"
 
 
 def test_the_notes_say_what_is_open() -> None:
@@ -353,6 +369,14 @@ def test_the_schema_refuses(values: Document) -> None:
         ({"apiKeys": {"existingSecret": "a", "entries": ["b"]}}, "not both"),
         ({"config": {"router": {"api_keys": ["a"]}}}, "use apiKeys"),
         ({"config": {"router": {"admin": {"keys": ["a"]}}}}, "use adminKeys"),
+        ({"config": {"router": {"metrics": {"keys_file": "/a"}}}}, "use metricsKeys"),
+        (
+            {
+                "monitoring": {"serviceMonitor": {"enabled": True}},
+                "apiKeys": {"existingSecret": "a"},
+            },
+            "asks for a key",
+        ),
         ({"config": {"router": {"port": 80}}}, "are the chart's"),
         ({"gcsFaultTolerance": {"enabled": True}}, "host:port of your Redis"),
         ({"workers": [{"name": "w", "resources": {}}] * 2}, 'named "w"'),

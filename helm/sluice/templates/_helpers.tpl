@@ -37,7 +37,7 @@ app.kubernetes.io/part-of: sluice
 {{- end -}}
 {{- end -}}
 
-{{/* Name of the Secret with the keys of `kind`, api or admin, or nothing. */}}
+{{/* Name of the Secret with the keys of `kind`, api, admin or metrics, or nothing. */}}
 {{- define "sluice.keysSecret" -}}
 {{- $values := index .root.Values (printf "%sKeys" .kind) -}}
 {{- if and $values.existingSecret $values.entries -}}
@@ -63,12 +63,8 @@ app.kubernetes.io/part-of: sluice
 {{- define "sluice.config" -}}
 {{- $config := deepCopy .Values.config -}}
 {{- $router := default dict $config.router -}}
-{{- $admin := default dict $router.admin -}}
 {{- if or $router.api_keys $router.api_keys_file -}}
 {{- fail "config.router: keys do not belong there, everybody who may read the RayService sees them: use apiKeys" -}}
-{{- end -}}
-{{- if or $admin.keys $admin.keys_file -}}
-{{- fail "config.router.admin: keys do not belong there, everybody who may read the RayService sees them: use adminKeys" -}}
 {{- end -}}
 {{- if or $router.host $router.port -}}
 {{- fail "config.router: host and port are the chart's: 0.0.0.0 and 8000" -}}
@@ -78,9 +74,15 @@ app.kubernetes.io/part-of: sluice
 {{- if include "sluice.keysSecret" (dict "root" . "kind" "api") -}}
 {{- $_ := set $router "api_keys_file" "/etc/sluice/api-keys/keys.yaml" -}}
 {{- end -}}
-{{- if include "sluice.keysSecret" (dict "root" . "kind" "admin") -}}
-{{- $_ := set $admin "keys_file" "/etc/sluice/admin-keys/keys.yaml" -}}
-{{- $_ := set $router "admin" $admin -}}
+{{- range $kind := list "admin" "metrics" -}}
+{{- $part := default dict (index $router $kind) -}}
+{{- if or $part.keys $part.keys_file -}}
+{{- fail (printf "config.router.%s: keys do not belong there, everybody who may read the RayService sees them: use %sKeys" $kind $kind) -}}
+{{- end -}}
+{{- if include "sluice.keysSecret" (dict "root" $ "kind" $kind) -}}
+{{- $_ := set $part "keys_file" (printf "/etc/sluice/%s-keys/keys.yaml" $kind) -}}
+{{- $_ := set $router $kind $part -}}
+{{- end -}}
 {{- end -}}
 {{- $_ := set $config "router" $router -}}
 {{- toYaml $config -}}

@@ -84,7 +84,7 @@ spec:
 - name: config
   mountPath: /etc/sluice/config
   readOnly: true
-{{- range $kind := list "api" "admin" }}
+{{- range $kind := list "api" "admin" "metrics" }}
 {{- if include "sluice.keysSecret" (dict "root" $.root "kind" $kind) }}
 - name: {{ $kind }}-keys
   mountPath: /etc/sluice/{{ $kind }}-keys
@@ -108,7 +108,7 @@ spec:
 - name: config
   configMap:
     name: {{ include "sluice.fullname" .root }}-config
-{{- range $kind := list "api" "admin" }}
+{{- range $kind := list "api" "admin" "metrics" }}
 {{- with include "sluice.keysSecret" (dict "root" $.root "kind" $kind) }}
 - name: {{ $kind }}-keys
   secret:
