@@ -138,7 +138,7 @@ class AutoscalingConfig(BaseModel):
         default_factory=dict, description="Options of the autoscaling policy."
     )
     interval_s: float = Field(
-        default=2.0,
+        default=2.5,
         ge=0.1,
         le=60,
         description="Time between two looks at the load, seconds. Looks come no more often than "

@@ -32,7 +32,7 @@ from simulation.workload import Workload, merged
 
 SETUP = SETUPS["70b"]
 STARTUP_S = 30.0
-INTERVAL_S = 2.0
+INTERVAL_S = 2.5
 PEAK_OVER_S = 60.0
 FIXED_LOAD = 0.75
 """Load for which fixed pools are sized, the same that the default policy aims at."""

@@ -1,0 +1,179 @@
+"""The bridge to Serve's autoscaler: what Serve hands in, and what it gets, without a cluster."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from ray.serve._private.autoscaling_state import _resolve_policy_callable
+from ray.serve._private.common import DeploymentID, TimeStampedValue
+from ray.serve.autoscaling_policy import _apply_autoscaling_config
+from ray.serve.config import AutoscalingContext
+
+from deploy.app import build
+from deploy.autoscaling import latest_load, serve_autoscaling
+from deploy.config import parse_config
+from deploy.submission import application_of
+from replica.config import AutoscalingConfig, ReplicaConfig
+from scheduling.autoscaling import Load
+
+OPTIONS = {"smoothing_s": 1.0, "startup_s": 5.0, "down_after_s": 10.0}
+CONFIG = AutoscalingConfig(min_replicas=1, max_replicas=6, policy_options=OPTIONS)
+
+
+def told(*loads: tuple[str, float, Load]) -> dict[str, dict[str, Any]]:
+    """Metrics as Serve keeps them, from who told what when."""
+    metrics: dict[str, dict[str, Any]] = {}
+    for replica, at_s, load in loads:
+        for name, value in load._asdict().items():
+            series = metrics.setdefault(name, {}).setdefault(replica, [])
+            series.append(TimeStampedValue(at_s, value))
+    return metrics
+
+
+class Serve:
+    """Calls a policy as Serve's controller does, with its own wrapper around it."""
+
+    def __init__(self, config: AutoscalingConfig = CONFIG) -> None:
+        self.config = serve_autoscaling(config)
+        self.policy: Callable[[AutoscalingContext], tuple[int, dict[str, Any]]] = (
+            _apply_autoscaling_config(_resolve_policy_callable(self.config.policy))
+        )
+        self.target = self.running = config.first
+        self.state: dict[str, Any] = {}
+        self.now_s = 1000.0
+
+    def tick(self, metrics: Any, running: int | None = None) -> int:
+        self.now_s += 0.1
+        context = AutoscalingContext(
+            deployment_id=DeploymentID(name="Replica", app_name="sluice"),
+            deployment_name="Replica",
+            app_name="sluice",
+            current_num_replicas=self.target if running is None else running,
+            target_num_replicas=self.target,
+            running_replicas=[],
+            total_num_requests=0.0,
+            total_queued_requests=0.0,
+            aggregated_metrics={},
+            raw_metrics=metrics,
+            capacity_adjusted_min_replicas=self.config.min_replicas,
+            capacity_adjusted_max_replicas=self.config.max_replicas,
+            policy_state=dict(self.state),
+            last_scale_up_time=None,
+            last_scale_down_time=None,
+            current_time=self.now_s,
+            config=self.config,
+        )
+        self.target, self.state = self.policy(context)
+        return self.target
+
+
+def demanding(at_s: float, demand: float, ready: float = 1.0) -> Load:
+    """A load since 0 of which all is prefill."""
+    return Load(at_s, ready, asked=10 * at_s, asked_s=demand * at_s, head_room=0.5)
+
+
+def test_serve_gets_the_policys_number_at_once_and_in_bounds() -> None:
+    serve = Serve()
+    for second in range(1, 30):
+        serve.tick(told(("r1", 50.0 + second, demanding(second, 2.0))))
+    assert serve.target == 3
+    for second in range(30, 60):
+        serve.tick(told(("r1", 50.0 + second, demanding(second, 20.0))))
+    assert serve.target == 6
+
+
+def test_it_goes_down_by_the_policys_own_delay() -> None:
+    serve = Serve()
+    serve.target = 4
+    sizes = [
+        serve.tick(told(("r1", float(second), demanding(second, 0.5)))) for second in range(1, 60)
+    ]
+    assert sizes[:10] == [4] * 10
+    assert sizes[-1] == 1
+
+
+def test_without_news_nothing_changes() -> None:
+    serve = Serve()
+    for second in range(1, 30):
+        serve.tick(told(("r1", 50.0 + second, demanding(second, 2.0))))
+    last = told(("r1", 79.0, demanding(29.0, 2.0)))
+    state = serve.state
+    assert {serve.tick(last) for _ in range(500)} == {3}
+    assert {serve.tick({}) for _ in range(500)} == {3}
+    assert serve.state["sluice_state"] == state["sluice_state"]
+
+
+def test_a_failing_policy_keeps_the_number_and_says_so_once() -> None:
+    serve = Serve()
+    serve.target = 4
+    broken = told(("r1", 1.0, demanding(1, 2.0)))
+    broken["asked"]["r1"] = [TimeStampedValue(1.0, "a word")]
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener = Listener(logging.ERROR)
+    logging.getLogger("ray.serve").addHandler(listener)
+    try:
+        assert {serve.tick(broken) for _ in range(5)} == {4}
+    finally:
+        logging.getLogger("ray.serve").removeHandler(listener)
+    assert said == ["the autoscaling policy failed; the number of replicas stays"]
+
+
+def test_what_was_told_last_counts() -> None:
+    old, new = demanding(3.0, 1.0), demanding(4.0, 1.0)
+    assert latest_load({}) is None
+    assert latest_load(told(("r1", 13.0, old), ("r1", 14.0, new))) == (14.0, new)
+    assert latest_load(told(("r1", 14.0, new), ("r2", 13.0, old))) == (14.0, new)
+    torn = told(("r1", 13.0, old), ("r2", 14.0, new))
+    del torn["asked"]["r2"]
+    assert latest_load(torn) == (13.0, old)
+
+
+def test_the_application_autoscales_where_it_is_asked_to() -> None:
+    fields = {"replica": {"autoscaling": {"min_replicas": 2, "max_replicas": 5}}}
+    (replicas,) = build(fields)._bound_deployment.init_args[0].values()
+    made = replicas._bound_deployment._deployment_config.autoscaling_config
+    assert (made.min_replicas, made.initial_replicas, made.max_replicas) == (2, 2, 5)
+    assert (made.upscale_delay_s, made.downscale_delay_s) == (0, 0)
+    (fixed,) = build({"replica": {"count": 3}})._bound_deployment.init_args[0].values()
+    assert fixed._bound_deployment._deployment_config.autoscaling_config is None
+
+
+def test_a_submitted_application_leaves_the_number_to_the_policy() -> None:
+    fixed = application_of({"replica": {"count": 3}}, "a", "/")
+    assert fixed["deployments"] == [{"name": "Replica", "num_replicas": 3}]
+    scaled = application_of({"replica": {"autoscaling": {"max_replicas": 5}}}, "a", "/")
+    assert scaled["deployments"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "max_replicas"),
+        ({"max_replicas": 2, "min_replicas": 3}, "need min_replicas <= initial_replicas"),
+        ({"max_replicas": 2, "initial_replicas": 3}, "need min_replicas <= initial_replicas"),
+        ({"max_replicas": 2, "policy": "most"}, "unknown autoscaling policy 'most'"),
+        ({"max_replicas": 2, "policy_options": {"target": 1}}, "target"),
+        ({"max_replicas": 2, "maximum": 3}, "maximum"),
+    ],
+)
+def test_what_is_wrong_is_said(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        AutoscalingConfig.model_validate(fields)
+    with pytest.raises(ValueError, match=r"replica\.autoscaling"):
+        parse_config({"replica": {"autoscaling": fields}})
+
+
+def test_the_bounds_of_a_pool() -> None:
+    fixed = ReplicaConfig(count=3)
+    assert (fixed.first, fixed.most) == (3, 3)
+    scaled = ReplicaConfig(autoscaling=AutoscalingConfig(min_replicas=2, max_replicas=5))
+    assert (scaled.first, scaled.most) == (2, 5)

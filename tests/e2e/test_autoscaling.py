@@ -1,0 +1,91 @@
+"""Replicas that come with load and go with silence, on real Ray and Serve."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import System, system, wait_until
+
+pytestmark = pytest.mark.ray
+
+# A prompt takes about 0.1 s, and a request with its 40 tokens about 0.3 s of a replica.
+_BODY = {"model": "sim", "prompt": "word " * 100, "max_tokens": 40}
+_OBJECTIVE = {"slo": {"ttft_ms": 3000, "tpot_ms": 200}}
+_FIELDS = {
+    "engine": {
+        "kind": "simulated",
+        "model": "sim",
+        "simulated": {"step_s": 0.002, "token_s": 0.001, "context_token_s": 0.0},
+    },
+    "replica": {
+        "num_cpus": 0.1,
+        "drain_timeout_s": 30,
+        "autoscaling": {
+            "min_replicas": 1,
+            "max_replicas": 3,
+            "interval_s": 0.2,
+            "policy_options": {"smoothing_s": 0.5, "startup_s": 2.0, "down_after_s": 2.0},
+        },
+    },
+}
+
+
+class Clients:
+    """Clients that ask again as soon as they are answered."""
+
+    def __init__(self, url: str) -> None:
+        self.statuses: Counter[int] = Counter()
+        self._url = f"{url}/v1/completions"
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def asking(self, count: int) -> Iterator[None]:
+        """So many of them, until the block ends; then each waits for its last answer."""
+        stop = threading.Event()
+        threads = [threading.Thread(target=self._ask, args=(stop,)) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+    def _ask(self, stop: threading.Event) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not stop.is_set():
+                answer = client.post(self._url, json={**_BODY, **_OBJECTIVE})
+                whole = answer.json().get("usage", {}).get("completion_tokens") == 40
+                with self._lock:
+                    self.statuses[answer.status_code if whole else 0] += 1
+
+
+def _taking(running: System) -> int:
+    """Replicas that take requests, as the controller knows."""
+    replicas = running.snapshot()["replicas"]
+    return sum(replica["condition"] == "fresh" for replica in replicas)
+
+
+def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.2")
+    with system(_FIELDS) as running:
+        wait_until(lambda: _taking(running) == 1, "it begins with the fewest")
+        clients = Clients(running.url)
+        with clients.asking(12):
+            wait_until(lambda: _taking(running) == 3, "load brings replicas", show=running.snapshot)
+        # One client is little, but it always has a request somewhere.
+        with clients.asking(1):
+            wait_until(lambda: _taking(running) == 1, "silence takes them", show=running.snapshot)
+        assert set(clients.statuses) == {200}
+        wait_until(
+            lambda: len(running.snapshot()["replicas"]) == 1, "those that left are forgotten"
+        )
