@@ -1,0 +1,54 @@
+"""docs/cli.md has every command and exit code, and every command explains itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from deploy.cli import main
+from deploy.commands.exits import Exit
+from tests.documents import ROOT, rows, section
+
+CLI = ROOT / "docs" / "cli.md"
+_OF_BENCHMARKS = {"bench", "simulate"}
+
+
+def paths(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command below ``command``, by its words."""
+    if not isinstance(command, click.Group):
+        yield words
+        return
+    for name, each in command.commands.items():
+        yield from paths(each, (*words, name))
+
+
+OURS = [words for words in paths(main) if words[0] not in _OF_BENCHMARKS]
+
+
+def test_every_command_is_in_the_table() -> None:
+    assert set(rows(section(CLI, "The command line"))) == set(main.commands)
+
+
+def test_every_exit_code_is_in_the_table() -> None:
+    table = section(CLI, "For scripts")
+    listed = [
+        (int(code), name) for code, name in re.findall(r"(?m)^\| (\d+) \| ([\w ]+) \|", table)
+    ]
+    assert listed == [(code.value, code.name.lower().replace("_", " ")) for code in Exit]
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_help_has_examples_of_the_command(words: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(main, [*words, "--help"])
+    assert shown.exit_code == Exit.OK
+    assert "Example" in shown.output
+    assert f"sluice {' '.join(words)}" in shown.output.partition("Example")[2]
+
+
+@pytest.mark.parametrize("words", [(), *OURS], ids=" ".join)
+def test_an_unknown_option_is_a_matter_of_usage(words: tuple[str, ...]) -> None:
+    assert CliRunner().invoke(main, [*words, "--no-such-option"]).exit_code == Exit.USAGE
