@@ -20,12 +20,14 @@ class StepErrors(NamedTuple):
     Attributes:
         steps: how many.
         mape: the mean.
+        median: half of the steps stay below it, whatever the others do.
         p90: what nine steps of ten stay below; the worst tenth lies above.
         bias: all predicted seconds over all real ones, less 1: above 0 the model is too slow.
     """
 
     steps: int
     mape: float
+    median: float
     p90: float
     bias: float
 
@@ -54,6 +56,7 @@ def step_errors(model: LatencyModel, steps: Sequence[StepSample]) -> StepErrors:
     return StepErrors(
         steps=len(steps),
         mape=float(errors.mean()),
+        median=float(np.median(errors)),
         p90=float(np.quantile(errors, 0.9)),
         bias=float(predicted.sum() / real.sum() - 1),
     )

@@ -16,6 +16,7 @@ from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import CONFIG_FILE, load
 from deploy.commands.options import as_json as json_option
 from deploy.config import SluiceConfig
+from replica.vllm_setup import survive_module_scan
 from scheduling.fit import BatchFamily, fit
 from scheduling.latency import StepSample
 from scheduling.latency_profile import LatencyProfile
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from replica.sweep import Load
 
 FAMILIES: tuple[BatchFamily, ...] = get_args(BatchFamily)
+
+# The engine's process imports this program first, compiled policies and all, and then vLLM.
+survive_module_scan()
 
 _NAME = "profile"
 _REQUESTS = 1024
@@ -221,8 +225,9 @@ def _measure(
     from replica.sweep import SweepError
     from replica.virtual_loop import VirtualLoop
 
-    # Its lines would run through the progress bar.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Standard output is the report's, and lines would run through the progress bar.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # A simulated engine only waits, which nobody has to wait for.
     loop = VirtualLoop if config.kind == "simulated" else None
     try:

@@ -51,7 +51,7 @@ def print_tables(measured: Measured, fitted: Fitted, kept: Path | None) -> None:
         f"{name} = {value:.3g}" for name, value in zip(model.names, model.coefficients, strict=True)
     )
     say(f"model   {model.family}: {named} (seconds)", highlight=False)
-    table = Table("steps", "number", "mean error", "worst tenth above", "bias")
+    table = Table("steps", "number", "mean error", "median", "9 of 10 below", "bias")
     for title, errors in (("sweep", fitted.in_sample), ("unseen", fitted.out_of_sample)):
         for kind, entry in errors.items():
             table.add_row(f"{title}, {kind}", *_cells(entry))
@@ -71,6 +71,7 @@ def _cells(errors: StepErrors) -> tuple[str, ...]:
     return (
         str(errors.steps),
         f"{errors.mape:.1%}",
+        f"{errors.median:.1%}",
         f"{errors.p90:.1%}",
         f"{errors.bias:+.1%}",
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ from deploy.commands.exits import Exit
 from replica.profiling import profile_path
 from scheduling.latency import FAMILIES
 from scheduling.latency_profile import LatencyProfile
+from tests.documents import newcomer
+
+BIN = Path(sys.executable).parent
 
 TRUTH = {"step_s": 0.003, "token_s": 0.00005, "context_token_s": 2e-7, "quadratic_s": 3e-9}
 
@@ -96,9 +101,19 @@ def test_a_real_engine_is_measured_and_its_replicas_find_the_profile(tmp_path: P
         "profile_budget_s": 1.0,
         "vllm_args": {"max-model-len": 512, "max-num-batched-tokens": 128, "max-num-seqs": 16},
     }
-    result = profile(engine, tmp_path, "--rounds", "1", "--json")
-    assert result.exit_code == Exit.OK, result.output
-    report = json.loads(result.stdout)
+    path = tmp_path / "sluice.yaml"
+    path.write_text(yaml.safe_dump({"engine": engine}))
+    # As a program of its own: the engine's process imports the program that starts it.
+    done = subprocess.run(
+        [BIN / "sluice", "profile", "--config", str(path), "--rounds", "1", "--json"],
+        env=newcomer(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == Exit.OK, done.stderr
+    report = json.loads(done.stdout)
     assert report["out_of_sample"]["all"]["steps"] > 50
     assert all(value >= 0 for value in report["coefficients"].values())
     kept = LatencyProfile.from_json(Path(report["kept"]).read_text())

@@ -25,7 +25,7 @@ def test_the_figures_of_a_worked_example() -> None:
     steps = [step(seconds, (100, 0)) for seconds in (0.02, 0.01, 0.04)]
     found = step_errors(MODEL, steps)
     assert found.steps == 3
-    assert found.mape == pytest.approx(0.5)
+    assert found.mape == found.median == pytest.approx(0.5)
     assert found.p90 == pytest.approx(0.9)
     assert found.bias == pytest.approx(0.06 / 0.07 - 1)
 
