@@ -51,7 +51,7 @@ def ray_environment() -> dict[str, str]:
 def values_schema() -> dict[str, Any]:
     """The schema of the chart's values: what stands in the file, with that of the configuration."""
     schema: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-    config = _without_titles(SluiceConfig.model_json_schema())
+    config = _rules(SluiceConfig.model_json_schema())
     definitions = config.pop("$defs")
     config["description"] = schema["properties"]["config"]["description"]
     schema["properties"]["config"] = config
@@ -59,15 +59,20 @@ def values_schema() -> dict[str, Any]:
     return schema
 
 
-def _without_titles(node: Any) -> Any:
-    """A schema without pydantic's titles, which repeat the names of the fields."""
-    if isinstance(node, dict):
-        return {
-            key: _without_titles(value)
-            for key, value in node.items()
-            if key != "title" or not isinstance(value, str)
-        }
-    return [_without_titles(entry) for entry in node] if isinstance(node, list) else node
+def _rules(node: Any) -> Any:
+    """A schema without names, texts and defaults, which docs/configuration.md has: the chart only
+    has to refuse what is wrong."""
+    if isinstance(node, list):
+        return [_rules(entry) for entry in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: {name: _rules(below) for name, below in value.items()}
+        if key in ("properties", "$defs")
+        else _rules(value)
+        for key, value in node.items()
+        if key not in ("title", "description", "default")
+    }
 
 
 def values_table(schema: dict[str, Any]) -> str:

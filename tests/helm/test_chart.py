@@ -20,6 +20,7 @@ from ray.serve.schema import ServeDeploySchema
 from deploy import ray_settings
 from deploy.chart import CHART, contents
 from deploy.config import parse_config
+from router.keys import parse_keys
 from tests.documents import ROOT
 from tests.helm.chart import CUSTOM_RESOURCES, Document, Release, parsed, read, render, values_with
 from tests.helm.schemas import NATIVE, check_native, check_ray_service
@@ -275,8 +276,9 @@ def test_keys_are_in_their_secret_and_nowhere_else() -> None:
     entries = [secret, {"name": "web", "sha256": DIGEST}]
     release = render({"apiKeys": {"entries": entries}, "adminKeys": {"entries": ["another-key"]}})
     api, admin = release.of("Secret")
-    assert yaml.safe_load(base64.b64decode(api["data"]["keys.yaml"])) == entries
-    assert yaml.safe_load(base64.b64decode(admin["data"]["keys.yaml"])) == ["another-key"]
+    held = [base64.b64decode(each["data"]["keys.yaml"]) for each in (api, admin)]
+    assert list(map(yaml.safe_load, held)) == [entries, ["another-key"]]
+    assert [len(parse_keys(raw, ())) for raw in held] == [2, 1]
     others = [each for each in release.documents if each["kind"] != "Secret"]
     for text in (json.dumps(others), release.notes):
         assert secret not in text and "another-key" not in text and DIGEST not in text

@@ -1,0 +1,97 @@
+"""What docs/kubernetes.md tells an operator to install and to set."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.chart import CHART
+from deploy.config import SluiceConfig, parse_config
+from router.keys import parse_keys
+from tests.documents import ROOT, marked
+from tests.helm.chart import Document, merged, read, render, values_with
+from tests.helm.test_chart import SCHEMA
+
+DOCUMENT = ROOT / "docs" / "kubernetes.md"
+COMMANDS = [
+    shlex.split(line) for block in marked(DOCUMENT, "check: command") for line in block.splitlines()
+]
+
+
+def commands(program: str) -> list[list[str]]:
+    found = [words[1:] for words in COMMANDS if words[0] == program]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("text", marked(DOCUMENT, "check: values"))
+def test_the_values_are_accepted(text: str) -> None:
+    values = yaml.safe_load(text)
+    SCHEMA.validate(values_with(values))
+    (application,) = render(values).serve_config["applications"]
+    parse_config(application["args"])
+
+
+def test_helm_is_told_of_things_that_exist() -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--namespace", "-n")
+    parser.add_argument("--create-namespace", action="store_true")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--values", "-f", action="append", default=[])
+    for words in commands("helm"):
+        told = parser.parse_args(words)
+        if "install" in told.words and told.words[-1] != "kuberay/kuberay-operator":
+            assert (ROOT / told.words[-1] / "Chart.yaml").exists()
+            values: Document = {}
+            for path in told.values:
+                values = merged(values, read(ROOT / path))
+            for name, value in (each.split("=", 1) for each in told.set):
+                values = merged(values, _nested(name, value))
+            SCHEMA.validate(values_with(values))
+
+
+def _nested(name: str, value: Any) -> Document:
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    result: Document = value
+    return result
+
+
+def test_the_images_are_built_from_files_that_exist() -> None:
+    built = [words[words.index("--file") + 1] for words in commands("docker") if "build" in words]
+    assert {ROOT / path for path in built} == set((ROOT / "deploy").glob("Dockerfile*"))
+
+
+def test_the_names_are_those_of_the_release() -> None:
+    (service,) = render({}).of("RayService")
+    name = service["metadata"]["name"]
+    said = set(re.findall(r"(?:rayservice|service|svc)/([\w-]+)", DOCUMENT.read_text("utf-8")))
+    assert said == {name, f"{name}-head-svc"}
+
+
+def test_the_keys_are_keys() -> None:
+    (text,) = marked(DOCUMENT, "check: keys")
+    entries = parse_keys(text.encode(), SluiceConfig().router.classes)
+    assert [entry.name for entry in entries] == ["web", "nightly"]
+
+
+def test_the_files_of_values_are_the_examples() -> None:
+    named = set(re.findall(r"`(\w+-values\.yaml)`", DOCUMENT.read_text("utf-8")))
+    assert named == {path.name for path in (CHART / "ci").iterdir()}
+
+
+def test_the_configuration_is_where_the_document_says() -> None:
+    (path,) = set(re.findall(r"/etc/sluice/[\w./-]+", DOCUMENT.read_text("utf-8")))
+    release = render({})
+    (given,) = (each for each in release.of("ConfigMap") if "sluice.yaml" in each["data"])
+    (container,) = release.pods[0]["spec"]["containers"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert str(Path(mounts["config"]) / "sluice.yaml") == path
+    assert given["data"]["sluice.yaml"]
