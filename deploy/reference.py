@@ -188,8 +188,8 @@ class _Reader:
             yield from self._nested(path, choice)
         if isinstance(field.get("items"), dict):
             yield from self._nested(f"{path}[]", field["items"])
-        if isinstance(field.get("additionalProperties"), dict):
-            yield from self._nested(f"{path}.<name>", field["additionalProperties"])
+        for values in _values(field):
+            yield from self._nested(f"{path}.<name>", values)
 
     def rows(self, section: _Section) -> Iterator[str]:
         """The table's rows, a field each."""
@@ -246,11 +246,18 @@ class _Reader:
             kinds, _ = self._kinds(items)
             return f"list of {' or '.join(dict.fromkeys(kinds))}"
         if kind == "object":
-            values = field.get("additionalProperties")
-            inner = self._kinds(values)[0] if isinstance(values, dict) else ["anything"]
+            inner = [kind for values in _values(field) for kind in self._kinds(values)[0]]
+            inner = inner or ["anything"]
             return f"mapping of names to {' or '.join(inner)}"
         words = {"boolean": "true or false", "string": "text", "null": "null"}
         return words.get(kind, str(kind))
+
+
+def _values(field: Schema) -> list[Schema]:
+    """What a mapping of names holds, where that is said."""
+    values = field.get("additionalProperties")
+    named = list(field.get("patternProperties", {}).values())
+    return [values, *named] if isinstance(values, dict) else named
 
 
 def _bounds(field: Schema) -> Iterator[str]:

@@ -103,7 +103,8 @@ class Router:
         if models[0].key is not None:
             edge = RouterMetrics()
             for part in parts:
-                part.metrics.registry.unregister(part.metrics.in_flight)  # the edge counts them
+                for of_the_edge in (part.metrics.in_flight, part.metrics.held_bytes):
+                    part.metrics.registry.unregister(of_the_edge)
             source = f"edge-{serve.get_replica_context().replica_id.unique_id}"
             labels = {"model": NO_MODEL}
             pushers.append(MetricsPusher(parts[0].client, edge.registry, source, labels=labels))
