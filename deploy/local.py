@@ -119,7 +119,8 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
     # themselves.
     needed = config.router.replicas + sum(
-        fleet.config.replica.most * fleet.config.replica.num_cpus for fleet in config.fleets
+        fleet.config.replica.most * fleet.config.replica.num_cpus + 1  # its controller
+        for fleet in config.fleets
     )
     ray.init(
         address="local",  # never the cluster that the environment may name
