@@ -11,6 +11,7 @@ import click
 import numpy as np
 import pytest
 import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from deploy.cli import main
 from deploy.config import SluiceConfig
@@ -233,17 +234,18 @@ def test_what_a_reader_is_told_to_run_is_run(path: Path) -> None:
         assert not runs or by_hand or told, block.text
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        command
-        for path in DOCUMENTS
-        if path != README
-        for block in blocks(path)
-        if block.marker == "run: cli"
-        for command in block.text.splitlines()
-    ],
-)
+def texts(marker: str, but: Path | None = None) -> list[str]:
+    """What stands under ``marker`` in all documents, each text once."""
+    paths = [path for path in DOCUMENTS if path != but]
+    found = [block.text for path in paths for block in blocks(path) if block.marker == marker]
+    return list(dict.fromkeys(found))
+
+
+# The README's own test runs its commands.
+COMMANDS = dict.fromkeys(line for text in texts("run: cli", README) for line in text.splitlines())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_documents_work(command: str) -> None:
     output = shell(command)
     assert output or command.startswith("python -c")
@@ -268,9 +270,14 @@ def test_the_example_of_a_search_finds_an_answer(tmp_path: Path) -> None:
     assert json.loads(shell(f"cd {tmp_path}\n{command}"))["replicas"] == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [block.text for path in DOCUMENTS for block in blocks(path) if block.marker == "check: config"],
-)
+@pytest.mark.parametrize("text", texts("check: config"))
 def test_the_configurations_of_the_documents_are_accepted(text: str) -> None:
     SluiceConfig.model_validate(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("text", texts("check: serve-config"))
+def test_the_configurations_for_serve_are_accepted(text: str) -> None:
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    for application in schema.applications:
+        assert application.import_path == "deploy.app:build"
+        SluiceConfig.model_validate(application.args)

@@ -13,10 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
-from ray.serve.schema import ServeDeploySchema
 
-from deploy.config import SluiceConfig
 from tests.documents import README, ROOT, marked, newcomer, shell
 from tests.e2e.conftest import free_port
 
@@ -83,13 +80,3 @@ def test_the_benchmarks_run() -> None:
     for block in marked(README, "run: bench"):
         for command in block.splitlines():
             assert shell(command)
-
-
-def test_the_configurations_are_accepted() -> None:
-    for text in marked(README, "check: config"):
-        SluiceConfig.model_validate(yaml.safe_load(text))
-    for text in marked(README, "check: serve-config"):
-        schema = ServeDeploySchema.model_validate(yaml.safe_load(text))
-        for application in schema.applications:
-            assert application.import_path == "deploy.app:build"
-            SluiceConfig.model_validate(application.args)
