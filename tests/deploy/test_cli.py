@@ -11,6 +11,7 @@ import yaml
 from click.testing import CliRunner
 
 from deploy.cli import main
+from deploy.commands.exits import Exit, Failure
 from deploy.config import SluiceConfig
 from deploy.local import StartError, curl_line, running, stop_signals
 from scheduling import admission, autoscaling, batching, routing
@@ -44,6 +45,28 @@ def test_config_prints_what_it_accepts_again(tmp_path: Path) -> None:
     path.write_text(result.output)
     again = CliRunner().invoke(main, ["config", "show", str(path)])
     assert yaml.safe_load(again.output) == yaml.safe_load(result.output)
+
+
+def test_config_check_says_what_is_wrong_and_shows_no_value(tmp_path: Path) -> None:
+    path = tmp_path / "sluice.yaml"
+    path.write_text("replica: {count: 2}\n")
+    good = CliRunner().invoke(main, ["config", "check", str(path)])
+    assert (good.exit_code, good.stdout) == (Exit.OK, f"{path}: valid\n")
+    path.write_text("replica: {count: 0}\nrouter: {port: 99999, api_keys: ['my secret']}\n")
+    bad = CliRunner().invoke(main, ["config", "check", str(path)])
+    assert bad.exit_code == Exit.FAILED
+    assert {line.split(": ")[1] for line in bad.stderr.splitlines()} >= {
+        "replica.count",
+        "router.port",
+    }
+    told = json.loads(CliRunner().invoke(main, ["config", "check", str(path), "--json"]).stdout)
+    assert not told["valid"] and len(told["problems"]) == len(bad.stderr.splitlines())
+    assert "my secret" not in bad.stderr + json.dumps(told)
+
+
+def test_a_failure_is_one_line() -> None:
+    failure = Failure(Exit.FAILED, "it is not valid:\none\n  two\n\n")
+    assert failure.format_message() == "it is not valid: one; two"
 
 
 @pytest.mark.parametrize(
