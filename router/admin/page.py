@@ -1,4 +1,4 @@
-"""The live page: three files without data, which ask the admin API for what they show."""
+"""The live page: files without data, which ask the admin API for what they show."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from router.admin.access import PAGE_PATH
 
 _FOLDER = Path(__file__).with_name("static")
 
-_FILES: Final = {
-    "": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-}
+_TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 HEADERS: Final = {
     # Nothing from elsewhere, nothing inline, and nobody may put the page into a frame of theirs.
@@ -38,8 +34,9 @@ def page_routes() -> APIRouter:
         OSError: a file is missing from the installation.
     """
     routes = APIRouter()
-    for path, (name, media_type) in _FILES.items():
-        _add(routes, f"{PAGE_PATH}{path}", (_FOLDER / name).read_bytes(), media_type)
+    for file in sorted(_FOLDER.iterdir()):
+        path = PAGE_PATH if file.suffix == ".html" else f"{PAGE_PATH}/{file.name}"
+        _add(routes, path, file.read_bytes(), _TYPES[file.suffix])
     return routes
 
 

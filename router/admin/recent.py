@@ -35,6 +35,7 @@ class Recent(Generic[Answer]):
         task = self._task
         if task is None or (task.done() and self._clock() - self._made_s >= self._ttl_s):
             task = self._task = asyncio.create_task(self._run())
+            task.add_done_callback(_noted)
         return await asyncio.shield(task)
 
     def drop(self) -> None:
@@ -46,3 +47,9 @@ class Recent(Generic[Answer]):
             return await self._make()
         finally:
             self._made_s = self._clock()
+
+
+def _noted(task: asyncio.Task[Answer]) -> None:
+    """A failure belongs to those who wait; where nobody does any more it is no news."""
+    if not task.cancelled():
+        task.exception()

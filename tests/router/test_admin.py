@@ -319,7 +319,7 @@ async def test_there_is_nothing_else_to_drain() -> None:
 
 async def test_the_page_needs_no_key_and_trusts_nothing_else() -> None:
     system = await operated()
-    for path, kind in (("/ui", "html"), ("/ui/page.css", "css"), ("/ui/page.js", "javascript")):
+    for path, kind in (("/ui", "html"), ("/ui/page.css", "css"), ("/ui/api.js", "javascript")):
         got = await system.ask(path, None)
         assert got.status_code == 200 and kind in got.headers["content-type"]
         assert "default-src 'none'" in got.headers["content-security-policy"]

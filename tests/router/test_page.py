@@ -1,0 +1,288 @@
+"""The live page in a real browser, over the real API and the real controller."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+import uvicorn
+
+from controller.config import ControllerConfig
+from controller.messages import RouteQuery, Tier
+from router.admin.overseer import Overseer
+from router.config import RouterConfig
+from router.metrics import Outcome
+from scheduling.objective import SLO, TokenClock
+from tests.controller.fleet import decode_row, delta, hello, waiting_row
+from tests.router.browser import Browser, Tab, browser
+from tests.router.far_side import Edge, FarSide, serve
+from tests.router.local_controller import LocalController
+
+KEY = "admin-key-of-the-page-tests"
+MARKUP = "<img src=x onerror=alert(1)>"
+SPAN_S = 200
+POLL = "document.dispatchEvent(new Event('visibilitychange'))"
+"""As if the page had come back into sight, which makes it ask at once."""
+
+Result = TypeVar("Result")
+
+CLASSES = {
+    "interactive": SLO(0.5, 0.05, priority=4, service_class="interactive"),
+    "standard": SLO(2.0, 0.1, priority=2, service_class="standard"),
+    "batch": SLO(service_class="batch"),
+}
+PATIENT = ControllerConfig(aged_after_s=3_000, stale_after_s=3_600, forget_after_s=7_200)
+"""Replicas that say hello once count as alive."""
+
+
+class Site:
+    """A router over HTTP with a fleet that has some past."""
+
+    def __init__(self, models: int = 1) -> None:
+        self.ahead_s = -float(SPAN_S)
+        self.controllers = {
+            f"model-{index}": LocalController(lambda: time.monotonic() + self.ahead_s, PATIENT)
+            for index in range(models)
+        }
+        self.local = self.controllers["model-0"]
+        self.edge = Edge(
+            FarSide(a=serve),
+            self.local,  # type: ignore[arg-type]
+            RouterConfig.model_validate({"admin": {"keys": [KEY]}}),
+            overseer=Overseer(self.controllers),
+        )
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        config = uvicorn.Config(self.edge.api, port=self.port, log_level="error", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def _run(self) -> None:
+        async def run() -> None:
+            self._loop = asyncio.get_running_loop()
+            for local in self.controllers.values():
+                await self._live(local)
+            self._ready.set()
+            await self._server.serve()
+
+        asyncio.run(run())
+
+    def __enter__(self) -> Site:
+        self._thread.start()
+        assert self._ready.wait(60)
+        deadline = time.monotonic() + 60
+        while not self._server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+
+    def do(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run something where the server runs."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+    async def _live(self, local: LocalController) -> None:
+        """A few minutes of a fleet's life."""
+        await local.controller.hello(hello("k3x9a2bq"))
+        await local.controller.hello(hello("p7w1m4zt", [waiting_row(900, 9_000)]))
+        await local.controller.hello(hello(MARKUP))
+        await local.hear(self.edge.metrics)
+        for period in range(20):
+            for index in range(30):
+                self._serve_one(list(CLASSES)[index % 3], late=(index + period) % 11 == 0)
+            self.ahead_s += SPAN_S / 20
+            await local.hear(self.edge.metrics)
+        for key in range(1, 13):
+            name = list(CLASSES)[key % 3]
+            await local.controller.route([self._query(key, name)])
+        hopeless = RouteQuery(50, SLO(1e-6), 500, tiers=frozenset({Tier.GUARANTEED}))
+        await local.controller.route([hopeless._replace(request_id=f"{50:032x}")])
+        rows = {slot: decode_row(slot + 1, 300) for slot in range(6)}
+        rows |= {slot: waiting_row(slot + 1, 700) for slot in range(6, 9)}
+        epoch = (await local.controller.snapshot())["epoch"]
+        report = delta("k3x9a2bq", epoch, 1, rows)
+        for name, value in (("last_step_s", 0.0213), ("predicted_step_s", 0.0205), ("steps", 9)):
+            report.summary[name] = value
+        await local.controller.report(report)
+
+    def _query(self, key: int, name: str) -> RouteQuery:
+        return RouteQuery(key, CLASSES[name], 400 + 100 * key, request_id=f"{key:032x}")
+
+    def _serve_one(self, name: str, late: bool) -> None:
+        metrics, slo = self.edge.metrics, CLASSES[name]
+        clock = TokenClock(slo, 0.0)
+        first_s = 3.0 if late else 0.2
+        for token in range(5):
+            clock.emit(1, first_s + 0.02 * token)
+        metrics.first_token(name, first_s)
+        metrics.admission.admitted(name, Tier.GUARANTEED if slo.stated else Tier.BEST_EFFORT)
+        metrics.ended("chat", clock, Outcome.OK, first_s + 0.1)
+        metrics.admission.ended(clock, 0.2, failed=False)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with Site() as running:
+        yield running
+
+
+def opened(tab: Tab, site: Site) -> Tab:
+    """The page, shown, with the key that came in its address."""
+    tab.go(f"{site.url}/ui#key={KEY}")
+    tab.until("!document.querySelector('#main').hidden && document.querySelector('details')")
+    return tab
+
+
+def until_status(tab: Tab, wanted: str) -> None:
+    """Have the page ask until it says this of itself."""
+    tab.until(f"({POLL}, document.querySelector('#status').innerText === '{wanted}')")
+
+
+def check_whole(tab: Tab, site: Site) -> None:
+    """Nothing was wrong, nothing came from elsewhere, and nothing is cut off at the side."""
+    assert tab.complaints == []
+    assert tab.requested and all(url.startswith(f"{site.url}/") for url in tab.requested)
+    assert not any(KEY in url.partition("#")[0] for url in tab.requested)
+    assert tab.eval("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize(
+    ("width", "look"), [(1280, {}), (390, {"phone": True, "dark": True})], ids=["desk", "phone"]
+)
+def test_the_fleet_is_shown(
+    chromium: Browser, site: Site, width: int, look: dict[str, bool]
+) -> None:
+    with chromium.tab(width, 844, **look) as tab:
+        opened(tab, site)
+        assert tab.eval("document.querySelectorAll('.replica').length") == 3
+        assert "k3x9a2bq" in tab.text("[data-replica=k3x9a2bq] h3")
+        card = tab.text("[data-replica=k3x9a2bq]")
+        for shown in ("ready", "interactive", "10.0 %", "21 ms", "fcfs"):
+            assert shown in card, card
+        assert "91.0 %" in tab.text("#tiles") and "of 400 with an objective" in tab.text("#tiles")
+        rows = tab.eval("[...document.querySelectorAll('#classes tbody tr')].map(r => r.innerText)")
+        assert [row.split()[0] for row in rows] == sorted(CLASSES)
+        assert "over the last 3 min" in tab.text("#window")
+        assert tab.eval("document.querySelectorAll('#decisions details').length") == 13
+        assert "refused" in tab.text("#decisions details")
+        assert tab.text("#status") == "Live"
+        # The key is neither in the address nor in what a link would take along.
+        assert tab.eval("location.hash") == "" and KEY not in tab.text("body")
+        light = tab.eval("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, light[4:-1].split(","))) < 200) == bool(look.get("dark"))
+        smallest = "Math.min(...[...document.querySelectorAll('button')]"
+        smallest += ".filter(b => b.offsetParent).map(b => b.offsetHeight))"
+        assert tab.eval(smallest) >= (44 if look else 28), "too small for a finger"
+        check_whole(tab, site)
+
+
+def test_a_decision_tells_why(chromium: Browser, site: Site) -> None:
+    with chromium.tab() as tab:
+        opened(tab, site)
+        tab.enter("#request", f"{12:032x}")
+        tab.until("document.querySelectorAll('#decisions details').length === 1")
+        tab.until("document.querySelector('#decisions .why table')")
+        why = tab.text("#decisions .why")
+        for shown in (f"{12:032x}", "most_gain chose", "TTFT 500 ms", "k3x9a2bq", "chosen"):
+            assert shown in why or shown == "k3x9a2bq", why
+        assert "p7w1m4zt" in why and MARKUP in why
+        # It stays open while the page goes on.
+        seen = tab.text("#decisions .age")
+        tab.until(f"document.querySelector('#decisions .age').innerText !== '{seen}'")
+        assert tab.eval("document.querySelector('#decisions details').open")
+        tab.enter("#request", "f" * 32)
+        tab.until("!document.querySelector('#no-decisions').hidden")
+        tab.click("#find [type=reset]")
+        tab.until("document.querySelectorAll('#decisions details').length === 13")
+        check_whole(tab, site)
+
+
+def test_names_are_text_and_never_markup(chromium: Browser, site: Site) -> None:
+    with chromium.tab() as tab:
+        opened(tab, site)
+        assert MARKUP in tab.text("#replicas")
+        assert tab.eval("document.images.length") == 0
+        check_whole(tab, site)
+
+
+def test_a_key_is_asked_for_and_a_wrong_one_is_refused(chromium: Browser, site: Site) -> None:
+    with chromium.tab() as tab:
+        tab.go(f"{site.url}/ui")
+        tab.until("!document.querySelector('#login').hidden")
+        assert "needs a key" in tab.text("#login")
+        tab.enter("#key", "a-wrong-one")
+        tab.until("document.querySelector('#login-why').innerText.includes('not accepted')")
+        assert tab.eval("sessionStorage.length") == 0
+        assert tab.eval("document.querySelector('#main').hidden")
+        tab.enter("#key", KEY)
+        tab.until("!document.querySelector('#main').hidden")
+        assert tab.eval("localStorage.length + document.cookie.length") == 0
+        # The refusals are what the browser itself notes of a 401.
+        assert all("401" in each for each in tab.complaints)
+
+
+def test_draining_takes_two_clicks_and_is_taken_back_with_one(
+    chromium: Browser, site: Site
+) -> None:
+    button = "[data-replica=p7w1m4zt] button"
+    with chromium.tab() as tab:
+        opened(tab, site)
+        tab.click(button)
+        assert "Sure" in tab.text(button)
+        assert site.do(site.local.controller.route([])).closed == ()
+        tab.click(button)
+        tab.until(f"document.querySelector('{button}').innerText === 'Take back'")
+        assert site.do(site.local.controller.route([])).closed == ("p7w1m4zt",)
+        tab.until("document.querySelector('[data-replica=p7w1m4zt]').innerText.includes('left')")
+        tab.click(button)
+        tab.until(f"document.querySelector('{button}').innerText === 'Drain'")
+        assert site.do(site.local.controller.route([])).closed == ()
+        check_whole(tab, site)
+
+
+def test_what_is_old_looks_old_and_comes_back(chromium: Browser, site: Site) -> None:
+    offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    with chromium.tab() as tab:
+        opened(tab, site)
+        site.local.up = False
+        until_status(tab, "Controller silent")
+        assert "does not answer" in tab.text("#trouble") and "What is shown" in tab.text("#trouble")
+        assert float(tab.eval("getComputedStyle(document.querySelector('main')).opacity")) < 1
+        tab.call("Network.emulateNetworkConditions", offline=True, **offline)
+        until_status(tab, "Unreachable")
+        site.local.up = True
+        tab.call("Network.emulateNetworkConditions", offline=False, **offline)
+        until_status(tab, "Live")
+        assert tab.eval("document.querySelector('#trouble').hidden")
+        assert tab.eval("getComputedStyle(document.querySelector('main')).opacity") == "1"
+        tab.click("#pause")
+        assert tab.text("#status") == "Paused" and tab.text("#pause") == "Go on"
+        tab.click("#pause")
+        tab.until("document.querySelector('#status').innerText === 'Live'")
+
+
+def test_several_models_are_told_apart(chromium: Browser) -> None:
+    with Site(models=2) as site, chromium.tab() as tab:
+        opened(tab, site)
+        assert tab.text("#about") == "2 models"
+        assert "model-1" in tab.text("#replicas") and "(model-1)" in tab.text("#classes")
+        site.controllers["model-1"].up = False
+        tab.until("document.querySelector('#trouble').innerText.includes('model-1')")
+        assert tab.text("#status") == "Live"
