@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray.scripts.scripts import start
 from ray.serve.schema import ServeDeploySchema
 
 from deploy import ray_settings
@@ -124,6 +125,12 @@ def test_every_ray_node_has_the_tuned_environment(release: Release) -> None:
         assert Path(program).name == Path(here.pop(ray_settings.BINARY_VARIABLE)).name
         assert tuned == here
         assert not [name for name in environment if name.startswith("RAY_SERVE_")]
+
+
+def test_ray_start_knows_its_options(release: Release) -> None:
+    known = {name for each in start.params for name in each.opts}
+    for group in release.groups:
+        assert {f"--{name}" for name in group["rayStartParams"]} <= known
 
 
 def test_replicas_fit_the_workers(release: Release) -> None:
@@ -396,6 +403,11 @@ def test_the_templates_refuse(values: Document, message: str) -> None:
 # Any values.
 
 SWITCHES = {
+    "config": {
+        "engine": {"kind": "simulated"},
+        "models": {"small": {}, "large": {"replica": {"count": 4}}},
+        "router": {"metrics": {"access": "open"}, "batches": {"directory": "/batches"}},
+    },
     "autoscaling": {"enabled": True},
     "gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379"},
     "ingress": {"enabled": True, "hosts": ["a.example", "b.example"]},
@@ -433,7 +445,8 @@ def test_any_mix_of_options_is_accepted(chosen: set[str]) -> None:
         assert len(document["metadata"]["name"]) <= 63
         if document["apiVersion"] in NATIVE:
             check_native(document)
-    ServeDeploySchema.model_validate(release.serve_config)
+    (application,) = ServeDeploySchema.model_validate(release.serve_config).applications
+    parse_config(application.args)
     if CUSTOM_RESOURCES.exists():
         check_ray_service(*release.of("RayService"))
 
