@@ -34,7 +34,12 @@ def bench() -> None:
 
 @bench.command(name="list")
 def list_experiments() -> None:
-    """List the experiments with what they answer."""
+    """List the experiments with what they answer.
+
+    \b
+    Example:
+      sluice bench list
+    """
     table = Table("experiment", "source", "question")
     for experiment in EXPERIMENTS.values():
         table.add_row(experiment.name, experiment.source, experiment.question)
@@ -148,6 +153,7 @@ def _command(experiment: Experiment) -> click.Command:
     ]
     words = [experiment.question, f"Source: {experiment.source}."]
     words += [f"{what}: {text}." for what, text in experiment.setting.items()]
+    words += [f"\b\nExample:\n  sluice bench {experiment.name} --scale quick"]
     return click.Command(
         experiment.name,
         callback=callback,

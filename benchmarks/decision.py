@@ -217,6 +217,10 @@ def decision(
 
     The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, per_second of batched ones;
     the same with reports from the fleet, and over the connection to a real actor.
+
+    \b
+    Example:
+      sluice bench decision --no-actor
     """
     configs = contenders(names)
     results: dict[str, dict[str, Cell]] = {

@@ -129,6 +129,10 @@ def planning(as_json: bool, repeats: int, seeds: int) -> None:
     """Time plan() of every batch policy.
 
     The JSON maps policy -> requests -> median_ms and p99_ms.
+
+    \b
+    Example:
+      sluice bench planning --json
     """
     _show(plan_times(repeats, seeds), as_json)
 

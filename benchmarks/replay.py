@@ -82,6 +82,10 @@ def replay(
     """Replay a trace on real Ray with simulated engines, for several controllers.
 
     The JSON maps setting -> classes, ends by reason, predictions by decile, processor time.
+
+    \b
+    Example:
+      sluice bench replay --traces DIR
     """
     say = Console(stderr=True).print
     try:

@@ -347,6 +347,10 @@ def simulate(out: Path | None, as_json: bool, **options: Any) -> None:
     """Find how many replicas hold the objectives of recorded traffic, in the simulator.
 
     Exit code 3 says that no count within --max-replicas and --time-limit does.
+
+    \b
+    Example:
+      sluice simulate --trace traffic.csv --slo ttft_ms=500,tpot_ms=50
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:

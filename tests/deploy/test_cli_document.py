@@ -14,7 +14,6 @@ from deploy.commands.exits import Exit
 from tests.documents import ROOT, rows, section
 
 CLI = ROOT / "docs" / "cli.md"
-_OF_BENCHMARKS = {"bench", "simulate"}
 
 
 def paths(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -26,7 +25,7 @@ def paths(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple
         yield from paths(each, (*words, name))
 
 
-OURS = [words for words in paths(main) if words[0] not in _OF_BENCHMARKS]
+COMMANDS = list(paths(main))
 
 
 def test_every_command_is_in_the_table() -> None:
@@ -41,7 +40,7 @@ def test_every_exit_code_is_in_the_table() -> None:
     assert listed == [(code.value, code.name.lower().replace("_", " ")) for code in Exit]
 
 
-@pytest.mark.parametrize("words", OURS, ids=" ".join)
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_has_examples_of_the_command(words: tuple[str, ...]) -> None:
     shown = CliRunner().invoke(main, [*words, "--help"])
     assert shown.exit_code == Exit.OK
@@ -49,6 +48,6 @@ def test_help_has_examples_of_the_command(words: tuple[str, ...]) -> None:
     assert f"sluice {' '.join(words)}" in shown.output.partition("Example")[2]
 
 
-@pytest.mark.parametrize("words", [(), *OURS], ids=" ".join)
+@pytest.mark.parametrize("words", [(), *COMMANDS], ids=" ".join)
 def test_an_unknown_option_is_a_matter_of_usage(words: tuple[str, ...]) -> None:
     assert CliRunner().invoke(main, [*words, "--no-such-option"]).exit_code == Exit.USAGE
