@@ -350,7 +350,7 @@ def simulate(out: Path | None, as_json: bool, **options: Any) -> None:
 
     \b
     Example:
-      sluice simulate --trace traffic.csv --slo ttft_ms=500,tpot_ms=50
+      sluice simulate --trace traffic.csv --profile h100.json --slo ttft_ms=500,tpot_ms=50
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:
