@@ -21,8 +21,8 @@ class Serving(NamedTuple):
     Attributes:
         body: checks a body and makes vLLM's request of it.
         layer: makes error responses.
-        create: the response to such a request (and to no HTTP request): a model, an HTTP response, a stream of events, or
-            an error response.
+        create: the response to such a request (and to no HTTP request): a model, an HTTP response,
+            a stream of events, or an error response.
         generates: its requests carry sampling parameters, and Sluice's arguments with them.
     """
 

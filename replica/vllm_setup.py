@@ -35,6 +35,9 @@ RESERVED_ARGUMENTS = frozenset(
 )
 """vLLM arguments that Sluice sets, or that have no meaning under it."""
 
+_MAX_REASON = 500
+"""Most characters of vLLM's reason for refusing its arguments that are told."""
+
 _CPU_KV_BYTES = 256 << 20
 """KV cache on CPUs unless stated; vLLM would take a share of all memory."""
 
@@ -125,9 +128,14 @@ def parse_arguments(
             parser = make_arg_parser(FlexibleArgumentParser())
             return parser.parse_args(_command_line(arguments))
     except SystemExit as error:
-        lines = errors.getvalue().strip().splitlines()
-        reason = lines[-1] if lines else "see `vllm serve --help`"
+        reason = _reason(errors.getvalue()) or "see `vllm serve --help`"
         raise ValueError(f"vLLM refuses its arguments (vllm_args): {reason}") from error
+
+
+def _reason(text: str) -> str:
+    """What is wrong, of all that the parser writes: its usage comes before, links after."""
+    told = text.rpartition(" error: ")[2].partition("For further information")[0]
+    return " ".join(told.split())[:_MAX_REASON]
 
 
 async def launch(arguments: Any) -> Launched:
