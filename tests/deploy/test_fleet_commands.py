@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +111,34 @@ def test_top_shows_every_replica(application: Application) -> None:
     lines = {line.split()[0]: line.split() for line in shown.output.splitlines() if line.strip()}
     assert lines["busy"][1:4] == ["fresh", "1", "1"]
     assert lines["idle"][1:4] == ["fresh", "0", "0"]
+
+
+def test_top_goes_on_in_a_terminal_until_ctrl_c(application: Application) -> None:
+    ours, its = pty.openpty()
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("sluice"), "top", "--interval", "0.5"],
+        env={
+            **os.environ,
+            "SLUICE_ADDRESS": f"http://127.0.0.1:{application.port}",
+            "SLUICE_ADMIN_KEY": KEY,
+            "TERM": "xterm",
+        },
+        stdin=its,
+        stdout=its,
+        stderr=its,
+    )
+    os.close(its)
+    shown = b""
+    while b"late" not in shown:
+        shown += os.read(ours, 65_536)  # fails when the command has ended
+        if b"busy" in shown:
+            application.tell(application.controller.hello(hello("late")))
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):
+        while os.read(ours, 65_536):
+            pass
+    os.close(ours)
+    assert process.wait(timeout=30) == Exit.OK
 
 
 def test_an_idle_replica_is_drained_at_once_and_taken_back(application: Application) -> None:
