@@ -33,6 +33,7 @@ from router.gate import INFERENCE_PATHS, Arrival, Gate
 from router.metrics_page import Page
 from router.rate_limits import RateLimiter, Share
 from router.telemetry import Telemetry
+from router.token_limits import output_to_expect
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -81,7 +82,8 @@ def make_api(
             call = await reader.read(request, endpoint)
             fleet = fleets.of(call.model)
             prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
-            charge = limiter.reserve(call.client, prompt_tokens, call.output_tokens)
+            expected = output_to_expect(endpoint, call.output_tokens)
+            charge = limiter.reserve(call.client, prompt_tokens, expected)
         except ApiError as error:
             metrics.refused(endpoint, error.reason, arrival.client)
             telemetry.refused(arrival, endpoint, error.reason, span)

@@ -20,9 +20,6 @@ from router.trust import Caps, Client
 EXCHANGE_S = 1.0
 """How often the routers' use is added up, seconds."""
 
-UNSTATED_OUTPUT_TOKENS = 512
-"""Tokens that are set aside for an output of which nothing says how long it may get."""
-
 _SLACK = 1e-9
 """Of a bucket's size: what rounding may add."""
 
@@ -145,8 +142,7 @@ class RateLimiter:
         return longest_s
 
     def reserve(self, client: Client, prompt_tokens: int, output_tokens: int) -> Charge:
-        """Set tokens aside for a request: its prompt's, and as many as it may generate, 0 where
-        nothing says how many.
+        """Set tokens aside for a request: its prompt's, and as many as it may generate.
 
         A request that needs more than the bucket holds is let in when that is empty, and the
         others wait for longer: else no limit could be smaller than the longest request.
@@ -156,7 +152,7 @@ class RateLimiter:
         """
         if client.caps.tokens_per_minute is None:
             return NO_CHARGE
-        tokens = prompt_tokens + (output_tokens or UNSTATED_OUTPUT_TOKENS)
+        tokens = prompt_tokens + output_tokens
         self._take("tokens", client, tokens)
         return Charge(lambda change: self._give("tokens", client, change), prompt_tokens, tokens)
 

@@ -14,6 +14,9 @@ from router.trust import Caps
 CHARACTERS_PER_TOKEN: Final = 4
 """What a token of text counts as, whatever the tokenizer: a client can tell beforehand."""
 
+UNSTATED_OUTPUT_TOKENS: Final = 512
+"""Expected of an output of which nothing says how long it may get."""
+
 _PROMPT_FIELDS: Final = (
     "messages",
     "prompt",
@@ -36,6 +39,11 @@ _OUTPUT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "responses": ("max_output_tokens",),
 }
 """Endpoints that generate, and their fields for how much; the first one that is given counts."""
+
+
+def output_to_expect(endpoint: Endpoint, most: int) -> int:
+    """Output tokens to be ready for, where a request may have at most ``most``; 0 is no limit."""
+    return most or (UNSTATED_OUTPUT_TOKENS if endpoint in _OUTPUT_FIELDS else 0)
 
 
 class TokenLimits:
@@ -110,7 +118,7 @@ def _check_prompt(body: dict[str, Any], most: int) -> None:
         raise invalid(
             f"the prompt has about {tokens} tokens, a token for each {CHARACTERS_PER_TOKEN} "
             f"characters of text; allowed are {most}",
-            "prompt" if "prompt" in body else "messages",
+            next((field for field in ("prompt", "messages", "input") if body.get(field)), None),
         )
 
 

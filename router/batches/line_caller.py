@@ -24,6 +24,7 @@ from router.gate import INFERENCE_PATHS, Arrival
 from router.metrics import Outcome
 from router.rate_limits import RateLimiter
 from router.telemetry import Telemetry
+from router.token_limits import output_to_expect
 from router.trust import Client
 from scheduling.objective import TokenClock
 from telemetry.logs import of_request
@@ -137,7 +138,8 @@ class LineCaller:
             self._telemetry.refused(arrival, endpoint, error.reason)
             raise
         prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
-        charge = self._limiter.reserve(call.client, prompt_tokens, call.output_tokens)
+        expected = output_to_expect(endpoint, call.output_tokens)
+        charge = self._limiter.reserve(call.client, prompt_tokens, expected)
         span = self._telemetry.begin(arrival, endpoint, ())
         return replace(call, best_effort=True, charge=charge, span=span), fleet
 

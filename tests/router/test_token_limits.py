@@ -12,7 +12,7 @@ from replica.engine import Endpoint
 from router.config import RouterConfig
 from router.errors import ApiError
 from router.prompt_size import output_limit
-from router.token_limits import TokenLimits
+from router.token_limits import TokenLimits, output_to_expect
 from router.trust import NO_CAPS, Caps
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY
 
@@ -126,6 +126,33 @@ def test_a_long_prompt_is_refused_wherever_it_stands(
     with pytest.raises(ApiError, match="allowed are 99") as caught:
         hold({"model": "m", **body}, endpoint, Caps(max_prompt_tokens=99))
     assert caught.value.rule.status == 400
+
+
+def test_what_to_expect_of_an_output() -> None:
+    assert output_to_expect("chat", 7) == 7
+    assert output_to_expect("chat", 0) == output_to_expect("responses", 0) > 0
+    assert output_to_expect("embeddings", 1) == 1
+    assert output_to_expect("tokenize", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "param"),
+    [
+        ("responses", {"input": LONG}, "input"),
+        ("responses", {"input": "x", "instructions": LONG}, "input"),
+        ("embeddings", {"input": [LONG]}, "input"),
+        ("tokenize", {"prompt": LONG}, "prompt"),
+    ],
+)
+def test_the_other_endpoints_are_held_to_the_prompt_too(
+    endpoint: Endpoint, body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        hold({"model": "m", **body}, endpoint, Caps(max_prompt_tokens=99, max_output_tokens=5))
+    assert caught.value.param == param
+    if endpoint == "responses":
+        body = {"model": "m", "input": "x", "max_output_tokens": 9}
+        assert hold(body, endpoint, Caps(max_output_tokens=5))[0]["max_output_tokens"] == 5
 
 
 def test_a_short_prompt_is_not() -> None:
