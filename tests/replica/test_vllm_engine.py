@@ -22,6 +22,7 @@ from replica.engine import (
 )
 from replica.local_model import local_model
 from replica.state_table import StateTable
+from replica.vllm_args import SchedulerSettings
 from replica.vllm_engine import VllmEngine
 from replica.vllm_setup import parse_arguments, prepare_environment
 from router.prompt_prefix import prefix_of
@@ -304,6 +305,14 @@ async def test_arguments_that_are_not_the_users_to_set_are_refused(config):
     prepare_environment(config.model, one_thread=True)
     with pytest.raises(ValueError, match="scheduler-cls"):
         parse_arguments({"scheduler_cls": "x"}, config.model, "small", None)
+
+
+async def test_the_whole_reason_for_refusing_an_argument_is_told(config, tmp_path):
+    prepare_environment(config.model, one_thread=True)
+    settings = SchedulerSettings(state_table=tmp_path / "state", policy=config.policy)
+    given = {"structured-outputs-config": {"disable_any_whitespace": True}}
+    with pytest.raises(ValueError, match="disable_any_whitespace is only supported for"):
+        parse_arguments(given, config.model, "small", settings)
 
 
 async def test_an_unknown_argument_is_named(config, tmp_path):
