@@ -6,7 +6,7 @@ when somebody reads it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterator
 from itertools import islice
 from math import isfinite
 from typing import Any, NamedTuple
@@ -45,11 +45,17 @@ class Entry(NamedTuple):
     weighed: Weighed | None
 
 
+_Fields = tuple[RouteQuery, RouteDecision, float, float, int, Weighed | None]
+"""Those of an :class:`Entry`."""
+
+_ASKED = Entry._fields.index("asked")
+
+
 class DecisionLog:
     """The last decisions, one per request: a request that asks again replaces its last decision.
 
-    Noting one is ``O(1)``. What is kept are references to arrays with a number per replica, so
-    memory is in proportion to ``limit`` times the replicas.
+    Noting one is ``O(1)``, amortised. What is kept are references to arrays with a number per
+    replica, so memory is in proportion to ``limit`` times the replicas.
 
     Args:
         routing: the policy that chooses.
@@ -59,11 +65,13 @@ class DecisionLog:
     def __init__(self, routing: RoutingPolicy, limit: int = DECISIONS) -> None:
         self._routing = routing
         self._limit = limit
-        self._entries: OrderedDict[int, Entry] = OrderedDict()
+        # The fields of entries by key, the latest last, and up to twice as many as are wanted.
+        # Bare tuples and a bare dict, because decisions wait for this.
+        self._entries: dict[int, _Fields] = {}
         self._weighed: Weighed | None = None
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return min(self._limit, len(self._entries))
 
     def weigh(self, weighed: Weighed) -> None:
         """What the decision under way is made from; :meth:`note` follows."""
@@ -76,24 +84,28 @@ class DecisionLog:
         weighed, self._weighed = self._weighed, None
         if weighed is not None and weighed.job.query is not query:
             weighed = None  # of one that failed halfway
-        earlier = self._entries.pop(query.key, None)
-        asked = 1 if earlier is None else earlier.asked + 1
-        self._entries[query.key] = Entry(query, decision, decided_s, took_s, asked, weighed)
-        if len(self._entries) > self._limit:
-            self._entries.popitem(last=False)
+        entries = self._entries
+        earlier = entries.pop(query.key, None)
+        asked = 1 if earlier is None else earlier[_ASKED] + 1
+        entries[query.key] = (query, decision, decided_s, took_s, asked, weighed)
+        if len(entries) > 2 * self._limit:
+            self._entries = dict(islice(entries.items(), len(entries) - self._limit, None))
 
     def latest(self, limit: int, now_s: float) -> list[dict[str, Any]]:
         """The last decisions, the latest first, as plain data that JSON can hold."""
-        entries = islice(reversed(self._entries.values()), limit)
-        return [self._told(entry, now_s) for entry in entries]
+        return [self._told(entry, now_s) for entry in islice(self._kept(), limit)]
 
     def took_ms(self) -> dict[str, float | int | None]:
         """How long the decisions in the log took, milliseconds."""
-        took = np.array([entry.took_s for entry in self._entries.values()]) * 1000
+        took = np.array([entry.took_s for entry in self._kept()]) * 1000
         if not len(took):
             return {"count": 0, "p50": None, "p99": None, "max": None}
         p50, p99 = np.percentile(took, (50, 99)).tolist()
         return {"count": len(took), "p50": p50, "p99": p99, "max": float(took.max())}
+
+    def _kept(self) -> Iterator[Entry]:
+        """The latest first."""
+        return map(Entry._make, islice(reversed(self._entries.values()), self._limit))
 
     def _told(self, entry: Entry, now_s: float) -> dict[str, Any]:
         query, decision, weighed = entry.query, entry.decision, entry.weighed

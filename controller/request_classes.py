@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 UNKNOWN_CLASS = ""
 """Class of a request that was placed by nobody here: before a restart, or by Serve's own choice."""
 
 LIMIT = 100_000
-"""Most requests remembered; of more, the oldest are forgotten."""
+"""Most requests remembered; of more, the oldest tenth is forgotten."""
 
 
 class RequestClasses:
-    """Remembers classes from the decision to the request's end. ``O(1)`` each.
+    """Remembers classes from the decision to the request's end. ``O(1)`` each, amortised.
 
     Args:
         limit: most requests.
@@ -21,8 +21,7 @@ class RequestClasses:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
-        # An OrderedDict, not a dict: taking the oldest of a dict again and again is quadratic.
-        self._classes: OrderedDict[int, str] = OrderedDict()
+        self._classes: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._classes)
@@ -31,7 +30,8 @@ class RequestClasses:
         """A request was placed."""
         self._classes[key] = service_class
         if len(self._classes) > self._limit:
-            self._classes.popitem(last=False)
+            # Many at once: to take the oldest of a dict again and again is quadratic.
+            self.ended(list(islice(self._classes, max(1, self._limit // 10))))
 
     def ended(self, keys: Iterable[int]) -> None:
         """Requests ended; unknown ones are ignored."""
