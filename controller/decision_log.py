@@ -48,8 +48,6 @@ class Entry(NamedTuple):
 _Fields = tuple[RouteQuery, RouteDecision, float, float, int, Weighed | None]
 """Those of an :class:`Entry`."""
 
-_ASKED = Entry._fields.index("asked")
-
 
 class DecisionLog:
     """The last decisions, one per request: a request that asks again replaces its last decision.
@@ -86,7 +84,7 @@ class DecisionLog:
             weighed = None  # of one that failed halfway
         entries = self._entries
         earlier = entries.pop(query.key, None)
-        asked = 1 if earlier is None else earlier[_ASKED] + 1
+        asked = 1 if earlier is None else Entry._make(earlier).asked + 1
         entries[query.key] = (query, decision, decided_s, took_s, asked, weighed)
         if len(entries) > 2 * self._limit:
             self._entries = dict(islice(entries.items(), len(entries) - self._limit, None))
