@@ -52,8 +52,7 @@ class Access:
         if path == METRICS_PATH:
             return self._check_page(headers)
         if self.admin.on and path.startswith(ADMIN_PREFIX):
-            self.admin.check(headers)
-            return ANYONE
+            return self.admin.check(headers)
         if self.admin.on and is_page(path):
             return ANYONE
         return self.api.check(headers)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from router.admin.config import AdminConfig, is_loopback
 from router.auth import KeyMetrics, KeyRing
 from router.errors import ApiError, Reason
+from router.trust import ANYONE, Client
 
 ADMIN_PREFIX: Final = "/admin/"
 """What the paths of the admin API begin with."""
@@ -38,22 +39,22 @@ class AdminAccess:
         self._open = config.access == "open"
         self._keys = KeyRing(config.keys, config.keys_file, ring="admin", metrics=metrics)
 
-    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Return for a request with these raw headers (lower-case names) that may pass.
+    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
+        """Who sent these raw request headers (lower-case names), and may pass.
 
         Raises:
             ApiError: 401, or 403 where no key could open it.
         """
         if self._open:
             _check_same_site(headers)
-            return
+            return ANYONE
         if self._keys.accepts_anyone:
             raise ApiError(
                 Reason.NOT_PERMITTED,
                 "No admin key is configured, so nothing opens the admin API: set "
                 "router.admin.keys or router.admin.keys_file.",
             )
-        self._keys.check(headers)
+        return self._keys.check(headers)
 
     async def watch(self) -> None:
         """Take in what changes in the key file, for ever."""

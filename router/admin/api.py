@@ -5,6 +5,7 @@ Who may use it is decided before, see :mod:`router.access`.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection
 from typing import Any
@@ -15,9 +16,12 @@ from starlette.responses import JSONResponse
 from router.admin.access import ADMIN_PREFIX
 from router.admin.overseer import FEW_DECISIONS, MAX_DECISIONS, Overseer
 from router.errors import invalid, shown
+from router.gate import Arrival
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+_log = logging.getLogger(__name__)
+
 _REPLICA_ID = re.compile(r"[!-~]{1,256}")
 
 
@@ -48,7 +52,16 @@ def admin_routes(overseer: Overseer) -> APIRouter:
         _check_parameters(request, ())
         if not _REPLICA_ID.fullmatch(replica_id):
             raise invalid(f"{shown(replica_id)} is no replica's id", "replica_id")
-        return _answer(await overseer.drain(replica_id, to))
+        told = await overseer.drain(replica_id, to)
+        arrival: Arrival = request.state.arrival
+        _log.warning(
+            "replica %s was %s by the admin key %s, with %d requests left",
+            replica_id,
+            "drained" if to else "taken back",
+            arrival.client.name,
+            told["left"],
+        )
+        return _answer(told)
 
     return routes
 

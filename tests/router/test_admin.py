@@ -304,6 +304,17 @@ async def test_a_replica_is_drained_and_taken_back() -> None:
     assert (await system.chat()).headers["x-sluice-replica"] == "a"
 
 
+async def test_the_log_says_who_drained_what(caplog: pytest.LogCaptureFixture) -> None:
+    system = await operated({"admin": {"keys": [{"name": "night-shift", "key": ADMIN}]}})
+    await system.ask("/admin/v1/replicas/a/drain", method="POST")
+    await system.ask("/admin/v1/replicas/a/drain", method="DELETE")
+    drained, taken_back = (
+        each for each in caplog.messages if "night-shift" in each and "replica a" in each
+    )
+    assert "drained" in drained and "taken back" in taken_back
+    assert ADMIN not in caplog.text
+
+
 async def test_there_is_nothing_else_to_drain() -> None:
     system = await operated()
     unknown = await system.ask("/admin/v1/replicas/zz/drain", method="POST")
