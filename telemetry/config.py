@@ -24,7 +24,10 @@ class TracingConfig(BaseModel):
     headers: dict[str, SecretStr] = Field(
         default_factory=dict,
         max_length=16,
-        description="Headers of each export, such as an `authorization` that the collector wants.",
+        description="Headers of each export, such as an `authorization` that the collector wants. "
+        "Serve shows its configuration to whoever reaches its dashboard, so a secret is better kept "
+        "in the nodes' environment, as `OTEL_EXPORTER_OTLP_HEADERS`, which counts where this is "
+        "empty.",
     )
     sample_ratio: float = Field(
         default=1.0,
