@@ -73,6 +73,8 @@ def _replicas(fleet: ModelFleet, telemetry: TelemetryConfig) -> Application:
     size: dict[str, Any] = {"num_replicas": config.replica.count}
     if autoscaling is not None:
         size = {"autoscaling_config": serve_autoscaling(autoscaling)}
+    if config.replica.max_per_node is not None:
+        size["max_replicas_per_node"] = config.replica.max_per_node
     replicas = serve.deployment(ReplicaServer).options(
         name=deployment_name(key),
         **size,

@@ -187,6 +187,13 @@ class ReplicaConfig(BaseModel):
         ge=0,
         description="Ray GPUs per replica; default: 1 for the CUDA build of vLLM, else 0.",
     )
+    max_per_node: int | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="Most replicas of the model on one node, so that a lost node takes no more; "
+        "default: as many as find room. They are spread either way, as well as Ray can.",
+    )
     max_live_requests: int = Field(
         default=2048,
         ge=1,
