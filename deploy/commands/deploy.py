@@ -93,6 +93,10 @@ def deploy(
         if not wait:
             return
         state = _wait(server, config, before_s, timeout_s, err)
+    if state.addresses and f":{config.router.port}/" not in state.addresses[0]:
+        err.print("Serve ran already and keeps its port; router.port has no effect", markup=False)
+    if all(each.startswith("http://127.0.0.1:") for each in state.addresses):
+        err.print("only the nodes themselves reach it, unless router.host is 0.0.0.0", markup=False)
     if as_json:
         click.echo(json.dumps({"name": config.name, **_plain(state)}, indent=2))
         return
