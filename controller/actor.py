@@ -77,7 +77,9 @@ class Controller:
         self._placer = Placer(self._fleet, routing, config.make_admission(), self._log.weigh)
         self._quotas = Quotas()
         self._server = RouteServer(self._route, self._report)
-        self._instruments = Instruments(config.policy, self._mirror, self._fleet, clock)
+        self._instruments = Instruments(
+            config.policy, self._mirror, self._fleet, self._placer.demand, clock
+        )
         own = families_of(self._instruments.registry)
         self._hub = MetricsHub(reserved=[family.name for family in own])
         self._history = History()

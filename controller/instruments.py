@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from controller.mirror import Mirror
 from scheduling import fleet_rows as figure
+from scheduling.autoscaling import Demand
 from scheduling.fleet import CONDITIONS, Fleet
 from scheduling.job import INVALID_QUERY, NO_REPLICA, PLACED, UNATTAINABLE
 from scheduling.kernels import Floats
@@ -71,20 +72,46 @@ _REPLICA_GAUGES: dict[str, tuple[str, Callable[[Floats], float]]] = {
 }
 
 
+_LOAD_COUNTERS: dict[str, tuple[str, str]] = {
+    "sluice_asked_requests": ("Requests that asked for a promise.", "asked"),
+    "sluice_asked_prefill_seconds": ("Predicted prefill time of these.", "asked_s"),
+    "sluice_unpromised_requests": (
+        "Of these requests, those that an idle replica could have promised, and none did.",
+        "unpromised",
+    ),
+}
+_LOAD_GAUGES: dict[str, tuple[str, str]] = {
+    "sluice_decode_load": (
+        "Replicas' time per second that promised decodes take, over all replicas.",
+        "decode_share",
+    ),
+    "sluice_head_room_ratio": (
+        "Prefill admission budget over that of an idle replica, mean over the replicas.",
+        "head_room",
+    ),
+}
+
+
 class Instruments(Collector):
     """Counts what the controller does, and shows mirror and fleet as gauges when scraped.
 
     Args:
         policy: name of the routing policy, a label of the decisions.
-        mirror, fleet: what the gauges show.
+        mirror, fleet, demand: what the gauges show.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, policy: str, mirror: Mirror, fleet: Fleet, clock: Callable[[], float]
+        self,
+        policy: str,
+        mirror: Mirror,
+        fleet: Fleet,
+        demand: Demand,
+        clock: Callable[[], float],
     ) -> None:
         self._mirror = mirror
         self._fleet = fleet
+        self._demand = demand
         self._clock = clock
         self.registry = CollectorRegistry(auto_describe=False)
         decisions = Counter(
@@ -144,6 +171,11 @@ class Instruments(Collector):
             "Decisions that no replica has confirmed yet.",
             value=len(fleet.ledger),
         )
+        load = self._demand.load(fleet, now_s)
+        for name, (documentation, field) in _LOAD_COUNTERS.items():
+            yield CounterMetricFamily(name, documentation, value=getattr(load, field))
+        for name, (documentation, field) in _LOAD_GAUGES.items():
+            yield GaugeMetricFamily(name, documentation, value=getattr(load, field))
         for name, (documentation, read) in _REPLICA_GAUGES.items():
             gauge = GaugeMetricFamily(name, documentation, labels=("replica",))
             for replica_id, row in fleet.row_of.items():

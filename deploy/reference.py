@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import click
 
 from deploy.config import SluiceConfig
-from scheduling import admission, batching, routing
+from scheduling import admission, autoscaling, batching, routing
 from scheduling.policy import Policy
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +85,12 @@ KINDS = {
         dict(admission.POLICIES),
         "controller.admission",
         "controller.admission_options",
+    ),
+    "autoscaling": _Kind(
+        "autoscaling",
+        dict(autoscaling.POLICIES),
+        "replica.autoscaling.policy",
+        "replica.autoscaling.policy_options",
     ),
 }
 """The kinds of policies with a page each, as ``sluice policies`` names the kinds."""

@@ -18,6 +18,7 @@ from deploy.config import SluiceConfig
 from deploy.policies import policies
 from deploy.reference import KINDS, pages
 from deploy.reference import POLICIES as POLICY_PAGES
+from replica.config import AutoscalingConfig
 from scheduling.batching import POLICIES, BatchPolicy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
@@ -90,6 +91,7 @@ def test_the_documented_default_classes_are_the_defaults() -> None:
         ("Every local policy", "batch"),
         ("Admission", "admission"),
         ("Routing policies", "routing"),
+        ("Autoscaling", "autoscaling"),
     ],
 )
 def test_every_policy_has_its_row_and_none_is_invented(heading: str, kind: str) -> None:
@@ -110,6 +112,7 @@ def test_the_documented_defaults_are_the_defaults() -> None:
         ("Every local policy", config.engine.policy),
         ("Admission", config.controller.admission),
         ("Routing policies", config.controller.policy),
+        ("Autoscaling", AutoscalingConfig(max_replicas=1).policy),
     ):
         table = rows(section(DOCS / "policies.md", heading))
         assert [each for each, cells in table.items() if "the default" in cells[0]] == [name]
