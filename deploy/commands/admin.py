@@ -8,8 +8,11 @@ from urllib.parse import quote
 
 import click
 
+from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import address_option, talking
 from deploy.json_http import JsonServer
+
+_PARTS = {"models", "unavailable", "replicas", "classes"}
 
 KEY_HINT = "give --key, or set SLUICE_ADMIN_KEY, to one of the configuration's router.admin.keys"
 
@@ -56,7 +59,13 @@ class AdminApi:
 
     def fleet(self) -> dict[str, Any]:
         """Every model's controller, replicas and classes."""
-        fleet: dict[str, Any] = self._ask("GET", "/fleet")
+        fleet = self._ask("GET", "/fleet")
+        if not isinstance(fleet, dict) or not fleet.keys() >= _PARTS:
+            raise Failure(
+                Exit.FAILED,
+                f"{self._server.address} answers, but not as Sluice does: is --address right, and "
+                "is it the version of this command?",
+            )
         return fleet
 
     def drain(self, replica_id: str, drain: bool) -> dict[str, Any]:
