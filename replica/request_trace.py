@@ -13,7 +13,7 @@ from replica.engine import (
     ResponseItem,
     ResponseTail,
 )
-from telemetry.tracing import Span, Tracer
+from telemetry.tracing import Span, Tracer, attribute_of
 
 
 class RequestTrace:
@@ -78,9 +78,8 @@ class RequestTrace:
         if tail is None:
             span.set(sluice__ended_early=True)
         else:
-            span.set(
-                sluice__prompt_tokens=tail.prompt_tokens, sluice__output_tokens=tail.output_tokens
-            )
+            counts = {"prompt_tokens": tail.prompt_tokens, "output_tokens": tail.output_tokens}
+            span.set(**{attribute_of(name): count for name, count in counts.items()})
             if tail.token_offsets_s:  # a plain response: its one chunk says nothing of the tokens
                 self._first_s = self._received_s + tail.token_offsets_s[0]
                 self._last_s = self._received_s + tail.token_offsets_s[-1]

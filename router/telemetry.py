@@ -15,7 +15,7 @@ from router.errors import RULES, Reason
 from router.metrics import Outcome
 from scheduling.objective import TokenClock
 from telemetry.config import LogsConfig
-from telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer
+from telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer, attribute_of
 
 if TYPE_CHECKING:
     from router.answer import Answer
@@ -113,7 +113,7 @@ class Telemetry:
             present = {name: value for name, value in fields.items() if value is not None}
             _line(outcome, call.request_id, present, call.span)
         if call.span is not None:
-            call.span.set(**{f"sluice__{name}": value for name, value in figures.items()})
+            call.span.set(**{attribute_of(name): value for name, value in figures.items()})
             _end(call.span, outcome, reason)
 
 

@@ -25,8 +25,9 @@ class TracingConfig(BaseModel):
         default_factory=dict,
         max_length=16,
         description="Headers of each export, such as an `authorization` that the collector wants. "
-        "Serve shows its configuration to whoever reaches its dashboard, so a secret is better kept "
-        "in the nodes' environment, as `OTEL_EXPORTER_OTLP_HEADERS`, whose headers are sent, too."
+        "Serve shows its configuration to whoever reaches its dashboard, so a secret is better "
+        "kept in the nodes' environment, as `OTEL_EXPORTER_OTLP_HEADERS`, whose headers are sent, "
+        "too.",
     )
     sample_ratio: float = Field(
         default=1.0,

@@ -27,6 +27,18 @@ CONTEXT_HEADERS = ("traceparent", "tracestate")
 
 _SCOPE = "sluice"
 
+_CONVENTIONAL = {
+    "model": "gen_ai__request__model",
+    "prompt_tokens": "gen_ai__usage__input_tokens",
+    "output_tokens": "gen_ai__usage__output_tokens",
+}
+"""What OpenTelemetry's conventions for generative models have a name for."""
+
+
+def attribute_of(figure: str) -> str:
+    """The name of a figure of ours as a keyword of :meth:`Span.set`."""
+    return _CONVENTIONAL.get(figure) or f"{_SCOPE}__{figure}"
+
 
 class Kind(enum.Enum):
     """What a span is of, by its name in OpenTelemetry."""

@@ -116,7 +116,7 @@ def check_spans(at: Collector, answer: httpx.Response) -> None:
     request_id = attributes["sluice.request_id"].string_value
     assert request_id == answer.headers["x-sluice-request-id"]
     assert attributes["sluice.replica"].string_value == answer.headers["x-sluice-replica"]
-    assert attributes["sluice.output_tokens"].int_value == 5
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 5
     assert at.authorizations == {f"Bearer {COLLECTOR_KEY}"}
     assert SECRET not in str(at.spans) and KEY not in str(at.spans)
 

@@ -67,7 +67,10 @@ async def test_queue_prefill_and_decode_follow_one_another_inside_the_call(strea
     assert f"{call.context.trace_id:032x}" == TRACE
     assert call.parent is not None and f"{call.parent.span_id:016x}" == "b7ad6b7169203331"
     attributes = dict(call.attributes or {})
-    assert attributes["sluice.output_tokens"] == 4 and attributes["sluice.class"] == "interactive"
+    assert (
+        attributes["gen_ai.usage.output_tokens"] == 4
+        and attributes["sluice.class"] == "interactive"
+    )
     at = call.start_time
     for name in PARTS:
         part = spans[name]

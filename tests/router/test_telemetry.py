@@ -186,7 +186,7 @@ async def test_a_request_is_traced_from_the_client_to_the_replica(lines: Lines) 
     assert attributes["sluice.outcome"] == "ok" and attributes["sluice.attained"] is True
     assert attributes["sluice.class"] == "interactive" and attributes["sluice.replica"] == "a"
     assert attributes["sluice.admission"] == "guaranteed"
-    assert attributes["sluice.output_tokens"] == 3
+    assert attributes["gen_ai.usage.output_tokens"] == 3
     assert (decision.attributes or {})["sluice.tier"] == "guaranteed"
     assert lines.fields[0]["trace_id"] == CLIENT_TRACE
     assert SECRET not in "".join(span.to_json() for span in spans.values())
