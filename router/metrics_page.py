@@ -111,7 +111,7 @@ def merged(pages: Mapping[str, bytes]) -> bytes:
     for model, text in pages.items():
         label = b'model="' + model.encode() + b'"'
         lines: list[bytes] = []
-        for line in text.splitlines():
+        for line in text.split(b"\n"):  # other breaks may stand in values of labels
             if line.startswith(b"# HELP "):
                 lines = families.setdefault(line.split(b" ", 3)[2], [line])
             elif line.startswith(b"# TYPE "):

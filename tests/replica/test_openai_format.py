@@ -176,3 +176,10 @@ def test_a_text_in_pieces_is_the_text(seed: int, choice: int, lengths: list[int]
     pieces = [output_text(seed, choice, *span) for span in itertools.pairwise(ends)]
     assert "".join(pieces) == output_text(seed, choice, 0, ends[-1])
     assert len("".join(pieces).split(" ")) == ends[-1]
+
+
+@pytest.mark.parametrize("endpoint", ["responses", "embeddings", "tokenize", "detokenize"])
+def test_what_needs_a_model_is_refused(endpoint: Endpoint) -> None:
+    with pytest.raises(RequestError, match=f"does not offer {endpoint}") as refused:
+        parse_call(endpoint, {"model": "m", "input": "x", "prompt": "x", "tokens": []}, "m", 100)
+    assert refused.value.status == 404

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.messages import MetricsPush
 from controller.metrics import MetricsHub, MetricsPusher, text_of
 from router.metrics import Fallback, RouterMetrics
-from router.metrics_page import PAGE_TTL_S, ControllerMetricsPage
+from router.metrics_page import PAGE_TTL_S, ControllerMetricsPage, merged
 from tests.router.far_side import Clock
 
 
@@ -123,3 +126,35 @@ async def test_a_controller_that_refuses_or_fails_leaves_this_routers_page(
     client.error = None
     clock.now_s += PAGE_TTL_S
     assert (await read(page))["sluice_controller_up"] == 1
+
+
+LABEL_VALUES = st.text(max_size=12)
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,8}", fullmatch=True),
+        st.dictionaries(LABEL_VALUES, st.integers(0, 9), max_size=4),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_pages_of_models_lose_and_mix_up_nothing(pages: dict[str, dict[str, int]]) -> None:
+    texts, expected = {}, {}
+    for model, values in pages.items():
+        registry = CollectorRegistry()
+        plain = Gauge("sluice_plain", "Without labels.", registry=registry)
+        gauge = Gauge("sluice_labelled", "With one: { } \n done", ["x"], registry=registry)
+        plain.set(len(values))
+        expected["sluice_plain", model, None] = len(values)
+        for label, value in values.items():
+            gauge.labels(label).set(value)
+            expected["sluice_labelled", model, label] = value
+        texts[model] = generate_latest(registry)
+    families = list(text_string_to_metric_families(merged(texts).decode()))
+    assert {
+        (sample.name, sample.labels["model"], sample.labels.get("x")): sample.value
+        for family in families
+        for sample in family.samples
+    } == expected
+    assert len({family.name for family in families}) == len(families)

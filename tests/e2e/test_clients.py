@@ -1,0 +1,212 @@
+"""Several real models behind one endpoint, and the clients that people have."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from math import hypot
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from replica.config import EngineConfig
+from replica.local_model import local_model
+from tests.documents import ROOT, marked
+from tests.e2e.conftest import System, system, wait_until
+from tests.lora_adapter import write_adapter
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+
+DOCUMENT = ROOT / "docs" / "clients.md"
+_LENGTH = {"max-model-len": 4096}
+_BENCH = (
+    "from vllm.benchmarks.serve import add_cli_args, main\n"
+    "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+    "parser = FlexibleArgumentParser()\n"
+    "add_cli_args(parser)\n"
+    "main(parser.parse_args())\n"
+)
+"""What ``vllm bench serve`` runs; the command does not start in the CPU build."""
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    model = local_model(EngineConfig().cache_dir.expanduser())
+    adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "tuned", model)
+    chat = {
+        **_LENGTH,
+        "enable-auto-tool-choice": True,
+        "tool-call-parser": "hermes",
+        # The model is noise: between the marks of JSON it would write blanks for ever.
+        "structured-outputs-config": {
+            "backend": "xgrammar",
+            "disable_any_whitespace": True,
+        },
+        "enable-lora": True,
+        "max-lora-rank": 8,
+        "lora-modules": [{"name": "local-tuned", "path": str(adapter)}],
+    }
+    fields = {
+        "replica": {"count": 1},
+        "models": {
+            "local": {"engine": {"vllm_args": chat}},
+            "embedder": {"engine": {"vllm_args": {**_LENGTH, "runner": "pooling"}}},
+        },
+        "router": {"classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 1_000}}},
+    }
+    fields["router"]["classes"]["interactive"] = {"ttft_ms": 60_000}  # the documents name it
+    with system(fields) as started:
+        yield started
+
+
+@pytest.fixture
+def http(serving: System) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=serving.url, timeout=120) as client:
+        yield client
+
+
+def test_the_documents_examples_run(serving: System) -> None:
+    names: dict[str, Any] = {}
+    printed = []
+    for block in marked(DOCUMENT, "run: client"):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(block.replace("http://127.0.0.1:8000", serving.url), names)
+        printed.append(output.getvalue().strip())
+    models, streamed, gathered, mood, tool, response, embeddings = printed
+    assert models.splitlines()[0] == "['local', 'local-tuned', 'embedder']"
+    assert streamed.endswith(" 8 tokens")
+    assert len(eval(gathered)) == 2
+    assert json.loads(mood)["mood"] in ("good", "bad")
+    name, _, arguments = tool.partition(" ")
+    assert name == "weather"
+    assert json.loads(arguments)["city"] in ("Rome", "Oslo")
+    assert response.endswith(" 8 tokens")
+    size, likeness = embeddings.split()
+    assert int(size) > 100
+    assert -1 < float(likeness) < 1
+
+
+def test_the_documents_tokens(serving: System) -> None:
+    (block,) = marked(DOCUMENT, "run: curl")
+    command = block.replace("http://127.0.0.1:8000", serving.url).replace("curl ", "curl -s ")
+    done = subprocess.run(
+        ["bash", "-euc", command], capture_output=True, text=True, timeout=60, check=True
+    )
+    tokens, text = re.findall(r"\{.*?\}", done.stdout)
+    assert json.loads(tokens)["count"] == len(json.loads(tokens)["tokens"]) > 0
+    assert json.loads(text)["prompt"]
+
+
+def test_vllms_load_generator(serving: System, tmp_path: Path) -> None:
+    (block,) = marked(DOCUMENT, "run: bench")
+    words = shlex.split(block.replace("http://127.0.0.1:8000", serving.url))
+    assert words[:3] == ["vllm", "bench", "serve"]
+    model = local_model(EngineConfig().cache_dir.expanduser())
+    arguments = [str(model) if word.endswith("/MODEL") else word for word in words[3:]]
+    arguments += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+    subprocess.run(
+        [sys.executable, "-c", _BENCH, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["completed"], result["failed"]) == (8, 0)
+    assert result["total_output_tokens"] == 64
+
+
+def test_an_adapter_answers_by_its_name_on_its_models_replicas(http: httpx.Client) -> None:
+    listed = {each["id"]: each for each in http.get("/v1/models").json()["data"]}
+    assert listed["local-tuned"]["parent"] == "local"
+    body = {"prompt": "The river was quiet and", "max_tokens": 12, "temperature": 0}
+    base, tuned, again = (
+        http.post("/v1/completions", json={**body, "model": model})
+        for model in ("local", "local-tuned", "local")
+    )
+    assert tuned.json()["model"] == "local-tuned"
+    assert tuned.headers["x-sluice-replica"] == base.headers["x-sluice-replica"]
+    texts = [answer.json()["choices"][0]["text"] for answer in (base, tuned, again)]
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_embeddings_are_scheduled_and_promised(serving: System, http: httpx.Client) -> None:
+    inputs = ["a red car", [40, 41, 42], "the of and to in a " * 400]
+    alone = [
+        http.post("/v1/embeddings", json={"model": "embedder", "input": each}) for each in inputs
+    ]
+    vectors = [answer.json()["data"][0]["embedding"] for answer in alone]
+    for answer, vector in zip(alone, vectors, strict=True):
+        assert answer.headers["x-sluice-admission"] == "guaranteed"
+        assert hypot(*vector) == pytest.approx(1, rel=0.02)
+    texts = [text for text in inputs if isinstance(text, str)]
+    body = {"model": "embedder", "input": texts}
+    together = http.post("/v1/embeddings", json=body).json()
+    assert together["usage"]["prompt_tokens"] == sum(
+        alone[i].json()["usage"]["prompt_tokens"] for i in (0, 2)
+    )
+    for entry, vector in zip(together["data"], (vectors[0], vectors[2]), strict=True):
+        # In bfloat16, and in batches of another shape.
+        assert entry["embedding"] == pytest.approx(vector, abs=0.02)
+
+    def promised() -> bool:
+        page = http.get("/metrics").text
+        return (
+            'sluice_promises_total{model="embedder",class="standard",outcome="kept"} 4.0' in page
+            and 'model="embedder",class="standard",outcome="missed"' not in page
+        )
+
+    wait_until(promised, "four promises kept", show=lambda: http.get("/metrics").text)
+
+
+def test_a_model_offers_what_it_is_made_for(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    refused = [
+        http.post("/v1/chat/completions", json={"model": "embedder", "messages": messages}),
+        http.post("/v1/embeddings", json={"model": "local", "input": "hi"}),
+        http.post("/v1/chat/completions", json={"model": "gpt-4", "messages": messages}),
+    ]
+    assert [answer.status_code for answer in refused] == [404] * 3
+    told = [answer.json()["error"] for answer in refused]
+    assert "it offers detokenize, embeddings, tokenize" in told[0]["message"]
+    assert "does not offer embeddings" in told[1]["message"]
+    assert told[2]["code"] == "model_not_found"
+
+
+def test_responses_plain_and_what_they_refuse(serving: System) -> None:
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0)
+    response = client.responses.create(
+        model="local", input=[{"role": "user", "content": "hi"}], max_output_tokens=6, temperature=0
+    )
+    assert response.usage is not None
+    assert response.usage.output_tokens == 6
+    chat = client.chat.completions.create(
+        model="local", messages=[{"role": "user", "content": "hi"}], max_tokens=6, temperature=0
+    )
+    assert response.output_text == chat.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="no response is kept"):
+        client.responses.create(model="local", input="hi", previous_response_id=response.id)
+    with pytest.raises(openai.NotFoundError, match="not kept"):
+        client.responses.retrieve(response.id)
+
+
+def test_the_page_of_metrics_tells_the_models_apart(http: httpx.Client) -> None:
+    def seen() -> bool:
+        page = http.get("/metrics").text
+        return all(
+            f'sluice_requests_total{{model="{model}"' in page for model in ("local", "embedder")
+        ) and re.search(r'sluice_refusals_total|sluice_requests_total\{[^}]*model="none"', page)
+
+    wait_until(lambda: bool(seen()), "lines of every model", show=lambda: http.get("/metrics").text)
+    families = re.findall(r"^# TYPE (\S+)", http.get("/metrics").text, re.MULTILINE)
+    assert len(families) == len(set(families))

@@ -1,0 +1,58 @@
+"""What vLLM's serving layers answer, as bytes; which of them there are."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+from starlette.responses import JSONResponse
+
+from replica.vllm_serving import event_bytes, response_bytes, servings
+
+pytestmark = pytest.mark.vllm
+
+
+class Event(BaseModel):
+    type: str
+    schema_: int = Field(alias="schema")
+
+
+class Answer(Event):
+    object: str
+
+
+class Layer:
+    async def create_chat_completion(self, body: Any, raw: None) -> None: ...
+    async def create_tokenize(self, body: Any, raw: None) -> None: ...
+    async def create_detokenize(self, body: Any, raw: None) -> None: ...
+
+
+def test_events_of_responses_are_named_and_others_are_passed_on() -> None:
+    assert event_bytes("data: [DONE]\n\n") == b"data: [DONE]\n\n"
+    event = event_bytes(Event(type="response.created", schema=1))
+    assert event == b'event: response.created\ndata: {"type":"response.created","schema":1}\n\n'
+
+
+def test_bodies_are_those_of_vllms_own_server() -> None:
+    given = {"type": "t", "schema": 1}
+    assert json.loads(response_bytes(Answer(**given, object="response"))) == {
+        **given,
+        "object": "response",
+    }
+    assert "schema_" in json.loads(response_bytes(Answer(**given, object="chat.completion")))
+    assert response_bytes(JSONResponse({"data": [1]})) == b'{"data":[1]}'
+
+
+def test_only_what_the_model_has_is_offered() -> None:
+    layer = Layer()
+    state = SimpleNamespace(
+        openai_serving_chat=layer, openai_serving_completion=None, serving_tokenization=layer
+    )
+    offered = servings(state)
+    assert set(offered) == {"chat", "tokenize", "detokenize"}
+    assert [offered[each].generates for each in ("chat", "tokenize")] == [True, False]
+    body = offered["tokenize"].body.validate_python({"model": "m", "prompt": "hello"})
+    assert body.prompt == "hello"
