@@ -14,7 +14,7 @@ from router.admission_metrics import NO_CLASS
 from router.body import parse_object, read_body
 from router.config import RouterConfig
 from router.gate import Arrival
-from router.prompt_prefix import prefix_of
+from router.prompt_prefix import prefix_of, salted
 from router.prompt_size import PromptSize, measure, output_limit
 from router.rate_limits import NO_CHARGE, Charge
 from router.session import session_of
@@ -87,6 +87,7 @@ class CallReader:
         self._max_body_bytes = config.max_body_bytes
         self._objectives = SloReader(config)
         self._tokens = TokenLimits(config)
+        self._keys_apart = config.prefix_sharing == "key"
         self._large = asyncio.Lock()
 
     async def read(self, request: Request, endpoint: Endpoint) -> Call:
@@ -125,6 +126,8 @@ class CallReader:
         session = session_of(body, headers, client.owner)
         check_body(endpoint, body)
         body, shortened = self._tokens.hold(endpoint, body, client.caps)
+        if self._keys_apart and endpoint not in UNSCHEDULED:
+            body = salted(body, client.owner)
         return Call(
             request_id=arrival.request_id,
             endpoint=endpoint,

@@ -170,6 +170,11 @@ class RouterConfig(BaseModel):
         description="Most output tokens of a request, over all its choices and prompts. Null: as "
         "many as the engine gives.",
     )
+    prefix_sharing: Literal["all", "key"] = Field(
+        default="all",
+        description="Whose prompts share KV in the prefix caches: `all` clients', so that response "
+        "times may tell one what another has asked; `key`: only those of one API key.",
+    )
     max_attempts: int = Field(
         default=3,
         ge=1,

@@ -23,9 +23,10 @@ from replica.engine import Endpoint
 from router.prompt_size import MEDIA_TOKENS, messages_of
 from scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
 
+_SALT = "cache_salt"
 _SETTINGS = (
     "model",
-    "cache_salt",
+    _SALT,
     "add_special_tokens",
     "chat_template",
     "chat_template_kwargs",
@@ -64,6 +65,16 @@ def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
     if isinstance(prompt, str):
         return _of_texts(hasher, [prompt])
     return _of_tokens(hasher, prompt) if isinstance(prompt[0], int) else NO_PREFIX
+
+
+def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
+    """``body`` with a ``cache_salt`` that only ``owner`` can have, whatever it was before: KV of
+    its prompts serves nobody else. A salt that is no text is left for the engine to refuse."""
+    salt = body.get(_SALT)
+    if salt is not None and not isinstance(salt, str):
+        return body
+    text = json.dumps([owner, salt]).encode()
+    return {**body, _SALT: blake2b(text, digest_size=16, person=b"sluice-salt").hexdigest()}
 
 
 def _chat_texts(body: dict[str, Any]) -> Iterator[str | None]:

@@ -170,6 +170,28 @@ async def test_long_outputs_are_cut_and_long_prompts_refused() -> None:
     assert edge.controller.queries[0].output_tokens == 50
 
 
+async def test_keys_can_be_kept_apart_in_the_prefix_caches() -> None:
+    keys = (key("secret-1", name="a"), key("secret-2", name="b"))
+    config = keyed(*keys, prefix_sharing="key")
+    edge = Edge(FarSide(a=serve), config=config)
+    long = {**COMPLETION_BODY, "prompt": "once upon a time " * 100}
+    async with edge.client() as client:
+        for secret, salt in (("1", None), ("2", None), ("1", "mine"), ("2", "mine"), ("1", None)):
+            body = long if salt is None else {**long, "cache_salt": salt}
+            headers = bearer(f"secret-{secret}")
+            response = await client.post("/v1/completions", json=body, headers=headers)
+            assert response.status_code == 200
+        stolen = {**long, "cache_salt": edge.side.calls[0][1].body["cache_salt"]}
+        await client.post("/v1/completions", json=stolen, headers=bearer("secret-2"))
+    salts = [request.body["cache_salt"] for _, request in edge.side.calls]
+    assert salts[0] == salts[4]
+    assert len({*salts[:4], salts[5]}) == 5
+    # The controller's index of held prompts is told the same.
+    prefixes = [query.prefix for query in edge.controller.queries]
+    assert prefixes[0] == prefixes[4]
+    assert len({prefix[0] for prefix in (*prefixes[:4], prefixes[5])}) == 5
+
+
 METRICS = MetricsConfig(keys=(SecretStr("metrics-key"),))
 
 
