@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
@@ -21,6 +22,9 @@ from scheduling.autoscaling import Load, Pool, make_policy
 
 LOOK_BACK_LOOKS = 5
 """Serve records metrics five times in the time that it looks back, and keeps them for so long."""
+
+OLD_NEWS_S = 60.0
+"""No load that is told is older than this."""
 
 _STATE, _TOLD_S = "sluice_state", "sluice_told_s"
 
@@ -61,10 +65,9 @@ class ObjectivePolicy:
         self, context: AutoscalingContext, kept: dict[str, Any]
     ) -> tuple[int, dict[str, Any]]:
         target = context.target_num_replicas
-        told = latest_load(context.raw_metrics or {})
-        if told is None or told[0] == kept.get(_TOLD_S):
+        load = latest_load(context.raw_metrics or {})
+        if load is None or not is_news(load.now_s, kept.get(_TOLD_S, -inf)):
             return target, kept
-        told_s, load = told
         least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
         decision = self._policy.decide(load, Pool(target, least, most), kept.get(_STATE, {}))
         if decision.replicas != target:
@@ -76,29 +79,35 @@ class ObjectivePolicy:
                 decision.reason,
             )
         self._failed = False
-        return decision.replicas, {_STATE: dict(decision.state), _TOLD_S: told_s}
+        return decision.replicas, {_STATE: dict(decision.state), _TOLD_S: load.now_s}
 
 
-def latest_load(metrics: Mapping[str, Mapping[Any, Any]]) -> tuple[float, Load] | None:
-    """The load that was told last and when, on the clock of the host that told it; ``None`` where
-    none was.
+def is_news(now_s: float, told_s: float) -> bool:
+    """Whether a load of ``now_s`` came after that of ``told_s``, on the controller's clock.
+
+    Of two replicas one may have told an older load than the other, who has left since. A clock that
+    is far behind is another one: the controller was started again on another host.
+    """
+    return now_s > told_s or now_s < told_s - OLD_NEWS_S
+
+
+def latest_load(metrics: Mapping[str, Mapping[Any, Any]]) -> Load | None:
+    """The latest of the loads that were told last by each replica; ``None`` where none was.
 
     Args:
         metrics: by field of :class:`Load` and replica, the values with the times at which they were
             told, in their order, as Serve keeps them.
     """
-    told = metrics.get("now_s", {})
-    times = {replica: series[-1].timestamp for replica, series in told.items() if series}
-    for replica in sorted(times, key=lambda each: times[each], reverse=True):
-        at_s = times[replica]
+    loads = []
+    for replica, series in metrics.get("now_s", {}).items():
         fields = {}
         for name in Load._fields:
-            series = metrics.get(name, {}).get(replica)
-            if series and series[-1].timestamp == at_s:
-                fields[name] = float(series[-1].value)
+            values = metrics.get(name, {}).get(replica)
+            if series and values and values[-1].timestamp == series[-1].timestamp:
+                fields[name] = float(values[-1].value)
         if len(fields) == len(Load._fields):
-            return at_s, Load(**fields)
-    return None
+            loads.append(Load(**fields))
+    return max(loads, key=lambda load: load.now_s, default=None)
 
 
 def serve_autoscaling(config: AutoscalingConfig) -> ServeAutoscalingConfig:

@@ -166,7 +166,7 @@ class HeadRoom(AutoscalingPolicy):
         """See :meth:`AutoscalingPolicy.decide`. ``O(1)``."""
         before = self._memory(load, state)
         if before is None:
-            return Decision(pool.bounded(pool.target), self._first(load), "first look")
+            return Decision(pool.bounded(pool.target), self._first(load, state), "first look")
         if load.ready < 1:
             return Decision(pool.bounded(pool.target), before._asdict(), "no replica is heard of")
         memory = self._measured(load, before)
@@ -191,8 +191,9 @@ class HeadRoom(AutoscalingPolicy):
         memory = _Memory(**{name: state[name] for name in _Memory._fields})
         return memory if load.follows(Load(*memory.last)) else None
 
-    def _first(self, load: Load) -> State:
-        limit, pressure = self.options.target_load, 1.0 - load.head_room
+    def _first(self, load: Load, state: State) -> State:
+        """What is remembered from the first look on; what another life of the controller has
+        taught of the replicas holds on."""
         return _Memory(
             last=tuple(load),
             demand_s=-1.0,
@@ -201,11 +202,11 @@ class HeadRoom(AutoscalingPolicy):
             unpromised_s=0.0,
             asked=0.0,
             lost=0.0,
-            pressure=pressure,
-            limit=limit,
+            pressure=1.0 - load.head_room,
+            limit=state.get("limit", self.options.target_load),
             trial=0.0,
             trial_load=0.0,
-            borne=0.0,
+            borne=state.get("borne", 0.0),
             grown_s=-1.0,
             low_since_s=-1.0,
             low_most=0,

@@ -127,14 +127,35 @@ def test_a_failing_policy_keeps_the_number_and_says_so_once() -> None:
     assert said == ["the autoscaling policy failed; the number of replicas stays"]
 
 
-def test_what_was_told_last_counts() -> None:
+def test_the_latest_load_counts_whoever_told_it() -> None:
     old, new = demanding(3.0, 1.0), demanding(4.0, 1.0)
     assert latest_load({}) is None
-    assert latest_load(told(("r1", 13.0, old), ("r1", 14.0, new))) == (14.0, new)
-    assert latest_load(told(("r1", 14.0, new), ("r2", 13.0, old))) == (14.0, new)
+    assert latest_load(told(("r1", 13.0, old), ("r1", 14.0, new))) == new
+    # The clocks of those who tell need not agree.
+    assert latest_load(told(("r1", 14.0, new), ("r2", 999.0, old))) == new
     torn = told(("r1", 13.0, old), ("r2", 14.0, new))
     del torn["asked"]["r2"]
-    assert latest_load(torn) == (13.0, old)
+    assert latest_load(torn) == old
+
+
+def test_a_replica_that_leaves_with_the_latest_news_is_no_restart() -> None:
+    serve = Serve()
+    serve.target = 2
+    for second in range(1, 30):
+        serve.tick(
+            told(
+                ("r1", 50.0 + second, demanding(second, 1.2)),
+                ("r2", 50.0 + second, demanding(second + 0.5, 1.2)),
+            )
+        )
+    learnt = serve.state["sluice_state"]["demand_s"]
+    serve.tick(told(("r1", 79.0, demanding(29.0, 1.2))))
+    assert serve.state["sluice_state"]["demand_s"] == learnt > 1
+    # Another host's clock is a new controller's.
+    serve.tick(told(("r1", 79.0, demanding(3_000.0, 1.2))))
+    serve.tick(told(("r1", 80.0, demanding(3.0, 1.2))))
+    assert serve.state["sluice_state"]["demand_s"] < 0
+    assert serve.target == 2
 
 
 def test_the_application_autoscales_where_it_is_asked_to() -> None:

@@ -238,8 +238,10 @@ class TestHeadRoom:
     def test_a_restarted_controller_is_no_loss_of_load(self) -> None:
         life = Life(head_room(), 8)
         life.look_for(600, 5.0)
+        life.state = {**life.state, "limit": 0.7}
         life.loads.load = Load(3.0, 8.0)
         assert life.look(5.0) == 8
+        assert life.state["limit"] == 0.7
         assert life.look_for(60, 5.0) == 8
 
     def test_without_replicas_it_waits(self) -> None:
