@@ -1,0 +1,65 @@
+"""What SECURITY.md and docs/security.md say is so."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from deploy.haproxy import TLS_CERTIFICATE_VARIABLE, TLS_CONFIG
+from router.auth import POLL_S
+from router.config import RouterConfig
+from router.keys import WEAK_CHARACTERS, ApiKey, client_of, parse_keys
+from router.rate_limits import EXCHANGE_S, RateLimiter
+from router.token_limits import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
+from router.trust import Caps, Client
+from tests.documents import ROOT, marked, section
+
+PAGE = ROOT / "docs" / "security.md"
+MODEL = ROOT / "SECURITY.md"
+
+NAMED = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", MODEL.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("path", "name"), NAMED)
+def test_the_tests_that_hold_a_defence_exist(path: str, name: str) -> None:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    assert f"def {name or 'test_'}" in source
+
+
+def test_every_defence_names_its_tests() -> None:
+    table = section(MODEL, "What is defended, and how")
+    rows = re.findall(r"^\| (?!threat|---)(.*) \|$", table, re.MULTILINE)
+    assert len(rows) > 10
+    assert all("`tests/" in row.split(" | ")[2] for row in rows)
+
+
+def test_the_example_of_a_key_file_is_one() -> None:
+    (text,) = marked(PAGE, "check: key-file")
+    entries = parse_keys(text.encode(), RouterConfig().classes)
+    assert [client_of(entry).name for entry in entries] == ["acme", "tests"]
+    assert isinstance(entries[0], ApiKey) and entries[0].tokens_per_minute == 300_000
+
+
+def test_the_figures_are_those_of_the_code() -> None:
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"again every {POLL_S:.0f} seconds" in text
+    assert f"less than {WEAK_CHARACTERS} characters" in text
+    assert f"{UNSTATED_OUTPUT_TOKENS} where nothing says how many" in text
+    assert f"a token for each {CHARACTERS_PER_TOKEN} characters" in text
+    assert EXCHANGE_S == 1 and "through the controller once a second" in text
+    assert Caps().burst_s == 60 and "a minute's by default" in text
+
+
+def test_the_headers_of_rate_limits_are_those_that_are_sent() -> None:
+    documented = re.findall(r"`(x-ratelimit-[a-z-]+)`", section(PAGE, "Rate limits"))
+    caps = Caps(requests_per_minute=1, tokens_per_minute=1)
+    sent = RateLimiter().headers(Client("a", "name-a", caps))
+    assert sorted(documented) == sorted(name.decode() for name, _ in sent)
+
+
+def test_the_variables_of_tls_are_those_that_are_read() -> None:
+    documented = set(re.findall(r"`(SLUICE_TLS_\w+)`", section(PAGE, "TLS")))
+    config = TLS_CONFIG.read_text(encoding="utf-8")
+    assert documented == {TLS_CERTIFICATE_VARIABLE, "SLUICE_TLS_BIND"}
+    assert all(f"${{{name}" in config for name in documented)
