@@ -148,8 +148,8 @@ class Placer:
 
     def _ahead_s(self, job: Job) -> Floats:
         """Predicted time of the prompts of both tiers at each replica, with this one."""
-        figures = self._fleet.figures[job.rows]
-        ahead_s: Floats = figures[:, PREFILL_S] + figures[:, BEST_EFFORT_S] + job.work_s
+        figures, rows = self._fleet.figures, job.rows
+        ahead_s: Floats = figures[rows, PREFILL_S] + figures[rows, BEST_EFFORT_S] + job.work_s
         return ahead_s
 
     def _tell(self, job: Job, promises: Promises | None, ahead_s: Floats | None = None) -> None:
