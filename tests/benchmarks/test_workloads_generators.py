@@ -14,12 +14,14 @@ from benchmarks.workloads import settings
 from benchmarks.workloads.arrivals import (
     ArrivalProcess,
     AtOnce,
+    Diurnal,
     Even,
     Gamma,
     MakeArrivals,
     OnOff,
     Poisson,
     Recorded,
+    Surges,
 )
 from benchmarks.workloads.generators import Slowdown, Task, always, fixed, generate
 from benchmarks.workloads.lengths import LengthDistribution
@@ -102,6 +104,39 @@ def test_bursts_have_the_rate_over_all_and_more_inside() -> None:
     assert silences.mean() == pytest.approx(5.0 + 30.0, rel=0.05)
 
 
+def test_a_day_has_its_rate_and_its_swing() -> None:
+    process = Diurnal(5.0, period_s=1_000.0, swing=0.8)
+    times = process.times(100_000, np.random.default_rng(3))
+    assert (np.diff(times) >= 0).all() and times[0] >= 0
+    assert len(times) / times[-1] == pytest.approx(5.0, rel=0.02)
+    counts = np.histogram(times % 1_000.0, bins=20, range=(0, 1_000.0))[0] / (len(times) / 20)
+    assert counts[0] == pytest.approx(0.2, abs=0.05)
+    assert counts[10] == pytest.approx(1.8, abs=0.05)
+    shifted = Diurnal(5.0, 1_000.0, 0.8, begins=0.5).times(100_000, np.random.default_rng(3))
+    counts = np.histogram(shifted % 1_000.0, bins=20, range=(0, 1_000.0))[0] / (len(times) / 20)
+    assert counts[0] == pytest.approx(1.8, abs=0.05)
+    assert len(process.times(0, np.random.default_rng(3))) == 0
+
+
+def test_surges_have_the_rate_over_all_and_a_multiple_inside() -> None:
+    process = Surges(6.0, factor=4.0, surge_s=100.0, between_s=200.0)
+    times = process.times(400_000, np.random.default_rng(4))
+    assert (np.diff(times) >= 0).all() and times[0] >= 0
+    assert len(times) / times[-1] == pytest.approx(6.0, rel=0.1)
+    counts = np.bincount((times // 10).astype(int)) / 10
+    # 3 a second between surges and 12 inside.
+    assert np.quantile(counts, 0.3) == pytest.approx(3.0, abs=0.4)
+    assert np.quantile(counts, 0.9) == pytest.approx(12.0, abs=1.5)
+    assert len(process.times(0, np.random.default_rng(4))) == 0
+
+
+def test_a_day_or_a_surge_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"from 0 to below 1, got 1\.0"):
+        Diurnal(1.0, swing=1.0)
+    with pytest.raises(ValueError, match=r"above 1 and finite, got 1\.0"):
+        Surges(1.0, factor=1.0)
+
+
 def test_all_at_once() -> None:
     assert not gaps(AtOnce()).any()
 
@@ -118,7 +153,9 @@ def test_recorded_times_are_stretched_to_the_rate() -> None:
         Recorded(1.0, Workload("one", (Arrival(0, 1, 1, SLO()),)))
 
 
-@pytest.mark.parametrize("make", [Poisson, Gamma, OnOff, Even, partial(Gamma, cv=0.0)])
+@pytest.mark.parametrize(
+    "make", [Poisson, Gamma, OnOff, Even, Diurnal, Surges, partial(Gamma, cv=0.0)]
+)
 def test_a_rate_or_variation_that_is_none_is_refused(make: MakeArrivals) -> None:
     with pytest.raises(ValueError, match="must be positive and finite"):
         make(0.0 if not isinstance(make, partial) else 1.0)
