@@ -1,18 +1,25 @@
-"""What the chart hands to KubeRay, run on a real Ray cluster as KubeRay would run it."""
+"""What the chart hands to KubeRay, run on a real Ray cluster as KubeRay would run it, and a node
+taken out of service as the document says."""
 
 from __future__ import annotations
 
 import base64
+import shlex
+import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import ray
 
-from tests.e2e.cluster import START_S, Cluster
+from tests.documents import marked
+from tests.e2e.cluster import BIN, START_S, Cluster
 from tests.e2e.conftest import wait_until
 from tests.helm.chart import Release, render
+from tests.helm.test_document import DOCUMENT
 
 pytestmark = pytest.mark.ray
 
@@ -60,24 +67,80 @@ def on_this_machine(release: Release, cluster: Cluster) -> dict[str, Any]:
     return config
 
 
-def test_the_application_of_the_chart_serves_who_has_a_key(cluster: Cluster) -> None:
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[httpx.Client]:
+    """A client of the application, once it serves."""
     config = on_this_machine(render(VALUES), cluster)
     cluster.dashboard.ask("PUT", "/api/serve/applications/", config)
-    with httpx.Client(base_url=cluster.url, timeout=30) as client:
+    with httpx.Client(base_url=cluster.url, timeout=60) as it:
+        wait_until(lambda: status(it, "/v1/models", "api") == 200, "a client is served", START_S)
+        yield it
 
-        def status(path: str, kind: str | None = None) -> int:
-            headers = {} if kind is None else {"authorization": f"Bearer {KEYS[kind]}"}
-            try:
-                return client.get(path, headers=headers).status_code
-            except httpx.TransportError:
-                return 0
 
-        wait_until(lambda: status("/v1/models", "api") == 200, "a client is served", START_S)
-        # What KubeRay's probe of a worker looks for.
-        assert "success" in client.get("/-/healthz").text
-        assert status("/health") == 200
-        opened = {"/v1/models": "api", "/admin/v1/fleet": "admin", "/metrics": "metrics"}
-        for path, needed in opened.items():
-            answers = {kind: status(path, kind) for kind in (*KEYS, None)}
-            assert answers.pop(needed) == 200, path
-            assert set(answers.values()) <= {401, 403}, path
+def holding(kind: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[kind]}"}
+
+
+def status(client: httpx.Client, path: str, kind: str | None = None) -> int:
+    """Status of the answer to who holds a key, or none; 0 without an answer."""
+    try:
+        return client.get(path, headers=holding(kind) if kind else {}).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def test_who_has_a_key_is_served(client: httpx.Client) -> None:
+    # What KubeRay's probe of a worker looks for.
+    assert "success" in client.get("/-/healthz").text
+    assert status(client, "/health") == 200
+    opened = {"/v1/models": "api", "/admin/v1/fleet": "admin", "/metrics": "metrics"}
+    for path, needed in opened.items():
+        answers = {kind: status(client, path, kind) for kind in (*KEYS, None)}
+        assert answers.pop(needed) == 200, path
+        assert set(answers.values()) <= {401, 403}, path
+
+
+def test_a_node_taken_out_of_service_hands_over_first(
+    cluster: Cluster, client: httpx.Client
+) -> None:
+    """The only replica and the only router are on the node, with an answer on its way."""
+    cluster.add_node("other")
+    wait_until(lambda: len(cluster.node_names()) == 3, "the other node is there", START_S)
+
+    def stream() -> str:
+        body = {"model": "sim", "prompt": "word", "max_tokens": 3_000, "stream": True}
+        url, key = f"{cluster.url}/v1/completions", holding("api")
+        with httpx.stream("POST", url, json=body, headers=key, timeout=START_S) as answer:
+            return answer.read().decode()
+
+    def replicas() -> list[dict[str, Any]]:
+        answer = client.get("/admin/v1/fleet", headers=holding("admin"))
+        rows: list[dict[str, Any]] = answer.json()["replicas"] if answer.is_success else []
+        return rows
+
+    (before,) = replicas()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(stream)
+        wait_until(lambda: any(row["running"] for row in replicas()), "the answer has begun")
+        drain_node(cluster, before["node_id"])
+        names = cluster.node_names()
+
+        def handed_over() -> bool:
+            fresh = [row for row in replicas() if row["condition"] == "fresh"]
+            taking = {names[row["node_id"]] for row in fresh if row["drain"] is None}
+            return taking == {"other"}
+
+        wait_until(handed_over, "a replica elsewhere has taken over", START_S)
+        text = answer.result()
+    assert text.rstrip().endswith("data: [DONE]") and '"error"' not in text
+    assert status(client, "/v1/models", "api") == 200
+
+
+def drain_node(cluster: Cluster, node_id: str) -> None:
+    """The document's command, told which node: in a pod it is the pod's."""
+    lines = "".join(marked(DOCUMENT, "check: command")).splitlines()
+    (line,) = (each for each in lines if "drain-node" in each)
+    _, _, words = line.partition(" -- ray ")
+    address = f"{ray.util.get_node_ip_address()}:{cluster.gcs_port}"
+    command = [BIN / "ray", *shlex.split(words), "--node-id", node_id, "--address", address]
+    subprocess.run(command, env=cluster.environment, check=True, timeout=START_S)
