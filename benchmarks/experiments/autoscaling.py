@@ -79,7 +79,7 @@ def diurnal(day_s: float, setup: Setup, rate: float, requests: int, seed: int) -
     return proserve("sharegpt", rate, requests, seed, arrivals=partial(Diurnal, period_s=day_s))
 
 
-def surges(day_s: float, setup: Setup, rate: float, requests: int, seed: int) -> Workload:
+def surges(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
     """Chat with surges that last a few times as long as the start of a replica."""
     return proserve("sharegpt", rate, requests, seed, arrivals=Surges)
 
@@ -159,7 +159,7 @@ def cells(plan: Plan) -> list[Cell]:
     chat = _full("sharegpt")
     makes: dict[str, tuple[Make, float]] = {
         "diurnal": (partial(diurnal, seconds), chat),
-        "surges": (partial(surges, seconds), chat),
+        "surges": (surges, chat),
         "diurnal, changing mix": (partial(changing, seconds), chat),
     }
     for name, make in recorded(plan.traces).items():

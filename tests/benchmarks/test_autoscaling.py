@@ -1,0 +1,76 @@
+"""The autoscaling experiment: what it compares, on cases small enough to check by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.experiments.autoscaling import (
+    OURS,
+    SETUP,
+    Scaling,
+    changing,
+    findings,
+    measure,
+    peak_load,
+    serve,
+    surges,
+)
+from benchmarks.experiments.base import Row
+from benchmarks.experiments.loads import GENERATED, full_load_rate
+from scheduling.objective import SLO
+from simulation.workload import Arrival, Workload
+
+CHAT_RATE = full_load_rate(GENERATED["proserve sharegpt"], SETUP)
+
+
+def at(*times_s: float) -> Workload:
+    return Workload("times", tuple(Arrival(time_s, 10, 2, SLO(ttft_s=1.0)) for time_s in times_s))
+
+
+def row(workload: str, system: str, hours: float, attainment: float) -> Row:
+    shown = ("tdg", "promised", "ttft_p99_s", "most_replicas", "changes")
+    figures = {"replica_hours": hours, "attainment_mean": attainment, **dict.fromkeys(shown, 1.0)}
+    return {"workload": workload, "system": system, "seed": 1, **figures}
+
+
+def test_the_peak_is_the_largest_rate_over_a_while() -> None:
+    workload = at(0.0, 10.0, 10.5, 11.0, 11.9, 40.0)
+    assert peak_load(workload, full_rate=1.0, over_s=2.0) == 4 / 2.0
+    assert peak_load(workload, full_rate=2.0, over_s=100.0) == pytest.approx(6 / 100 / 2)
+
+
+def test_the_changing_mix_has_its_load_and_two_kinds_of_objectives() -> None:
+    workload = changing(600.0, SETUP, 2.0 * CHAT_RATE, round(2.0 * CHAT_RATE * 600), 1)
+    assert workload.duration_s == pytest.approx(600.0, rel=0.1)
+    assert {arrival.slo.ttft_s for arrival in workload.arrivals} == {0.8, 4.0}
+    documents = [a.arrival_s for a in workload.arrivals if a.slo.ttft_s == 4.0]
+    chats = [a.arrival_s for a in workload.arrivals if a.slo.ttft_s == 0.8]
+    night = sum(time_s < 150 for time_s in documents) / len(documents)
+    day = sum(time_s < 150 for time_s in chats) / len(chats)
+    assert night > 0.3 > 0.15 > day
+
+
+def test_a_fixed_pool_and_one_that_scales_serve_the_same_requests() -> None:
+    fixed = measure(surges, 1.0, 60.0, CHAT_RATE, Scaling("fixed", over_s=60.0), 1)
+    scaled = measure(surges, 1.0, 60.0, CHAT_RATE, OURS, 1)
+    assert fixed["changes"] == 0
+    assert fixed["rate"] == scaled["rate"]
+    assert fixed["replica_hours"] >= fixed["most_replicas"] * 50 / 3600
+    assert 0 < scaled["attainment_mean"] <= 1
+
+
+def test_rivals_are_tuned_after_the_fact_and_only_where_they_hold_as_much() -> None:
+    low, high = serve(4, 10, 60).name, serve(8, 10, 60).name
+    rows = [
+        row("a", OURS.name, 2.0, 0.99),
+        row("a", low, 2.5, 0.999),
+        row("a", high, 1.5, 0.9885),
+        row("b", OURS.name, 3.0, 0.99),
+        row("b", low, 3.5, 0.99),
+        row("b", high, 2.5, 0.9),
+    ]
+    _, table = findings(rows).tables
+    assert [tuple(line) for line in table.rows] == [
+        ("a", "2.00", f"1.50 ({high})", f"2.50 ({low})"),
+        ("b", "3.00", f"3.50 ({low})", f"3.50 ({low})"),
+    ]
