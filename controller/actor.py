@@ -241,7 +241,11 @@ class Controller:
         """
         if not isinstance(limit, int) or not 1 <= limit <= DECISIONS:
             raise ValueError(f"limit must be an integer from 1 to {DECISIONS}, got {limit!r}")
-        return self._log.latest(limit, self._hear())
+        found = []
+        for told in self._log.latest(limit, self._hear()):
+            found.append(told)
+            await asyncio.sleep(0)  # requests wait for decisions, and nobody for this
+        return found
 
     async def drain(self, replica_id: str, drain: bool) -> dict[str, Any] | None:
         """Close a replica to new requests, or open it again; what it has it finishes either way.

@@ -7,6 +7,7 @@ import { showFleet } from "./fleet.js";
 
 const POLL_MS = 2000;
 const MOST_PAUSE_MS = 30000;
+const DECISIONS = 30;
 const NOTICE_MS = 15000; // for which it stays in sight that something could not be done
 
 let timer = null;
@@ -26,8 +27,8 @@ async function poll() {
   }
   polling = true;
   try {
-    const query = wanted ? `?request_id=${wanted}` : "";
-    const [fleet, told] = await Promise.all([ask("fleet"), ask(`decisions${query}`)]);
+    const query = wanted ? `request_id=${wanted}` : `limit=${DECISIONS}`;
+    const [fleet, told] = await Promise.all([ask("fleet"), ask(`decisions?${query}`)]);
     const silent = fleet.unavailable;
     if (silent.length) trouble(`The controller of ${silent.join(", ")} does not answer.`);
     else trouble(Date.now() < notice.until ? notice.text : null);
