@@ -113,7 +113,7 @@ spec:
 - name: {{ $kind }}-keys
   secret:
     secretName: {{ . }}
-    # Group and owner: the pod runs as neither root nor the owner of the files.
+    # For the pod's group: the files are root's.
     defaultMode: 0440
 {{- end }}
 {{- end }}
