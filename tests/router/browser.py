@@ -93,7 +93,8 @@ class Tab:
 
     def text(self, selector: str) -> str:
         """What an element shows; nothing where there is none."""
-        return str(self.eval(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
+        shown = self.eval(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
+        return str(shown).replace("\u00a0", " ")
 
     def until(self, code: str) -> None:
         """Wait until an expression holds in the page."""

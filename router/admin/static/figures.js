@@ -16,20 +16,20 @@ export const NONE = "–";
 
 export function ms(value) {
   if (value === null || value === undefined) return NONE;
-  if (Math.abs(value) >= 60000) return `${Math.floor(value / 60000)} min ${Math.round(value / 1000) % 60} s`;
-  if (Math.abs(value) >= 1000) return `${(value / 1000).toFixed(value < 10000 ? 1 : 0)} s`;
-  if (value === 0 || Math.abs(value) >= 10) return `${Math.round(value)} ms`;
-  return `${value.toFixed(value < 0.1 ? 3 : 1)} ms`;
+  if (Math.abs(value) >= 60000) return `${Math.floor(value / 60000)}\u00a0min\u00a0${Math.round(value / 1000) % 60}\u00a0s`;
+  if (Math.abs(value) >= 1000) return `${(value / 1000).toFixed(value < 10000 ? 1 : 0)}\u00a0s`;
+  if (value === 0 || Math.abs(value) >= 10) return `${Math.round(value)}\u00a0ms`;
+  return `${value.toFixed(value < 0.1 ? 3 : 1)}\u00a0ms`;
 }
 
 export const share = (value) =>
-  value === null || value === undefined ? NONE : `${(100 * value).toFixed(value >= 0.9995 || value < 0.1 ? 0 : 1)} %`;
+  value === null || value === undefined ? NONE : `${(100 * value).toFixed(value >= 0.9995 || value < 0.1 ? 0 : 1)}\u00a0%`;
 
 export function count(value) {
   if (value === null || value === undefined) return NONE;
   const size = Math.abs(value);
-  if (size >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
-  if (size >= 1e4) return `${(value / 1e3).toFixed(size < 1e5 ? 1 : 0)} k`;
+  if (size >= 1e6) return `${(value / 1e6).toFixed(1)}\u00a0M`;
+  if (size >= 1e4) return `${(value / 1e3).toFixed(size < 1e5 ? 1 : 0)}\u00a0k`;
   return String(Math.round(value));
 }
 
