@@ -22,8 +22,11 @@ export function ms(value) {
   return `${value.toFixed(value < 0.1 ? 3 : 1)}\u00a0ms`;
 }
 
-export const share = (value) =>
-  value === null || value === undefined ? NONE : `${(100 * value).toFixed(value >= 0.9995 || value < 0.1 ? 0 : 1)}\u00a0%`;
+export function share(value) {
+  if (value === null || value === undefined) return NONE;
+  if (value === 0 || value === 1) return `${100 * value}\u00a0%`;
+  return `${Math.min(99.9, 100 * value).toFixed(1)}\u00a0%`; // what is not all must not look so
+}
 
 export function count(value) {
   if (value === null || value === undefined) return NONE;
