@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar, Token
@@ -54,7 +55,8 @@ def configure_logs(config: LogsConfig, process: str) -> None:
     Raises:
         OSError: the folder cannot be made, or the file in it not be opened.
     """
-    handler: logging.Handler = logging.StreamHandler()
+    # Not `sys.stderr`: Serve puts a buffer of a thousand lines of its own log in its place.
+    handler: logging.Handler = logging.StreamHandler(sys.__stderr__)
     if config.directory is not None:
         folder = config.directory.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
