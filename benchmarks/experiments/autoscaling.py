@@ -153,7 +153,7 @@ def cells(plan: Plan) -> list[Cell]:
     seconds = plan.pick(20.0, 1800.0, 7200.0)
     load = plan.pick(0.5, 2.0, 4.0)
     down_s = plan.pick(10.0, 180.0, 180.0)
-    targets = plan.pick((8.0,), (6.0, 10.0, 16.0), (4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0))
+    targets = plan.pick((8.0,), (10.0, 16.0, 24.0), (4.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0))
     systems = [*FIXED, OURS, *(serve(target, 10.0, down_s) for target in targets)]
     systems += plan.pick([], [], [serve(target, 30.0, 600.0) for target in targets])
     chat = _full("sharegpt")
