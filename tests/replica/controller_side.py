@@ -26,6 +26,7 @@ class MirrorOfOne:
         self.finished: list[int] = []
         self.draining = False
         self.left = False
+        self.closed = False
         self.lose: Callable[[], str | None] = lambda: None
 
     def restart(self) -> None:
@@ -42,7 +43,7 @@ class MirrorOfOne:
         self.held = np.zeros(HELD_SLOTS, HELD)
         self.held[hello.held_slots] = hello.held
         self.seq, self.draining = hello.seq, hello.draining
-        return None if loss else ReportReply(self.epoch, False)
+        return None if loss else ReportReply(self.epoch, False, self.closed)
 
     async def report(self, delta: ReplicaDelta) -> ReportReply | None:
         loss = self.lose()
@@ -55,7 +56,7 @@ class MirrorOfOne:
         self.held[delta.held_slots] = delta.held
         self.seq, self.draining = delta.seq, delta.draining
         self.finished += delta.finished
-        return None if loss else ReportReply(self.epoch, False)
+        return None if loss else ReportReply(self.epoch, False, self.closed)
 
     async def goodbye(self, replica_id: str) -> bool:
         self.left = True

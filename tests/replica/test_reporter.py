@@ -225,6 +225,29 @@ async def test_the_task_reports_changes_and_says_goodbye() -> None:
     assert mirror.left
 
 
+async def test_an_operators_drain_is_carried_to_a_controller_that_restarted() -> None:
+    bench = Bench()
+
+    async def told() -> bool:
+        """What the next hello, to a controller that has just started, says."""
+        bench.mirror.restart()
+        # The first report there is refused as out of step.
+        for _ in range(2):
+            bench.now_s += HEARTBEAT_S
+            await bench.reporter.tick()
+        hello = bench.mirror.messages[-1]
+        assert isinstance(hello, ReplicaHello)
+        return hello.closed
+
+    await bench.reporter.tick()
+    bench.mirror.closed = True
+    bench.now_s += HEARTBEAT_S
+    await bench.reporter.tick()
+    bench.mirror.closed = False
+    assert await told(), "although the new controller does not know"
+    assert not await told(), "the new one has said otherwise"
+
+
 async def test_a_refused_message_does_not_end_the_reports() -> None:
     class Refusing(MirrorOfOne):
         refusals = 2
