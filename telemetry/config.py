@@ -81,6 +81,6 @@ class TelemetryConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tracing: TracingConfig = Field(
-        default_factory=TracingConfig, description="OpenTelemetry spans of each request."
+        default_factory=TracingConfig, description="Spans of each request, for OpenTelemetry."
     )
     logs: LogsConfig = Field(default_factory=LogsConfig, description="Log lines.")
