@@ -100,7 +100,7 @@ class _Memory(NamedTuple):
 
     Attributes:
         last: the last load, as plain numbers.
-        demand_s, slow_s: means of the demand with the two time constants; nan before the first.
+        demand_s, slow_s: means of the demand with the two time constants; negative before the first.
         asked_s, unpromised_s: rates of the work of asked and of unpromised requests.
         asked, lost: rates of requests that asked, and that were lost.
         pressure: mean of the share of the admission budget that is taken.
@@ -185,8 +185,9 @@ class HeadRoom(AutoscalingPolicy):
     # What is remembered.
 
     def _memory(self, load: Load, state: State) -> _Memory | None:
-        """The state, unless there is none or it is of another life of the controller."""
-        if not state:
+        """The state, unless there is none of this version or it is of another life of the
+        controller."""
+        if not state.keys() >= set(_Memory._fields):
             return None
         memory = _Memory(**{name: state[name] for name in _Memory._fields})
         return memory if load.follows(Load(*memory.last)) else None

@@ -244,6 +244,13 @@ class TestHeadRoom:
         assert life.state["limit"] == 0.7
         assert life.look_for(60, 5.0) == 8
 
+    def test_a_state_of_another_version_is_none(self) -> None:
+        life = Life(head_room(), 8)
+        life.look_for(60, 5.0)
+        life.state = {"limit": 0.6, "something": 1}
+        assert life.look(5.0) == 8
+        assert life.state["limit"] == 0.6
+
     def test_without_replicas_it_waits(self) -> None:
         life = Life(head_room(), 3)
         life.look_for(20, 1.0)
