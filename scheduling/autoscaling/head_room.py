@@ -100,7 +100,7 @@ class _Memory(NamedTuple):
 
     Attributes:
         last: the last load, as plain numbers.
-        demand_s, slow_s: means of the demand with the two time constants; negative before the first.
+        demand_s, slow_s: means of the demand with the two time constants; negative before any.
         asked_s, unpromised_s: rates of the work of asked and of unpromised requests.
         asked, lost: rates of requests that asked, and that were lost.
         pressure: mean of the share of the admission budget that is taken.
