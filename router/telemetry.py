@@ -116,6 +116,10 @@ class Telemetry:
             call.span.set(**{attribute_of(name): value for name, value in figures.items()})
             _end(call.span, outcome, reason)
 
+    def put_off(self, call: Call, reason: Reason | None) -> None:
+        """A batch's line found no room, and is tried again: it has not ended, its span has."""
+        _end(call.span, Outcome.REFUSED, reason)
+
 
 def _figures(
     call: Call, clock: TokenClock, answer: Answer | None, now_s: float
