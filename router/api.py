@@ -80,7 +80,7 @@ def make_api(
         span = telemetry.begin(arrival, endpoint, request.headers.raw)
         try:
             call = await reader.read(request, endpoint)
-            fleet = fleets.of(call.model)
+            fleet = fleets.of(call.model, call.client.caps.models)
             prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
             expected = output_to_expect(endpoint, call.output_tokens)
             charge = limiter.reserve(call.client, prompt_tokens, expected)
@@ -108,8 +108,9 @@ def make_api(
         raise ApiError(Reason.NOT_FOUND, "Responses are not kept: there is none to be read later.")
 
     @api.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return await fleets.models()
+    async def models(request: Request) -> dict[str, Any]:
+        arrival: Arrival = request.state.arrival
+        return await fleets.models(arrival.client.caps.models)
 
     @api.get("/health")
     async def health() -> dict[str, Any]:

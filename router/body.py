@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from math import isinf
 from typing import Any
 
@@ -11,6 +12,7 @@ from prometheus_client import Gauge
 from starlette.requests import Request
 
 from router.errors import ApiError, Reason, invalid
+from router.trust import ANYONE, Client
 
 MAX_DEPTH = 64
 """Deepest nesting of a body."""
@@ -24,50 +26,73 @@ BODY_TIMEOUT_S = 30.0
 
 
 class BodyBudget:
-    """How many bytes of bodies one router may have in memory.
+    """How many bytes of bodies one router may have in memory; those of one client may take half.
 
     Args:
         gauge: shows how many there are.
     """
 
     def __init__(self, max_bytes: int, gauge: Gauge) -> None:
-        self.max_bytes = max_bytes
-        self.gauge = gauge
+        self._max_bytes = max_bytes
+        self._gauge = gauge
+        self._of_client: Counter[str] = Counter()
         self.held = 0
 
-    def change(self, size: int) -> None:
-        """Count bytes that came, or where it is negative went."""
+    def take(self, client: Client, size: int) -> None:
+        """So many more bytes have come.
+
+        Raises:
+            ApiError: 503, there is no room for them; 429, the client has its half.
+        """
+        if self.held + size > self._max_bytes:
+            raise ApiError(
+                Reason.ROUTER_FULL,
+                f"The router holds request bodies of {self._max_bytes} bytes, which is its limit.",
+            )
+        # Or one that sends much keeps everybody else out.
+        half = self._max_bytes // 2
+        if client != ANYONE and self._of_client[client.owner] + size > half:
+            raise ApiError(
+                Reason.CLIENT_FULL,
+                f"The router holds request bodies of {half} bytes with this API key, which is the "
+                "most for one.",
+            )
+        self._change(client, size)
+
+    def give_back(self, client: Client, size: int) -> None:
+        """So many bytes are gone."""
+        self._change(client, -size)
+        if not self._of_client[client.owner]:
+            del self._of_client[client.owner]
+
+    def _change(self, client: Client, size: int) -> None:
         self.held += size
-        self.gauge.inc(size)
+        self._of_client[client.owner] += size
+        self._gauge.inc(size)
 
 
 class HeldBytes:
-    """The bytes of one body, which are given back at the end of the block."""
+    """The bytes of one body of ``client``, which are given back at the end of the block."""
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, client: Client) -> None:
         self._budget = budget
+        self._client = client
         self._size = 0
 
     def __enter__(self) -> HeldBytes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._budget.change(-self._size)
+        self._budget.give_back(self._client, self._size)
 
     def add(self, size: int) -> None:
         """So many more bytes have come.
 
         Raises:
-            ApiError: 503, there is no room for them.
+            ApiError: 503 or 429, there is no room for them.
         """
-        if self._budget.held + size > self._budget.max_bytes:
-            raise ApiError(
-                Reason.ROUTER_FULL,
-                f"The router holds request bodies of {self._budget.max_bytes} bytes, which is its "
-                "limit.",
-            )
+        self._budget.take(self._client, size)
         self._size += size
-        self._budget.change(size)
 
 
 async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = None) -> bytes:
@@ -77,7 +102,7 @@ async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = N
     another media type than JSON, an encoding, and a client that is slow.
 
     Raises:
-        ApiError: 400, 413, 415, or 503 where there is no room for it.
+        ApiError: 400, 413, 415, or 503 or 429 where there is no room for it.
         starlette.requests.ClientDisconnect: the client left.
     """
     _check_headers(request, max_bytes)

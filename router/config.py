@@ -120,7 +120,7 @@ class RouterConfig(BaseModel):
         "It is read again when it changes.",
     )
     metrics: MetricsConfig = Field(
-        default_factory=MetricsConfig, description="Who may read `/metrics`."
+        default_factory=MetricsConfig, description="Who may read the page of metrics."
     )
     admin: AdminConfig = Field(
         default_factory=AdminConfig, description="The admin API and the live page."
@@ -148,7 +148,7 @@ class RouterConfig(BaseModel):
         ge=1 << 10,
         le=1 << 40,
         description="Most bytes of request bodies in one router replica at once; more get 503. A "
-        "body counts until its request has ended.",
+        "body counts until its request has ended. Those of one API key may take half.",
     )
     max_in_flight: int = Field(
         default=4096,
@@ -195,10 +195,11 @@ class RouterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_bytes(self) -> RouterConfig:
-        if self.max_held_bytes < self.max_body_bytes:
+        least = 2 * self.max_body_bytes
+        if self.max_held_bytes < least:
             raise ValueError(
-                f"max_held_bytes must be at least max_body_bytes, {self.max_body_bytes}, or the "
-                f"largest body is never taken; got {self.max_held_bytes}"
+                f"max_held_bytes must be at least twice max_body_bytes, {least}, or the largest "
+                f"body of an API key is never taken; got {self.max_held_bytes}"
             )
         return self
 

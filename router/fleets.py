@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from router.catalog import Catalog
@@ -61,21 +61,21 @@ class Fleets:
         """Monotonic seconds, the same for all fleets."""
         return self._fleets[0].dispatcher.clock
 
-    def of(self, model: str | None) -> Fleet:
+    def of(self, model: str | None, allowed: Collection[str] | None = None) -> Fleet:
         """The fleet that serves ``model``, the name of a model or of an adapter. ``None`` is the
-        only model, where there is one.
+        only model, where there is one. Names that are not ``allowed`` are as if unknown.
 
         Raises:
             ApiError: 404; there is no such model. 400; there are several, and none is named.
         """
+        if model is None and len(self._fleets) == 1:
+            model = self._fleets[0].model
         if model is None:
-            if len(self._fleets) == 1:
-                return self._fleets[0]
             raise ApiError(
                 Reason.INVALID_VALUE, "model must be given: several are served here.", "model"
             )
         fleet = self._by_name.get(model)
-        if fleet is None:
+        if fleet is None or (allowed is not None and model not in allowed):
             raise ApiError(
                 Reason.MODEL_NOT_FOUND,
                 f"The model {shown(model)} does not exist; GET /v1/models lists those that do.",
@@ -83,8 +83,9 @@ class Fleets:
             )
         return fleet
 
-    async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body: of every fleet of which a replica answers.
+    async def models(self, allowed: Collection[str] | None = None) -> dict[str, Any]:
+        """The OpenAI list-models body: of every fleet of which a replica answers, without those
+        that are not ``allowed``.
 
         Raises:
             ApiError: 503, no replica of any model answered.
@@ -92,7 +93,10 @@ class Fleets:
         found, failed = await self._ask()
         if not found:
             raise next(iter(failed.values()))
-        return {"object": "list", "data": [entry for data in found.values() for entry in data]}
+        entries = [entry for data in found.values() for entry in data]
+        if allowed is not None:
+            entries = [entry for entry in entries if entry["id"] in allowed]
+        return {"object": "list", "data": entries}
 
     async def health(self) -> dict[str, Any]:
         """``status`` is ``ok``, or ``degraded`` with the names of the models that no replica

@@ -118,7 +118,7 @@ class Gate:
             scope["state"]["arrival"] = arrival
             await self._app(scope, receive, send_named)
             return
-        with HeldBytes(self._bodies) as held:
+        with HeldBytes(self._bodies, arrival.client) as held:
             arrival = scope["state"]["arrival"] = arrival._replace(held=held)
             await self._count(arrival.client.owner, scope, receive, send_named)
 

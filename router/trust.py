@@ -28,6 +28,12 @@ class Caps(BaseModel):
         description="Service classes that it may use. The first stands in for any other. Null: "
         "all.",
     )
+    models: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Names of models and adapters that it may use and sees; any other gets 404. "
+        "Null: all.",
+    )
     max_priority: int = Field(
         default=MAX_PRIORITY, ge=MIN_PRIORITY, le=MAX_PRIORITY, description="Highest priority."
     )

@@ -132,7 +132,7 @@ class LineCaller:
                 call = self._reader.make(line.body, (), endpoint, arrival)
             else:
                 call = await asyncio.to_thread(self._reader.make, line.body, (), endpoint, arrival)
-            fleet = self._fleets.of(call.model)
+            fleet = self._fleets.of(call.model, call.client.caps.models)
         except ApiError as error:
             self._fleets.edge.refused(endpoint, error.reason, arrival.client)
             self._telemetry.refused(arrival, endpoint, error.reason)
@@ -177,8 +177,10 @@ class LineCaller:
                 answer.close()
             call.charge.close(answer, clock.tokens, left=outcome is Outcome.CANCELLED)
             now_s = self._fleets.clock()
-            self._telemetry.ended(call, clock, outcome or Outcome.REFUSED, reason, answer, now_s)
-            if outcome is not None:
+            if outcome is None:
+                self._telemetry.put_off(call, reason)
+            else:
+                self._telemetry.ended(call, clock, outcome, reason, answer, now_s)
                 fleet.metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
                 fleet.metrics.admission.clamped(call.client.name, call.clamped)
 

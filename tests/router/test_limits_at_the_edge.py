@@ -12,7 +12,9 @@ from pydantic import SecretStr, ValidationError
 
 from router.body import BodyBudget, HeldBytes
 from router.config import MetricsConfig, RouterConfig
+from router.errors import ApiError, Reason
 from router.keys import ApiKey
+from router.trust import ANYONE, Client
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
@@ -120,38 +122,49 @@ async def test_what_is_refused_or_left_pays_for_what_was_done() -> None:
 
 
 async def test_the_bodies_inside_are_bounded_together() -> None:
-    config = RouterConfig(max_body_bytes=2_000, max_held_bytes=3_000)
+    config = RouterConfig(max_body_bytes=1_700, max_held_bytes=3_400)
     edge = Edge(FarSide(a=hang), config=config)
-    body = {**CHAT_BODY, "metadata": {"note": "x" * 1_500}}
+    body = {**CHAT_BODY, "metadata": {"note": "x" * 1_450}}
     async with edge.client() as client:
         first = asyncio.create_task(client.post(CHAT, json=body))
-        await edge.side.until(lambda: len(edge.side.live) == 1)
+        second = asyncio.create_task(client.post(CHAT, json=body))
+        await edge.side.until(lambda: len(edge.side.live) == 2)
         held = edge.sample("sluice_held_body_bytes")
-        assert 1_500 < held < 1_700
+        assert 2 * 1_450 < held < 2 * 1_700
         response = await client.post(CHAT, json=body)
         assert (response.status_code, code_of(response)) == (503, "router_full")
         assert response.headers["retry-after"] == "1"
         assert edge.sample("sluice_held_body_bytes") == held
         first.cancel()
-        await asyncio.wait([first])
+        second.cancel()
+        await asyncio.wait([first, second])
         await edge.side.until(lambda: not edge.side.live)
         edge.side.behaviours["a"] = serve
         assert (await client.post(CHAT, json=body)).status_code == 200
     assert edge.sample("sluice_held_body_bytes") == 0
-    with pytest.raises(ValidationError, match="max_held_bytes must be at least max_body_bytes"):
-        RouterConfig(max_held_bytes=1 << 20)
+    with pytest.raises(ValidationError, match="max_held_bytes must be at least twice max_body"):
+        RouterConfig(max_held_bytes=4 << 20)
 
 
 def test_a_body_that_does_not_fit_leaves_no_trace() -> None:
     edge = Edge(FarSide(a=serve))
     budget = BodyBudget(10, edge.metrics.held_bytes)
-    with HeldBytes(budget) as one:
+    acme, other = Client("acme", "name-acme"), Client("other", "name-other")
+    with HeldBytes(budget, ANYONE) as one:
         one.add(7)
-        with pytest.raises(Exception, match="10 bytes"), HeldBytes(budget) as two:
+        with pytest.raises(ApiError, match="10 bytes"), HeldBytes(budget, acme) as two:
             two.add(2)
             two.add(2)
         assert budget.held == 7
+    with HeldBytes(budget, acme) as one:
+        one.add(5)
+        with pytest.raises(ApiError) as caught, HeldBytes(budget, acme) as two:
+            two.add(1)
+        assert caught.value.reason is Reason.CLIENT_FULL
+        with HeldBytes(budget, other) as two:
+            two.add(5)
     assert budget.held == 0
+    assert not budget._of_client
 
 
 async def test_long_outputs_are_cut_and_long_prompts_refused() -> None:
@@ -190,6 +203,30 @@ async def test_keys_can_be_kept_apart_in_the_prefix_caches() -> None:
     prefixes = [query.prefix for query in edge.controller.queries]
     assert prefixes[0] == prefixes[4]
     assert len({prefix[0] for prefix in (*prefixes[:4], prefixes[5])}) == 5
+
+
+async def test_a_key_sees_and_uses_its_models_only() -> None:
+    keys = (key("secret-1", models=("local",)), key("secret-2"))
+    edge = Edge(FarSide(a=serve), config=keyed(*keys))
+    async with edge.client() as client:
+
+        async def use(secret: str, model: str | None) -> int:
+            path, body = ("/tokenize", {"prompt": "x"}) if model is None else (CHAT, CHAT_BODY)
+            named = body if model is None else {**body, "model": model}
+            return (await client.post(path, json=named, headers=bearer(secret))).status_code
+
+        assert [await use("secret-1", model) for model in ("local", "m", None)] == [200, 404, 404]
+        assert [await use("secret-2", model) for model in ("local", "m", None)] == [200, 200, 200]
+        unknown, hidden = [
+            (await client.post(CHAT, json={**CHAT_BODY, "model": model}, headers=bearer(secret)))
+            .json()["error"]["message"]
+            .replace(repr(model), "?")
+            for model, secret in (("nothing", "secret-1"), ("m", "secret-1"))
+        ]
+        assert unknown == hidden
+        for secret, seen in (("secret-1", []), ("secret-2", ["m"])):
+            listed = await client.get("/v1/models", headers=bearer(secret))
+            assert [entry["id"] for entry in listed.json()["data"]] == seen
 
 
 METRICS = MetricsConfig(keys=(SecretStr("metrics-key"),))
