@@ -10,17 +10,32 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from prometheus_client import CollectorRegistry
 
 from controller.messages import RouteDecision, Tier
 from router.answer import ReplicaFailedError
+from router.batches.line_caller import LineCaller
+from router.batches.lines import Line
+from router.batches.metrics import BatchMetrics
 from router.config import RouterConfig
 from router.errors import Reason
+from router.rate_limits import RateLimiter
 from router.telemetry import Telemetry
+from router.trust import ANYONE
 from scheduling.job import UNATTAINABLE
 from telemetry.config import LogsConfig, TracingConfig
 from telemetry.logs import JsonLines
 from telemetry.tracing import Tracer
-from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, answer, fail, serve
+from tests.router.far_side import (
+    CHAT_BODY,
+    Clock,
+    Edge,
+    FarController,
+    FarSide,
+    answer,
+    fail,
+    serve,
+)
 
 KEY = "k" * 32
 SECRET = "the prompt that nobody else may read"
@@ -232,3 +247,28 @@ async def test_what_is_not_sampled_or_has_no_key_makes_no_span() -> None:
         )
     assert not exporter.get_finished_spans()
     assert [dict(request.trace) for _, request in edge.side.calls] == [{}]
+
+
+async def test_a_line_of_a_batch_is_told_once_however_often_it_was_put_off(lines: Lines) -> None:
+    full = iter([answer(503, b"{}")] * 3)
+    telemetry, exporter = traced()
+    edge = Edge(
+        FarSide(a=lambda *call: next(full, serve)(*call)),
+        config=RouterConfig(max_attempts=1),
+    )
+    told = LineCaller(
+        edge.config,
+        edge.fleets,
+        RateLimiter(),
+        BatchMetrics(CollectorRegistry()),
+        Clock().pause,
+        telemetry,
+    )
+    body = Line("a", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
+    reply = await told.run(body, "/v1/chat/completions", ANYONE)
+    (line,) = lines.fields
+    assert (line["outcome"], line["class"], line["admission"]) == ("ok", "batch", "best-effort")
+    assert line["request_id"] == reply.request_id
+    ended = [span for span in exporter.get_finished_spans() if span.name == "chat"]
+    outcomes = [(span.attributes or {})["sluice.outcome"] for span in ended]
+    assert outcomes == ["refused", "refused", "refused", "ok"]
