@@ -254,7 +254,8 @@ class Controller:
         controller: the replica remembers it.
 
         Returns:
-            What is left at the replica; ``None`` where none of that name is known.
+            What is left at the replica; ``None`` where none of that name is known. One that is
+            out of reach can be opened again.
 
         Raises:
             ValueError: no name, or no flag.
@@ -265,14 +266,14 @@ class Controller:
         now_s = self._hear()
         self._mirror.forget_silent(now_s)
         self._fleet.expire(now_s)
-        if not drain:
-            self._fleet.reopen(replica_id)
-        if replica_id not in self._mirror.replicas:
+        reopened = not drain and self._fleet.reopen(replica_id)
+        known = replica_id in self._mirror.replicas
+        if not known and not reopened:
             return None
         if drain:
             self._fleet.close(replica_id)
+        found = drain_of(self._mirror, self._fleet, replica_id) if known else None
         left = left_at(self._fleet, replica_id)
-        found = drain_of(self._mirror, self._fleet, replica_id)
         return {"replica_id": replica_id, "draining": found is not None, "drain": found, **left}
 
     async def fingerprint(self) -> str:

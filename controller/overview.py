@@ -73,10 +73,13 @@ def drain_of(mirror: Mirror, fleet: Fleet, replica_id: str) -> str | None:
 
 
 def left_at(fleet: Fleet, replica_id: str) -> dict[str, int]:
-    """Requests that a replica, which is known, has yet to finish."""
-    figures = fleet.figures[fleet.row_of[replica_id]]
-    waiting, running = int(figures[figure.WAITING]), int(figures[figure.RUNNING])
-    reserved = int(figures[figure.RESERVED])
+    """Requests that a replica has yet to finish; none where it is not known."""
+    row = fleet.row_of.get(replica_id)
+    waiting = running = reserved = 0
+    if row is not None:
+        figures = fleet.figures[row]
+        waiting, running = int(figures[figure.WAITING]), int(figures[figure.RUNNING])
+        reserved = int(figures[figure.RESERVED])
     return {
         "left": waiting + running + reserved,
         "waiting": waiting,

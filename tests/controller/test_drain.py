@@ -95,6 +95,19 @@ async def test_a_replica_does_not_bring_a_drain_back_that_was_undone() -> None:
     assert await placed(controller, 1) == ["a"]
 
 
+async def test_a_replica_out_of_reach_can_be_taken_back() -> None:
+    clock = Clock()
+    controller = make(clock)
+    await controller.hello(hello("a"))
+    await controller.drain("a", True)
+    clock.advance(60)
+    assert await controller.drain("a", True) is None, "it is not known any more"
+    told = await controller.drain("a", False)
+    assert told is not None and (told["draining"], told["left"]) == (False, 0)
+    await controller.hello(hello("a", now_s=60))
+    assert await placed(controller, 1) == ["a"]
+
+
 async def test_a_replica_that_ends_takes_its_drain_along() -> None:
     controller = make()
     await controller.hello(hello("a"))
