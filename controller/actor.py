@@ -25,6 +25,7 @@ from controller.history import History
 from controller.instruments import Instruments
 from controller.messages import (
     MetricsPush,
+    QuotaUse,
     ReplicaDelta,
     ReplicaHello,
     ReportReply,
@@ -35,7 +36,7 @@ from controller.messages import (
 from controller.metrics import MetricsHub, families_of, text_of
 from controller.mirror import Mirror
 from controller.overview import describe, drain_of, left_at
-from controller.quotas import Quotas, QuotaUse
+from controller.quotas import Quotas
 from controller.request_classes import RequestClasses
 from scheduling.autoscaling import Load
 from scheduling.fleet import Fleet, FleetSettings

@@ -23,6 +23,7 @@ from controller.lookup import (
 )
 from controller.messages import (
     MetricsPush,
+    QuotaUse,
     ReplicaDelta,
     ReplicaHello,
     ReportReply,
@@ -30,7 +31,6 @@ from controller.messages import (
     RouteQuery,
     RouteReply,
 )
-from controller.quotas import QuotaUse
 from controller.report_wire import fits
 from scheduling.autoscaling import Load
 

@@ -15,8 +15,10 @@ from scheduling.latency_profile import LatencyProfile
 from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 
 __all__ = [
+    "MAX_USES",
     "MetricSample",
     "MetricsPush",
+    "QuotaUse",
     "ReplicaDelta",
     "ReplicaHello",
     "ReportReply",
@@ -25,6 +27,10 @@ __all__ = [
     "RouteReply",
     "Tier",
 ]
+
+
+MAX_USES = 1_024
+"""Most entries of one call about rate limits."""
 
 
 class RouteReply(NamedTuple):
@@ -119,3 +125,21 @@ class MetricsPush(NamedTuple):
 
     source: str
     samples: tuple[MetricSample, ...]
+
+
+class QuotaUse(NamedTuple):
+    """What one router says of one bucket.
+
+    Attributes:
+        account: names the bucket.
+        used: what it has put in since the last message that was answered; negative where more was
+            taken out again.
+        level: how full the bucket is as far as it knows, ``used`` included. It counts where nothing
+            is known of the bucket, as after a restart of the controller.
+        per_s: what drains from it each second.
+    """
+
+    account: str
+    used: float
+    level: float
+    per_s: float

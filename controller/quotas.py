@@ -10,58 +10,16 @@ than fits. That is not forgiven: the bucket of the fleet holds it, and drains it
 from __future__ import annotations
 
 from math import isfinite
-from typing import NamedTuple
 
 from controller.checks import check_text
-
-MAX_USES = 1_024
-"""Most entries of one message."""
+from controller.messages import MAX_USES, QuotaUse
+from scheduling.leaky_bucket import Bucket
 
 MAX_ACCOUNTS = 1 << 16
 """Most buckets. Empty ones are not kept."""
 
 MAX_AMOUNT = 1e15
 """Largest amount in a message, of either sign."""
-
-
-class QuotaUse(NamedTuple):
-    """What one router says of one bucket.
-
-    Attributes:
-        account: names the bucket.
-        used: what it has put in since the last message that was answered; negative where more was
-            taken out again.
-        level: how full the bucket is as far as it knows, ``used`` included. It counts where nothing
-            is known of the bucket, as after a restart of the controller.
-        per_s: what drains from it each second.
-    """
-
-    account: str
-    used: float
-    level: float
-    per_s: float
-
-
-class Bucket:
-    """A leaky bucket of unbounded size: who fills it decides what fits."""
-
-    __slots__ = ("_at_s", "level", "per_s")
-
-    def __init__(self, now_s: float) -> None:
-        self.level = 0.0
-        self.per_s = 0.0
-        self._at_s = now_s
-
-    def drain(self, now_s: float, per_s: float) -> float:
-        """Let time pass; ``per_s`` is the rate from now on. Returns the level."""
-        self.level = max(0.0, self.level - self.per_s * max(0.0, now_s - self._at_s))
-        self.per_s = per_s
-        self._at_s = now_s
-        return self.level
-
-    def add(self, amount: float) -> None:
-        """Put ``amount`` in, or where it is negative take it out."""
-        self.level = max(0.0, self.level + amount)
 
 
 class Quotas:

@@ -12,10 +12,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Literal, NamedTuple
 
-from controller.quotas import MAX_USES, Bucket, QuotaUse
+from controller.messages import MAX_USES, QuotaUse
 from router.answer import Answer
 from router.errors import ApiError, Reason
 from router.trust import Caps, Client
+from scheduling.leaky_bucket import Bucket
 
 EXCHANGE_S = 1.0
 """How often the routers' use is added up, seconds."""

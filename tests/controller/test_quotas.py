@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from controller import quotas
-from controller.quotas import MAX_AMOUNT, MAX_USES, Quotas, QuotaUse
+from controller.messages import MAX_USES, QuotaUse
+from controller.quotas import MAX_AMOUNT, Quotas
 
 
 def use(account: str = "a", used: float = 1, level: float = 1, per_s: float = 1) -> QuotaUse:

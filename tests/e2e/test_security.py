@@ -9,7 +9,7 @@ import httpx
 import pytest
 import ray
 
-from controller.quotas import QuotaUse
+from controller.messages import QuotaUse
 from deploy.haproxy import TLS_CERTIFICATE_VARIABLE
 from tests.deploy.certificate import make_certificate
 from tests.e2e.conftest import free_port, system, wait_until

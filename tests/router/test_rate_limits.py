@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.quotas import Quotas, QuotaUse
+from controller.messages import QuotaUse
+from controller.quotas import Quotas
 from replica.engine import ResponseItem, ResponseTail
 from router.answer import Answer
 from router.errors import ApiError, Reason
