@@ -9,7 +9,9 @@ Serve's default Python proxy and actor calls do.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shlex
 import socket
 import sys
@@ -43,6 +45,13 @@ LOCAL: Mapping[str, str] = {
 """For a Ray instance that Sluice starts itself on this machine."""
 
 
+_ROUTER_PORTS = 200
+"""So many for an instance: at most 64 routers, and their successors while they are replaced."""
+
+_ROUTER_RANGES = range(20_000, 30_000, _ROUTER_PORTS)
+"""Where they begin: above the ports of Ray's workers, below those of a Serve with its defaults."""
+
+
 def make_local_dir() -> Path:
     """A new private directory for a local instance, with a path short enough for its sockets."""
     short = Path("/tmp")
@@ -54,6 +63,23 @@ def _free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _router_ports() -> range:
+    """Ports for the router replicas of a local instance.
+
+    Serve numbers them from the same port in every instance, and for a moment after a clash HAProxy
+    would send one instance's requests to the other. The first of a range is always in use, so it
+    tells whether another instance has the range.
+
+    Raises:
+        OSError: every range is in use.
+    """
+    for first in random.sample(_ROUTER_RANGES, len(_ROUTER_RANGES)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", first))
+            return range(first, first + _ROUTER_PORTS)
+    raise OSError(f"every port of {[*_ROUTER_RANGES]} is in use")
 
 
 def apply(local_dir: Path | None = None) -> None:
@@ -74,6 +100,9 @@ def apply(local_dir: Path | None = None) -> None:
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = str(proxy / "server-state")
         settings["RAY_SERVE_HAPROXY_STATS_PORT"] = str(_free_port())
         settings["RAY_SERVE_HAPROXY_METRICS_PORT"] = str(_free_port())
+        ports = _router_ports()
+        settings["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(ports.start)
+        settings["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(ports.stop)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from deploy import ray_settings
+
+
+def ports_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> range:
+    """What an instance's routers get, that Serve reads from the environment."""
+    names = [f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT" for end in ("MIN", "MAX")]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    folder = ray_settings.make_local_dir()
+    try:
+        ray_settings.apply(folder)
+        return range(*(int(os.environ[name]) for name in names))
+    finally:
+        folder.rmdir()
+
+
+def test_two_instances_on_a_machine_share_no_port_of_a_router(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where they did, HAProxy could send one's requests to the other."""
+    held: list[socket.socket] = []
+    try:
+        for _ in range(20):
+            ports = ports_of_an_instance(monkeypatch)
+            first_router = socket.socket()
+            first_router.bind(("", ports.start))
+            held.append(first_router)
+            assert len(ports) >= 128
+        begins = sorted(each.getsockname()[1] for each in held)
+        assert all(after - before >= 128 for before, after in zip(begins, begins[1:], strict=False))
+    finally:
+        for each in held:
+            each.close()
