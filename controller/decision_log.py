@@ -120,7 +120,7 @@ class DecisionLog:
                 "ttft_ms": _ms(ttft_s),
                 "tpot_ms": _ms(tpot_s),
                 "e2e_ms": _ms(e2e_s),
-                "priority": priority,
+                "priority": int(priority),
             },
             "prompt_tokens": int(query.prompt_tokens),
             "waited_ms": _ms(query.waited_s),
