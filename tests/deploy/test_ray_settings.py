@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import socket
+from itertools import pairwise
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_two_instances_on_a_machine_share_no_port_of_a_router(
             held.append(first_router)
             assert len(ports) >= 128
         begins = sorted(each.getsockname()[1] for each in held)
-        assert all(after - before >= 128 for before, after in zip(begins, begins[1:], strict=False))
+        assert all(after - before >= 128 for before, after in pairwise(begins))
     finally:
         for each in held:
             each.close()
