@@ -17,6 +17,7 @@ from router.errors import ApiError, Reason
 from router.keys import (
     WEAK_CHARACTERS,
     ApiKey,
+    check_bare,
     check_entries,
     client_of,
     digest_of,
@@ -68,7 +69,8 @@ class KeyRing:
     Args:
         entries: keys from the configuration.
         file: more keys: a YAML list of such entries.
-        classes: the service classes that entries may name.
+        classes: the service classes that entries may name. ``None`` for keys without caps, as of
+            those that open no models.
         ring: what the keys open, for logs and metrics.
         metrics: where the file's fate is counted.
 
@@ -81,7 +83,7 @@ class KeyRing:
         self,
         entries: Iterable[SecretStr | ApiKey] = (),
         file: Path | None = None,
-        classes: Collection[str] = (),
+        classes: Collection[str] | None = None,
         ring: str = "api",
         metrics: KeyMetrics | None = None,
     ) -> None:
@@ -181,8 +183,11 @@ class KeyRing:
         return False
 
     def _with(self, raw: bytes) -> tuple[SecretStr | ApiKey, ...]:
-        entries = self._entries + parse_keys(raw, self._classes)
-        check_entries(entries, self._classes, "the configuration and the file together")
+        classes = self._classes or ()
+        entries = self._entries + parse_keys(raw, classes)
+        check_entries(entries, classes, "the configuration and the file together")
+        if self._classes is None:
+            check_bare(entries, "the file")
         return entries
 
     def _accept(self, entries: tuple[SecretStr | ApiKey, ...]) -> None:

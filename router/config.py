@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from router.admin.config import AdminConfig, is_loopback
 from router.batches.config import BatchesConfig
-from router.keys import KeyEntry, KeyFile, check_entries, digest_of
+from router.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from router.validation import MAX_TOKENS
 from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
@@ -188,7 +188,8 @@ class RouterConfig(BaseModel):
     @model_validator(mode="after")
     def _check_keys(self) -> RouterConfig:
         check_entries(self.api_keys, self.classes, "api_keys")
-        check_entries(self.metrics.keys, self.classes, "metrics.keys")
+        check_entries(self.metrics.keys, (), "metrics.keys")
+        check_bare(self.metrics.keys, "metrics.keys")
         if set(map(digest_of, self.api_keys)) & set(map(digest_of, self.metrics.keys)):
             raise ValueError("a key is in api_keys and in metrics.keys: each opens one of them")
         return self

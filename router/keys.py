@@ -31,6 +31,7 @@ WEAK_CHARACTERS: Final = 20
 """A shorter key is warned of: 128 random bits take 22 characters of base64."""
 
 _OF_NOTHING: Final = hashlib.sha256(b"").hexdigest()
+_BARE: Final = frozenset(("key", "sha256", "name"))
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -150,6 +151,17 @@ def check_entries(
     if unknown:
         known = ", ".join(sorted(classes))
         raise ValueError(f"{where} name classes {sorted(unknown)} that are not of: {known}")
+
+
+def check_bare(entries: Sequence[SecretStr | ApiKey], where: str) -> None:
+    """Check the keys of something that knows no caps: one that is set would mean nothing.
+
+    Raises:
+        ValueError: an entry has some.
+    """
+    for entry in entries:
+        if isinstance(entry, ApiKey) and not entry.model_fields_set <= _BARE:
+            raise ValueError(f"an entry of {where} has only key or sha256, and name")
 
 
 def parse_keys(raw: bytes, classes: Collection[str]) -> tuple[SecretStr | ApiKey, ...]:

@@ -7,9 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from router.keys import ApiKey, KeyEntry, KeyFile, check_entries
-
-_FIELDS = {"key", "sha256", "name"}
+from router.keys import KeyEntry, KeyFile, check_bare, check_entries
 
 
 def is_loopback(host: str) -> bool:
@@ -47,9 +45,7 @@ class AdminConfig(BaseModel):
     @model_validator(mode="after")
     def _check_keys(self) -> AdminConfig:
         check_entries(self.keys, (), "admin.keys")
-        for entry in self.keys:
-            if isinstance(entry, ApiKey) and not entry.model_fields_set <= _FIELDS:
-                raise ValueError("an entry of admin.keys has only key or sha256, and name")
+        check_bare(self.keys, "admin.keys")
         if self.access != "key" and (self.keys or self.keys_file is not None):
             raise ValueError(f"admin.access is {self.access}, so admin keys would open nothing")
         return self

@@ -166,6 +166,19 @@ def test_keys_of_the_file_and_of_the_configuration_must_differ(tmp_path: Path) -
         KeyRing([SecretStr("one-key")], path, CLASSES)
 
 
+def test_keys_that_open_no_models_have_no_caps(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("- {key: s3cret-s3cret, name: prometheus}\n")
+    assert who(KeyRing([], path), "s3cret-s3cret")
+    path.write_text("- {key: s3cret-s3cret, requests_per_minute: 5}\n")
+    with pytest.raises(ValueError, match="has only key or sha256, and name"):
+        KeyRing([], path)
+    for name in ("metrics", "admin"):
+        keys = [{"key": "s3cret-s3cret", "requests_per_minute": 5}]
+        with pytest.raises(ValueError, match=rf"an entry of {name}\.keys has only key or sha256"):
+            parse_config({"router": {name: {"keys": keys}}})
+
+
 def test_short_keys_are_warned_of_without_being_shown(caplog: pytest.LogCaptureFixture) -> None:
     KeyRing([SecretStr("s3cret"), SecretStr("k" * 32), ApiKey(sha256=digest("x"))])
     assert "1 of the api keys have less than 20 characters" in caplog.text
