@@ -45,6 +45,7 @@ def served() -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0
+        assert f"live page: http://127.0.0.1:{port}/ui#key=" in process.stderr.read()
         _, alive = psutil.wait_procs(family, timeout=30)
         assert alive == [], "Ctrl-C left processes behind"
 
