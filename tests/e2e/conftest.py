@@ -57,13 +57,15 @@ def wait_until(
     what: str,
     timeout_s: float = 60.0,
     show: Callable[[], object] = lambda: "",
+    every_s: float = 0.02,
 ) -> None:
-    """Return once ``condition`` holds; after ``timeout_s`` fail with what ``show`` says."""
+    """Return once ``condition`` holds, which is looked at ``every_s`` seconds; after ``timeout_s``
+    fail with what ``show`` says."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             pytest.fail(f"waited {timeout_s:g} s in vain: {what} {show()}")
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 @contextmanager

@@ -1,0 +1,160 @@
+"""A Ray cluster of several nodes on this machine, started with Ray's own commands and reached as an
+operator reaches it: with a token, over its dashboard, with ``sluice``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from deploy import ray_settings
+from deploy.json_http import AnswerError, JsonServer, UnreachableError
+from tests.e2e.conftest import free_port, wait_until
+
+BIN = Path(sys.executable).parent
+HEAD = "head"
+START_S = 180.0
+"""Longest wait for nodes and applications to start, seconds: many processes import Ray."""
+
+_FAST = {
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_health_check_period_ms": "500",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class Cluster:
+    """Nodes by name. The head does no work, as `deploy/ray/` and the chart have it."""
+
+    def __init__(self) -> None:
+        self.folder = ray_settings.make_local_dir()
+        self.token = secrets.token_hex(32)
+        self.gcs_port, self.dashboard_port, self.port = free_port(), free_port(), free_port()
+        self.environment = self._environment()
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self.dashboard = JsonServer(f"http://127.0.0.1:{self.dashboard_port}", self.token, 30)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the head, and Serve with one proxy: several would want the same port here."""
+        self._start_node(
+            HEAD,
+            *("--head", f"--port={self.gcs_port}", "--num-cpus=0"),
+            *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}"),
+            f"--ray-client-server-port={free_port()}",
+        )
+        options = {"host": "127.0.0.1", "port": self.port}
+        serve = {"proxy_location": "HeadOnly", "http_options": options, "applications": []}
+        self.wait(lambda: self._answers("GET", "/api/serve/applications/"), "Ray runs")
+        self.dashboard.ask("PUT", "/api/serve/applications/", serve)
+
+    def add_node(self, name: str) -> None:
+        """Start a worker node, and wait until it has joined."""
+        address = f"{ray.util.get_node_ip_address()}:{self.gcs_port}"
+
+        def joined() -> bool:
+            # Ray gives a node 30 s to start, which a busy machine may need more than once.
+            if name not in self.nodes or self.nodes[name].poll() is not None:
+                self._start_node(name, f"--address={address}", "--num-cpus=4")
+            return name in self.node_names().values()
+
+        self.wait(joined, f"node {name} has joined")
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Return once ``condition`` holds. A look costs the cluster some work, so they are few."""
+        wait_until(condition, what, START_S, every_s=0.5)
+
+    def kill_node(self, name: str) -> None:
+        """Let a node vanish with all that runs on it."""
+        self._end(self.nodes.pop(name))
+
+    def node_names(self) -> dict[str, str]:
+        """The nodes that live: id -> name."""
+        rows = self._listed("nodes")
+        return {row["node_id"]: row["node_name"] for row in rows if row["state"] == "ALIVE"}
+
+    def node_of_actor(self, name: str) -> str | None:
+        """The id of the node where an actor lives; ``None`` while it does not."""
+        rows = [row for row in self._listed("actors") if row["name"] == name]
+        return next((row["node_id"] for row in rows if row["state"] == "ALIVE"), None)
+
+    def sluice(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """A command of ours, as an operator of this cluster runs it."""
+        return subprocess.run(
+            [BIN / "sluice", *words],
+            env={
+                **self.environment,
+                "RAY_DASHBOARD_ADDRESS": self.dashboard.address,
+                "SLUICE_ADDRESS": self.url,
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            timeout=START_S + 60,
+            check=False,
+        )
+
+    def close(self) -> None:
+        """End every process."""
+        for name in reversed(list(self.nodes)):
+            self._end(self.nodes.pop(name))
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        saved = dict(os.environ)
+        try:
+            for name in [name for name in os.environ if name.startswith("RAY_")]:
+                del os.environ[name]
+            ray_settings.apply(self.folder)
+            settings = {n: value for n, value in os.environ.items() if n.startswith("RAY_")}
+        finally:
+            os.environ.clear()
+            os.environ.update(saved)
+        own = {"RAY_AUTH_TOKEN": self.token, "RAY_TMPDIR": str(self.folder)}
+        return {**kept, **settings, **_FAST, **own}
+
+    def _start_node(self, name: str, *options: str) -> None:
+        command = [BIN / "ray", "start", "--block", f"--node-name={name}", *options]
+        command += ["--dashboard-agent-listen-port=0", "--object-store-memory=80000000"]
+        # Each picks its own: the nodes share this machine's ports.
+        command += ["--min-worker-port=0", "--max-worker-port=0"]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.nodes[name] = subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        # At once: a node that is asked to end first waits for others to take over its work.
+        family = psutil.Process(process.pid).children(recursive=True)
+        for member in (process, *family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait(timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert alive == [], "processes of a node were left behind"
+
+    def _answers(self, method: str, path: str) -> bool:
+        try:
+            self.dashboard.ask(method, path)
+        except (UnreachableError, AnswerError):
+            return False
+        return True
+
+    def _listed(self, what: str) -> list[dict[str, Any]]:
+        answer = self.dashboard.ask("GET", f"/api/v0/{what}?detail=1&limit=1000")
+        rows = answer["data"]["result"]["result"]
+        assert isinstance(rows, list), json.dumps(answer)[:400]
+        return rows

@@ -1,0 +1,212 @@
+"""An application on a cluster of several nodes: deployed, updated, drained, and a node lost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from deploy.commands.admin import AdminApi
+from deploy.commands.exits import Exit, Failure
+from tests.e2e.cluster import HEAD, START_S, Cluster
+from tests.e2e.conftest import free_port, wait_until
+
+pytestmark = pytest.mark.ray
+
+KEY = "an-admin-key-of-the-tests"
+CLIENTS = 12
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    it = Cluster()
+    try:
+        it.start()
+        for name in ("first", "second"):
+            it.add_node(name)
+        yield it
+    finally:
+        it.close()
+
+
+@pytest.fixture(scope="module")
+def deployed(cluster: Cluster) -> Cluster:
+    result = deploy(cluster, 2)
+    assert result["deployments"]["Replica"] == {"running": 2, "wanted": 2, "status": "HEALTHY"}
+    assert result["addresses"] == [f"http://127.0.0.1:{cluster.port}/v1"]
+    cluster.wait(lambda: len(serving(cluster)) == 2, "both replicas report")
+    return cluster
+
+
+def configuration(cluster: Cluster, replicas: int) -> str:
+    """Two routers and some simulated engines, in a file."""
+    path = cluster.folder / "sluice.yaml"
+    data = {
+        "engine": {"kind": "simulated", "model": "sim"},
+        "replica": {
+            "count": replicas,
+            "num_cpus": 0.5,
+            "max_per_node": 1,
+            "health_check_period_s": 0.5,
+        },
+        "router": {"replicas": 2, "port": cluster.port, "admin": {"keys": [KEY]}},
+    }
+    path.write_text(yaml.safe_dump(data))
+    return str(path)
+
+
+def deploy(cluster: Cluster, replicas: int) -> dict[str, Any]:
+    path = configuration(cluster, replicas)
+    done = cluster.sluice("deploy", "--config", path, "--json", "--timeout", f"{START_S}")
+    assert done.returncode == Exit.OK, done.stderr
+    result = json.loads(done.stdout)
+    assert isinstance(result, dict)
+    assert result["deployments"]["Replica"]["wanted"] == replicas
+    assert result["deployments"]["Replica"]["running"] >= replicas
+    return result
+
+
+def serving(cluster: Cluster) -> dict[str, str]:
+    """Replicas that take requests -> their node."""
+    rows = AdminApi(cluster.url, KEY).fleet()["replicas"]
+    return {row["replica_id"]: row["node_id"] for row in rows if row["condition"] == "fresh"}
+
+
+def outcome_of(url: str, tokens: int) -> str:
+    """How a streamed request ends: answered, refused, told of an error, or cut off.
+
+    ``silent`` is an end that looks like a whole answer and is none.
+    """
+    body = {"model": "sim", "prompt": "word " * 20, "max_tokens": tokens, "stream": True}
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            text = answer.read().decode()
+    except httpx.TransportError:
+        return "cut off"
+    if answer.status_code != 200:
+        return "refused"
+    if text.rstrip().endswith("data: [DONE]"):
+        return "answered" if '"error"' not in text else "told"
+    return "told" if '"error"' in text else "silent"
+
+
+def test_replicas_routers_and_the_controller_are_spread_and_not_on_the_head(
+    deployed: Cluster,
+) -> None:
+    names = deployed.node_names()
+    assert {names[node] for node in serving(deployed).values()} == {"first", "second"}
+    controller = deployed.node_of_actor("sluice-controller")
+    assert controller is not None
+    assert names[controller] != HEAD
+    assert outcome_of(deployed.url, 5) == "answered"
+
+
+def test_a_drained_replica_gets_nothing_until_it_is_taken_back(deployed: Cluster) -> None:
+    one, other = sorted(serving(deployed))
+    done = deployed.sluice("drain", one, "--json", SLUICE_ADMIN_KEY=KEY)
+    assert json.loads(done.stdout) == {"replica_id": one, "draining": True, "left": 0}
+    body = {"model": "sim", "prompt": "word", "max_tokens": 1}
+    answers = [httpx.post(f"{deployed.url}/v1/completions", json=body) for _ in range(20)]
+    assert {answer.headers["x-sluice-replica"] for answer in answers} == {other}
+    assert deployed.sluice("drain", one, "--undo", SLUICE_ADMIN_KEY=KEY).returncode == Exit.OK
+    assert set(serving(deployed)) == {one, other}
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "code", "says"),
+    [
+        ((), {"RAY_AUTH_TOKEN": "0" * 64}, Exit.REFUSED, "RAY_AUTH_TOKEN"),
+        (("--address", f"http://127.0.0.1:{free_port()}"), {}, Exit.UNREACHABLE, "--address"),
+        (("--name", "other"), {}, Exit.FAILED, "/"),
+    ],
+)
+def test_what_deploy_cannot_do_it_says_in_a_line(
+    deployed: Cluster, words: tuple[str, ...], environment: dict[str, str], code: Exit, says: str
+) -> None:
+    path = configuration(deployed, 2)
+    done = deployed.sluice("deploy", "--config", path, "--timeout", "60", *words, **environment)
+    assert done.returncode == code, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert says in last
+
+
+def test_no_request_is_lost_in_silence_with_a_node(deployed: Cluster) -> None:
+    """The node that goes is the one with the controller: the worst that a worker can be."""
+    names = deployed.node_names()
+    node = deployed.node_of_actor("sluice-controller")
+    assert node is not None
+    lost = {each for each, where in serving(deployed).items() if where == node}
+    assert lost
+    stop, outcomes = Event(), Counter[str]()
+
+    def client() -> None:
+        while not stop.is_set():
+            outcomes[outcome_of(deployed.url, 150)] += 1
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients: list[Future[None]] = [pool.submit(client) for _ in range(CLIENTS)]
+        try:
+            wait_until(lambda: outcomes["answered"] >= CLIENTS, "the load has begun")
+            deployed.kill_node(names[node])
+            before = outcomes["answered"]
+            wait_until(lambda: outcomes["answered"] > before + 3 * CLIENTS, "requests go on")
+            deployed.add_node("third")
+            deployed.wait(lambda: recovered(deployed, lost), "the lost replica is replaced")
+        finally:
+            stop.set()
+    for each in clients:
+        each.result()
+    print(outcomes)
+    assert outcomes["silent"] == 0, outcomes
+    assert outcomes["told"] + outcomes["cut off"] + outcomes["refused"] > 0, outcomes
+    assert outcome_of(deployed.url, 5) == "answered"
+    assert deployed.sluice("status", SLUICE_ADMIN_KEY=KEY).returncode == Exit.OK
+
+
+def test_another_number_of_replicas_is_reached_without_touching_the_others(
+    deployed: Cluster,
+) -> None:
+    two = set(serving(deployed))
+    deploy(deployed, 1)
+    deployed.wait(lambda: len(serving(deployed)) == 1, "one is gone")
+    one = set(serving(deployed))
+    assert one < two
+    deploy(deployed, 2)
+    deployed.wait(lambda: len(serving(deployed)) == 2, "there are two again")
+    assert one < set(serving(deployed))
+
+
+def test_a_second_application_leaves_the_first_as_it_is(deployed: Cluster) -> None:
+    before = set(serving(deployed))
+    words = ("--name", "other", "--route-prefix", "/other", "--timeout", f"{START_S}")
+    done = deployed.sluice("deploy", "--config", configuration(deployed, 1), *words)
+    assert done.returncode == Exit.OK, done.stderr
+    assert done.stdout.splitlines()[1:] == [f"{deployed.url}/other/v1"]
+    assert outcome_of(f"{deployed.url}/other", 5) == "answered"
+    assert set(serving(deployed)) == before
+
+
+def recovered(cluster: Cluster, lost: set[str]) -> bool:
+    """Two replicas work, none of them a lost one, one on the new node; the controller is back."""
+    try:
+        rows = serving(cluster)
+    except Failure:
+        return False
+    names = cluster.node_names()
+    nodes = {names.get(node) for node in rows.values()}
+    controller = cluster.node_of_actor("sluice-controller")
+    return (
+        len(rows) == 2
+        and "third" in nodes
+        and not lost & set(rows)
+        and controller in names
+        and names[controller] != HEAD
+    )
