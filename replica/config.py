@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from replica.adapters import adapter_names
+from replica.preemption.config import PreemptionConfig
 from scheduling.autoscaling import AutoscalingPolicy
 from scheduling.autoscaling import make_policy as make_autoscaling_policy
 from scheduling.batching import BestEffortOptions, make_policy
@@ -58,6 +59,10 @@ class EngineConfig(BaseModel):
     best_effort: BestEffortOptions = Field(
         default_factory=BestEffortOptions,
         description="How requests are served to which nothing was promised, whatever the policy.",
+    )
+    preemption: PreemptionConfig = Field(
+        default_factory=PreemptionConfig,
+        description="Whether a running prefill gives way to a more urgent one. Experimental.",
     )
     vllm_args: dict[str, Any] = Field(
         default_factory=dict,

@@ -202,14 +202,18 @@ class LocalScheduler:
         else:
             self._table.free(tracked.slot)
 
-    def plan(self, queue: QueueView, now_s: float, budget: BatchBudget) -> BatchPlan:
-        """Plan the next batch by the policy, with the corrected latency model."""
-        started = time.perf_counter()
+    def refresh_model(self) -> None:
+        """Take over a model that was put into the table, and what was learned of the last step."""
         changed = self._table.model_change()
         if changed is not None:
             self._base_model = changed
             self._correction = OnlineCorrection()
         self._model = self._base_model.corrected(self._correction.factor)
+
+    def plan(self, queue: QueueView, now_s: float, budget: BatchBudget) -> BatchPlan:
+        """Plan the next batch by the policy, with the corrected latency model."""
+        started = time.perf_counter()
+        self.refresh_model()
         plan = self._policy.plan(queue, now_s, self._model, budget)
         self._best_effort_wait_s = longest_wait_s(queue.table, now_s)
         elapsed = time.perf_counter() - started
@@ -257,12 +261,15 @@ class LocalScheduler:
         running: int,
         free_blocks: int,
         total_blocks: int,
+        seconds: float | None = None,
     ) -> None:
         """The engine finished ``step``: learn its time and publish the state.
 
-        With two steps in flight the second one's time starts where the first ended.
+        With two steps in flight the second one's time starts where the first ended, unless the
+        engine says how many ``seconds`` it took.
         """
-        seconds = now_s - max(step.started_s, self._last_end_s)
+        if seconds is None:
+            seconds = now_s - max(step.started_s, self._last_end_s)
         self._last_end_s = now_s
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "seconds": seconds})

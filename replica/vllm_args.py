@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from replica.preemption.config import PreemptionConfig
 from scheduling.batching import BestEffortOptions
 from scheduling.objective import SLO
 from scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
@@ -142,6 +143,9 @@ class SchedulerSettings(BaseModel):
     policy_options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
     best_effort: BestEffortOptions = Field(
         default_factory=BestEffortOptions, description="How best-effort requests are served."
+    )
+    preemption: PreemptionConfig = Field(
+        default_factory=PreemptionConfig, description="Whether running prefills are preempted."
     )
     batch_log: Path | None = Field(default=None, description="File of the batch log.")
     cpu_core: int | None = Field(

@@ -129,7 +129,8 @@ class VllmEngine:
     async def _launch(self, model: str, name: str) -> Launched:
         config = self._config
         log = config.batch_log
-        prepare_environment(model, one_thread=config.pin_cpu)
+        preemption = config.preemption.granularity != "off"
+        prepare_environment(model, config.pin_cpu, preemption)
         # Once both processes have the table mapped it needs no name, so it cannot be left behind.
         with tempfile.TemporaryDirectory(prefix="sluice-", dir=_shared_memory()) as directory:
             path = Path(directory) / "state"
@@ -139,6 +140,7 @@ class VllmEngine:
                 policy=config.policy,
                 policy_options=config.policy_options,
                 best_effort=config.best_effort,
+                preemption=config.preemption,
                 batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
                 cpu_core=self._cpu_core,
             )

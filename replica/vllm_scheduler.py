@@ -146,7 +146,7 @@ class PlanMixin(_Base):
         start_s = max(now_s, self._busy_until_s) if self._in_flight else now_s
         views = self._views()
         queue = QueueView(views)
-        plan = self._local.plan(queue, start_s, self._budget(views)) if views else _EMPTY
+        plan = self._plan(views, queue, start_s) if views else _EMPTY
         self._garbage.before_batch(queue, plan.predicted_s)
         planned = bool(plan.entries) and not self._stalled
         if planned:
@@ -190,6 +190,7 @@ class PlanMixin(_Base):
             running,
             self._pool.get_num_free_blocks(),
             self._pool.num_gpu_blocks,
+            self._seconds_of(scheduler_output),
         )
         return outputs
 
@@ -220,6 +221,14 @@ class PlanMixin(_Base):
         return granted
 
     # How the plan is made and carried out.
+
+    def _plan(self, views: list[RequestView], queue: QueueView, start_s: float) -> BatchPlan:
+        """The next batch, by the policy."""
+        return self._local.plan(queue, start_s, self._budget(views))
+
+    def _seconds_of(self, scheduler_output: Any) -> float | None:
+        """How long a batch took, where the time between two calls does not say so."""
+        return None
 
     def _enable_old_hook(self) -> None:
         """Up to 0.27 the only hook is the one for models with state-space layers."""
@@ -419,8 +428,8 @@ class SloAsyncScheduler(PlanMixin, AsyncScheduler):
     """For engines that schedule a batch while the one before it runs."""
 
 
-def _pin(core: int) -> None:
-    """Pin this thread; on CPUs it also runs the model."""
+def pin_thread(core: int) -> None:
+    """Pin this thread."""
     allowed = os.sched_getaffinity(0)
     if core in allowed:
         os.sched_setaffinity(0, {core})
@@ -437,8 +446,18 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncSc
     """
     check_vllm()
     check_config(vllm_config)
-    core = SchedulerSettings.from_additional_config(vllm_config.additional_config).cpu_core
+    settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
+    core = settings.cpu_core
     if core is not None:
-        _pin(core)
+        # On CPUs this thread also runs the model.
+        pin_thread(core)
+    if settings.preemption.granularity != "off":
+        # It rests on the classes above.
+        from replica.preemption import engine_loop, scheduler
+        from replica.preemption.support import check_preemption
+
+        check_preemption(vllm_config)
+        engine_loop.install()
+        return scheduler.PreemptiveScheduler(vllm_config=vllm_config, **kwargs)
     kind = SloAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SloScheduler
     return kind(vllm_config=vllm_config, **kwargs)

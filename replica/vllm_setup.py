@@ -35,6 +35,13 @@ RESERVED_ARGUMENTS = frozenset(
 )
 """vLLM arguments that Sluice sets, or that have no meaning under it."""
 
+_PREEMPTION_ARGUMENTS: dict[str, Any] = {
+    "distributed-executor-backend": "replica.preemption.executor.PreemptiveExecutor",
+    "async-scheduling": False,
+    "enforce-eager": True,
+}
+"""vLLM arguments without which a running prefill cannot be preempted."""
+
 _MAX_REASON = 500
 """Most characters of vLLM's reason for refusing its arguments that are told."""
 
@@ -50,16 +57,19 @@ class Launched(NamedTuple):
     servings: dict[Endpoint, Serving]
 
 
-def prepare_environment(model: str, one_thread: bool) -> None:
+def prepare_environment(model: str, one_thread: bool, preemption: bool = False) -> None:
     """Set what vLLM and its libraries read from the environment, for this process and the engine's.
 
     Args:
         model: path or hub id; with a path, nothing is looked up on the network.
         one_thread: on CPUs, compute with one thread.
+        preemption: prefills are preempted, which needs vLLM's first model runner.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if preemption:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if _on_cpu():
         if one_thread:
             os.environ["OMP_NUM_THREADS"] = "1"
@@ -111,6 +121,11 @@ def parse_arguments(
     reserved = sorted(RESERVED_ARGUMENTS & arguments.keys())
     if reserved:
         raise ValueError(f"vllm_args may not hold {', '.join(reserved)}: Sluice sets them itself")
+    if settings.preemption.granularity != "off":
+        for name, value in _PREEMPTION_ARGUMENTS.items():
+            if arguments.get(name, value) != value:
+                raise ValueError(f"vllm_args: with preemption, {name} must be {value}")
+        arguments |= _PREEMPTION_ARGUMENTS
     if _on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
     arguments |= {
@@ -151,6 +166,7 @@ async def launch(arguments: Any) -> Launched:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
+    from replica.preemption.support import check_preemption, preempts
     from replica.vllm_client import WatchedLLM
     from replica.vllm_support import check_config, check_vllm
 
@@ -165,6 +181,8 @@ async def launch(arguments: Any) -> Launched:
     vllm_config = engine_args.create_engine_config(usage_context=context)
     # The engine process checks, too, but its reasons end up in its log only.
     check_config(vllm_config)
+    if preempts(vllm_config):
+        check_preemption(vllm_config)
     llm = WatchedLLM.from_vllm_config(
         vllm_config=vllm_config,
         usage_context=context,

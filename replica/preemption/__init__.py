@@ -1,0 +1,13 @@
+"""Preemption of a running prefill at the next operator or layer, inside stock vLLM.
+
+A check before each operator of a prefill looks whether the prefill is to stop. If so, the thread
+that computes it serves other tasks from inside the check, and returns to it later. So what is
+suspended is a call stack, and nothing of it has to be saved or restored. In the order of a request:
+
+- :mod:`replica.preemption.scheduler` builds the batch of a task with vLLM's own scheduler;
+- :mod:`replica.preemption.engine_loop` decides on events, and sends tasks to the worker;
+- :mod:`replica.preemption.executor` holds the worker's thread;
+- :mod:`replica.preemption.worker` runs tasks, nested where they preempt;
+- :mod:`replica.preemption.lanes` gives every nesting depth a model runner of its own;
+- :mod:`replica.preemption.checks` puts the checks into the model.
+"""

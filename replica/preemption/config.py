@@ -1,0 +1,58 @@
+"""Configuration of preemption."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class PreemptionConfig(BaseModel):
+    """When a running prefill gives way to a more urgent one, and where it stops."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    granularity: Literal["off", "layer", "operator"] = Field(
+        default="off",
+        description="Where a running prefill can stop: nowhere, before the next layer, or before "
+        "the next operator. Unless it is `off`, `policy` has no say: prefills run by S-EDF.",
+    )
+    depth: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="Most suspended prefills. Each keeps its activations.",
+    )
+    chunk_tokens: int = Field(
+        default=8192,
+        ge=16,
+        le=1_048_576,
+        description="Most tokens of a prefill that run as one task; at most vLLM's "
+        "`max-num-batched-tokens` are.",
+    )
+    late_chunk_tokens: int = Field(
+        default=512,
+        ge=16,
+        le=1_048_576,
+        description="The same of a prefill that can no longer meet its objective. Such a task is "
+        "not suspended, and preempts nothing.",
+    )
+    batch_tokens: int = Field(
+        default=4096,
+        ge=0,
+        le=1_048_576,
+        description="Prefills run together only while their tokens are below this sum. 0: never.",
+    )
+    least_tokens: int = Field(
+        default=256,
+        ge=1,
+        le=1_048_576,
+        description="Tasks of fewer tokens are not suspended: they are over soon.",
+    )
+    decode_gap_s: float = Field(
+        default=0.05,
+        gt=0,
+        le=60,
+        description="While prefills run, decodes get a step when the last one is this long ago, "
+        "seconds; a running prefill is suspended for it.",
+    )

@@ -1,0 +1,204 @@
+"""One round of the engine's loop: take what happened, decide, and return what can be sent.
+
+It takes the place of the step in vLLM's engine core, which builds one batch and waits for it. A
+round waits only where nothing is to be decided, and then for the next event: a request, an abort,
+or an answer of the worker.
+"""
+
+# vLLM's classes are untyped here.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import time
+from typing import Any
+
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    FinishReason,
+)
+from vllm.v1.engine.core import EngineCore
+
+from replica.preemption.messages import Answer, Discard, Done, Failed, Resume, Run
+from replica.preemption.scheduler import PreemptiveScheduler, Task
+
+logger = logging.getLogger(__name__)
+
+_WAKEUP = (EngineCoreRequestType.WAKEUP, None)
+
+_stock_step = EngineCore.step
+
+
+def install() -> None:
+    """Have engine cores whose scheduler preempts run rounds. It must be called before a core has
+    chosen its step, so a scheduler's factory is the place."""
+    EngineCore.step = _step
+
+
+def _step(core: Any) -> tuple[dict[int, Any], bool]:
+    if not isinstance(core.scheduler, PreemptiveScheduler):
+        return _stock_step(core)
+    loop = core.__dict__.get("_preemption")
+    if loop is None:
+        loop = core._preemption = EngineLoop(core)
+    return loop.step()
+
+
+class EngineLoop:
+    """Tasks in flight of one engine core: a stack, of which the last one computes.
+
+    A batch is built before anything is told to stop for it. So a request that gets no KV blocks
+    stops nothing, and every stop is followed by the task that it was for.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._scheduler: PreemptiveScheduler = core.scheduler
+        self._executor = core.model_executor
+        self._depth = self._scheduler.settings.depth
+        self._stack: list[Task] = []
+        self._inbox: queue.Queue[Any] = core.__dict__.get("input_queue") or queue.Queue()
+        self._deferred: list[tuple[Any, Any]] = []
+        self._decided = False
+        self._handle = getattr(core, "_handle_client_request", None)
+        if self._handle is not None:
+            core._handle_client_request = self._request
+        self._executor.on_answer(lambda: self._inbox.put_nowait(_WAKEUP))
+
+    def step(self) -> tuple[dict[int, Any], bool]:
+        """One round.
+
+        Returns:
+            vLLM's outputs by client, and whether the engine is at work.
+
+        Raises:
+            RuntimeError: a batch failed that cannot be isolated, or the executor did.
+        """
+        self._core._process_aborts_queue()
+        outputs = self._take_answer()
+        self._decide()
+        if not outputs and self._stack and not self._executor.answers:
+            self._wait()
+        return outputs, bool(self._stack) or bool(outputs)
+
+    # Events.
+
+    def _take_answer(self) -> dict[int, Any]:
+        answers = self._executor.answers
+        if not answers:
+            return {}
+        answer: Answer = answers.popleft()
+        task = next(each for each in self._stack if each.number == answer.task)
+        self._stack.remove(task)
+        if isinstance(answer, Done):
+            outputs = self._scheduler.completed(task, answer.output, answer.timing)
+            attach = getattr(self._core, "_attach_weight_version", None)
+            if attach is not None:
+                attach(outputs)
+            return outputs
+        ended = self._scheduler.failed(task)
+        if not isinstance(answer, Failed):
+            return {}
+        if not task.preemptible:
+            # The state of vLLM's own runner is not known any more.
+            raise RuntimeError("a batch failed") from answer.error
+        logger.error("a preemptible prefill failed", exc_info=answer.error)
+        return _errors(ended)
+
+    def _request(self, kind: Any, payload: Any) -> None:
+        """What vLLM does with a client's request; calls wait until no task is in flight."""
+        if kind == EngineCoreRequestType.UTILITY and self._stack:
+            self._deferred.append((kind, payload))
+            return
+        assert self._handle is not None
+        self._handle(kind, payload)
+
+    def _wait(self) -> None:
+        """For the next event, and all that came with it."""
+        timeout_s = None
+        if self._can_nest():
+            due_s = self._scheduler.decode_due_s()
+            timeout_s = None if due_s is None else max(0.0, due_s - time.monotonic())
+        try:
+            event = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        self._request(*event)
+        while not self._inbox.empty():
+            self._request(*self._inbox.get_nowait())
+
+    # Decisions.
+
+    def _decide(self) -> None:
+        """Start a task, resume one, or let the running one go on."""
+        if self._deferred and not self._stack:
+            for event in self._deferred:
+                self._request(*event)
+            self._deferred.clear()
+        top = self._stack[-1] if self._stack else None
+        if top is not None and self._is_over(top):
+            return
+        task = None
+        if not self._deferred and (top is None or self._can_nest()):
+            task = self._scheduler.start(top, self._left_s(top))
+        if task is not None:
+            self._start(task, top)
+        elif top is not None and top.suspended:
+            top.suspended = False
+            self._executor.tell(Resume(top.number))
+
+    def _can_nest(self) -> bool:
+        """Whether another task may run inside the top one."""
+        top = self._stack[-1]
+        return top.preemptible and not top.discarded and len(self._stack) <= self._depth
+
+    def _is_over(self, top: Task) -> bool:
+        """Give ``top`` up if all its requests have ended, or wait until it is given up."""
+        ending = self._scheduler.ending
+        if top.discarded:
+            return True
+        if not top.preemptible or not all(each in ending for each in top.request_ids):
+            return False
+        top.discarded = True
+        self._executor.tell(Discard(top.number))
+        if not top.suspended:
+            self._executor.words.stop(top.number)
+        return True
+
+    def _start(self, task: Task, top: Task | None) -> None:
+        # Of the buffer that the next batch's masks are written to.
+        grammar = copy.deepcopy(self._scheduler.get_grammar_bitmask(task.batch))
+        nests = len(self._stack) < self._depth
+        task.preemptible = task.preemptible and nests
+        self._executor.tell(Run(task.number, task.batch, grammar, task.preemptible))
+        if top is not None and not top.suspended:
+            top.suspended = True
+            top.signalled_s.append(time.monotonic())
+            self._executor.words.stop(top.number)
+        self._stack.append(task)
+
+    def _left_s(self, top: Task | None) -> float:
+        """Predicted time until ``top`` ends, by the share of its checks that it has passed."""
+        if top is None:
+            return 0.0
+        passed = self._executor.words.reached()
+        return top.predicted_s * max(0.0, 1.0 - passed / self._executor.checks)
+
+
+def _errors(requests: list[Any]) -> dict[int, Any]:
+    """Outputs that tell each client of its requests that failed."""
+    by_client: dict[int, list[str]] = {}
+    for request in requests:
+        by_client.setdefault(request.client_index, []).append(request.request_id)
+    return {
+        client: EngineCoreOutputs(
+            outputs=[EngineCoreOutput(each, [], finish_reason=FinishReason.ERROR) for each in ids],
+            finished_requests=set(ids),
+        )
+        for client, ids in by_client.items()
+    }

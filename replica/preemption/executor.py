@@ -1,0 +1,105 @@
+"""vLLM's executor with its worker on a thread of its own, which can take tasks while it computes."""
+
+# vLLM's classes are untyped here, so their subclasses are, too.
+# mypy: disable-error-code="misc, no-any-return"
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from replica.preemption.messages import Answer, Call, Command, Exit
+from replica.preemption.words import ControlWords
+from replica.preemption.worker import TaskRunner
+from replica.vllm_args import SchedulerSettings
+from replica.vllm_scheduler import pin_thread
+
+logger = logging.getLogger(__name__)
+
+
+class PreemptiveExecutor(UniProcExecutor):
+    """One worker, on one thread from its start to its end.
+
+    Whatever vLLM asks of the worker is a call on that thread. Tasks come as messages, so that one
+    can arrive while another runs.
+
+    Attributes:
+        answers: what the worker answered, in order. It is read by the engine's thread only.
+        words: the control words.
+        checks: how many checks the model has.
+    """
+
+    def _init_executor(self) -> None:
+        self.words = ControlWords.create()
+        self.answers: deque[Answer] = deque()
+        self.checks = 0
+        self._wake: Callable[[], None] = _nothing
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._tasks = TaskRunner(self.words, self._commands.get, self._answered)
+        # A daemon, so that a process whose engine failed can end.
+        self._thread = threading.Thread(target=self._tasks.serve, name="worker", daemon=True)
+        self._thread.start()
+        self._on_thread(super()._init_executor)
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the worker, when no task is in flight."""
+        if threading.current_thread() is self._thread:
+            return super().collective_rpc(*args, **kwargs)
+        return self._on_thread(partial(super().collective_rpc, *args, **kwargs))
+
+    def initialize_from_config(self, kv_cache_configs: Any) -> Any:
+        """Give the worker its KV cache; then it is complete."""
+        result = super().initialize_from_config(kv_cache_configs)
+        settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
+        options = settings.preemption
+        if settings.cpu_core is not None:
+            # A thread inherits the pin of the one that starts it, which had none then.
+            self._on_thread(partial(pin_thread, settings.cpu_core))
+        if options.granularity != "off":
+            attach = partial(
+                self._tasks.attach,
+                self.driver_worker.worker,
+                options.granularity,
+                options.depth,
+            )
+            self.checks = self._on_thread(attach)
+            logger.info("prefills can be preempted at %d places", self.checks)
+        return result
+
+    def tell(self, command: Command) -> None:
+        """Send a command to the worker."""
+        self._commands.put(command)
+
+    def on_answer(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, on the worker's thread, after each answer."""
+        self._wake = wake
+
+    def shutdown(self) -> None:
+        """Give up what runs, and end the worker."""
+        if not self._thread.is_alive():
+            return
+        self.tell(Exit())
+        self.words.stop_any()
+        self._thread.join()
+        super().shutdown()
+
+    def _answered(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        self._wake()
+
+    def _on_thread(self, function: Callable[[], Any]) -> Any:
+        result: Future[Any] = Future()
+        self.tell(Call(function, result))
+        return result.result()
+
+
+def _nothing() -> None:
+    """Nobody waits for an answer yet."""

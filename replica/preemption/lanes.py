@@ -1,0 +1,68 @@
+"""A model runner for every depth of the stack of suspended prefills.
+
+A runner's input buffers, batch and attention metadata belong to one forward pass. A suspended pass
+still needs them, so what preempts it must not use the same runner. All lanes share the model, the
+KV cache and the requests, so a request can be computed in one lane now and in another later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHARED_NAMES = ("model", "kv_caches", "requests", "num_prompt_logprobs", "encoder_cache")
+"""What lanes share with vLLM's own runner."""
+
+
+class Lanes:
+    """vLLM's own runner for work that is never suspended, and private ones for what may be.
+
+    Args:
+        worker: vLLM's worker, complete with its KV cache.
+        depth: how many private lanes there are.
+    """
+
+    def __init__(self, worker: Any, depth: int) -> None:
+        self.stock: Any = worker.model_runner
+        self.private = [_private_lane(worker) for _ in range(depth)]
+
+    def enter(self, lane: Any, batch: Any) -> None:
+        """Before ``lane`` computes ``batch``: no other lane keeps an old state of its requests.
+
+        A lane's batch survives a step, and holds tokens and blocks of each request as it last saw
+        them. Private lanes are emptied at once. vLLM's own keeps its batch, so what another lane
+        computes or ends is taken out of it.
+        """
+        if lane is self.stock:
+            return
+        kept = self.stock.input_batch
+        for request_id in (*batch.finished_req_ids, *batch.num_scheduled_tokens):
+            kept.remove_request(request_id)
+        kept.condense()
+        kept.refresh_metadata()
+
+    def leave(self, lane: Any) -> None:
+        """After a task in ``lane``, however it ended."""
+        lane.execute_model_state = None
+        if lane is self.stock:
+            return
+        batch = lane.input_batch
+        for request_id in list(batch.req_id_to_index):
+            batch.remove_request(request_id)
+        batch.condense()
+        batch.refresh_metadata()
+
+
+def _private_lane(worker: Any) -> Any:
+    from vllm.config import set_current_vllm_config
+
+    stock = worker.model_runner
+    with set_current_vllm_config(worker.vllm_config):
+        lane = type(stock)(worker.vllm_config, worker.device)
+        for name in SHARED_NAMES:
+            setattr(lane, name, getattr(stock, name))
+        # Everything but the cache itself, which is there and bound to the model's layers.
+        lane.initialize_kv_cache_tensors = lambda *args, **kwargs: {}
+        lane.initialize_kv_cache(stock.kv_cache_config)
+        del lane.initialize_kv_cache_tensors
+        lane.kv_caches = stock.kv_caches
+    return lane

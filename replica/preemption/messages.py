@@ -1,0 +1,99 @@
+"""What the engine tells the worker of its tasks, and what the worker answers.
+
+A task is one batch. The engine numbers tasks from 1 and never uses a number again. Messages keep
+their order in both directions. The worker answers every :class:`Run` once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+
+class Run(NamedTuple):
+    """Compute a batch: now, or from inside the check of the task that has been told to stop.
+
+    Attributes:
+        task: its number.
+        batch: vLLM's ``SchedulerOutput``.
+        grammar: vLLM's ``GrammarOutput``, if there is one.
+        preemptible: it has checks.
+    """
+
+    task: int
+    batch: Any
+    grammar: Any
+    preemptible: bool
+
+
+class Resume(NamedTuple):
+    """Go on with the task that was suspended last. Any other task ignores it."""
+
+    task: int
+
+
+class Discard(NamedTuple):
+    """Give up the task that was suspended last. Any other task ignores it."""
+
+    task: int
+
+
+class Call(NamedTuple):
+    """Call a function when no task is in flight."""
+
+    function: Callable[[], Any]
+    result: Future[Any]
+
+
+class Exit(NamedTuple):
+    """Give up all tasks, and end."""
+
+
+Command = Run | Resume | Discard | Call | Exit
+
+
+class Timing(NamedTuple):
+    """When a task ran, in seconds.
+
+    Attributes:
+        started_s, ended_s: on the monotonic clock.
+        suspended_s: how long it was suspended, all times together.
+        stopped_s: when it stopped, once for each time.
+        checks: how many checks it passed.
+    """
+
+    started_s: float
+    ended_s: float
+    suspended_s: float
+    stopped_s: tuple[float, ...]
+    checks: int
+
+    @property
+    def busy_s(self) -> float:
+        """How long it computed."""
+        return self.ended_s - self.started_s - self.suspended_s
+
+
+class Done(NamedTuple):
+    """A task is complete; ``output`` is vLLM's ``ModelRunnerOutput``."""
+
+    task: int
+    output: Any
+    timing: Timing
+
+
+class Failed(NamedTuple):
+    """A task raised ``error``. Those below it on the stack are not touched."""
+
+    task: int
+    error: Exception
+
+
+class Discarded(NamedTuple):
+    """A task was given up."""
+
+    task: int
+
+
+Answer = Done | Failed | Discarded

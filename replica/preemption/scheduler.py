@@ -1,0 +1,277 @@
+"""Builds the batch of one task with vLLM's own scheduler, while other tasks are in flight."""
+
+# vLLM's classes are untyped here, so their subclasses are, too.
+# mypy: disable-error-code="misc, no-any-return"
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from math import inf
+from typing import Any
+
+import numpy as np
+from vllm.v1.request import RequestStatus
+
+from replica.preemption.messages import Timing
+from replica.vllm_args import SchedulerSettings
+from replica.vllm_scheduler import SloScheduler
+from scheduling.batching import BatchPlan
+from scheduling.kernels import ENVELOPE, deadlines_s, is_prefill
+from scheduling.latency import StepSample
+from scheduling.preemption import InFlight, Options, Prefill, decide
+from scheduling.request import QueueView, RequestView
+
+
+@dataclass(slots=True)
+class Task:
+    """A batch in flight.
+
+    Attributes:
+        number: names it to the worker; never used again.
+        batch: vLLM's ``SchedulerOutput``.
+        request_ids: whose tokens it computes.
+        preemptible: it can be suspended.
+        due_s: its deadline, monotonic seconds.
+        predicted_s: its time, running alone.
+        signalled_s: when it was told to stop, each time.
+        suspended: it is known to be, or will be as soon as it sees the signal.
+        discarded: it was told to give up.
+    """
+
+    number: int
+    batch: Any
+    request_ids: tuple[str, ...]
+    preemptible: bool
+    due_s: float
+    predicted_s: float
+    signalled_s: list[float] = dataclass_field(default_factory=list)
+    suspended: bool = False
+    discarded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What the next task computes."""
+
+    plan: BatchPlan
+    preemptible: bool
+    due_s: float
+
+
+_NOTHING = _Chosen(BatchPlan.empty(), False, inf)
+
+
+class PreemptiveScheduler(SloScheduler):
+    """Sluice's scheduler with several batches in flight, of which one at a time computes.
+
+    - A batch is built of the chosen requests only. Those in flight are hidden meanwhile, so vLLM
+      cannot preempt a request whose prefill is suspended.
+    - Hashes of blocks are published when the blocks are written, not when they are allocated: a
+      prompt that begins like a suspended one must not read blocks that are still empty.
+    - A request in flight that ends keeps its blocks, and its state in the worker, until its task
+      ends: it may still write them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
+        self.settings = settings.preemption
+        self.options = Options(
+            chunk=self.settings.chunk_tokens,
+            late_chunk=self.settings.late_chunk_tokens,
+            together=self.settings.batch_tokens,
+            most=self.max_num_scheduled_tokens,
+        )
+        self.in_flight: dict[str, int] = {}
+        self.ending: dict[str, RequestStatus] = {}
+        self._tasks = 0
+        self._given: tuple[list[RequestView], BatchPlan] | None = None
+        self._seconds: float | None = None
+        allocate = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = _publishing_later(allocate)
+
+    def start(self, top: Task | None, left_s: float) -> Task | None:
+        """Build the next task, to run inside ``top`` if there is one; None for none.
+
+        Args:
+            top: the task that would be suspended for it, or stay so.
+            left_s: predicted time until ``top`` ends.
+        """
+        now_s = time.monotonic()
+        views = self._views()
+        self._local.refresh_model()
+        task = self._build(views, self._choose(views, top, left_s, now_s))
+        if task is not None or top is not None:
+            return task
+        # There is no room for what comes first: what holds room goes on. Without anything, vLLM
+        # looks whether what waits for something else is ready.
+        running = [view for view in views if view.running]
+        return self._build(running, self._choose(running, None, 0.0, now_s) or _NOTHING)
+
+    def _build(self, views: list[RequestView], chosen: _Chosen | None) -> Task | None:
+        """vLLM's batch of what was ``chosen`` of ``views``."""
+        if chosen is None:
+            return None
+        held = [request for request in self.running if request.request_id in self.in_flight]
+        if held:
+            self.running = [each for each in self.running if each.request_id not in self.in_flight]
+        self._given = views, chosen.plan
+        self._stalled = False
+        try:
+            batch = self.schedule()
+        finally:
+            self._given = None
+            self.running = held + self.running
+        if not batch.num_scheduled_tokens:
+            self._take_back(batch)
+            return None
+        self._tasks += 1
+        ids = tuple(batch.num_scheduled_tokens)
+        self.in_flight.update(dict.fromkeys(ids, self._tasks))
+        return Task(
+            self._tasks, batch, ids, chosen.preemptible, chosen.due_s, chosen.plan.predicted_s
+        )
+
+    def decode_due_s(self) -> float | None:
+        """When decodes want their next step, if there are any that are not in flight."""
+        last = [view.last_token_s for view in self._views() if view.pending_tokens == 1]
+        known = [each for each in last if each is not None]
+        return min(known) + self.settings.decode_gap_s if known else None
+
+    def completed(self, task: Task, output: Any, timing: Timing) -> Any:
+        """Take the result of a task; vLLM's outputs by client."""
+        self._end(task)
+        for request_id in task.request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        self._seconds = timing.busy_s
+        try:
+            return self.update_from_output(task.batch, output)
+        finally:
+            self._seconds = None
+
+    def failed(self, task: Task) -> list[Any]:
+        """A task ended without a result: the requests that end with it, by an error."""
+        self._end(task)
+        self._in_flight.pop(id(task.batch), None)
+        ended = super().finish_requests(task.request_ids, RequestStatus.FINISHED_ERROR)
+        return list(ended)
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
+        """End requests from outside; those in flight end with their task."""
+        if isinstance(request_ids, str):
+            request_ids = (request_ids,)
+        ids = list(self.requests if request_ids is None else request_ids)
+        held = [each for each in ids if each in self.in_flight and each not in self.ending]
+        now = [each for each in ids if each not in self.in_flight]
+        self.ending.update(dict.fromkeys(held, finished_status))
+        ended = list(super().finish_requests(now, finished_status))
+        return ended + [self.requests[each] for each in held]
+
+    def _end(self, task: Task) -> None:
+        """A task is no longer in flight."""
+        for request_id in task.request_ids:
+            del self.in_flight[request_id]
+            status = self.ending.pop(request_id, None)
+            if status is not None:
+                super().finish_requests(request_id, status)
+
+    def _choose(
+        self, views: list[RequestView], top: Task | None, left_s: float, now_s: float
+    ) -> _Chosen | None:
+        if not views:
+            return None
+        queue = QueueView(views)
+        prefill = is_prefill(queue.table)
+        decodes = np.flatnonzero(~prefill)
+        waiting = np.flatnonzero(prefill)
+        if len(decodes) and self._decode_first(views, decodes, top, len(waiting), now_s):
+            most = min(self.options.most, self.max_num_running_reqs)
+            rows = decodes[:most]
+            plan = self._plan_of(queue, rows.tolist(), [1] * len(rows))
+            return _Chosen(plan, False, now_s)
+        due_s = deadlines_s(queue.table, ENVELOPE)
+        prefills = [
+            Prefill(
+                views[row].request_id,
+                float(due_s[row]),
+                views[row].pending_tokens,
+                self._together_s([(views[row].pending_tokens, views[row].computed_tokens)]),
+            )
+            for row in waiting.tolist()
+        ]
+        row_of = {views[row].request_id: row for row in waiting.tolist()}
+
+        def together_s(members: Sequence[Prefill]) -> float:
+            rows = [row_of[each.request_id] for each in members]
+            return self._together_s(
+                (views[row].pending_tokens, views[row].computed_tokens) for row in rows
+            )
+
+        in_flight = None if top is None else InFlight(top.due_s, left_s)
+        batch = decide(prefills, in_flight, now_s, together_s, self.options)
+        if batch is None:
+            return None
+        tokens = [tokens for _, tokens in batch.members]
+        plan = self._plan_of(queue, [row_of[name] for name, _ in batch.members], tokens)
+        preemptible = (
+            batch.feasible
+            and sum(tokens) >= self.settings.least_tokens
+            and not any(self._wants_prompt_logprobs(name) for name, _ in batch.members)
+        )
+        return _Chosen(plan, preemptible, batch.due_s)
+
+    def _decode_first(
+        self, views: list[RequestView], decodes: Any, top: Task | None, waiting: int, now_s: float
+    ) -> bool:
+        """Whether decodes come before prefills: they have waited long enough, or none compete."""
+        if top is None and waiting == 0:
+            return True
+        last = [views[row].last_token_s for row in decodes.tolist()]
+        known = [each for each in last if each is not None]
+        return bool(known) and now_s >= min(known) + self.settings.decode_gap_s
+
+    def _together_s(self, sequences: Iterable[tuple[int, int]]) -> float:
+        return self._local.model.step_s(StepSample.of(sequences))
+
+    def _plan_of(self, queue: QueueView, rows: list[int], tokens: list[int]) -> BatchPlan:
+        computed = [queue.requests[row].computed_tokens for row in rows]
+        predicted_s = self._together_s(zip(tokens, computed, strict=True))
+        return BatchPlan(
+            queue, np.array(rows, np.int64), np.array(tokens, np.int64), predicted_s
+        )
+
+    def _views(self) -> list[RequestView]:
+        """As vLLM's scheduler may see them: without those in flight."""
+        if self._given is not None:
+            return self._given[0]
+        return [view for view in super()._views() if view.request_id not in self.in_flight]
+
+    def _plan(self, views: list[RequestView], queue: QueueView, start_s: float) -> BatchPlan:
+        assert self._given is not None
+        return self._given[1]
+
+    def _seconds_of(self, scheduler_output: Any) -> float | None:
+        return self._seconds
+
+    def _take_back(self, batch: Any) -> None:
+        """An empty batch does not go to the worker, so the next one tells it what has ended."""
+        self.finished_req_ids |= batch.finished_req_ids
+        self._in_flight.pop(id(batch), None)
+
+    def _wants_prompt_logprobs(self, request_id: str) -> bool:
+        params = self.requests[request_id].sampling_params
+        return params is not None and params.prompt_logprobs is not None
+
+
+def _publishing_later(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    """``allocate_slots`` without the hashes of what it allocates."""
+
+    def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+        return allocate(*args, **{**kwargs, "delay_cache_blocks": True})
+
+    return allocate_slots

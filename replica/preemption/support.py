@@ -1,0 +1,90 @@
+"""What preemption needs of vLLM, beyond :mod:`replica.vllm_support`: names, and a configuration in
+which a forward pass can be left and entered again."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import vllm
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from replica.preemption.lanes import SHARED_NAMES
+from replica.vllm_args import SchedulerSettings
+from replica.vllm_support import UnsupportedVllmError
+
+SUPPORTED = ((0, 32), (0, 32))
+"""First and last minor version of vLLM in which preemption was tested."""
+
+_NAMES: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (EngineCore, ("step", "_process_aborts_queue")),
+    (Scheduler, ("finish_requests", "get_grammar_bitmask", "update_from_output")),
+    (KVCacheManager, ("allocate_slots", "cache_blocks")),
+    (Worker, ("execute_model", "sample_tokens")),
+    (GPUModelRunner, ("initialize_kv_cache", "initialize_kv_cache_tensors")),
+    (InputBatch, ("condense", "refresh_metadata", "remove_request")),
+)
+_RUNNER_NAMES = ("execute_model_state", "input_batch", *SHARED_NAMES)
+
+
+def preempts(vllm_config: Any) -> bool:
+    """Whether ``vllm_config`` asks for preemption."""
+    settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
+    return settings.preemption.granularity != "off"
+
+
+def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
+    """Check that running prefills can be preempted under ``vllm_config``.
+
+    Raises:
+        UnsupportedVllmError: why not.
+    """
+    low, high = SUPPORTED
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or not low <= (int(match[1]), int(match[2])) <= high:
+        raise UnsupportedVllmError(
+            f"preemption does not support vLLM {version}; supported are "
+            f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
+        )
+    missing = [
+        f"{kind.__name__}.{name}"
+        for kind, names in _NAMES
+        for name in names
+        if not hasattr(kind, name)
+    ]
+    made = set(GPUModelRunner.__init__.__code__.co_names)
+    known = made | set(GPUModelRunner.load_model.__code__.co_names)
+    missing += [f"GPUModelRunner().{name}" for name in _RUNNER_NAMES if name not in known]
+    if missing:
+        raise UnsupportedVllmError(f"vLLM {version} lacks {', '.join(missing)}")
+    for allowed, rule in _rules(vllm_config):
+        if not allowed:
+            raise UnsupportedVllmError(f"prefills cannot be preempted here: {rule}")
+
+
+def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
+    from replica.preemption.executor import PreemptiveExecutor
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    backend = parallel.distributed_executor_backend
+    name = f"{PreemptiveExecutor.__module__}.{PreemptiveExecutor.__qualname__}"
+    return (
+        (parallel.world_size == 1, "tensor and pipeline parallelism must be 1"),
+        (not vllm_config.scheduler_config.async_scheduling, "async scheduling must be off"),
+        (bool(model.enforce_eager), "enforce-eager must be on"),
+        (not model.is_moe, "models with experts are not supported"),
+        (not model.is_multimodal_model, "multimodal models are not supported"),
+        (not model.is_hybrid, "models with state-space layers are not supported"),
+        (not model.is_attention_free, "models without attention are not supported"),
+        (model.runner_type == "generate", "only models that generate are supported"),
+        (vllm_config.lora_config is None, "LoRA must be off"),
+        (vllm_config.kv_transfer_config is None, "KV connectors must be off"),
+        (vllm_config.ec_transfer_config is None, "encoder connectors must be off"),
+        (backend in (name, PreemptiveExecutor), f"distributed-executor-backend must be {name}"),
+        (not getattr(vllm_config, "use_v2_model_runner", False), "VLLM_USE_V2_MODEL_RUNNER is set"),
+    )

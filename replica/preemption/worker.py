@@ -1,0 +1,166 @@
+"""The worker's side: runs tasks, and nested ones from inside a check of a suspended task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from replica.preemption.checks import Checks, Granularity
+from replica.preemption.lanes import Lanes
+from replica.preemption.messages import (
+    Answer,
+    Call,
+    Command,
+    Discard,
+    Discarded,
+    Done,
+    Exit,
+    Failed,
+    Resume,
+    Run,
+    Timing,
+)
+from replica.preemption.words import ControlWords
+
+
+class _GivenUpError(BaseException):
+    """Unwinds a suspended task. Not an ``Exception``, so that no code on the way keeps it."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A task on the worker's stack."""
+
+    task: int
+    started_s: float
+    suspended_s: float = 0.0
+    stopped_s: list[float] = field(default_factory=list)
+
+
+class TaskRunner:
+    """Runs tasks on the thread that calls :meth:`serve`, at most ``depth`` of them suspended.
+
+    Args:
+        words: control words of the engine and this worker.
+        receive: waits for the next command.
+        answer: sends an answer.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        words: ControlWords,
+        receive: Callable[[], Command],
+        answer: Callable[[Answer], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._words = words
+        self._receive = receive
+        self._answer = answer
+        self._clock = clock
+        self._worker: Any = None
+        self._lanes: Lanes | None = None
+        self._stack: list[_Running] = []
+        self._exiting = False
+        self.checks = Checks(words, self._suspended)
+
+    def attach(self, worker: Any, granularity: Granularity, depth: int) -> int:
+        """Take vLLM's worker, complete with its KV cache; the number of checks in its model.
+
+        Raises:
+            NoChecksError: its model has no place for a check.
+        """
+        count = self.checks.install(worker.model_runner.model, granularity)
+        self._worker = worker
+        self._lanes = Lanes(worker, depth)
+        return count
+
+    def serve(self) -> None:
+        """Carry out commands until :class:`Exit`."""
+        self._serve(None)
+
+    def _serve(self, suspended: int | None) -> None:
+        """The same on behalf of a ``suspended`` task, until it goes on.
+
+        Raises:
+            _GivenUpError: it is given up.
+        """
+        while not self._exiting:
+            command = self._receive()
+            match command:
+                case Run():
+                    self._run(command)
+                case Resume(task) if task == suspended:
+                    return
+                case Discard(task) if task == suspended:
+                    raise _GivenUpError
+                case Call():
+                    _call(command, suspended)
+                case Exit():
+                    self._exiting = True
+        if suspended is not None:
+            raise _GivenUpError
+
+    def _run(self, run: Run) -> None:
+        lanes = self._lanes
+        assert lanes is not None
+        lane = lanes.private[len(self._stack)] if run.preemptible else lanes.stock
+        running = _Running(run.task, self._clock())
+        self._stack.append(running)
+        answer: Answer
+        try:
+            with self.checks.running(run.task if run.preemptible else 0):
+                lanes.enter(lane, run.batch)
+                try:
+                    output = self._compute(lane, run)
+                finally:
+                    checks = self.checks.passed
+                    lanes.leave(lane)
+            timing = Timing(
+                running.started_s,
+                self._clock(),
+                running.suspended_s,
+                tuple(running.stopped_s),
+                checks,
+            )
+            answer = Done(run.task, output, timing)
+        except _GivenUpError:
+            answer = Discarded(run.task)
+        except Exception as error:
+            answer = Failed(run.task, error)
+        finally:
+            self._stack.pop()
+        self._answer(answer)
+
+    def _compute(self, lane: Any, run: Run) -> Any:
+        """One batch by vLLM's worker, with ``lane`` as its model runner."""
+        worker = self._worker
+        outer = worker.model_runner
+        worker.model_runner = lane
+        try:
+            output = worker.execute_model(run.batch)
+            return worker.sample_tokens(run.grammar) if output is None else output
+        finally:
+            worker.model_runner = outer
+
+    def _suspended(self) -> None:
+        """Called at the check at which the running task stops."""
+        running = self._stack[-1]
+        stopped_s = self._clock()
+        running.stopped_s.append(stopped_s)
+        try:
+            self._serve(running.task)
+        finally:
+            running.suspended_s += self._clock() - stopped_s
+
+
+def _call(call: Call, suspended: int | None) -> None:
+    if suspended is not None:
+        call.result.set_exception(RuntimeError("the worker is busy with a preempted task"))
+        return
+    try:
+        call.result.set_result(call.function())
+    except BaseException as error:
+        call.result.set_exception(error)

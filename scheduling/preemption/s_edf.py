@@ -1,0 +1,140 @@
+"""S-EDF where a prefill can be suspended at any operator: FlowPrefill §5.2, Algorithms 1 and 2.
+
+Decided on events only: a prefill arrives, a task ends, a chunk ends. Between two events the running
+task stays the right one, but for slack that runs out.
+
+Our changes, for engines whose stack of suspended prefills is bounded:
+
+- A prefill that can no longer meet its objective preempts nothing. Eq. 3 would let it preempt
+  another such one, the latest deadline first, so that an overloaded engine only piles them up.
+- It runs in small chunks, so it can be passed at the end of each without being suspended.
+- Equal deadlines do not preempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Prefill(NamedTuple):
+    """A prefill that waits, or whose last chunk has ended.
+
+    Attributes:
+        request_id: its request.
+        due_s: deadline of its first token; infinite without one.
+        tokens: how many it still has to compute.
+        alone_s: predicted time of these, running alone.
+    """
+
+    request_id: str
+    due_s: float
+    tokens: int
+    alone_s: float
+
+
+class InFlight(NamedTuple):
+    """The task on top of the stack: running, or suspended last.
+
+    Attributes:
+        due_s: the earliest deadline in it that it can still meet, or else its head's.
+        left_s: predicted time until it ends, running alone.
+    """
+
+    due_s: float
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Bounds, in tokens.
+
+    Attributes:
+        chunk: most of one prefill in a task.
+        late_chunk: the same where it can no longer meet its objective.
+        together: prefills join a task while the sum is below this one.
+        most: most in a task.
+    """
+
+    chunk: int
+    late_chunk: int
+    together: int
+    most: int
+
+
+class Batch(NamedTuple):
+    """The next task.
+
+    Attributes:
+        members: request and tokens of each prefill, the head first.
+        due_s: the head's deadline.
+        feasible: whether the head can still meet it.
+    """
+
+    members: tuple[tuple[str, int], ...]
+    due_s: float
+    feasible: bool
+
+
+Rank = tuple[bool, float]
+
+
+def rank(due_s: float, left_s: float, now_s: float) -> Rank:
+    """Eq. 3 as a key, the least first: feasible ones by deadline, then late ones, the latest
+    deadline first. A deadline that would be met to the moment is feasible."""
+    late = due_s - now_s - left_s < 0
+    return late, -due_s if late else due_s
+
+
+def decide(
+    waiting: Iterable[Prefill],
+    top: InFlight | None,
+    now_s: float,
+    together_s: Callable[[Sequence[Prefill]], float],
+    options: Options,
+) -> Batch | None:
+    """The task to start now, inside ``top`` if there is one; None to go on as it is.
+
+    ``O(n log n)`` in the waiting prefills.
+
+    Args:
+        waiting: prefills that are not in flight, in order of arrival.
+        top: the task that would be suspended, or stay so.
+        now_s: the time, on the deadlines' clock.
+        together_s: predicted time of several prefills in one task.
+        options: bounds.
+    """
+    ranked = sorted(waiting, key=lambda each: rank(each.due_s, each.alone_s, now_s))
+    if not ranked:
+        return None
+    head = ranked[0]
+    first = rank(head.due_s, head.alone_s, now_s)
+    late = first[0]
+    if top is not None and (late or first >= rank(top.due_s, top.left_s, now_s)):
+        return None
+    chunk = min(options.late_chunk if late else options.chunk, options.most)
+    if late or head.tokens > chunk:
+        return Batch(((head.request_id, min(head.tokens, chunk)),), head.due_s, not late)
+    joined = _joined(ranked, now_s, together_s, min(options.together, options.most))
+    return Batch(tuple((each.request_id, each.tokens) for each in joined), head.due_s, True)
+
+
+def _joined(
+    ranked: Sequence[Prefill],
+    now_s: float,
+    together_s: Callable[[Sequence[Prefill]], float],
+    together: int,
+) -> list[Prefill]:
+    """Algorithm 1: the head, and those that fit beside it. One that does not is passed over."""
+    head = ranked[0]
+    joined = [head]
+    tokens = head.tokens
+    left_s = head.due_s - now_s
+    for each in ranked[1:]:
+        if tokens + each.tokens >= together:
+            continue
+        if together_s([*joined, each]) < left_s:
+            joined.append(each)
+            tokens += each.tokens
+    return joined
