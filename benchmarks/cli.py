@@ -16,6 +16,7 @@ from benchmarks.decision import decision
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.base import Experiment, Plan, Row, Scale, measured
 from benchmarks.experiments.estimate import METHOD
+from benchmarks.preemption import preemption
 from benchmarks.replay import replay
 from benchmarks.report import Report, ReportError, require_matplotlib
 from benchmarks.simulate import simulate
@@ -48,6 +49,7 @@ def list_experiments() -> None:
 
 bench.add_command(planning.planning)
 bench.add_command(decision)
+bench.add_command(preemption)
 bench.add_command(replay)
 
 

@@ -26,6 +26,7 @@ from vllm.v1.engine.core import EngineCore
 
 from replica.preemption.messages import Answer, Discard, Done, Failed, Resume, Run
 from replica.preemption.scheduler import PreemptiveScheduler, Task
+from replica.preemption.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class EngineLoop:
         self._stack: list[Task] = []
         self._inbox: queue.Queue[Any] = core.__dict__.get("input_queue") or queue.Queue()
         self._deferred: list[tuple[Any, Any]] = []
-        self._decided = False
+        self.stats = Stats()
         self._handle = getattr(core, "_handle_client_request", None)
         if self._handle is not None:
             core._handle_client_request = self._request
@@ -97,16 +98,22 @@ class EngineLoop:
         self._stack.remove(task)
         if isinstance(answer, Done):
             outputs = self._scheduler.completed(task, answer.output, answer.timing)
+            self.stats.stopped(task.signalled_s, answer.timing.stopped_s)
+            self.stats.suspended_s += answer.timing.suspended_s
+            if task.preemptible:
+                self.stats.latest_busy_s = answer.timing.busy_s
             attach = getattr(self._core, "_attach_weight_version", None)
             if attach is not None:
                 attach(outputs)
             return outputs
         ended = self._scheduler.failed(task)
         if not isinstance(answer, Failed):
+            self.stats.discards += 1
             return {}
         if not task.preemptible:
             # The state of vLLM's own runner is not known any more.
             raise RuntimeError("a batch failed") from answer.error
+        self.stats.failures += 1
         logger.error("a preemptible prefill failed", exc_info=answer.error)
         return _errors(ended)
 
@@ -145,7 +152,9 @@ class EngineLoop:
             return
         task = None
         if not self._deferred and (top is None or self._can_nest()):
+            began_s = time.perf_counter()
             task = self._scheduler.start(top, self._left_s(top))
+            self.stats.decide_s += time.perf_counter() - began_s
         if task is not None:
             self._start(task, top)
         elif top is not None and top.suspended:
@@ -180,6 +189,8 @@ class EngineLoop:
             top.suspended = True
             top.signalled_s.append(time.monotonic())
             self._executor.words.stop(top.number)
+        self.stats.tasks += 1
+        self.stats.deepest = max(self.stats.deepest, len(self._stack))
         self._stack.append(task)
 
     def _left_s(self, top: Task | None) -> float:

@@ -1,0 +1,262 @@
+"""One real vLLM engine in this process, in which requests arrive at given checks of a prefill."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from replica.preemption.checks import Granularity
+from replica.preemption.config import PreemptionConfig
+from replica.preemption.words import STOP_TASK
+from replica.state_table import StateTable
+from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
+from replica.vllm_setup import survive_module_scan
+from scheduling.objective import SLO
+from scheduling.preemption import Options
+
+_STOP_LIMIT_S = 60.0
+
+
+class Work(NamedTuple):
+    """One request.
+
+    Attributes:
+        name: unique among the live ones.
+        prompt: its tokens.
+        output: how many tokens it generates.
+        ttft_s: its objective, seconds.
+    """
+
+    name: str
+    prompt: Sequence[int]
+    output: int
+    ttft_s: float
+
+
+class Result(NamedTuple):
+    """What a request generated.
+
+    Attributes:
+        tokens: greedy tokens.
+        logprobs: of each token.
+        ttft_s: from its arrival to its first token, seconds.
+        reason: why it ended.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ttft_s: float
+    reason: str | None
+
+
+class PreemptiveEngine:
+    """An engine core with a queue of events, as in a process of its own, and nobody else to fill
+    it.
+
+    Args:
+        model: the model's directory.
+        directory: its state table is made there.
+        options: of :class:`~replica.preemption.config.PreemptionConfig`.
+        args: vLLM's engine arguments.
+    """
+
+    def __init__(
+        self, model: Path, directory: Path, options: Mapping[str, Any], **args: Any
+    ) -> None:
+        os.environ.update(
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            HF_HUB_OFFLINE="1",
+            OMP_NUM_THREADS="1",
+            VLLM_NO_USAGE_STATS="1",
+        )
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm import LLM
+
+        survive_module_scan()
+        path = directory / "state"
+        self.table = StateTable.create(64, path)
+        settings = SchedulerSettings(
+            state_table=path, policy="s_edf", preemption=PreemptionConfig(**options)
+        )
+        defaults: dict[str, Any] = {
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 16 << 20,
+            "block_size": 32,
+        }
+        self._llm: Any = LLM(
+            model=str(model),
+            enforce_eager=True,
+            async_scheduling=False,
+            distributed_executor_backend="replica.preemption.executor.PreemptiveExecutor",
+            disable_log_stats=True,
+            scheduler_cls="replica.vllm_scheduler.make_scheduler",
+            additional_config=settings.to_additional_config(),
+            **(defaults | args),
+        )
+        self.core: Any = self._llm.llm_engine.engine_core.engine_core
+        self.core.input_queue = queue.Queue()
+        self.core._handle_client_request = self._handle
+        self.scheduler: Any = self.core.scheduler
+        self.executor: Any = self.core.model_executor
+        self._checks: Any = self.executor._tasks.checks
+        self._arrived_s: dict[str, float] = {}
+        self._first_s: dict[str, float] = {}
+        self.stops = 0
+
+    # What it is asked for.
+
+    def add(self, work: Work) -> None:
+        """A request arrives now; on the engine's thread."""
+        from vllm import SamplingParams
+
+        now_s = time.monotonic()
+        self._arrived_s[work.name] = now_s
+        args = RequestArgs(work.name, now_s, SLO(ttft_s=work.ttft_s))
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=work.output,
+            ignore_eos=True,
+            logprobs=0,
+            extra_args=to_xargs(args),
+        )
+        prompt = {"prompt_token_ids": list(work.prompt)}
+        self._llm.llm_engine.add_request(work.name, prompt, params)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Stop requests; on the engine's thread."""
+        self._llm.llm_engine.abort_request(list(names))
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have the engine's thread do something as soon as it looks for events; from any thread."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        self.core.input_queue.put_nowait((EngineCoreRequestType.ADD, action))
+
+    def at_checks(
+        self, actions: Mapping[int, Callable[[], None]], stops: bool = True
+    ) -> dict[int, float]:
+        """Do each of ``actions`` on the engine's thread when preemptible prefills have passed so
+        many checks, all together.
+
+        Args:
+            actions: by number of checks from now on.
+            stops: the check waits until the running task is told to stop, so it stops right there.
+
+        Returns:
+            When each of them was reached, monotonic seconds; it fills up.
+        """
+        checks, cells = self._checks, self.executor.words.cells
+        check = type(checks).check
+        passed = 0
+        reached: dict[int, float] = {}
+
+        def checked() -> None:
+            nonlocal passed
+            passed += 1
+            action = actions.get(passed)
+            if action is not None:
+                reached[passed] = time.monotonic()
+                self.post(action)
+                if stops:
+                    limit_s = time.monotonic() + _STOP_LIMIT_S
+                    while cells[STOP_TASK] != checks._task:
+                        if time.monotonic() > limit_s:
+                            raise TimeoutError(f"nobody stops the task at check {passed}")
+                        time.sleep(0)
+                    self.stops += 1
+            check(checks)
+
+        checks.check = checked
+        return reached
+
+    def run(self) -> dict[str, Result]:
+        """Until nothing is left to do, and no event waits."""
+        engine = self._llm.llm_engine
+        results: dict[str, Result] = {}
+        while not self.core.input_queue.empty():
+            self._handle(*self.core.input_queue.get_nowait())
+        while engine.has_unfinished_requests() or self.scheduler.in_flight:
+            for item in engine.step():
+                output = item.outputs[0]
+                if output.token_ids:
+                    self._first_s.setdefault(item.request_id, time.monotonic())
+                if item.finished:
+                    results[item.request_id] = self._result(item)
+        self._arrived_s.clear()
+        self._first_s.clear()
+        vars(self._checks).pop("check", None)
+        return results
+
+    def _result(self, item: Any) -> Result:
+        output, name = item.outputs[0], item.request_id
+        first_s = self._first_s.get(name, float("inf"))
+        return Result(
+            tuple(output.token_ids),
+            tuple(next(iter(each.values())).logprob for each in output.logprobs or ()),
+            first_s - self._arrived_s[name],
+            output.finish_reason,
+        )
+
+    def alone(self, work: Work) -> Result:
+        """What a request generates that nothing else runs beside, from an empty prefix cache."""
+        self.reset()
+        self.add(work)
+        return self.run()[work.name]
+
+    # How it is set up.
+
+    def reset(self) -> None:
+        """Empty the prefix cache; nothing may be live.
+
+        Raises:
+            RuntimeError: blocks are in use.
+        """
+        if not self._llm.llm_engine.reset_prefix_cache():
+            raise RuntimeError("KV blocks are in use, though nothing is live")
+
+    def use(self, granularity: Granularity | None, **bounds: int) -> int:
+        """Other checks, and other bounds of tasks; how many checks there are. Nothing may be
+        live. Without checks, a task that is told to stop goes on to its end."""
+        runner = self.executor.driver_worker.worker.model_runner
+        self._checks.remove()
+        if granularity is None:
+            self.executor.checks = 1
+        else:
+            self.executor.checks = self._checks.install(runner.model, granularity)
+        given = {"chunk": 8192, "late_chunk": 512, "together": 0, "most": 1024}
+        self.scheduler.options = Options(**(given | bounds))
+        return int(self.executor.checks)
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that nobody uses."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def stack(self) -> Any:
+        """Tasks in flight, as the engine sees them."""
+        loop = self.core.__dict__.get("_preemption")
+        return () if loop is None else tuple(loop._stack)
+
+    @property
+    def stats(self) -> Any:
+        """Counts of its preemptions."""
+        return self.core._preemption.stats
+
+    def close(self) -> None:
+        """End the engine."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+
+    def _handle(self, kind: Any, action: Callable[[], None]) -> None:
+        """In place of what a core does with a client's requests."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if kind == EngineCoreRequestType.ADD:
+            action()

@@ -1,0 +1,239 @@
+"""Preemption in a real vLLM engine on the CPU: one engine, many ways to stop its prefills."""
+
+import queue
+import random
+
+import pytest
+
+from benchmarks.preemption import matches, nested_work, random_trials
+from benchmarks.preemption_engine import PreemptiveEngine, Work
+from replica.local_model import local_model
+from replica.preemption.messages import Discarded, Done, Exit, Resume, Run
+from replica.preemption.words import ControlWords
+from replica.preemption.worker import TaskRunner
+
+pytestmark = pytest.mark.vllm
+
+LAYERS = 4
+TRIALS = 24
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("preemption")
+    model = local_model(directory, layers=LAYERS, hidden=128)
+    made = PreemptiveEngine(
+        model, directory, {"granularity": "operator", "depth": 3, "least_tokens": 1}
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(engine):
+    """Every test starts and ends with all KV blocks free and nothing in flight."""
+    yield
+    assert engine.stack == ()
+    assert not engine.scheduler.in_flight
+    assert not engine.scheduler.ending
+    assert not engine.scheduler.requests
+    engine.reset()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert engine.free_blocks == pool.num_gpu_blocks - 1  # one is vLLM's null block
+
+
+def test_tokens_are_those_of_runs_without_preemption(engine):
+    """At random places, by operator and layer, whole and in chunks, nested one to three deep, with
+    and without a common prefix. `sluice bench preemption --trials` does more of them."""
+    found = random_trials(engine, TRIALS, seed=1)
+    assert found["same"] == TRIALS
+    assert found["stops"] >= TRIALS
+
+
+def test_every_operator_and_every_layer_has_a_check(engine):
+    assert engine.use("operator") == 5 * LAYERS
+    assert engine.use("layer") == LAYERS
+
+
+def test_a_word_from_late_stops_nothing():
+    words = ControlWords.create()
+    words.stop(7)
+    from replica.preemption.checks import Checks
+
+    stopped = []
+    checks = Checks(words, lambda: stopped.append(True))
+    with checks.running(8):
+        checks.check()
+    assert not stopped
+    with checks.running(7):
+        checks.check()
+    assert stopped
+
+
+class TestPrefixCache:
+    """A prompt that begins like that of a suspended prefill, whose blocks are not written yet."""
+
+    def run(self, engine):
+        checks = engine.use("operator")
+        chance = random.Random(5)
+        long, urgent = nested_work(chance, 1, shared=256)
+        expected = engine.alone(urgent)
+        engine.reset()
+        # In the second layer: the others' keys and values are not there.
+        engine.at_checks({checks // LAYERS + 1: lambda: engine.add(urgent)})
+        engine.add(long)
+        return engine.run()[urgent.name], expected
+
+    def test_waits_for_the_blocks(self, engine):
+        result, expected = self.run(engine)
+        assert result.tokens == expected.tokens
+        assert result.logprobs[0] == expected.logprobs[0]
+
+    def test_would_be_wrong_otherwise(self, engine, monkeypatch):
+        manager = engine.scheduler.kv_cache_manager
+        monkeypatch.setattr(manager, "allocate_slots", type(manager).allocate_slots.__get__(manager))
+        result, expected = self.run(engine)
+        assert result.logprobs[0] != expected.logprobs[0]
+
+
+class TestAbort:
+    def run(self, engine, aborted):
+        """``w0`` is stopped by ``w1`` in its middle; ``aborted`` end at a check of ``w1``."""
+        checks = engine.use("operator")
+        made = nested_work(random.Random(6), 1)
+        expected = {work.name: engine.alone(work) for work in made}
+        engine.reset()
+        middle = checks // 2
+        engine.at_checks({middle: lambda: engine.add(made[1])})
+        stock = engine._checks.check
+        seen = []
+
+        def check():
+            stock()
+            seen.append(True)
+            # Not to wait for a stop: a suspended task does not stop the running one.
+            if len(seen) == middle + 3:
+                engine.post(lambda: engine.abort(aborted))
+
+        engine._checks.check = check
+        engine.add(made[0])
+        return engine.run(), expected
+
+    def test_of_a_suspended_prefill(self, engine):
+        results, expected = self.run(engine, ["w0"])
+        assert set(results) == {"w1"}
+        assert results["w1"].tokens == expected["w1"].tokens
+
+    def test_of_the_running_one(self, engine):
+        results, expected = self.run(engine, ["w1"])
+        assert set(results) == {"w0"}
+        assert results["w0"].tokens == expected["w0"].tokens
+
+    def test_of_both(self, engine):
+        results, _ = self.run(engine, ["w1", "w0"])
+        assert results == {}
+
+    def test_of_a_queued_one(self, engine):
+        checks = engine.use("operator")
+        made = nested_work(random.Random(7), 1)
+        calm = made[1]._replace(ttft_s=9000.0)
+        expected = engine.alone(made[0])
+        engine.reset()
+        engine.at_checks({checks // 2: lambda: engine.add(calm)}, stops=False)
+        stock = engine._checks.check
+        seen = []
+
+        def check():
+            stock()
+            seen.append(True)
+            if len(seen) == checks // 2 + 2:
+                engine.post(lambda: engine.abort([calm.name]))
+
+        engine._checks.check = check
+        engine.add(made[0])
+        results = engine.run()
+        assert results["w0"].tokens == expected.tokens
+        assert set(results) == {"w0"}
+
+
+def test_a_nested_prefill_that_fails_takes_nobody_with_it(engine):
+    checks = engine.use("operator")
+    made = nested_work(random.Random(8), 2)
+    expected = {work.name: engine.alone(work) for work in made}
+    engine.reset()
+    middle = checks // 2
+    engine.at_checks(
+        {middle: lambda: engine.add(made[1]), 2 * middle: lambda: engine.add(made[2])}
+    )
+    stock = engine._checks.check
+    seen = []
+
+    def check():
+        seen.append(True)
+        if len(seen) == 2 * middle + 4:  # in the innermost
+            raise ArithmeticError("as if an operator failed")
+        stock()
+
+    engine._checks.check = check
+    engine.add(made[0])
+    results = engine.run()
+    assert results[made[2].name].reason == "error"
+    for work in made[:2]:
+        assert results[work.name].tokens == expected[work.name].tokens
+
+
+def test_a_prefill_without_room_stops_nobody(engine):
+    """The blocks suffice for each alone, but not for both."""
+    checks = engine.use("operator")
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 24)
+    try:
+        chance = random.Random(9)
+        long, urgent = (
+            Work(name, [chance.randrange(300, 1000) for _ in range(length)], 2, ttft_s)
+            for name, length, ttft_s in (("long", 640, 4000.0), ("urgent", 320, 1000.0))
+        )
+        expected = {work.name: engine.alone(work) for work in (long, urgent)}
+        engine.reset()
+        engine.at_checks({checks // 2: lambda: engine.add(urgent)}, stops=False)
+        engine.add(long)
+        before = engine.stats.preemptions
+        results = engine.run()
+        assert engine.stats.preemptions == before
+        for work in (long, urgent):
+            assert results[work.name].tokens == expected[work.name].tokens
+    finally:
+        pool.free_blocks(taken)
+
+
+def test_the_worker_ends_with_a_suspended_prefill(tmp_path):
+    """As when an engine is shut down in the middle."""
+    words = ControlWords.create()
+    commands, answers = queue.SimpleQueue(), []
+    runner = TaskRunner(words, commands.get, answers.append)
+
+    class Lanes:
+        stock = "stock"
+        private = ("first", "second")
+
+        def enter(self, lane, batch):
+            pass
+
+        leave = enter
+
+    class Worker:
+        model_runner = "stock"
+
+        def execute_model(self, batch):
+            for _ in range(batch):
+                runner.checks.check()
+            return "output"
+
+    runner._lanes, runner._worker = Lanes(), Worker()
+    words.stop(1)
+    for command in (Run(1, 3, None, True), Run(2, 3, None, True), Resume(9), Exit()):
+        commands.put(command)
+    Lanes.leave = lambda self, lane: None
+    runner.serve()
+    assert [type(answer) for answer in answers] == [Done, Discarded]
+    assert [answer.task for answer in answers] == [2, 1]

@@ -1,0 +1,102 @@
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling.preemption import InFlight, Options, Prefill, decide
+
+OPTIONS = Options(chunk=1000, late_chunk=100, together=400, most=2000)
+S_PER_TOKEN = 0.001
+
+seconds = st.floats(0, 20).map(lambda value: round(value, 3))
+tokens = st.integers(1, 3000)
+
+
+@st.composite
+def queues(draw, most=12):
+    made = []
+    for index in range(draw(st.integers(0, most))):
+        count = draw(tokens)
+        due_s = draw(seconds | st.just(math.inf))
+        made.append(Prefill(f"r{index}", due_s, count, count * S_PER_TOKEN))
+    return made
+
+
+tops = st.none() | st.builds(InFlight, seconds | st.just(math.inf), seconds)
+
+
+def together_s(members):
+    return sum(each.alone_s for each in members)
+
+
+def chosen(waiting, top, now_s, options=OPTIONS):
+    return decide(waiting, top, now_s, together_s, options)
+
+
+def late(each, now_s):
+    return each.due_s - now_s - each.alone_s < 0
+
+
+@given(queues(), tops, seconds)
+def test_a_task_holds_waiting_prefills_once_within_its_bounds(waiting, top, now_s):
+    batch = chosen(waiting, top, now_s)
+    if batch is None:
+        assert not waiting or top is not None
+        return
+    pending = {each.request_id: each.tokens for each in waiting}
+    names = [name for name, _ in batch.members]
+    assert len(set(names)) == len(names)
+    assert all(1 <= count <= pending[name] for name, count in batch.members)
+    total = sum(count for _, count in batch.members)
+    assert total <= (OPTIONS.chunk if batch.feasible else OPTIONS.late_chunk)
+    assert len(names) == 1 or total < OPTIONS.together
+
+
+@given(queues(), seconds)
+def test_the_head_is_the_feasible_one_with_the_earliest_deadline(waiting, now_s):
+    batch = chosen(waiting, None, now_s)
+    feasible = [each for each in waiting if not late(each, now_s)]
+    if not waiting:
+        assert batch is None
+    elif feasible:
+        assert batch.due_s == min(each.due_s for each in feasible)
+        assert batch.feasible
+    else:
+        assert batch.due_s == max(each.due_s for each in waiting)
+        assert not batch.feasible
+
+
+@given(queues(), tops.filter(bool), seconds)
+def test_only_a_feasible_and_more_urgent_one_preempts(waiting, top, now_s):
+    batch = chosen(waiting, top, now_s)
+    if batch is not None:
+        assert batch.feasible
+        if top.due_s - now_s - top.left_s >= 0:
+            assert batch.due_s < top.due_s
+
+
+@given(queues(), seconds)
+def test_who_joins_leaves_the_head_its_deadline(waiting, now_s):
+    batch = chosen(waiting, None, now_s)
+    if batch is not None and len(batch.members) > 1:
+        alone = {each.request_id: each.alone_s for each in waiting}
+        assert now_s + sum(alone[name] for name, _ in batch.members) < batch.due_s
+
+
+@given(queues(), tops, seconds)
+def test_the_same_again_changes_nothing(waiting, top, now_s):
+    """What was started does not preempt itself, nor does what was left preempt it."""
+    batch = chosen(waiting, top, now_s)
+    if batch is None or not batch.feasible:
+        return
+    started = {name for name, _ in batch.members}
+    rest = [each for each in waiting if each.request_id not in started]
+    head = next(each for each in waiting if each.request_id == batch.members[0][0])
+    assert chosen(rest, InFlight(batch.due_s, head.alone_s), now_s) is None
+
+
+def test_without_batching_every_task_is_one_prefill():
+    waiting = [Prefill(f"r{index}", 10.0 + index, 10, 0.01) for index in range(5)]
+    alone = Options(chunk=1000, late_chunk=100, together=0, most=2000)
+    assert chosen(waiting, None, 0.0, alone).members == (("r0", 10),)
+    assert len(chosen(waiting, None, 0.0).members) == 5
