@@ -24,13 +24,16 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.core import EngineCore
 
-from replica.preemption.messages import Answer, Discard, Done, Failed, Resume, Run
+from replica.preemption.messages import Answer, Died, Discard, Done, Failed, Resume, Run
 from replica.preemption.scheduler import PreemptiveScheduler, Task
 from replica.preemption.stats import Stats
 
 logger = logging.getLogger(__name__)
 
 _WAKEUP = (EngineCoreRequestType.WAKEUP, None)
+
+_LEAST_WAIT_S = 0.001
+"""Between two looks at decodes that there is no room for."""
 
 _stock_step = EngineCore.step
 
@@ -94,6 +97,8 @@ class EngineLoop:
         if not answers:
             return {}
         answer: Answer = answers.popleft()
+        if isinstance(answer, Died):
+            raise RuntimeError("the worker ended") from answer.error
         task = next(each for each in self._stack if each.number == answer.task)
         self._stack.remove(task)
         if isinstance(answer, Done):
@@ -130,7 +135,7 @@ class EngineLoop:
         timeout_s = None
         if self._can_nest():
             due_s = self._scheduler.decode_due_s()
-            timeout_s = None if due_s is None else max(0.0, due_s - time.monotonic())
+            timeout_s = None if due_s is None else max(_LEAST_WAIT_S, due_s - time.monotonic())
         try:
             event = self._inbox.get(timeout=timeout_s)
         except queue.Empty:

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from replica.preemption.messages import Answer, Call, Command, Exit
+from replica.preemption.messages import Answer, Call, Command, Died, Exit
 from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
 from replica.vllm_args import SchedulerSettings
@@ -45,7 +45,7 @@ class PreemptiveExecutor(UniProcExecutor):
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks = TaskRunner(self.words, self._commands.get, self._answered)
         # A daemon, so that a process whose engine failed can end.
-        self._thread = threading.Thread(target=self._tasks.serve, name="worker", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="worker", daemon=True)
         self._thread.start()
         self._on_thread(super()._init_executor)
 
@@ -90,6 +90,12 @@ class PreemptiveExecutor(UniProcExecutor):
         self.words.stop_any()
         self._thread.join()
         super().shutdown()
+
+    def _serve(self) -> None:
+        try:
+            self._tasks.serve()
+        except BaseException as error:
+            self._answered(Died(error))
 
     def _answered(self, answer: Answer) -> None:
         self.answers.append(answer)

@@ -1,7 +1,7 @@
 """What the engine tells the worker of its tasks, and what the worker answers.
 
 A task is one batch. The engine numbers tasks from 1 and never uses a number again. Messages keep
-their order in both directions. The worker answers every :class:`Run` once.
+their order in both directions. The worker answers every :class:`Run` once, unless it dies.
 """
 
 from __future__ import annotations
@@ -96,4 +96,10 @@ class Discarded(NamedTuple):
     task: int
 
 
-Answer = Done | Failed | Discarded
+class Died(NamedTuple):
+    """The worker's thread ended by ``error``; nothing more will come."""
+
+    error: BaseException
+
+
+Answer = Done | Failed | Discarded | Died

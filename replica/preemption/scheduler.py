@@ -100,6 +100,8 @@ class PreemptiveScheduler(SloScheduler):
             top: the task that would be suspended for it, or stay so.
             left_s: predicted time until ``top`` ends.
         """
+        if not self.has_requests():
+            return None
         now_s = time.monotonic()
         views = self._views()
         self._local.refresh_model()
@@ -125,7 +127,7 @@ class PreemptiveScheduler(SloScheduler):
         finally:
             self._given = None
             self.running = held + self.running
-        if not batch.num_scheduled_tokens:
+        if not batch.num_scheduled_tokens and (self.in_flight or not batch.finished_req_ids):
             self._take_back(batch)
             return None
         self._tasks += 1

@@ -15,6 +15,7 @@ from replica.preemption.worker import TaskRunner
 pytestmark = pytest.mark.vllm
 
 LAYERS = 4
+BLOCKS = 64
 TRIALS = 24
 
 
@@ -23,7 +24,10 @@ def engine(tmp_path_factory):
     directory = tmp_path_factory.mktemp("preemption")
     model = local_model(directory, layers=LAYERS, hidden=128)
     made = PreemptiveEngine(
-        model, directory, {"granularity": "operator", "depth": 3, "least_tokens": 1}
+        model,
+        directory,
+        {"granularity": "operator", "depth": 3, "least_tokens": 1},
+        num_gpu_blocks_override=BLOCKS,
     )
     yield made
     made.close()
@@ -185,25 +189,21 @@ def test_a_nested_prefill_that_fails_takes_nobody_with_it(engine):
 def test_a_prefill_without_room_stops_nobody(engine):
     """The blocks suffice for each alone, but not for both."""
     checks = engine.use("operator")
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 24)
-    try:
-        chance = random.Random(9)
-        long, urgent = (
-            Work(name, [chance.randrange(300, 1000) for _ in range(length)], 2, ttft_s)
-            for name, length, ttft_s in (("long", 640, 4000.0), ("urgent", 320, 1000.0))
-        )
-        expected = {work.name: engine.alone(work) for work in (long, urgent)}
-        engine.reset()
-        engine.at_checks({checks // 2: lambda: engine.add(urgent)}, stops=False)
-        engine.add(long)
-        before = engine.stats.preemptions
-        results = engine.run()
-        assert engine.stats.preemptions == before
-        for work in (long, urgent):
-            assert results[work.name].tokens == expected[work.name].tokens
-    finally:
-        pool.free_blocks(taken)
+    chance = random.Random(9)
+    long, urgent = (
+        Work(name, [chance.randrange(300, 1000) for _ in range(1000)], 2, ttft_s)
+        for name, ttft_s in (("long", 4000.0), ("urgent", 1000.0))
+    )
+    assert 2 * -(-1000 // engine.scheduler.block_size) > BLOCKS - 1
+    expected = {work.name: engine.alone(work) for work in (long, urgent)}
+    engine.reset()
+    engine.at_checks({checks // 2: lambda: engine.add(urgent)}, stops=False)
+    engine.add(long)
+    before = engine.stats.preemptions
+    results = engine.run()
+    assert engine.stats.preemptions == before
+    for work in (long, urgent):
+        assert results[work.name].tokens == expected[work.name].tokens
 
 
 def test_the_worker_ends_with_a_suspended_prefill(tmp_path):
