@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from replica.preemption.checks import Granularity
 from replica.preemption.config import PreemptionConfig
-from replica.preemption.words import STOP_TASK
 from replica.state_table import StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
 from replica.vllm_setup import survive_module_scan
@@ -151,7 +150,7 @@ class PreemptiveEngine:
         Returns:
             When each of them was reached, monotonic seconds; it fills up.
         """
-        checks, cells = self._checks, self.executor.words.cells
+        checks, words = self._checks, self.executor.words
         check = type(checks).check
         passed = 0
         reached: dict[int, float] = {}
@@ -165,7 +164,7 @@ class PreemptiveEngine:
                 self.post(action)
                 if stops:
                     limit_s = time.monotonic() + _STOP_LIMIT_S
-                    while cells[STOP_TASK] != checks._task:
+                    while not words.stops(checks.task):
                         if time.monotonic() > limit_s:
                             raise TimeoutError(f"nobody stops the task at check {passed}")
                         time.sleep(0)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal
 
-from replica.preemption.words import ANY_TASK, REACHED, STOP_AT, STOP_TASK, ControlWords
+from replica.preemption.words import ANY_TASK, REACHED, ControlWords, slot
 
 Granularity = Literal["layer", "operator"]
 
@@ -35,6 +35,7 @@ class Checks:
         self._cells = words.cells
         self._suspend = suspend
         self._task = 0
+        self._slot = slot(0)
         self._passed = 0
         self._wrapped: list[Any] = []
 
@@ -69,14 +70,19 @@ class Checks:
     @contextmanager
     def running(self, task: int) -> Iterator[None]:
         """Inside, the checks are those of ``task``; 0 for a task that cannot be preempted."""
-        outer = self._task, self._passed
-        self._task, self._passed = task, 0
+        outer = self._task, self._slot, self._passed
+        self._task, self._slot, self._passed = task, slot(task), 0
         self._cells[REACHED] = 0
         try:
             yield
         finally:
-            self._task, self._passed = outer
+            self._task, self._slot, self._passed = outer
             self._cells[REACHED] = self._passed
+
+    @property
+    def task(self) -> int:
+        """The running task, 0 where it has no checks."""
+        return self._task
 
     @property
     def passed(self) -> int:
@@ -88,9 +94,9 @@ class Checks:
         self._passed += 1
         cells = self._cells
         cells[REACHED] = self._passed
-        stop = cells[STOP_TASK]
-        if stop and (stop == self._task or stop == ANY_TASK) and cells[STOP_AT] <= self._passed:
-            cells[STOP_TASK] = 0
+        stop = cells[self._slot]
+        if stop == self._task or stop == ANY_TASK:
+            cells[self._slot] = 0
             self._suspend()
 
     def _wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:

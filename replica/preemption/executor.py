@@ -16,6 +16,8 @@ from typing import Any
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from replica.preemption.config import PreemptionConfig
+from replica.preemption.lanes import Lanes
 from replica.preemption.messages import Answer, Call, Command, Died, Exit
 from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
@@ -64,14 +66,7 @@ class PreemptiveExecutor(UniProcExecutor):
             # A thread inherits the pin of the one that starts it, which had none then.
             self._on_thread(partial(pin_thread, settings.cpu_core))
         if options.granularity != "off":
-            attach = partial(
-                self._tasks.attach,
-                self.driver_worker.worker,
-                options.granularity,
-                options.depth,
-            )
-            self.checks = self._on_thread(attach)
-            logger.info("prefills can be preempted at %d places", self.checks)
+            self._on_thread(partial(self._attach, options))
         return result
 
     def tell(self, command: Command) -> None:
@@ -90,6 +85,14 @@ class PreemptiveExecutor(UniProcExecutor):
         self.words.stop_any()
         self._thread.join()
         super().shutdown()
+
+    def _attach(self, options: PreemptionConfig) -> None:
+        worker = self.driver_worker.worker
+        model = worker.model_runner.model
+        assert options.granularity != "off"
+        self.checks = self._tasks.checks.install(model, options.granularity)
+        self._tasks.attach(worker, Lanes(worker, options.depth))
+        logger.info("a prefill can stop at %d places", self.checks)
 
     def _serve(self) -> None:
         try:

@@ -7,27 +7,31 @@ import os
 from pathlib import Path
 from typing import Final
 
-STOP_TASK: Final = 0
-"""Task that has to stop; 0 for none, -1 for any. A task's number is never used again, so a late word stops
-nothing."""
-
-STOP_AT: Final = 1
-"""First check at which it stops."""
-
-REACHED: Final = 2
+REACHED: Final = 0
 """Checks that the running task has passed: its progress."""
 
 ANY_TASK: Final = -1
 
-_WORDS = 3
-_BYTES = 8 * _WORDS
+_SLOTS = 128
+_FIRST_SLOT = 1
+_BYTES = 8 * (_FIRST_SLOT + _SLOTS)
+
+
+def slot(task: int) -> int:
+    """The word that holds ``task`` while it has to stop.
+
+    Each task has its own, so that a second one can be told before the first one has seen it. Of
+    tasks that have not seen theirs, two would have to be so many numbers apart to share one.
+    """
+    return _FIRST_SLOT + task % _SLOTS
 
 
 class ControlWords:
-    """A few 64-bit words in memory. One side writes each of them; reads are never torn.
+    """A few 64-bit words in memory; reads are never torn.
 
-    Between threads the memory has no name. Between processes it is a file of ``/dev/shm``, which
-    can be deleted as soon as all have it open.
+    A task's number is never used again, so a word that comes too late stops nothing. Between
+    threads the memory has no name. Between processes it is a file of ``/dev/shm``, which can be
+    deleted as soon as all have it open.
     """
 
     __slots__ = ("_memory", "cells")
@@ -69,14 +73,18 @@ class ControlWords:
         finally:
             os.close(descriptor)
 
-    def stop(self, task: int, at: int = 0) -> None:
-        """Have ``task`` stop at its next check, the ``at``-th or later."""
-        self.cells[STOP_AT] = at
-        self.cells[STOP_TASK] = task
+    def stop(self, task: int) -> None:
+        """Have ``task`` stop at its next check."""
+        self.cells[slot(task)] = task
 
     def stop_any(self) -> None:
         """Have whatever task runs stop at its next check."""
-        self.stop(ANY_TASK)
+        for place in range(_FIRST_SLOT, _FIRST_SLOT + _SLOTS):
+            self.cells[place] = ANY_TASK
+
+    def stops(self, task: int) -> bool:
+        """Whether ``task`` has to stop, and has not seen it yet."""
+        return self.cells[slot(task)] == task
 
     def reached(self) -> int:
         """Checks that the running task has passed."""

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from replica.preemption.checks import Checks, Granularity
-from replica.preemption.lanes import Lanes
+from replica.preemption.checks import Checks
 from replica.preemption.messages import (
     Answer,
     Call,
@@ -61,21 +60,16 @@ class TaskRunner:
         self._answer = answer
         self._clock = clock
         self._worker: Any = None
-        self._lanes: Lanes | None = None
+        self._lanes: Any = None
         self._stack: list[_Running] = []
         self._exiting = False
         self.checks = Checks(words, self._suspended)
 
-    def attach(self, worker: Any, granularity: Granularity, depth: int) -> int:
-        """Take vLLM's worker, complete with its KV cache; the number of checks in its model.
-
-        Raises:
-            NoChecksError: its model has no place for a check.
-        """
-        count = self.checks.install(worker.model_runner.model, granularity)
+    def attach(self, worker: Any, lanes: Any) -> None:
+        """Take vLLM's worker, complete with its KV cache, and its
+        :class:`~replica.preemption.lanes.Lanes`."""
         self._worker = worker
-        self._lanes = Lanes(worker, depth)
-        return count
+        self._lanes = lanes
 
     def serve(self) -> None:
         """Carry out commands until :class:`Exit`."""
@@ -105,7 +99,6 @@ class TaskRunner:
 
     def _run(self, run: Run) -> None:
         lanes = self._lanes
-        assert lanes is not None
         lane = lanes.private[len(self._stack)] if run.preemptible else lanes.stock
         running = _Running(run.task, self._clock())
         self._stack.append(running)

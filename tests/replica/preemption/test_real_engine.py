@@ -1,6 +1,5 @@
 """Preemption in a real vLLM engine on the CPU: one engine, many ways to stop its prefills."""
 
-import queue
 import random
 
 import pytest
@@ -8,9 +7,6 @@ import pytest
 from benchmarks.preemption import matches, nested_work, random_trials
 from benchmarks.preemption_engine import PreemptiveEngine, Work
 from replica.local_model import local_model
-from replica.preemption.messages import Discarded, Done, Exit, Resume, Run
-from replica.preemption.words import ControlWords
-from replica.preemption.worker import TaskRunner
 
 pytestmark = pytest.mark.vllm
 
@@ -57,21 +53,6 @@ def test_tokens_are_those_of_runs_without_preemption(engine):
 def test_every_operator_and_every_layer_has_a_check(engine):
     assert engine.use("operator") == 5 * LAYERS
     assert engine.use("layer") == LAYERS
-
-
-def test_a_word_from_late_stops_nothing():
-    words = ControlWords.create()
-    words.stop(7)
-    from replica.preemption.checks import Checks
-
-    stopped = []
-    checks = Checks(words, lambda: stopped.append(True))
-    with checks.running(8):
-        checks.check()
-    assert not stopped
-    with checks.running(7):
-        checks.check()
-    assert stopped
 
 
 class TestPrefixCache:
@@ -204,36 +185,3 @@ def test_a_prefill_without_room_stops_nobody(engine):
     assert engine.stats.preemptions == before
     for work in (long, urgent):
         assert results[work.name].tokens == expected[work.name].tokens
-
-
-def test_the_worker_ends_with_a_suspended_prefill(tmp_path):
-    """As when an engine is shut down in the middle."""
-    words = ControlWords.create()
-    commands, answers = queue.SimpleQueue(), []
-    runner = TaskRunner(words, commands.get, answers.append)
-
-    class Lanes:
-        stock = "stock"
-        private = ("first", "second")
-
-        def enter(self, lane, batch):
-            pass
-
-        leave = enter
-
-    class Worker:
-        model_runner = "stock"
-
-        def execute_model(self, batch):
-            for _ in range(batch):
-                runner.checks.check()
-            return "output"
-
-    runner._lanes, runner._worker = Lanes(), Worker()
-    words.stop(1)
-    for command in (Run(1, 3, None, True), Run(2, 3, None, True), Resume(9), Exit()):
-        commands.put(command)
-    Lanes.leave = lambda self, lane: None
-    runner.serve()
-    assert [type(answer) for answer in answers] == [Done, Discarded]
-    assert [answer.task for answer in answers] == [2, 1]
