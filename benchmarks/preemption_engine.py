@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,41 +138,37 @@ class PreemptiveEngine:
         self.core.input_queue.put_nowait((EngineCoreRequestType.ADD, action))
 
     def at_checks(
-        self, actions: Mapping[int, Callable[[], None]], stops: bool = True
-    ) -> dict[int, float]:
+        self, actions: Mapping[int, Callable[[], None]], waits: Collection[int] | None = None
+    ) -> None:
         """Do each of ``actions`` on the engine's thread when preemptible prefills have passed so
-        many checks, all together.
+        many checks from now on, all together. It ends with the next :meth:`run`.
 
         Args:
-            actions: by number of checks from now on.
-            stops: the check waits until the running task is told to stop, so it stops right there.
-
-        Returns:
-            When each of them was reached, monotonic seconds; it fills up.
+            actions: by number of checks.
+            waits: at which of them the check waits until its task is told to stop, so that it
+                stops right there; default: all.
         """
         checks, words = self._checks, self.executor.words
         check = type(checks).check
+        waits = actions.keys() if waits is None else waits
         passed = 0
-        reached: dict[int, float] = {}
 
         def checked() -> None:
             nonlocal passed
             passed += 1
-            action = actions.get(passed)
-            if action is not None:
-                reached[passed] = time.monotonic()
-                self.post(action)
-                if stops:
-                    limit_s = time.monotonic() + _STOP_LIMIT_S
-                    while not words.stops(checks.task):
-                        if time.monotonic() > limit_s:
-                            raise TimeoutError(f"nobody stops the task at check {passed}")
-                        time.sleep(0)
-                    self.stops += 1
+            here = passed
+            if here in actions:
+                self.post(actions[here])
+            if here in waits:
+                limit_s = time.monotonic() + _STOP_LIMIT_S
+                while not words.stops(checks.task):
+                    if time.monotonic() > limit_s:
+                        raise TimeoutError(f"nobody stops the task at check {here}")
+                    time.sleep(0)
+                self.stops += 1
             check(checks)
 
         checks.check = checked
-        return reached
 
     def run(self) -> dict[str, Result]:
         """Until nothing is left to do, and no event waits."""

@@ -84,61 +84,43 @@ class TestPrefixCache:
 class TestAbort:
     def run(self, engine, aborted):
         """``w0`` is stopped by ``w1`` in its middle; ``aborted`` end at a check of ``w1``."""
-        checks = engine.use("operator")
+        middle = engine.use("operator") // 2
         made = nested_work(random.Random(6), 1)
         expected = {work.name: engine.alone(work) for work in made}
         engine.reset()
-        middle = checks // 2
-        engine.at_checks({middle: lambda: engine.add(made[1])})
-        stock = engine._checks.check
-        seen = []
-
-        def check():
-            stock()
-            seen.append(True)
-            # Not to wait for a stop: a suspended task does not stop the running one.
-            if len(seen) == middle + 3:
-                engine.post(lambda: engine.abort(aborted))
-
-        engine._checks.check = check
+        later = middle + 4
+        engine.at_checks(
+            {middle: lambda: engine.add(made[1]), later: lambda: engine.abort(aborted)},
+            waits={middle, later} if "w1" in aborted else {middle},
+        )
         engine.add(made[0])
-        return engine.run(), expected
+        results = engine.run()
+        for name, result in results.items():
+            assert result.tokens == expected[name].tokens
+        return set(results)
 
     def test_of_a_suspended_prefill(self, engine):
-        results, expected = self.run(engine, ["w0"])
-        assert set(results) == {"w1"}
-        assert results["w1"].tokens == expected["w1"].tokens
+        assert self.run(engine, ["w0"]) == {"w1"}
 
     def test_of_the_running_one(self, engine):
-        results, expected = self.run(engine, ["w1"])
-        assert set(results) == {"w0"}
-        assert results["w0"].tokens == expected["w0"].tokens
+        assert self.run(engine, ["w1"]) == {"w0"}
 
     def test_of_both(self, engine):
-        results, _ = self.run(engine, ["w1", "w0"])
-        assert results == {}
+        assert self.run(engine, ["w1", "w0"]) == set()
 
-    def test_of_a_queued_one(self, engine):
-        checks = engine.use("operator")
+    def test_of_one_that_waits(self, engine):
+        middle = engine.use("operator") // 2
         made = nested_work(random.Random(7), 1)
         calm = made[1]._replace(ttft_s=9000.0)
         expected = engine.alone(made[0])
         engine.reset()
-        engine.at_checks({checks // 2: lambda: engine.add(calm)}, stops=False)
-        stock = engine._checks.check
-        seen = []
-
-        def check():
-            stock()
-            seen.append(True)
-            if len(seen) == checks // 2 + 2:
-                engine.post(lambda: engine.abort([calm.name]))
-
-        engine._checks.check = check
+        engine.at_checks(
+            {middle: lambda: engine.add(calm), middle + 2: lambda: engine.abort([calm.name])},
+            waits=(),
+        )
         engine.add(made[0])
         results = engine.run()
-        assert results["w0"].tokens == expected.tokens
-        assert set(results) == {"w0"}
+        assert {name: result.tokens for name, result in results.items()} == {"w0": expected.tokens}
 
 
 def test_a_nested_prefill_that_fails_takes_nobody_with_it(engine):
@@ -178,7 +160,7 @@ def test_a_prefill_without_room_stops_nobody(engine):
     assert 2 * -(-1000 // engine.scheduler.block_size) > BLOCKS - 1
     expected = {work.name: engine.alone(work) for work in (long, urgent)}
     engine.reset()
-    engine.at_checks({checks // 2: lambda: engine.add(urgent)}, stops=False)
+    engine.at_checks({checks // 2: lambda: engine.add(urgent)}, waits=())
     engine.add(long)
     before = engine.stats.preemptions
     results = engine.run()

@@ -1,0 +1,147 @@
+"""Preemption in an engine process of its own, behind the engine contract."""
+
+import asyncio
+import contextlib
+
+import pytest
+import pytest_asyncio
+
+from replica.config import EngineConfig
+from replica.engine import EngineRequest, ResponseChunk, ResponseTail
+from replica.local_model import local_model
+from replica.preemption.support import check_preemption
+from replica.vllm_args import SchedulerSettings
+from replica.vllm_engine import VllmEngine
+from replica.vllm_setup import parse_arguments
+from replica.vllm_support import UnsupportedVllmError
+from scheduling.objective import SLO
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+LONG = list(range(300, 1000)) * 2
+PREEMPTION = {"granularity": "operator", "least_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("preemption")
+    return EngineConfig(
+        model=str(local_model(directory, layers=2, hidden=128)),
+        served_model_name="small",
+        cache_dir=directory,
+        preemption=PREEMPTION,
+        vllm_args={
+            "max-model-len": 2048,
+            "max-num-batched-tokens": 2048,
+            "kv-cache-memory-bytes": 64 << 20,
+            "block-size": 32,
+        },
+        profile_budget_s=3.0,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(config):
+    engine = VllmEngine(config, "replica-1", 32)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+def request(name, prompt, ttft_s, output=6):
+    body = {
+        "model": "small",
+        "temperature": 0,
+        "max_tokens": output,
+        "ignore_eos": True,
+        "prompt": prompt,
+    }
+    return EngineRequest(name, "completions", body, SLO(ttft_s=ttft_s))
+
+
+async def text(engine, request):
+    items = [item async for item in engine.generate(request)]
+    assert isinstance(items[-1], ResponseTail)
+    return b"".join(
+        item.data.partition(b'"choices"')[2].partition(b'"logprobs"')[0]
+        for item in items
+        if isinstance(item, ResponseChunk)
+    )
+
+
+async def test_long_and_short_prompts_together_have_the_tokens_of_runs_alone(engine):
+    asked = [(f"long-{i}", LONG[i : i + 1000], 100.0) for i in range(3)]
+    asked += [(f"short-{i}", LONG[500 + i : 560 + i], 10.0) for i in range(9)]
+    alone = {name: await text(engine, request(name, *rest)) for name, *rest in asked}
+    together = await asyncio.gather(
+        *(text(engine, request(f"{name}-again", *rest)) for name, *rest in asked)
+    )
+    assert together == list(alone.values())
+
+
+async def test_disconnected_clients_leave_nothing_behind(engine):
+    async def leave(index):
+        pieces = engine.generate(request(f"left-{index}", LONG[index : index + 900], 50.0 / index))
+        task = asyncio.ensure_future(anext(pieces))
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await pieces.aclose()
+
+    await asyncio.gather(
+        *(leave(index) for index in range(1, 9)),
+        text(engine, request("stays", LONG[9:99], 10.0)),
+    )
+    async with asyncio.timeout(60):
+        while engine.state().summary["free_kv_blocks"] < engine.state().summary["total_kv_blocks"] - 1:  # noqa: ASYNC110, E501
+            await text(engine, request("more", [400, 401], 10.0, 1))
+
+
+async def test_the_health_check_passes(engine):
+    await engine.check_health()
+
+
+@pytest.fixture
+def vllm_config(config, tmp_path):
+    from vllm.engine.arg_utils import EngineArgs
+
+    settings = SchedulerSettings(
+        state_table=tmp_path / "state", policy="s_edf", preemption=PREEMPTION
+    )
+    arguments = parse_arguments(config.vllm_args, config.model, "small", settings)
+    return EngineArgs.from_cli_args(arguments).create_engine_config()
+
+
+REFUSED = [
+    ("parallel_config.world_size", 2, "parallelism"),
+    ("scheduler_config.async_scheduling", True, "async scheduling"),
+    ("model_config.enforce_eager", False, "enforce-eager"),
+    ("lora_config", object(), "LoRA"),
+    ("kv_transfer_config", object(), "KV connectors"),
+    ("parallel_config.distributed_executor_backend", "uni", "executor-backend"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "reason"), REFUSED, ids=[each[0] for each in REFUSED])
+async def test_what_is_not_supported_is_refused_at_start(vllm_config, path, value, reason):
+    check_preemption(vllm_config)
+    owner, _, name = path.rpartition(".")
+    target = getattr(vllm_config, owner) if owner else vllm_config
+    object.__setattr__(target, name, value)
+    with pytest.raises(UnsupportedVllmError, match=reason):
+        check_preemption(vllm_config)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "dev"])
+async def test_other_versions_are_refused(vllm_config, version):
+    with pytest.raises(UnsupportedVllmError, match="supported are"):
+        check_preemption(vllm_config, version)
+
+
+async def test_arguments_that_preemption_needs_cannot_be_others(config, tmp_path):
+    settings = SchedulerSettings(
+        state_table=tmp_path / "state", policy="s_edf", preemption=PREEMPTION
+    )
+    with pytest.raises(ValueError, match="enforce-eager must be True"):
+        parse_arguments({"enforce-eager": False}, config.model, "small", settings)
