@@ -16,6 +16,7 @@ import queue
 import time
 from typing import Any
 
+import torch
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -34,6 +35,10 @@ _WAKEUP = (EngineCoreRequestType.WAKEUP, None)
 
 _LEAST_WAIT_S = 0.001
 """Between two looks at decodes that there is no room for."""
+
+_DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(
+    kind for kind in (getattr(torch, "AcceleratorError", None),) if kind is not None
+)
 
 _stock_step = EngineCore.step
 
@@ -115,8 +120,8 @@ class EngineLoop:
         if not isinstance(answer, Failed):
             self.stats.discards += 1
             return {}
-        if not task.preemptible:
-            # The state of vLLM's own runner is not known any more.
+        if not task.preemptible or isinstance(answer.error, _DEVICE_ERRORS):
+            # The state of vLLM's own runner, or of the device, is not known any more.
             raise RuntimeError("a batch failed") from answer.error
         self.stats.failures += 1
         logger.error("a preemptible prefill failed", exc_info=answer.error)
