@@ -176,7 +176,7 @@ class PreemptiveEngine:
         results: dict[str, Result] = {}
         while not self.core.input_queue.empty():
             self._handle(*self.core.input_queue.get_nowait())
-        while engine.has_unfinished_requests() or self.scheduler.in_flight:
+        while engine.has_unfinished_requests() or self.stack:
             for item in engine.step():
                 output = item.outputs[0]
                 if output.token_ids:

@@ -139,7 +139,7 @@ class PreemptiveScheduler(SloScheduler):
 
     def decode_due_s(self) -> float | None:
         """When decodes want their next step, if there are any that are not in flight."""
-        last = [view.last_token_s for view in self._views() if view.pending_tokens == 1]
+        last = [view.last_token_s for view in self._views() if not view.is_prefill]
         known = [each for each in last if each is not None]
         return min(known) + self.settings.decode_gap_s if known else None
 
