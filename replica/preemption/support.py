@@ -19,7 +19,7 @@ from replica.vllm_args import SchedulerSettings
 from replica.vllm_support import UnsupportedVllmError
 
 SUPPORTED = ((0, 32), (0, 32))
-"""First and last minor version of vLLM in which preemption was tested."""
+"""First and last minor version of vLLM that preemption was written for."""
 
 _NAMES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (EngineCore, ("step", "_process_aborts_queue")),
