@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 
+import hypothesis
 import pytest
 
 from controller.config import ControllerConfig
@@ -29,6 +30,10 @@ _private_dir = ray_settings.make_local_dir()
 atexit.register(shutil.rmtree, _private_dir, ignore_errors=True)
 ray_settings.apply(_private_dir)
 
+
+# Property tests are judged by what they find, not by how long an example takes.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 _REAL_PARTS = ("ray", "vllm")
 
