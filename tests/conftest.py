@@ -38,6 +38,7 @@ hypothesis.settings.load_profile("patient")
 _REAL_PARTS = ("ray", "vllm")
 
 
+@pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes test, one of them runs all that starts Ray or vLLM, one after the
     other, and the rest is shared out by file."""
