@@ -35,16 +35,22 @@ ray_settings.apply(_private_dir)
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
-_REAL_PARTS = ("ray", "vllm")
-
 
 @pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes test, one of them runs all that starts Ray or vLLM, one after the
-    other, and the rest is shared out by file."""
+    """Where several processes test, one of them runs all that starts Ray, one all other engines,
+    each one test after the other, and the rest is shared out by file. The longest comes first."""
     for item in items:
-        real = any(item.get_closest_marker(part) for part in _REAL_PARTS)
-        item.add_marker(pytest.mark.xdist_group("real parts" if real else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: 0 if _has(item, "ray") else 1 if _has(item, "vllm") else 2)
+
+
+def _group(item: pytest.Item) -> str:
+    return next((part for part in ("ray", "vllm") if _has(item, part)), str(item.path))
+
+
+def _has(item: pytest.Item, mark: str) -> bool:
+    return item.get_closest_marker(mark) is not None
 
 
 @pytest.fixture(scope="session", autouse=True)
