@@ -181,6 +181,9 @@ def parse_keys(raw: bytes, classes: Collection[str] | None) -> tuple[SecretStr |
         raise ValueError(
             "it is not YAML" + (f", at line {mark.line + 1}" if mark else "")
         ) from None
+    except Exception:
+        # A tagged value that is none of its kind: the error is of any type and may hold a key.
+        raise ValueError("a value in it is not of the type that its tag says") from None
     if not isinstance(data, list) or not 1 <= len(data) <= MAX_FILE_KEYS:
         raise ValueError(f"it must hold a YAML list of 1 to {MAX_FILE_KEYS} keys")
     try:
