@@ -38,19 +38,16 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes test, one of them runs all that starts Ray, one all other engines,
-    each one test after the other, and the rest is shared out by file. The longest comes first."""
+    """Where several processes test, one of them runs all that starts Ray or vLLM, one test after the
+    other, and the rest is shared out by file. That one begins at once, as it takes the longest."""
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: 0 if _has(item, "ray") else 1 if _has(item, "vllm") else 2)
+        group = "real parts" if _is_real(item) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not _is_real(item))
 
 
-def _group(item: pytest.Item) -> str:
-    return next((part for part in ("ray", "vllm") if _has(item, part)), str(item.path))
-
-
-def _has(item: pytest.Item, mark: str) -> bool:
-    return item.get_closest_marker(mark) is not None
+def _is_real(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(part) for part in ("ray", "vllm"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ray
 _BODY = {"model": "sim", "prompt": "word " * 100, "max_tokens": 40}
 _OBJECTIVE = {"slo": {"ttft_ms": 3000, "tpot_ms": 200}}
 _FIELDS = {
+    "controller": {"forget_after_s": 5},
     "engine": {
         "kind": "simulated",
         "model": "sim",
@@ -34,6 +35,9 @@ _FIELDS = {
         },
     },
 }
+
+
+PATIENCE_S = 240.0
 
 
 class Clients:
@@ -83,10 +87,10 @@ def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request(
         wait_until(lambda: _taking(running) == 1, "it begins with the fewest")
         clients = Clients(running.url)
         with clients.asking(12):
-            wait_until(lambda: _taking(running) == 3, "load brings replicas", show=running.snapshot)
+            wait_until(lambda: _taking(running) == 3, "load brings replicas", PATIENCE_S)
         # Little enough for one replica on a busy machine, too, but there are requests all the time.
         with clients.asking(2, pause_s=2.0):
-            wait_until(lambda: _taking(running) == 1, "silence takes them", show=running.snapshot)
+            wait_until(lambda: _taking(running) == 1, "silence takes them", PATIENCE_S)
         assert set(clients.statuses) == {200}
         wait_until(
             lambda: len(running.snapshot()["replicas"]) == 1, "those that left are forgotten"
