@@ -38,8 +38,8 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes test, one of them runs all that starts Ray or vLLM, one test after the
-    other, and the rest is shared out by file. That one begins at once, as it takes the longest."""
+    """Where several processes test, one of them runs all that starts Ray or vLLM, one test after
+    the other, and the rest is shared out by file. That one begins at once: it takes the longest."""
     for item in items:
         group = "real parts" if _is_real(item) else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
