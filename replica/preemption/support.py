@@ -4,6 +4,7 @@ which a forward pass can be left and entered again."""
 from __future__ import annotations
 
 import re
+from inspect import unwrap
 from typing import Any
 
 import vllm
@@ -57,14 +58,18 @@ def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
         for name in names
         if not hasattr(kind, name)
     ]
-    made = set(GPUModelRunner.__init__.__code__.co_names)
-    known = made | set(GPUModelRunner.load_model.__code__.co_names)
+    known = _names_in(GPUModelRunner.__init__) | _names_in(GPUModelRunner.load_model)
     missing += [f"GPUModelRunner().{name}" for name in _RUNNER_NAMES if name not in known]
     if missing:
         raise UnsupportedVllmError(f"vLLM {version} lacks {', '.join(missing)}")
     for allowed, rule in _rules(vllm_config):
         if not allowed:
             raise UnsupportedVllmError(f"prefills cannot be preempted here: {rule}")
+
+
+def _names_in(method: Any) -> set[str]:
+    """Attributes that a method uses, whatever decorates it."""
+    return set(unwrap(method).__code__.co_names)
 
 
 def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
