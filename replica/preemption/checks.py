@@ -49,9 +49,10 @@ class Checks:
             NoChecksError: there are none.
         """
         pattern = _LAYER if granularity == "layer" else _IN_LAYER
-        kinds = _operators() if granularity == "operator" else (object,)
+        kinds = _operators() if granularity == "operator" else None
+        module: Any
         for name, module in model.named_modules():
-            if pattern.search(name) and isinstance(module, kinds):
+            if pattern.search(name) and (kinds is None or isinstance(module, kinds)):
                 module.forward = self._wrap(module.forward)
                 self._wrapped.append(module)
         if not self._wrapped:

@@ -1,4 +1,4 @@
-"""vLLM's executor with its worker on a thread of its own, which can take tasks while it computes."""
+"""vLLM's executor with its worker on a thread of its own, which takes tasks while it computes."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc, no-any-return"
@@ -23,6 +23,7 @@ from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
 from replica.vllm_args import SchedulerSettings
 from replica.vllm_scheduler import pin_thread
+from replica.vllm_setup import survive_module_scan
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class PreemptiveExecutor(UniProcExecutor):
     """
 
     def _init_executor(self) -> None:
+        # This module has loaded compiled policies before the worker's modules are scanned.
+        survive_module_scan()
         self.words = ControlWords.create()
         self.answers: deque[Answer] = deque()
         self.checks = 0

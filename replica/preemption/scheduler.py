@@ -1,7 +1,7 @@
 """Builds the batch of one task with vLLM's own scheduler, while other tasks are in flight."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
-# mypy: disable-error-code="misc, no-any-return"
+# mypy: disable-error-code="misc, has-type, no-any-return"
 
 from __future__ import annotations
 
@@ -243,9 +243,7 @@ class PreemptiveScheduler(SloScheduler):
     def _plan_of(self, queue: QueueView, rows: list[int], tokens: list[int]) -> BatchPlan:
         computed = [queue.requests[row].computed_tokens for row in rows]
         predicted_s = self._together_s(zip(tokens, computed, strict=True))
-        return BatchPlan(
-            queue, np.array(rows, np.int64), np.array(tokens, np.int64), predicted_s
-        )
+        return BatchPlan(queue, np.array(rows, np.int64), np.array(tokens, np.int64), predicted_s)
 
     def _views(self) -> list[RequestView]:
         """As vLLM's scheduler may see them: without those in flight."""
