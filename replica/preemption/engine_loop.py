@@ -28,6 +28,7 @@ from vllm.v1.engine.core import EngineCore
 from replica.preemption.messages import Answer, Died, Discard, Done, Failed, Resume, Run
 from replica.preemption.scheduler import PreemptiveScheduler, Task
 from replica.preemption.stats import Stats
+from replica.preemption.words import MAX_CHECKS
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +208,9 @@ class EngineLoop:
         """Predicted time until ``top`` ends, by the share of its checks that it has passed."""
         if top is None:
             return 0.0
-        passed = self._executor.words.reached()
+        task, passed = divmod(self._executor.words.reached(), MAX_CHECKS)
+        if task != top.number:
+            return top.predicted_s  # it has not begun
         return top.predicted_s * max(0.0, 1.0 - passed / self._executor.checks)
 
 

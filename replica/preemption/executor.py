@@ -46,7 +46,7 @@ class PreemptiveExecutor(UniProcExecutor):
         self.words = ControlWords.create()
         self.answers: deque[Answer] = deque()
         self.checks = 0
-        self._wake: Callable[[], None] = _nothing
+        self._wake: Callable[[], None] = nothing
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks = TaskRunner(self.words, self._commands.get, self._answered)
         # A daemon, so that a process whose engine failed can end.
@@ -60,9 +60,9 @@ class PreemptiveExecutor(UniProcExecutor):
             return super().collective_rpc(*args, **kwargs)
         return self._on_thread(partial(super().collective_rpc, *args, **kwargs))
 
-    def initialize_from_config(self, kv_cache_configs: Any) -> Any:
-        """Give the worker its KV cache; then it is complete."""
-        result = super().initialize_from_config(kv_cache_configs)
+    def compile_or_warm_up_model(self) -> None:
+        """Complete the worker, and make it ready for tasks."""
+        super().compile_or_warm_up_model()
         settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
         options = settings.preemption
         if settings.cpu_core is not None:
@@ -70,7 +70,6 @@ class PreemptiveExecutor(UniProcExecutor):
             self._on_thread(partial(pin_thread, settings.cpu_core))
         if options.granularity != "off":
             self._on_thread(partial(self._attach, options))
-        return result
 
     def tell(self, command: Command) -> None:
         """Send a command to the worker."""
@@ -91,7 +90,7 @@ class PreemptiveExecutor(UniProcExecutor):
 
     def _attach(self, options: PreemptionConfig) -> None:
         worker = self.driver_worker.worker
-        model = worker.model_runner.model
+        model = worker.model_runner.get_model()
         assert options.granularity != "off"
         self.checks = self._tasks.checks.install(model, options.granularity)
         self._tasks.attach(worker, Lanes(worker, options.depth))
@@ -113,5 +112,5 @@ class PreemptiveExecutor(UniProcExecutor):
         return result.result()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Nobody waits for an answer yet."""

@@ -7,6 +7,7 @@ KV cache and the requests, so a request can be computed in one lane now and in a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 SHARED_NAMES = ("model", "kv_caches", "requests", "num_prompt_logprobs", "encoder_cache")
@@ -65,4 +66,18 @@ def _private_lane(worker: Any) -> Any:
         lane.initialize_kv_cache(stock.kv_cache_config)
         del lane.initialize_kv_cache_tensors
         lane.kv_caches = stock.kv_caches
+    # Nor are its batches replayed from graphs.
+    lane.cudagraph_dispatcher.keys_initialized = False
+    lane._model_forward = _without_compiled_code(lane._model_forward)
     return lane
+
+
+def _without_compiled_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """There are no checks in compiled code."""
+    from vllm.forward_context import get_forward_context
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        get_forward_context().skip_compiled = True
+        return forward(*args, **kwargs)
+
+    return eager

@@ -46,6 +46,8 @@ class TaskRunner:
         receive: waits for the next command.
         answer: sends an answer.
         clock: monotonic seconds.
+        rank: which worker this is, from 0.
+        ranks: how many workers compute each task together. All get the same commands.
     """
 
     def __init__(
@@ -54,8 +56,9 @@ class TaskRunner:
         receive: Callable[[], Command],
         answer: Callable[[Answer], None],
         clock: Callable[[], float] = time.monotonic,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
-        self._words = words
         self._receive = receive
         self._answer = answer
         self._clock = clock
@@ -63,7 +66,7 @@ class TaskRunner:
         self._lanes: Any = None
         self._stack: list[_Running] = []
         self._exiting = False
-        self.checks = Checks(words, self._suspended)
+        self.checks = Checks(words, self._suspended, rank, ranks)
 
     def attach(self, worker: Any, lanes: Any) -> None:
         """Take vLLM's worker, complete with its KV cache, and its
@@ -73,6 +76,7 @@ class TaskRunner:
 
     def serve(self) -> None:
         """Carry out commands until :class:`Exit`."""
+        self._exiting = False
         self._serve(None)
 
     def _serve(self, suspended: int | None) -> None:
