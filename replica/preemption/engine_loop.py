@@ -111,7 +111,7 @@ class EngineLoop:
             outputs = self._scheduler.completed(task, answer.output, answer.timing)
             self.stats.stopped(task.signalled_s, answer.timing.stopped_s)
             self.stats.suspended_s += answer.timing.suspended_s
-            if task.preemptible:
+            if task.checked:
                 self.stats.latest_busy_s = answer.timing.busy_s
             attach = getattr(self._core, "_attach_weight_version", None)
             if attach is not None:
@@ -121,11 +121,11 @@ class EngineLoop:
         if not isinstance(answer, Failed):
             self.stats.discards += 1
             return {}
-        if not task.preemptible or isinstance(answer.error, _DEVICE_ERRORS):
+        if not task.checked or isinstance(answer.error, _DEVICE_ERRORS):
             # The state of vLLM's own runner, or of the device, is not known any more.
             raise RuntimeError("a batch failed") from answer.error
         self.stats.failures += 1
-        logger.error("a preemptible prefill failed", exc_info=answer.error)
+        logger.error("a prefill failed", exc_info=answer.error)
         return _errors(ended)
 
     def _request(self, kind: Any, payload: Any) -> None:
@@ -182,7 +182,7 @@ class EngineLoop:
         ending = self._scheduler.ending
         if top.discarded:
             return True
-        if not top.preemptible or not all(each in ending for each in top.request_ids):
+        if not top.checked or not all(each in ending for each in top.request_ids):
             return False
         top.discarded = True
         self._executor.tell(Discard(top.number))
@@ -193,9 +193,7 @@ class EngineLoop:
     def _start(self, task: Task, top: Task | None) -> None:
         # Of the buffer that the next batch's masks are written to.
         grammar = copy.deepcopy(self._scheduler.get_grammar_bitmask(task.batch))
-        nests = len(self._stack) < self._depth
-        task.preemptible = task.preemptible and nests
-        self._executor.tell(Run(task.number, task.batch, grammar, task.preemptible))
+        self._executor.tell(Run(task.number, task.batch, grammar, task.checked))
         if top is not None and not top.suspended:
             top.suspended = True
             top.signalled_s.append(time.monotonic())

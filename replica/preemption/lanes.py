@@ -15,16 +15,16 @@ SHARED_NAMES = ("model", "kv_caches", "requests", "num_prompt_logprobs", "encode
 
 
 class Lanes:
-    """vLLM's own runner for work that is never suspended, and private ones for what may be.
+    """vLLM's own runner for work without checks, and private ones for tasks with them.
 
     Args:
         worker: vLLM's worker, complete with its KV cache.
-        depth: how many private lanes there are.
+        depth: how many tasks can be suspended. One more computes.
     """
 
     def __init__(self, worker: Any, depth: int) -> None:
         self.stock: Any = worker.model_runner
-        self.private = [_private_lane(worker) for _ in range(depth)]
+        self.private = [_private_lane(worker) for _ in range(depth + 1)]
 
     def enter(self, lane: Any, batch: Any) -> None:
         """Before ``lane`` computes ``batch``: no other lane keeps an old state of its requests.

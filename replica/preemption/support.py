@@ -90,7 +90,6 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
     backend = parallel.distributed_executor_backend
     if isinstance(backend, type):
         backend = f"{backend.__module__}.{backend.__qualname__}"
-    modes = (CompilationMode.NONE, CompilationMode.VLLM_COMPILE)
     return (
         (parallel.world_size == ranks, "the only parallelism may be that of tensors"),
         (ranks <= MAX_RANKS, f"tensor-parallel-size must be at most {MAX_RANKS}"),
@@ -100,8 +99,9 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
         (not parallel.enable_dbo, "dual batch overlap must be off"),
         (not vllm_config.scheduler_config.async_scheduling, "async scheduling must be off"),
         (
-            vllm_config.compilation_config.mode in modes,
-            "the compilation mode must be NONE or VLLM_COMPILE",
+            # Its model is compiled as a whole, with no way around.
+            vllm_config.compilation_config.mode != CompilationMode.STOCK_TORCH_COMPILE,
+            "the compilation mode must not be STOCK_TORCH_COMPILE",
         ),
         (not model.is_multimodal_model, "multimodal models are not supported"),
         (not model.is_hybrid, "models with state-space layers are not supported"),

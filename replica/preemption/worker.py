@@ -103,12 +103,12 @@ class TaskRunner:
 
     def _run(self, run: Run) -> None:
         lanes = self._lanes
-        lane = lanes.private[len(self._stack)] if run.preemptible else lanes.stock
+        lane = lanes.private[len(self._stack)] if run.checked else lanes.stock
         running = _Running(run.task, self._clock())
         self._stack.append(running)
         answer: Answer
         try:
-            with self.checks.running(run.task if run.preemptible else 0):
+            with self.checks.running(run.task if run.checked else 0):
                 lanes.enter(lane, run.batch)
                 try:
                     output = self._compute(lane, run)
