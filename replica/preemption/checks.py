@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal
 
+from replica.preemption.pacing import Immediate, Pacer
 from replica.preemption.words import (
     ANY_TASK,
     MAX_CHECKS,
@@ -38,7 +39,11 @@ class Checks:
 
     With several workers the first one decides where all stop: at a check so far ahead that none has
     reached it yet. How far a worker can be ahead is bounded, as each waits for the others at every
-    reduction. So nobody waits at a check.
+    reduction, and its launches ahead of its device. So nobody waits for another at a check.
+
+    Attributes:
+        pacer: keeps the checks near the device. It may be exchanged while no task is in flight and
+            no checks are installed.
 
     Args:
         words: say which task is to stop, and are told how far the running one is.
@@ -51,6 +56,7 @@ class Checks:
         self, words: ControlWords, suspend: Callable[[], None], rank: int = 0, ranks: int = 1
     ) -> None:
         self.ahead = 0
+        self.pacer: Pacer = Immediate()
         self._words = words
         self._cells = words.cells
         self._suspend = suspend
@@ -86,7 +92,7 @@ class Checks:
                 f"{type(model).__name__}: it knows models whose layers are named layers.N"
             )
         if self._ranks > 1:
-            self.ahead = distance(checks, reductions)
+            self.ahead = distance(checks, reductions) + self.pacer.ahead
         return sum(checks.values())
 
     def remove(self) -> None:
@@ -124,6 +130,7 @@ class Checks:
     def check(self) -> None:
         """Stop here if the running task is to stop."""
         self._here += 1
+        self.pacer.pace()
         cells = self._cells
         if self._leads:
             cells[REACHED] = self._here

@@ -19,9 +19,11 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from replica.preemption.config import PreemptionConfig
 from replica.preemption.executor import nothing
 from replica.preemption.lanes import Lanes
 from replica.preemption.messages import Answer, Command, Died, Exit, Failed
+from replica.preemption.pacing import pacer_for
 from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
 from replica.vllm_args import SchedulerSettings
@@ -69,7 +71,7 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
             with Listener(address, "AF_UNIX", backlog=self.world_size) as listener:
                 attached = self.collective_rpc(
                     _attach,
-                    args=(path, address, options.granularity, options.depth, self.world_size),
+                    args=(path, address, options, self.world_size),
                     non_block=True,
                 )
                 self._connections = [listener.accept() for _ in range(self.world_size)]
@@ -119,9 +121,7 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
 # What runs in the workers.
 
 
-def _attach(
-    wrapper: Any, words: Path, address: str, granularity: Any, depth: int, ranks: int
-) -> int:
+def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, ranks: int) -> int:
     """Make a worker ready for tasks; how many checks its model has."""
     connection = Client(address, "AF_UNIX")
     worker = wrapper.worker
@@ -143,8 +143,10 @@ def _attach(
         connection.send_bytes(pickle.dumps(given))
 
     runner = TaskRunner(ControlWords.open(words), receive, answer, rank=rank, ranks=ranks)
-    checks = runner.checks.install(worker.model_runner.get_model(), granularity)
-    runner.attach(worker, Lanes(worker, depth))
+    assert options.granularity != "off"
+    runner.checks.pacer = pacer_for(worker.device, options.launch_ahead)
+    checks = runner.checks.install(worker.model_runner.get_model(), options.granularity)
+    runner.attach(worker, Lanes(worker, options.depth))
     worker.sluice_tasks = runner
     return checks
 

@@ -21,6 +21,7 @@ from replica.preemption.messages import (
     Run,
     Timing,
 )
+from replica.preemption.pacing import Immediate
 from replica.preemption.words import ControlWords
 
 
@@ -30,12 +31,27 @@ class _GivenUpError(BaseException):
 
 @dataclass(slots=True)
 class _Running:
-    """A task on the worker's stack."""
+    """A task on the worker's stack.
+
+    Attributes:
+        stops: of each time that it was suspended, what tells when the device came to it, and when
+            it went on.
+    """
 
     task: int
     started_s: float
-    suspended_s: float = 0.0
-    stopped_s: list[float] = field(default_factory=list)
+    stops: list[tuple[Callable[[], float], float]] = field(default_factory=list)
+
+    def timing(self, ended_s: float, checks: int) -> Timing:
+        """When it ran."""
+        stops = [(stopped_s(), resumed_s) for stopped_s, resumed_s in self.stops]
+        return Timing(
+            self.started_s,
+            ended_s,
+            sum(max(0.0, resumed_s - stopped_s) for stopped_s, resumed_s in stops),
+            tuple(stopped_s for stopped_s, _ in stops),
+            checks,
+        )
 
 
 class TaskRunner:
@@ -67,6 +83,7 @@ class TaskRunner:
         self._stack: list[_Running] = []
         self._exiting = False
         self.checks = Checks(words, self._suspended, rank, ranks)
+        self.checks.pacer = Immediate(clock)
 
     def attach(self, worker: Any, lanes: Any) -> None:
         """Take vLLM's worker, complete with its KV cache, and its
@@ -104,6 +121,8 @@ class TaskRunner:
     def _run(self, run: Run) -> None:
         lanes = self._lanes
         lane = lanes.private[len(self._stack)] if run.checked else lanes.stock
+        if run.checked and not self._stack:
+            self.checks.pacer.start()
         running = _Running(run.task, self._clock())
         self._stack.append(running)
         answer: Answer
@@ -115,14 +134,7 @@ class TaskRunner:
                 finally:
                     checks = self.checks.passed
                     lanes.leave(lane)
-            timing = Timing(
-                running.started_s,
-                self._clock(),
-                running.suspended_s,
-                tuple(running.stopped_s),
-                checks,
-            )
-            answer = Done(run.task, output, timing)
+            answer = Done(run.task, output, running.timing(self._clock(), checks))
         except _GivenUpError:
             answer = Discarded(run.task)
         except Exception as error:
@@ -145,12 +157,9 @@ class TaskRunner:
     def _suspended(self) -> None:
         """Called at the check at which the running task stops."""
         running = self._stack[-1]
-        stopped_s = self._clock()
-        running.stopped_s.append(stopped_s)
-        try:
-            self._serve(running.task)
-        finally:
-            running.suspended_s += self._clock() - stopped_s
+        stopped_s = self.checks.pacer.stop()
+        self._serve(running.task)
+        running.stops.append((stopped_s, self._clock()))
 
 
 def _call(call: Call, suspended: int | None) -> None:
