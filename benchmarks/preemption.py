@@ -154,9 +154,9 @@ class _Bench:
         for after_s in moments:
             for way in WAYS:
                 self._use(way)
-                self._engine.stats.latest_blocked_s.clear()
+                self._engine.stats.latest_stop_s.clear()
                 runs[way].append(self._run(after_s))
-                blocked[way] += self._engine.stats.latest_blocked_s
+                blocked[way] += self._engine.stats.latest_stop_s
         base_s = mean(run.short_ttft_s for run in runs["operator"])
         return [_row(way, runs[way], blocked[way], base_s) for way in WAYS]
 

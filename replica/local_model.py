@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 _FORMAT = 1
 """Part of the directory name: a change of anything below must not find an older model."""
@@ -66,6 +67,7 @@ def local_model(
     hidden: int = 512,
     max_positions: int = 8192,
     seed: int = 0,
+    experts: int = 0,
 ) -> Path:
     """Directory of the model of these parameters; it is made at the first call.
 
@@ -78,9 +80,10 @@ def local_model(
         hidden: width, a multiple of 64.
         max_positions: longest prompt + output, tokens.
         seed: of the weights.
+        experts: in each layer, two of them for each token; 0 for a model without.
 
     Raises:
-        ValueError: a size that is not positive, or a width that 64 does not divide.
+        ValueError: a size that is not positive, one expert, or a width that 64 does not divide.
         OSError: the directory cannot be written.
     """
     if layers < 1 or max_positions < 16:
@@ -88,9 +91,12 @@ def local_model(
             "a local model needs at least 1 layer and 16 positions, "
             f"got {layers} and {max_positions}"
         )
+    if experts < 0 or experts == 1:
+        raise ValueError(f"experts must be 0 or at least 2, got {experts}")
     if hidden < 64 or hidden % 64:
         raise ValueError(f"hidden must be a positive multiple of 64, got {hidden}")
-    name = f"sluice-llama-{layers}x{hidden}-{max_positions}-seed{seed}-v{_FORMAT}"
+    kind = f"moe{experts}" if experts else "llama"
+    name = f"sluice-{kind}-{layers}x{hidden}-{max_positions}-seed{seed}-v{_FORMAT}"
     target = cache_dir.expanduser() / "models" / name
     if target.is_dir():
         return target
@@ -98,7 +104,7 @@ def local_model(
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
     try:
         vocabulary = _save_tokenizer(temporary, max_positions)
-        _save_weights(temporary, layers, hidden, max_positions, vocabulary, seed)
+        _save_weights(temporary, _config(layers, hidden, max_positions, vocabulary, experts), seed)
         temporary.chmod(0o755)
         try:
             temporary.rename(target)
@@ -139,31 +145,46 @@ def _save_tokenizer(directory: Path, max_positions: int) -> int:
     return len(fast)
 
 
-def _save_weights(
-    directory: Path, layers: int, hidden: int, max_positions: int, vocabulary: int, seed: int
-) -> None:
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+def _config(layers: int, hidden: int, max_positions: int, vocabulary: int, experts: int) -> Any:
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
     heads = hidden // 64
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 64 * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2 if heads % 2 == 0 else 1,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-        bos_token_id=1,
-        pad_token_id=2,
-        dtype="bfloat16",
+    width = hidden * 8 // 3 // 64 * 64
+    common: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2 if heads % 2 == 0 else 1,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": False,
+        "eos_token_id": 0,
+        "bos_token_id": 1,
+        "pad_token_id": 2,
+        "dtype": "bfloat16",
+    }
+    if not experts:
+        return LlamaConfig(**common)
+    return Qwen3MoeConfig(
+        **common,
+        head_dim=64,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=max(64, width // 2),
+        norm_topk_prob=True,
     )
+
+
+def _save_weights(directory: Path, config: Any, seed: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    hidden, vocabulary = config.hidden_size, config.vocab_size
     tokenizer = AutoTokenizer.from_pretrained(directory)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(torch.float32)
+        model = AutoModelForCausalLM.from_config(config).to(torch.float32)
         with torch.no_grad():
             # Logits with a spread of about 3, so that a greedy choice is clear and a sampled one
             # is not uniform. Special tokens, control characters and lone bytes outside ASCII stay

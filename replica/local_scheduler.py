@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from replica.state_table import RowUpdate, StateTable, TableFullError
 from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
@@ -220,6 +220,10 @@ class LocalScheduler:
         self._plan_seconds += elapsed
         self._table.count("plan_histogram", bisect_left(PLAN_BUCKETS_S, elapsed))
         return plan
+
+    def publish(self, **summary: Any) -> None:
+        """Write further fields of the state table's summary."""
+        self._table.write((), **summary)
 
     def count_evictions(self, plan: BatchPlan) -> None:
         """The engine has preempted what ``plan`` evicts."""

@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, EngineState
+from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, STOP_BUCKETS_S, EngineState
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,22 @@ _COUNTERS = {
         "plan_mismatches",
         "Batches in which the engine ran other tokens than planned.",
     ),
+    "sluice_prefill_rounds": ("rounds", "Rounds of loops that can suspend prefills."),
+    "sluice_prefill_suspensions": (
+        "suspensions",
+        "Running prefills that were suspended for more urgent work.",
+    ),
+    "sluice_prefill_late_stops": (
+        "late_stops",
+        "Prefills that had ended before they saw that they should stop.",
+    ),
+    "sluice_prefill_resumes": ("resumes", "Suspended prefills that went on."),
+    "sluice_prefill_discards": (
+        "discards",
+        "Prefills given up half-way, as their requests had ended.",
+    ),
+    "sluice_prefill_suspended_seconds": ("suspended_s", "Time that prefills were suspended."),
+    "sluice_prefill_decide_seconds": ("decide_s", "Time to decide which prefill runs."),
 }
 _GAUGES = {
     "sluice_latency_correction": ("correction", "Online factor on the latency model."),
@@ -52,6 +68,7 @@ _GAUGES = {
         "patience_s",
         "Wait after which best-effort requests have a share of the engine.",
     ),
+    "sluice_suspended_prefills": ("suspended", "Prefills that are suspended now."),
 }
 
 
@@ -115,6 +132,13 @@ class ReplicaCollector(Collector):
             STEP_RATIO_BUCKETS,
             summary["step_ratio_histogram"],
             float(summary["step_ratio_sum"]),
+        )
+        yield _histogram(
+            "sluice_prefill_stop_seconds",
+            "Time from telling a prefill to stop until it has.",
+            STOP_BUCKETS_S,
+            summary["stop_histogram"],
+            float(summary["stop_s"]),
         )
 
     def _gauge(self, name: str, documentation: str, value: float) -> GaugeMetricFamily:

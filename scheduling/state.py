@@ -45,6 +45,9 @@ PLAN_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 
 STEP_RATIO_BUCKETS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0)
 """Upper bounds of the histogram of real over predicted step time; one more counts the rest."""
 
+STOP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Upper bounds of the histogram of times until a prefill has stopped; one more counts the rest."""
+
 SUMMARY = np.dtype(
     [
         ("updated_s", "<f8"),  # when this summary was written
@@ -67,6 +70,17 @@ SUMMARY = np.dtype(
         ("step_ratio_sum", "<f8"),
         ("plan_histogram", "<i8", (len(PLAN_BUCKETS_S) + 1,)),
         ("step_ratio_histogram", "<i8", (len(STEP_RATIO_BUCKETS) + 1,)),
+        # Of engines that suspend running prefills for more urgent ones:
+        ("rounds", "<i8"),  # of the engine's loop
+        ("suspended", "<i8"),  # prefills, now
+        ("suspensions", "<i8"),
+        ("late_stops", "<i8"),  # prefills that had ended before they saw that they should stop
+        ("resumes", "<i8"),
+        ("discards", "<i8"),  # prefills given up, as nobody waits for them any more
+        ("suspended_s", "<f8"),  # time that prefills were suspended
+        ("decide_s", "<f8"),  # time that decisions took
+        ("stop_s", "<f8"),  # time from the signals to the stops
+        ("stop_histogram", "<i8", (len(STOP_BUCKETS_S) + 1,)),
     ]
 )
 """Counters and gauges of an engine's scheduler; counters only grow."""

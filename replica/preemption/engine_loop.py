@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -28,6 +29,7 @@ from vllm.v1.engine.core import EngineCore
 from replica.preemption.messages import Answer, Died, Discard, Done, Failed, Resume, Run
 from replica.preemption.scheduler import PreemptiveScheduler, Task
 from replica.preemption.stats import Stats
+from replica.preemption.watchdog import Watchdog
 from replica.preemption.words import MAX_CHECKS
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,8 @@ class EngineLoop:
         self._inbox: queue.Queue[Any] = core.__dict__.get("input_queue") or queue.Queue()
         self._deferred: list[tuple[Any, Any]] = []
         self.stats = Stats()
+        # vLLM's own limit: its executor does not see tasks.
+        self._watchdog = Watchdog(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
         self._handle = getattr(core, "_handle_client_request", None)
         if self._handle is not None:
             core._handle_client_request = self._request
@@ -92,6 +96,10 @@ class EngineLoop:
         self._core._process_aborts_queue()
         outputs = self._take_answer()
         self._decide()
+        self.stats.rounds += 1
+        self.stats.suspended = sum(task.suspended for task in self._stack)
+        self.stats.deepest = max(self.stats.deepest, self.stats.suspended)
+        self._scheduler.publish(self.stats.summary())
         if not outputs and self._stack and not self._executor.answers:
             self._wait()
         return outputs, bool(self._stack) or bool(outputs)
@@ -107,10 +115,9 @@ class EngineLoop:
             raise RuntimeError("the worker ended") from answer.error
         task = next(each for each in self._stack if each.number == answer.task)
         self._stack.remove(task)
+        self.stats.ended(task.signalled_s, answer.timing)
         if isinstance(answer, Done):
             outputs = self._scheduler.completed(task, answer.output, answer.timing)
-            self.stats.stopped(task.signalled_s, answer.timing.stopped_s)
-            self.stats.suspended_s += answer.timing.suspended_s
             if task.checked:
                 self.stats.latest_busy_s = answer.timing.busy_s
             attach = getattr(self._core, "_attach_weight_version", None)
@@ -138,10 +145,11 @@ class EngineLoop:
 
     def _wait(self) -> None:
         """For the next event, and all that came with it."""
-        timeout_s = None
+        timeout_s = self._watchdog.look(self._stack[-1].number, self._executor.words.reached())
         if self._can_nest():
             due_s = self._scheduler.decode_due_s()
-            timeout_s = None if due_s is None else max(_LEAST_WAIT_S, due_s - time.monotonic())
+            if due_s is not None:
+                timeout_s = min(timeout_s, max(_LEAST_WAIT_S, due_s - time.monotonic()))
         try:
             event = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
@@ -170,6 +178,7 @@ class EngineLoop:
             self._start(task, top)
         elif top is not None and top.suspended:
             top.suspended = False
+            self.stats.resumes += 1
             self._executor.tell(Resume(top.number))
 
     def _can_nest(self) -> bool:
@@ -199,7 +208,6 @@ class EngineLoop:
             top.signalled_s.append(time.monotonic())
             self._executor.words.stop(top.number)
         self.stats.tasks += 1
-        self.stats.deepest = max(self.stats.deepest, len(self._stack))
         self._stack.append(task)
 
     def _left_s(self, top: Task | None) -> float:

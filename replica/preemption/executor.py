@@ -19,6 +19,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from replica.preemption.config import PreemptionConfig
 from replica.preemption.lanes import Lanes
 from replica.preemption.messages import Answer, Call, Command, Died, Exit
+from replica.preemption.pacing import pacer_for
 from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
 from replica.vllm_args import SchedulerSettings
@@ -26,6 +27,8 @@ from replica.vllm_scheduler import pin_thread
 from replica.vllm_setup import survive_module_scan
 
 logger = logging.getLogger(__name__)
+
+_EXIT_LIMIT_S = 10.0
 
 
 class PreemptiveExecutor(UniProcExecutor):
@@ -85,13 +88,15 @@ class PreemptiveExecutor(UniProcExecutor):
             return
         self.tell(Exit())
         self.words.stop_any()
-        self._thread.join()
-        super().shutdown()
+        self._thread.join(_EXIT_LIMIT_S)
+        if not self._thread.is_alive():  # else it hangs, and ends with the process
+            super().shutdown()
 
     def _attach(self, options: PreemptionConfig) -> None:
         worker = self.driver_worker.worker
         model = worker.model_runner.get_model()
         assert options.granularity != "off"
+        self._tasks.checks.pacer = pacer_for(worker.device, options.launch_ahead)
         self.checks = self._tasks.checks.install(model, options.granularity)
         self._tasks.attach(worker, Lanes(worker, options.depth))
         logger.info("a prefill can stop at %d places", self.checks)

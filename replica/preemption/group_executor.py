@@ -137,7 +137,8 @@ def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, 
         if isinstance(given, Failed):
             logger.error("a task failed", exc_info=given.error)
             # Not every error can be sent.
-            given = Failed(given.task, RuntimeError(f"worker {rank}: {given.error!r}"))
+            told = RuntimeError(f"worker {rank}: {given.error!r}")
+            given = given._replace(error=told)
         elif rank != 0:
             return
         connection.send_bytes(pickle.dumps(given))

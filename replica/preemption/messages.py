@@ -88,12 +88,14 @@ class Failed(NamedTuple):
 
     task: int
     error: Exception
+    timing: Timing
 
 
 class Discarded(NamedTuple):
     """A task was given up."""
 
     task: int
+    timing: Timing
 
 
 class Died(NamedTuple):

@@ -97,6 +97,10 @@ class PreemptiveScheduler(SloScheduler):
         allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = _publishing_later(allocate)
 
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Write fields of the state table's summary."""
+        self._local.publish(**summary)
+
     def start(self, top: Task | None, left_s: float) -> Task | None:
         """Build the next task, to run inside ``top`` if there is one; None for none.
 

@@ -5,11 +5,25 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
-BLOCKED_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Upper bounds of the histogram of blocking times, seconds; one more bucket is above them."""
+from replica.preemption.messages import Timing
+from scheduling.state import STOP_BUCKETS_S
 
 _KEPT = 1024
+
+_PUBLISHED = (
+    "rounds",
+    "suspended",
+    "suspensions",
+    "late_stops",
+    "resumes",
+    "discards",
+    "suspended_s",
+    "decide_s",
+    "stop_s",
+    "stop_histogram",
+)
 
 
 @dataclass(slots=True)
@@ -17,36 +31,51 @@ class Stats:
     """Counts since the start.
 
     Attributes:
+        rounds: rounds of the engine's loop.
         tasks: batches sent to the worker.
-        preemptions: prefills that stopped.
-        late: those told to stop that had ended before they saw it.
-        discards: prefills given up.
+        suspended: prefills that are suspended now.
+        deepest: most of them at once.
+        suspensions: prefills that stopped, each time.
+        late_stops: those told to stop that had ended before they saw it.
+        resumes: suspended prefills that were told to go on.
+        discards: prefills given up, as all their requests had ended.
         failures: prefills that raised.
-        deepest: most suspended at once.
         suspended_s: time that prefills were suspended, all together.
         decide_s: time that decisions took, all together.
-        blocked: histogram of the time from the signal to the stop.
-        latest_blocked_s: the latest of these times.
-        latest_busy_s: how long the latest task that could be preempted computed.
+        stop_s: time from the signals to the stops, all together.
+        stop_histogram: of these times, by :data:`scheduling.state.STOP_BUCKETS_S`.
+        latest_stop_s: the latest of these times.
+        latest_busy_s: how long the latest task with checks computed.
     """
 
+    rounds: int = 0
     tasks: int = 0
-    preemptions: int = 0
-    late: int = 0
+    suspended: int = 0
+    deepest: int = 0
+    suspensions: int = 0
+    late_stops: int = 0
+    resumes: int = 0
     discards: int = 0
     failures: int = 0
-    deepest: int = 0
     suspended_s: float = 0.0
     decide_s: float = 0.0
-    blocked: list[int] = field(default_factory=lambda: [0] * (len(BLOCKED_BUCKETS_S) + 1))
+    stop_s: float = 0.0
+    stop_histogram: list[int] = field(default_factory=lambda: [0] * (len(STOP_BUCKETS_S) + 1))
     latest_busy_s: float = 0.0
-    latest_blocked_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    latest_stop_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
-    def stopped(self, signalled_s: list[float], stopped_s: tuple[float, ...]) -> None:
-        """A task ended that was told to stop at the first times, and stopped at the others."""
-        self.preemptions += len(stopped_s)
-        self.late += len(signalled_s) - len(stopped_s)
+    def ended(self, signalled_s: list[float], timing: Timing) -> None:
+        """A task ended that had been told to stop at these times."""
+        stopped_s = timing.stopped_s
+        self.suspensions += len(stopped_s)
+        self.late_stops += len(signalled_s) - len(stopped_s)
+        self.suspended_s += timing.suspended_s
         for signal_s, stop_s in zip(signalled_s, stopped_s, strict=False):
-            blocked_s = max(0.0, stop_s - signal_s)
-            self.blocked[bisect_left(BLOCKED_BUCKETS_S, blocked_s)] += 1
-            self.latest_blocked_s.append(blocked_s)
+            took_s = max(0.0, stop_s - signal_s)
+            self.stop_s += took_s
+            self.stop_histogram[bisect_left(STOP_BUCKETS_S, took_s)] += 1
+            self.latest_stop_s.append(took_s)
+
+    def summary(self) -> dict[str, Any]:
+        """The fields that the state table has."""
+        return {name: getattr(self, name) for name in _PUBLISHED}

@@ -34,15 +34,17 @@ class _Running:
     """A task on the worker's stack.
 
     Attributes:
+        checks: that it has passed.
         stops: of each time that it was suspended, what tells when the device came to it, and when
             it went on.
     """
 
     task: int
     started_s: float
+    checks: int = 0
     stops: list[tuple[Callable[[], float], float]] = field(default_factory=list)
 
-    def timing(self, ended_s: float, checks: int) -> Timing:
+    def timing(self, ended_s: float) -> Timing:
         """When it ran."""
         stops = [(stopped_s(), resumed_s) for stopped_s, resumed_s in self.stops]
         return Timing(
@@ -50,7 +52,7 @@ class _Running:
             ended_s,
             sum(max(0.0, resumed_s - stopped_s) for stopped_s, resumed_s in stops),
             tuple(stopped_s for stopped_s, _ in stops),
-            checks,
+            self.checks,
         )
 
 
@@ -132,13 +134,13 @@ class TaskRunner:
                 try:
                     output = self._compute(lane, run)
                 finally:
-                    checks = self.checks.passed
+                    running.checks = self.checks.passed
                     lanes.leave(lane)
-            answer = Done(run.task, output, running.timing(self._clock(), checks))
+            answer = Done(run.task, output, running.timing(self._clock()))
         except _GivenUpError:
-            answer = Discarded(run.task)
+            answer = Discarded(run.task, running.timing(self._clock()))
         except Exception as error:
-            answer = Failed(run.task, error)
+            answer = Failed(run.task, error, running.timing(self._clock()))
         finally:
             self._stack.pop()
         self._answer(answer)
@@ -158,8 +160,10 @@ class TaskRunner:
         """Called at the check at which the running task stops."""
         running = self._stack[-1]
         stopped_s = self.checks.pacer.stop()
-        self._serve(running.task)
-        running.stops.append((stopped_s, self._clock()))
+        try:
+            self._serve(running.task)
+        finally:
+            running.stops.append((stopped_s, self._clock()))
 
 
 def _call(call: Call, suspended: int | None) -> None:

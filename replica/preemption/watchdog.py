@@ -1,0 +1,52 @@
+"""Notices that the worker makes no progress: it hangs, or a worker waits for another for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class StalledError(RuntimeError):
+    """The worker makes no progress."""
+
+
+class Watchdog:
+    """Looks at how far the worker is, whenever it is asked.
+
+    Args:
+        limit_s: without any progress for so long, seconds, the worker is taken for stuck.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._seen: tuple[int, int] | None = None
+        self._since_s = 0.0
+
+    def look(self, task: int, reached: int) -> float:
+        """Take note of where the worker is.
+
+        Args:
+            task: the one that should be computing.
+            reached: the mark of the last check.
+
+        Returns:
+            after how many seconds to look again, at the latest.
+
+        Raises:
+            StalledError: it has been there for too long.
+        """
+        now_s = self._clock()
+        if self._seen != (task, reached):
+            self._seen, self._since_s = (task, reached), now_s
+        left_s = self._since_s + self._limit_s - now_s
+        if left_s <= 0:
+            raise StalledError(
+                f"the worker has made no progress with task {task} for {self._limit_s:g} s"
+            )
+        return left_s
+
+    def rest(self) -> None:
+        """Nothing is computing."""
+        self._seen = None
