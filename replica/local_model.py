@@ -184,7 +184,7 @@ def _save_weights(directory: Path, config: Any, seed: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).to(torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             # Logits with a spread of about 3, so that a greedy choice is clear and a sampled one
             # is not uniform. Special tokens, control characters and lone bytes outside ASCII stay

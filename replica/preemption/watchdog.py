@@ -46,7 +46,3 @@ class Watchdog:
                 f"the worker has made no progress with task {task} for {self._limit_s:g} s"
             )
         return left_s
-
-    def rest(self) -> None:
-        """Nothing is computing."""
-        self._seen = None

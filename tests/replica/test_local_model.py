@@ -65,7 +65,12 @@ def test_greedy_output_varies_and_is_readable(model_dir, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [({"hidden": 100}, "multiple of 64"), ({"layers": 0}, "at least 1 layer")]
+    ("size", "message"),
+    [
+        ({"hidden": 100}, "multiple of 64"),
+        ({"layers": 0}, "at least 1 layer"),
+        ({"experts": 1}, "at least 2"),
+    ],
 )
 def test_impossible_sizes_are_refused(tmp_path, size, message):
     with pytest.raises(ValueError, match=message):

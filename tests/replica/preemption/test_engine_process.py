@@ -1,13 +1,15 @@
-"""Preemption in an engine process of its own, behind the engine contract."""
+"""Preemption behind the engine contract: an engine process of its own, with two workers."""
 
 import asyncio
 import contextlib
+import os
 
+import psutil
 import pytest
 import pytest_asyncio
 
 from replica.config import EngineConfig
-from replica.engine import EngineRequest, ResponseChunk, ResponseTail
+from replica.engine import EngineDeadError, EngineRequest, ResponseChunk, ResponseTail
 from replica.local_model import local_model
 from replica.preemption.support import check_preemption
 from replica.vllm_args import SchedulerSettings
@@ -35,6 +37,7 @@ def config(tmp_path_factory):
             "max-num-batched-tokens": 2048,
             "kv-cache-memory-bytes": 64 << 20,
             "block-size": 32,
+            "tensor-parallel-size": 2,
         },
         profile_budget_s=3.0,
     )
@@ -43,7 +46,11 @@ def config(tmp_path_factory):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(config):
     engine = VllmEngine(config, "replica-1", 32)
-    await engine.start()
+    cores = sorted(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:
+        # By itself vLLM binds one worker to each NUMA node, and this machine may have but one.
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+        await engine.start()
     yield engine
     await engine.stop()
 
@@ -118,9 +125,10 @@ def vllm_config(config, tmp_path):
 
 
 REFUSED = [
-    ("parallel_config.world_size", 2, "parallelism"),
+    ("parallel_config.world_size", 3, "parallelism"),
+    ("parallel_config.enable_expert_parallel", True, "expert parallelism"),
     ("scheduler_config.async_scheduling", True, "async scheduling"),
-    ("model_config.enforce_eager", False, "enforce-eager"),
+    ("compilation_config.mode", 1, "STOCK_TORCH_COMPILE"),
     ("lora_config", object(), "LoRA"),
     ("kv_transfer_config", object(), "KV connectors"),
     ("parallel_config.distributed_executor_backend", "uni", "executor-backend"),
@@ -147,5 +155,23 @@ async def test_arguments_that_preemption_needs_cannot_be_others(config, tmp_path
     settings = SchedulerSettings(
         state_table=tmp_path / "state", policy="s_edf", preemption=PREEMPTION
     )
-    with pytest.raises(ValueError, match="enforce-eager must be True"):
-        parse_arguments({"enforce-eager": False}, config.model, "small", settings)
+    with pytest.raises(ValueError, match="async-scheduling must be False"):
+        parse_arguments({"async-scheduling": True}, config.model, "small", settings)
+
+
+async def test_a_dead_worker_ends_all_requests_with_an_error(engine):
+    """Last in this file: the engine is gone afterwards."""
+    asked = [request(f"lost-{i}", LONG[i : i + 900], 20.0 / i, 1000) for i in (1, 2, 3)]
+    tasks = [asyncio.ensure_future(text(engine, each)) for each in asked]
+    async with asyncio.timeout(60):
+        while not sum(engine.state().rows["emitted_tokens"] > 3):
+            await asyncio.sleep(0)
+    (core,) = engine._llm.engine_core.resources.engine_manager.processes
+    workers = [child for child in psutil.Process(core.pid).children() if "Worker" in child.name()]
+    assert len(workers) == 2
+    workers[1].kill()
+    for task in tasks:
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(task, 60)
+    with pytest.raises(EngineDeadError):
+        await engine.check_health()

@@ -163,9 +163,7 @@ class Ranks:
         checks = Checks(self.words, lambda: self.stops[rank].append(checks.passed), rank, ranks)
         names = [f"layers.{index}" for index in range(6)]
         reductions = Counter({name: sum(layer) for name in names})
-        checks.ahead = ahead + distance(
-            Counter({name: len(layer) for name in names}), reductions
-        )
+        checks.ahead = ahead + distance(Counter({name: len(layer) for name in names}), reductions)
         with checks.running(task):
             for _ in self.operators:
                 while self.launched[rank] - self.done[rank] > ahead:
