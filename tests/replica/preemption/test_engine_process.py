@@ -17,6 +17,7 @@ from replica.vllm_engine import VllmEngine
 from replica.vllm_setup import parse_arguments
 from replica.vllm_support import UnsupportedVllmError
 from scheduling.objective import SLO
+from tests.replica.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -163,9 +164,7 @@ async def test_a_dead_worker_ends_all_requests_with_an_error(engine):
     """Last in this file: the engine is gone afterwards."""
     asked = [request(f"lost-{i}", LONG[i : i + 900], 20.0 / i, 1000) for i in (1, 2, 3)]
     tasks = [asyncio.ensure_future(text(engine, each)) for each in asked]
-    async with asyncio.timeout(60):
-        while not sum(engine.state().rows["emitted_tokens"] > 3):
-            await asyncio.sleep(0)
+    await until(lambda: any(engine.state().rows["emitted_tokens"] > 3))
     (core,) = engine._llm.engine_core.resources.engine_manager.processes
     workers = [child for child in psutil.Process(core.pid).children() if "Worker" in child.name()]
     assert len(workers) == 2
