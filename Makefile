@@ -12,11 +12,11 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
 
-# One of the processes runs all that needs Ray or vLLM, see tests/conftest.py.
+# Who runs what: tests/conftest.py.
 TEST_PROCESSES ?= 2
 
 test: $(VENV)/.installed-test
-	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup $(ARGS)
+	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

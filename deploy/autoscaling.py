@@ -116,7 +116,8 @@ def serve_autoscaling(config: AutoscalingConfig) -> ServeAutoscalingConfig:
     return ServeAutoscalingConfig(
         min_replicas=config.min_replicas,
         max_replicas=config.max_replicas,
-        initial_replicas=config.first,
+        # Given, Serve would go back to it with every change of the application.
+        initial_replicas=config.initial_replicas,
         look_back_period_s=LOOK_BACK_LOOKS * config.interval_s,
         upscale_delay_s=0.0,
         downscale_delay_s=0.0,

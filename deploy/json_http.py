@@ -36,7 +36,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class JsonServer:
-    """One server. The key goes there and nowhere else: redirects are not followed.
+    """One server. The key goes there and nowhere else: redirects are not followed, and
+    proxies that the environment names are not used.
 
     Args:
         address: ``http://HOST:PORT`` or ``https://HOST:PORT``, perhaps with a path before all.
@@ -51,7 +52,7 @@ class JsonServer:
         self.address = checked_address(address)
         self._key = key
         self._timeout_s = timeout_s
-        self._opener = urllib.request.build_opener(_NoRedirects())
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """The answer's JSON; ``None`` for an empty answer.

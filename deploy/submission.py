@@ -89,7 +89,7 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
         if section and section.get("replica"):
             section["replica"].pop("count", None)
     router = args.get("router") or {}
-    for holder in (router, router.get("admin") or {}):
+    for holder in (router, router.get("admin") or {}, router.get("metrics") or {}):
         for field in ("api_keys", "keys"):
             if holder.get(field):
                 holder[field] = [_digested(entry) for entry in holder[field]]

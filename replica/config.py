@@ -134,7 +134,8 @@ class AutoscalingConfig(BaseModel):
         default=None,
         ge=1,
         le=4096,
-        description="Replicas at the start; default: `min_replicas`.",
+        description="Replicas at the start, and again whenever the application is changed. "
+        "Default: `min_replicas` at the start, and as many as there are when it is changed.",
     )
     policy: str = Field(
         default="head_room", description="Autoscaling policy, see `sluice policies`."

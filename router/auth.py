@@ -17,7 +17,6 @@ from router.errors import ApiError, Reason
 from router.keys import (
     WEAK_CHARACTERS,
     ApiKey,
-    check_bare,
     check_entries,
     client_of,
     digest_of,
@@ -183,11 +182,8 @@ class KeyRing:
         return False
 
     def _with(self, raw: bytes) -> tuple[SecretStr | ApiKey, ...]:
-        classes = self._classes or ()
-        entries = self._entries + parse_keys(raw, classes)
-        check_entries(entries, classes, "the configuration and the file together")
-        if self._classes is None:
-            check_bare(entries, "the file")
+        entries = self._entries + parse_keys(raw, self._classes)
+        check_entries(entries, self._classes or (), "the configuration and the file together")
         return entries
 
     def _accept(self, entries: tuple[SecretStr | ApiKey, ...]) -> None:

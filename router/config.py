@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from router.admin.config import AdminConfig, is_loopback
 from router.batches.config import BatchesConfig
 from router.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
-from router.validation import MAX_TOKENS
+from router.trust import OutputLimit, PromptLimit
 from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 
@@ -156,20 +156,8 @@ class RouterConfig(BaseModel):
         le=1_000_000,
         description="Most requests in one router replica at once; more get 503.",
     )
-    max_prompt_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_TOKENS,
-        description="Longest prompt; more get 400. Text counts as a token for each 4 characters, "
-        "as only the engine tokenises. Null: as long as the engine takes.",
-    )
-    max_output_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_TOKENS,
-        description="Most output tokens of a request, over all its choices and prompts. Null: as "
-        "many as the engine gives.",
-    )
+    max_prompt_tokens: PromptLimit = None
+    max_output_tokens: OutputLimit = None
     prefix_sharing: Literal["all", "key"] = Field(
         default="all",
         description="Whose prompts share KV in the prefix caches: `all` clients', so that response "

@@ -164,8 +164,9 @@ def check_bare(entries: Sequence[SecretStr | ApiKey], where: str) -> None:
             raise ValueError(f"an entry of {where} has only key or sha256, and name")
 
 
-def parse_keys(raw: bytes, classes: Collection[str]) -> tuple[SecretStr | ApiKey, ...]:
-    """The entries in the bytes of a key file: a YAML list, as `router.api_keys` is one.
+def parse_keys(raw: bytes, classes: Collection[str] | None) -> tuple[SecretStr | ApiKey, ...]:
+    """The entries in the bytes of a key file: a YAML list, as `router.api_keys` is one. Keys
+    without caps where ``classes`` is ``None``.
 
     Raises:
         ValueError: what is wrong, without any key.
@@ -180,6 +181,9 @@ def parse_keys(raw: bytes, classes: Collection[str]) -> tuple[SecretStr | ApiKey
         raise ValueError(
             "it is not YAML" + (f", at line {mark.line + 1}" if mark else "")
         ) from None
+    except Exception:
+        # A tagged value that is none of its kind: the error is of any type and may hold a key.
+        raise ValueError("a value in it is not of the type that its tag says") from None
     if not isinstance(data, list) or not 1 <= len(data) <= MAX_FILE_KEYS:
         raise ValueError(f"it must hold a YAML list of 1 to {MAX_FILE_KEYS} keys")
     try:
@@ -188,7 +192,9 @@ def parse_keys(raw: bytes, classes: Collection[str]) -> tuple[SecretStr | ApiKey
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         at = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"entry {at}: {first['msg']}") from None
-    check_entries(entries, classes, "the file")
+    if classes is None:
+        check_bare(entries, "the file")
+    check_entries(entries, classes or (), "the file")
     return entries
 
 

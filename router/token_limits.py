@@ -103,11 +103,13 @@ def _check_prompt(body: dict[str, Any], most: int) -> None:
         if isinstance(value, str):
             characters += len(value)
         elif isinstance(value, dict):
-            if value.get("type") in _MEDIA:
+            kind = value.get("type")
+            if isinstance(kind, str) and kind in _MEDIA:
                 tokens += MEDIA_TOKENS
-            else:
-                level.extend(value.values())
-                characters += sum(map(len, value))
+                # What else stands beside the medium is text that may be read, too.
+                value = {name: part for name, part in value.items() if name not in _MEDIA}
+            level.extend(value.values())
+            characters += sum(map(len, value))
         elif isinstance(value, list):
             if value and all(type(entry) is int for entry in value):
                 tokens += len(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +15,27 @@ from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 
 UNNAMED: Final = "unnamed"
 """Name of every client whose key has none."""
+
+
+PromptLimit = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=MAX_TOKENS,
+        description="Longest prompt; more get 400. Text counts as a token for each 4 characters, "
+        "as only the engine tokenises. Null: as long as the engine takes.",
+    ),
+]
+OutputLimit = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=MAX_TOKENS,
+        description="Most output tokens of a request, over all its choices and prompts. Null: as "
+        "many as the engine gives.",
+    ),
+]
+"""How long a request may be, for a key and for a router alike."""
 
 
 class Caps(BaseModel):
@@ -83,20 +104,8 @@ class Caps(BaseModel):
         description="What may be used at once, after a pause, of both rates: as much as in this "
         "time, seconds.",
     )
-    max_prompt_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_TOKENS,
-        description="Longest prompt; more get 400. Text counts as a token for each 4 characters, "
-        "as only the engine tokenises. Null: as long as the engine takes.",
-    )
-    max_output_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_TOKENS,
-        description="Most output tokens of a request, over all its choices and prompts. Null: as "
-        "many as the engine gives.",
-    )
+    max_prompt_tokens: PromptLimit = None
+    max_output_tokens: OutputLimit = None
     beyond: Literal["clamp", "refuse"] = Field(
         default="clamp",
         description="What becomes of a request that states more than this allows: `clamp` serves "

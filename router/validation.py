@@ -43,6 +43,7 @@ _NOT_KEPT = {
     "conversation": "nothing is kept between requests; send the whole conversation as input",
     "previous_response_id": "no response is kept; send the whole conversation as input",
     "prompt": "no prompts are kept here; send it as instructions and input",
+    "previous_input_messages": "send the whole conversation as input",
 }
 """Fields of responses that need state which outlives a request."""
 

@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 
+import hypothesis
 import pytest
 
 from controller.config import ControllerConfig
@@ -30,15 +31,23 @@ atexit.register(shutil.rmtree, _private_dir, ignore_errors=True)
 ray_settings.apply(_private_dir)
 
 
-_REAL_PARTS = ("ray", "vllm")
+# Property tests are judged by what they find, not by how long an example takes.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
+@pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes test, one of them runs all that starts Ray or vLLM, one after the
-    other, and the rest is shared out by file."""
+    """Where several processes test, one of them runs all that starts Ray or vLLM, one test after
+    the other, and the rest is shared out by file. That one begins at once: it takes the longest."""
     for item in items:
-        real = any(item.get_closest_marker(part) for part in _REAL_PARTS)
-        item.add_marker(pytest.mark.xdist_group("real parts" if real else str(item.path)))
+        group = "real parts" if _is_real(item) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not _is_real(item))
+
+
+def _is_real(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(part) for part in ("ray", "vllm"))
 
 
 @pytest.fixture(scope="session", autouse=True)

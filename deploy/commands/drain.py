@@ -15,6 +15,10 @@ from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import as_json as json_option
 
 POLL_S = 0.5
+GONE_AFTER_S = 5.0
+"""A replica has ended if it is not known for so long: a controller that was restarted knows none
+for a moment."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,255}")
 
 
@@ -64,7 +68,7 @@ def drain(
     if undo or not wait:
         _say(told, as_json)
         return
-    started_s, shown = time.monotonic(), -1
+    started_s, shown, missing_s = time.monotonic(), -1, 0.0
     err = Console(stderr=True)
     while told["left"]:
         if told["left"] != shown:
@@ -77,20 +81,25 @@ def drain(
                 "no new ones: wait again with the same command, or take it back with --undo",
             )
         time.sleep(POLL_S)
-        told = _look(api, replica_id)
+        found = _look(api, replica_id)
+        missing_s = 0.0 if found is not None else missing_s + POLL_S
+        if missing_s >= GONE_AFTER_S:
+            err.print("it is not known any more: it ended, or is out of reach", highlight=False)
+            told = {"replica_id": replica_id, "draining": True, "left": 0}
+        elif found is not None:
+            told = found
     _say(told, as_json)
 
 
-def _look(api: AdminApi, replica_id: str) -> dict[str, Any]:
-    """What is left there now.
+def _look(api: AdminApi, replica_id: str) -> dict[str, Any] | None:
+    """What is left there now; ``None`` where nobody knows it.
 
     Raises:
         Failure: somebody took the drain back.
     """
     row = next((row for row in api.fleet()["replicas"] if row["replica_id"] == replica_id), None)
     if row is None:
-        # It ended meanwhile, which it does when it is empty.
-        return {"replica_id": replica_id, "draining": True, "left": 0}
+        return None
     if row["drain"] is None:
         raise Failure(Exit.FAILED, f"{replica_id} takes requests again: somebody took this back")
     left = row["waiting"] + row["running"] + row["reserved"]

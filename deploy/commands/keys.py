@@ -64,8 +64,15 @@ def hash_key(name: str | None) -> None:
 @keys.command()
 @click.argument("path", metavar="FILE", type=CONFIG_FILE)
 @click.option("--config", "config_path", type=CONFIG_FILE, help="Whose classes keys may name.")
+@click.option(
+    "--opens",
+    type=click.Choice(["api", "metrics", "admin"]),
+    default="api",
+    show_default=True,
+    help="What the keys are for; only those of the API have caps.",
+)
 @json_option
-def check(path: Path, config_path: Path | None, as_json: bool) -> None:
+def check(path: Path, config_path: Path | None, opens: str, as_json: bool) -> None:
     """Check FILE, a YAML list of keys, before routers read it. They keep their keys where it is
     wrong, so a wrong file is found here or in their log.
 
@@ -73,10 +80,17 @@ def check(path: Path, config_path: Path | None, as_json: bool) -> None:
     Examples:
       sluice keys check keys.yaml
       sluice keys check keys.yaml --config sluice.yaml
+      sluice keys check admin-keys.yaml --opens admin
     """
     try:
         router = RouterConfig() if config_path is None else load_config(config_path).router
-        accepted = KeyRing(router.api_keys, path, router.classes).count
+        entries = {
+            "api": router.api_keys,
+            "metrics": router.metrics.keys,
+            "admin": router.admin.keys,
+        }[opens]
+        classes = router.classes if opens == "api" else None
+        accepted = KeyRing(entries, path, classes, opens).count
         problem = None
     except (ValueError, OSError) as error:
         accepted, problem = 0, str(error)

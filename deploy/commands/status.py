@@ -10,7 +10,7 @@ from rich.console import Console
 from deploy.commands.admin import AdminApi, admin_options
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import as_json as json_option
-from deploy.fleet_tables import class_table, headline, notes, problems
+from deploy.fleet_tables import class_table, headline, notes, problems, replica_table
 
 
 @click.command()
@@ -37,6 +37,7 @@ def status(address: str, key: str | None, as_json: bool) -> None:
         console.print(headline(fleet))
         for note in notes(fleet):
             click.echo(note)
+        console.print(replica_table(fleet))
         if fleet["classes"]:
             console.print(class_table(fleet))
     if wrong:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduling.objective import SLO
@@ -80,7 +80,6 @@ def test_a_negative_time_is_refused() -> None:
         of(-1.0)
 
 
-@settings(deadline=None)
 @given(workloads(), st.floats(0.01, 1), st.integers(0, 100))
 def test_thinning_keeps_a_subsequence_and_is_decided_by_its_seed(
     workload: Workload, share: float, seed: int
@@ -102,7 +101,6 @@ def test_thinning_takes_its_share_and_breaks_bursts_up() -> None:
     assert thinned(bursts, 0.3, seed=6).arrivals != kept.arrivals
 
 
-@settings(deadline=None)
 @given(workloads(), st.floats(0.01, 100))
 def test_stretching_moves_times_only(workload: Workload, factor: float) -> None:
     slower = stretched(workload, factor)
@@ -123,7 +121,6 @@ def test_every_change_of_the_rate_is_named_in_order() -> None:
     assert of(0, 1).scaling == "as recorded"
 
 
-@settings(deadline=None)
 @given(workloads(), st.floats(0, 500), st.floats(0.1, 500))
 def test_windows_next_to_each_other_share_no_request_and_lose_none(
     workload: Workload, start_s: float, seconds: float

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -271,7 +271,6 @@ def test_the_fingerprint_names_the_configuration() -> None:
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5_000)), max_size=40),
     st.sampled_from(sorted(POLICIES)),
 )
-@settings(deadline=None)  # the first call of a policy compiles it
 async def test_decisions_follow_from_the_mirror_alone(
     requests: list[tuple[int, int]], policy: str
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.checks import check_delta_body, check_hello
@@ -86,7 +86,6 @@ def held_fields(chunks: dict[int, int]) -> dict[str, np.ndarray]:
     return {"held_slots": slots, "held": held}
 
 
-@settings(deadline=None)
 @given(REPORTS)
 def test_the_index_is_the_tables_whatever_is_lost_or_repeated(
     reports: list[tuple[str, dict[int, int], str]],

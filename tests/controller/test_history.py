@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -140,7 +140,6 @@ def test_nothing_counted_is_nothing_told() -> None:
     assert row["ttft_ms"] == {"p50": None, "p95": None}
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), st.booleans(), st.integers(1, 25)), max_size=30))
 def test_two_routers_add_up_whatever_the_order(events: list[tuple[int, bool, int]]) -> None:
     side, routers = Side(), [Router("a"), Router("b")]

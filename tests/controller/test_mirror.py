@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.mirror import Mirror
@@ -355,7 +355,6 @@ class _Replica:
         self.live: dict[int, np.ndarray] = {}
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_what_is_known_equals_a_recount_after_any_history(data: st.DataObject) -> None:
     """Whatever is lost or repeated: a replica that is in step is mirrored exactly, and the figures

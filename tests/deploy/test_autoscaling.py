@@ -162,7 +162,8 @@ def test_the_application_autoscales_where_it_is_asked_to() -> None:
     fields = {"replica": {"autoscaling": {"min_replicas": 2, "max_replicas": 5}}}
     (replicas,) = build(fields)._bound_deployment.init_args[0].values()
     made = replicas._bound_deployment._deployment_config.autoscaling_config
-    assert (made.min_replicas, made.initial_replicas, made.max_replicas) == (2, 2, 5)
+    # With a number of its own, Serve would fall back to it whenever the application changes.
+    assert (made.min_replicas, made.initial_replicas, made.max_replicas) == (2, None, 5)
     assert (made.upscale_delay_s, made.downscale_delay_s) == (0, 0)
     (fixed,) = build({"replica": {"count": 3}})._bound_deployment.init_args[0].values()
     assert fixed._bound_deployment._deployment_config.autoscaling_config is None

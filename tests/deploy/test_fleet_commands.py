@@ -93,6 +93,8 @@ def test_status_says_that_all_is_well(application: Application) -> None:
     result = application.run("status")
     assert result.exit_code == Exit.OK, result.output
     assert "2 of 2 replicas take requests" in result.output
+    names = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
+    assert {"idle", "busy"} <= {*names}  # what `drain` takes
     fleet = json.loads(application.run("status", "--json").stdout)
     assert {row["replica_id"] for row in fleet["replicas"]} == {"idle", "busy"}
 

@@ -68,12 +68,13 @@ def test_replicas_that_scale_by_themselves_are_given_no_number() -> None:
 
 
 def test_no_key_is_handed_over_but_its_digest_is() -> None:
-    data = changed("router", admin={"keys": ["admin-secret"]})
+    data = changed("router", admin={"keys": ["admin-secret"]}, metrics={"keys": ["page-secret"]})
     application = application_of(data, "sluice", "/")
     assert "secret" not in json.dumps(application)
     config = parse_config(application["args"]).router
     assert len(config.api_keys) == 2
     assert len(config.admin.keys) == 1
+    assert len(config.metrics.keys) == 1
     ring = KeyRing(config.api_keys)
     assert ring.check([(b"authorization", b"Bearer second-secret")]).name == "team"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from replica.held_prefixes import HeldPrefixes
@@ -137,7 +137,6 @@ def test_a_cleared_cache_holds_nothing():
 conversations = st.tuples(st.integers(0, 3), st.integers(1, 700), st.integers(0, 8))
 
 
-@settings(deadline=None)
 @given(st.lists(conversations | st.integers(0, 200), max_size=30), st.integers(1, 12))
 def test_what_is_shown_is_cached_and_no_more_than_fits(events, slots):
     bench = Bench(slots)

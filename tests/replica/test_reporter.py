@@ -282,7 +282,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(events)
 def test_the_mirror_ends_equal_to_the_table(script: list[tuple[str, int, str | None]]) -> None:
     asyncio.run(play(script))

@@ -274,7 +274,7 @@ def play(load: Load) -> tuple[list[tuple[float, Any]], list[Any]]:
     return bench.emissions, ran
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(loads)
 def test_every_request_ends_once_and_everything_returns(load: Load) -> None:
     assert play(load) == play(load)

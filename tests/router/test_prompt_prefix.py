@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.prompt_prefix import prefix_of
@@ -38,7 +38,6 @@ texts = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(texts, texts, texts)
 def test_prompts_share_the_hashes_of_their_common_beginning(shared, one, other):
     bodies = [{"model": "m", "prompt": shared + end} for end in (one, other)]
@@ -55,7 +54,6 @@ def test_prompts_share_the_hashes_of_their_common_beginning(shared, one, other):
     assert [prefix.size for prefix in prefixes] == [len(prompt) for prompt in prompts]
 
 
-@settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=5), texts)
 def test_a_longer_conversation_keeps_the_hashes_of_a_shorter_one(contents, more):
     shorter, longer = prefix_of("chat", chat(*contents)), prefix_of("chat", chat(*contents, more))
@@ -64,7 +62,6 @@ def test_a_longer_conversation_keeps_the_hashes_of_a_shorter_one(contents, more)
     assert len(set(longer.hashes)) == len(longer.hashes)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=900), st.integers(0, 900))
 def test_token_ids_are_hashed_by_128(ids, kept):
     ids = ids or [0]

@@ -158,3 +158,16 @@ def test_the_other_endpoints_are_held_to_the_prompt_too(
 def test_a_short_prompt_is_not() -> None:
     for endpoint, body in BODIES.items():
         assert hold(body, endpoint, Caps(max_prompt_tokens=20)) == (body, {})
+
+
+def test_schemas_of_tools_may_call_a_property_type() -> None:
+    schema = {"type": ["object", "null"], "properties": {"type": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert hold({**CHAT_BODY, "tools": tools}, max_prompt_tokens=1_000)[1] == {}
+
+
+def test_text_beside_a_medium_counts() -> None:
+    part = {"role": "user", "type": "image_url", "image_url": {"url": "x" * 9_000}}
+    assert hold({**CHAT_BODY, "messages": [part]}, max_prompt_tokens=1_000)[1] == {}
+    with pytest.raises(ApiError, match="about"):
+        hold({**CHAT_BODY, "messages": [{**part, "content": "a" * 9_000}]}, max_prompt_tokens=1_000)

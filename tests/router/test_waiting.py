@@ -211,7 +211,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=_STEPS, length=st.integers(1, 12), limit_s=st.floats(0.1, 4.0))
 async def test_whatever_happens_the_line_is_bounded_in_order_and_ends(
     steps: list[tuple[str, float]], length: int, limit_s: float

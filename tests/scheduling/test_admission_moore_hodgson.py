@@ -105,7 +105,7 @@ slos = st.sampled_from(SLOS)
 tokens = st.integers(2, 4_000)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     waiting=st.lists(st.tuples(slos, tokens, st.integers(0, 8)), max_size=8),
     decoding=st.lists(st.tuples(slos, tokens, st.integers(1, 40)), max_size=8),
@@ -206,7 +206,7 @@ def ends(promises: list[Promise]) -> list[float]:
 PROMISE_ONLY = frozenset({Tier.GUARANTEED})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     asked=st.lists(
         st.tuples(

@@ -106,7 +106,7 @@ decoding = st.builds(
 others = st.builds(row, slos, tokens, best_effort=st.just(True), running=st.booleans())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     rows=st.lists(st.one_of(waiting, decoding, others), max_size=14),
     reserved=st.lists(st.tuples(slos, tokens), max_size=4),

@@ -4,7 +4,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduling import fleet_rows as figure
@@ -46,7 +46,6 @@ best_effort = st.builds(
 tables = st.lists(st.one_of(waiting, decoding, best_effort), max_size=12)
 
 
-@settings(deadline=None)
 @given(rows=tables, latency=st.sampled_from([MODEL, ROOFLINE]))
 def test_the_budget_is_that_of_the_promised_rows(
     rows: list[np.ndarray], latency: LatencyModel
@@ -86,7 +85,6 @@ COUNTED_APART = (
 """Figures that tell where a request is, or what the engine does at that very moment."""
 
 
-@settings(deadline=None)
 @given(rows=tables, slo=slos, prompt=prompts, promised=st.booleans())
 def test_a_reservation_counts_as_the_same_request_reported_waiting(
     rows: list[np.ndarray], slo: SLO, prompt: int, promised: bool
@@ -144,7 +142,6 @@ actions = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(actions)
 def test_what_is_counted_depends_on_the_last_reports_and_the_living_reservations_only(
     history: list[tuple[object, ...]],

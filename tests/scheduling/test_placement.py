@@ -109,7 +109,7 @@ asked = st.lists(
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(asked=asked)
 def test_decisions_are_those_of_the_promised_alone_and_the_same_again(
     admission: str, asked: list[tuple[float, SLO, int, frozenset[Tier]]]

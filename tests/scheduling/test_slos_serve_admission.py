@@ -140,7 +140,7 @@ def contended(seed: int) -> tuple[Demand, Demand, Supply]:
     return new, promised, given_
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(seed=st.integers(0, 2**32))
 def test_it_admits_what_an_exhaustive_search_finds_best(seed: int) -> None:
     case = contended(seed)
@@ -155,7 +155,7 @@ def test_it_admits_what_an_exhaustive_search_finds_best(seed: int) -> None:
     assert new.value[list(chosen)].sum() == best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_more_time_blocks_or_places_never_admit_less(seed: int) -> None:
     new, promised, given_ = contended(seed)

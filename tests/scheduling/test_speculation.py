@@ -42,7 +42,7 @@ tiers_of = st.lists(
 ).filter(lambda tiers: any(tier.requests for tier in tiers))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tiers=tiers_of,
     alpha=st.floats(0, 0.95),

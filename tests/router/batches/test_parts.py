@@ -41,9 +41,7 @@ from router.trust import ANYONE
 from tests.router.batches.routers import URL, UnixClock, config, jsonl, line, serving, until
 from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve
 
-FAST = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FAST = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LINE_BYTES = 1_000
 
 
