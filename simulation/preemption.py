@@ -56,8 +56,8 @@ class PreemptionConfig(BaseModel):
     late_chunk_tokens: int = Field(
         default=512,
         ge=1,
-        description="The same of a task that is not to be suspended: its prefill can no longer be in "
-        "time, or the stack is full.",
+        description="The same of a task that is not to be suspended: its prefill can no longer be "
+        "in time, or the stack is full.",
     )
     batch_tokens: int = Field(
         default=1024, ge=0, description="Prefills run together below this sum of tokens."
