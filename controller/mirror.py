@@ -102,6 +102,7 @@ class MirroredReplica:
             hello.block_tokens,
             hello.max_sequences,
             draining,
+            hello.preempts,
         )
 
 

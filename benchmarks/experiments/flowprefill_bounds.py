@@ -89,8 +89,16 @@ def bounds_findings(rows: Sequence[Row]) -> Findings:
     tables, charts = [], []
     for part, figures in shown.items():
         own = [row for row in rows if row["part"] == part]
+        suspending = [row for row in own if not str(row["policy"]).startswith("chunks")]
         tables += [
-            pivot(f"{titles[part]}: {words}", own, ["workload", "policy"], "load", figure, digits)
+            pivot(
+                f"{titles[part]}: {words}",
+                own if figure == FIGURE else suspending,
+                ["workload", "policy"],
+                "load",
+                figure,
+                digits,
+            )
             for figure, words, digits in figures
         ]
         charts.append(chart(titles[part], own, "policy", "load", FIGURE, "TTFT attainment"))
