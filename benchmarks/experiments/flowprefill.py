@@ -20,8 +20,10 @@ from benchmarks.experiments.prefills import (
     goodput,
     grid,
     mix,
+    of_scale,
     single,
     span,
+    tightest,
     workloads,
 )
 from simulation.preemption import WHOLE
@@ -69,6 +71,13 @@ def systems_cells(plan: Plan) -> list[Cell]:
                 )
                 for kind in kinds
             ]
+        cells += [
+            Cell(
+                {"model": model, "part": "tightest", "policy": kind.label},
+                partial(tightest, of_scale(model), model, 0.6, kind, lasting),
+            )
+            for kind in kinds
+        ]
         for scale in scales:
             labels: dict[str, Value] = {"model": model, "part": "objectives", "scale": scale}
             cells += grid(labels, model, partial(mix, model, scale), [0.6], kinds, lasting)
@@ -101,6 +110,14 @@ def systems_findings(rows: Sequence[Row]) -> Findings:
                 "scale",
                 FIGURE,
             ),
+            pivot(
+                "Fig. 9, second row: least factor on the objectives at which 90 % attain, load 0.6",
+                _part(rows, "tightest"),
+                ["model"],
+                "policy",
+                "tightest",
+                2,
+            ),
         ],
         [chart("TTFT attainment, mean over models", rates, "policy", "load", FIGURE, "attainment")],
     )
@@ -132,6 +149,13 @@ def parts_cells(plan: Plan) -> list[Cell]:
         for part, kinds in (("order", order), ("batching", batches), ("chunks", chunks)):
             labels: dict[str, Value] = {"workload": name, "part": part}
             cells += grid(labels, model, make, loads, kinds, lasting)
+    cells += [
+        Cell(
+            {"workload": "generated", "part": "tightest", "policy": kind.label},
+            partial(tightest, of_scale(model), model, 0.8, kind, lasting),
+        )
+        for kind in order
+    ]
     for part, kinds in (("short", batches), ("single", one)):
         labels = {"workload": "one objective", "part": part}
         cells += grid(labels, model, single, loads, kinds, lasting)
@@ -156,6 +180,17 @@ def parts_findings(rows: Sequence[Row]) -> Findings:
             ("throughput", "requests/s until the last has ended", 2),
         )
     ]
+    tables.insert(
+        1,
+        pivot(
+            "Fig. 10: least factor on the objectives at which 90 % attain, load 0.8",
+            _part(rows, "tightest"),
+            ["workload"],
+            "policy",
+            "tightest",
+            2,
+        ),
+    )
     charts = [
         chart(title, _part(rows, part), "policy", "load", FIGURE, "TTFT attainment")
         for part, title in titles.items()

@@ -3,8 +3,9 @@ prefills, under the same step times, workloads and figures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -199,3 +200,30 @@ def goodput(make: Make, model: str, kind: Kind, lasting: Span, seed: int) -> Map
         return measure(make, model, rate, lasting.requests(rate), kind, seed)[FIGURE]
 
     return {"goodput": greatest_loads(attainment, (0.9,))[0.9] * full}
+
+
+def tightest(
+    make: Callable[[float], Make], model: str, load: float, kind: Kind, lasting: Span, seed: int
+) -> Mapping[str, float]:
+    """The least factor on the objectives at which 90 % attain; infinite if none of up to 20 does.
+
+    Args:
+        make: the workload by the factor.
+    """
+    rate = load * full_load_rate(make(1.0), setup_of(model))
+
+    def attainment(strictness: float) -> float:
+        own = make(1.0 / strictness)
+        return measure(own, model, rate, lasting.requests(rate), kind, seed)[FIGURE]
+
+    found = greatest_loads(attainment, (0.9,))[0.9]
+    return {"tightest": 1.0 / found if found else inf}
+
+
+def of_scale(model: str) -> Callable[[float], Make]:
+    """The paper's tasks, by the factor on their objectives."""
+    return partial(_mix_of, model)
+
+
+def _mix_of(model: str, scale: float) -> Make:
+    return partial(mix, model, scale)
