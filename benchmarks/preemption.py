@@ -1,9 +1,9 @@
 """What a long prefill costs a short, urgent request, by where it can be preempted.
 
-Run with ``sluice bench preemption``. One real vLLM engine on the CPU, one thread, a small model with
-random weights. A long prompt is being computed, and a short one arrives at a random moment. The
-same moments are used for every way of preemption. Stock vLLM with priorities is an engine of its
-own; requests that arrive during its step are there for the next one.
+Run with ``sluice bench preemption``. One real vLLM engine on the CPU, one thread, a small model
+with random weights. A long prompt is being computed, and a short one arrives at a random moment.
+The same moments are used for every way of preemption. Stock vLLM with priorities is an engine of
+its own; requests that arrive during its step are there for the next one.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class Row(NamedTuple):
     same: float
 
 
-@click.command()
-@click.option("--long", "long_tokens", default=2048, show_default=True, type=click.IntRange(64, 8000))
-@click.option("--short", "short_tokens", default=64, show_default=True, type=click.IntRange(2, 4000))
-@click.option("--repeats", default=10, show_default=True, type=click.IntRange(1, 1000))
-@click.option("--trials", default=0, show_default=True, type=click.IntRange(0, 100_000))
-@click.option("--layers", default=8, show_default=True, type=click.IntRange(1, 64))
-@click.option("--hidden", default=512, show_default=True, type=click.IntRange(64, 8192))
-@click.option("--seed", default=0, show_default=True)
+@click.command(context_settings={"show_default": True})
+@click.option("--long", "long_tokens", default=2048, type=click.IntRange(64, 8000))
+@click.option("--short", "short_tokens", default=64, type=click.IntRange(2, 4000))
+@click.option("--repeats", default=10, type=click.IntRange(1, 1000))
+@click.option("--trials", default=0, type=click.IntRange(0, 100_000))
+@click.option("--layers", default=8, type=click.IntRange(1, 64))
+@click.option("--hidden", default=512, type=click.IntRange(64, 8192))
+@click.option("--seed", default=0)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def preemption(
     long_tokens: int,
@@ -163,7 +163,7 @@ class _Bench:
     def overhead(self, repeats: int) -> float:
         """Time of a long prefill with the checks of all operators over that without any, minus 1;
         the median of pairs."""
-        ratios = []
+        ratios: list[float] = []
         for _ in range(max(5, repeats)):
             times = []
             for way in ("operator", "none"):
@@ -219,9 +219,7 @@ def random_trials(engine: PreemptiveEngine, trials: int, seed: int) -> dict[str,
     return {"trials": trials, "stops": stops, "same": same}
 
 
-def nested_work(
-    chance: random.Random, nested: int, shared: int = 0, output: int = 3
-) -> list[Work]:
+def nested_work(chance: random.Random, nested: int, shared: int = 0, output: int = 3) -> list[Work]:
     """A long prompt and ``nested`` others, each more urgent than the one before. The first
     ``shared`` tokens are the same in all."""
     prefix = _prompt(chance, shared)
@@ -295,5 +293,3 @@ def _show(rows: list[Row], found: dict[str, Any]) -> None:
     )
     if found["trials"]:
         console.print(f"random places: {found['trials']}")
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from replica.preemption.checks import Granularity
 from replica.preemption.config import PreemptionConfig
+from replica.preemption.words import MAX_CHECKS
 from replica.state_table import StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
 from replica.vllm_setup import survive_module_scan
@@ -60,11 +62,17 @@ class PreemptiveEngine:
         model: the model's directory.
         directory: its state table is made there.
         options: of :class:`~replica.preemption.config.PreemptionConfig`.
+        ranks: how many workers compute it; with several, each has a process of its own.
         args: vLLM's engine arguments.
     """
 
     def __init__(
-        self, model: Path, directory: Path, options: Mapping[str, Any], **args: Any
+        self,
+        model: Path,
+        directory: Path,
+        options: Mapping[str, Any],
+        ranks: int = 1,
+        **args: Any,
     ) -> None:
         os.environ.update(
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -73,7 +81,14 @@ class PreemptiveEngine:
             VLLM_NO_USAGE_STATS="1",
         )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        if ranks > 1:
+            # vLLM itself binds only one worker to each NUMA node.
+            cores = sorted(os.sched_getaffinity(0))
+            each = [str(cores[rank % len(cores)]) for rank in range(ranks)]
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(each)
         from vllm import LLM
+
+        from replica.preemption.support import executor
 
         survive_module_scan()
         path = directory / "state"
@@ -87,12 +102,13 @@ class PreemptiveEngine:
             "max_num_seqs": 16,
             "kv_cache_memory_bytes": 16 << 20,
             "block_size": 32,
+            "enforce_eager": True,
         }
         self._llm: Any = LLM(
             model=str(model),
-            enforce_eager=True,
             async_scheduling=False,
-            distributed_executor_backend="replica.preemption.executor.PreemptiveExecutor",
+            tensor_parallel_size=ranks,
+            distributed_executor_backend=executor(ranks),
             disable_log_stats=True,
             scheduler_cls="replica.vllm_scheduler.make_scheduler",
             additional_config=settings.to_additional_config(),
@@ -103,7 +119,7 @@ class PreemptiveEngine:
         self.core._handle_client_request = self._handle
         self.scheduler: Any = self.core.scheduler
         self.executor: Any = self.core.model_executor
-        self._checks: Any = self.executor._tasks.checks
+        self._checks: Any = self.executor._tasks.checks if ranks == 1 else None
         self._arrived_s: dict[str, float] = {}
         self._first_s: dict[str, float] = {}
         self.stops = 0
@@ -170,6 +186,32 @@ class PreemptiveEngine:
 
         checks.check = checked
 
+    def after_checks(self, actions: Sequence[tuple[int, Callable[[], None]]]) -> threading.Thread:
+        """The same where the checks are out of reach, in other processes: do each of ``actions``
+        soon after the running prefill has passed its number of checks since the one before.
+
+        Returns:
+            what watches it, to be joined.
+        """
+        words = self.executor.words
+        begun = self.scheduler._tasks
+
+        def watch() -> None:
+            nonlocal begun
+            for checks, action in actions:
+                limit_s = time.monotonic() + _STOP_LIMIT_S
+                while time.monotonic() < limit_s:
+                    task, passed = divmod(words.reached(), MAX_CHECKS)
+                    if task > begun and passed >= checks:
+                        begun = task
+                        break
+                    time.sleep(0)
+                self.post(action)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        return watcher
+
     def run(self) -> dict[str, Result]:
         """Until nothing is left to do, and no event waits."""
         engine = self._llm.llm_engine
@@ -185,7 +227,7 @@ class PreemptiveEngine:
                     results[item.request_id] = self._result(item)
         self._arrived_s.clear()
         self._first_s.clear()
-        vars(self._checks).pop("check", None)
+        vars(self._checks or self).pop("check", None)
         return results
 
     def _result(self, item: Any) -> Result:

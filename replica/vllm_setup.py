@@ -35,13 +35,6 @@ RESERVED_ARGUMENTS = frozenset(
 )
 """vLLM arguments that Sluice sets, or that have no meaning under it."""
 
-_PREEMPTION_ARGUMENTS: dict[str, Any] = {
-    "distributed-executor-backend": "replica.preemption.executor.PreemptiveExecutor",
-    "async-scheduling": False,
-    "enforce-eager": True,
-}
-"""vLLM arguments without which a running prefill cannot be preempted."""
-
 _MAX_REASON = 500
 """Most characters of vLLM's reason for refusing its arguments that are told."""
 
@@ -122,10 +115,11 @@ def parse_arguments(
     if reserved:
         raise ValueError(f"vllm_args may not hold {', '.join(reserved)}: Sluice sets them itself")
     if settings.preemption.granularity != "off":
-        for name, value in _PREEMPTION_ARGUMENTS.items():
+        needed = _preemption_arguments(arguments)
+        for name, value in needed.items():
             if arguments.get(name, value) != value:
                 raise ValueError(f"vllm_args: with preemption, {name} must be {value}")
-        arguments |= _PREEMPTION_ARGUMENTS
+        arguments |= needed
     if _on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
     arguments |= {
@@ -207,9 +201,23 @@ def _on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def _preemption_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """vLLM arguments without which a running prefill cannot be preempted."""
+    from replica.preemption.support import executor
+
+    return {
+        "distributed-executor-backend": executor(_ranks(given)),
+        "async-scheduling": False,
+    }
+
+
+def _ranks(given: dict[str, Any]) -> int:
+    return int(given.get("tensor-parallel-size", 1))
+
+
 def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {"enforce-eager": True, "kv-cache-memory-bytes": _CPU_KV_BYTES}
-    if int(given.get("tensor-parallel-size", 1)) == 1:
+    if _ranks(given) == 1:
         defaults["distributed-executor-backend"] = "uni"
     return defaults
 

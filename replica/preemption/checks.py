@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal
 
-from replica.preemption.words import ANY_TASK, REACHED, ControlWords, slot
+from replica.preemption.pacing import Immediate, Pacer
+from replica.preemption.words import (
+    ANY_TASK,
+    MAX_CHECKS,
+    REACHED,
+    ControlWords,
+    agreed_word,
+    mark,
+    stop_word,
+)
 
 Granularity = Literal["layer", "operator"]
 
-_IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-_LAYER = re.compile(r"(^|\.)layers\.\d+$")
+_LAYER = re.compile(r"(?:^|\.)(layers\.\d+)(\..*)?$")
+_BESIDE = "shared_expert"
+"""Experts that all tokens take may run on a stream of their own, beside the others."""
 
 
 class NoChecksError(ValueError):
@@ -21,63 +32,90 @@ class NoChecksError(ValueError):
 
 
 class Checks:
-    """Wraps the ``forward`` of operators, or of whole layers, in a check.
+    """Puts a check before each operator, or each layer, of a model.
 
     The checks cost one comparison while no preemptible task runs, and a few more while one does.
     They belong to one thread, the one that runs the model.
 
+    With several workers the first one decides where all stop: at a check so far ahead that none has
+    reached it yet. How far a worker can be ahead is bounded, as each waits for the others at every
+    reduction, and its launches ahead of its device. So nobody waits for another at a check.
+
+    Attributes:
+        pacer: keeps the checks near the device. It may be exchanged while no task is in flight and
+            no checks are installed.
+
     Args:
         words: say which task is to stop, and are told how far the running one is.
         suspend: called at a check whose task is to stop; the task goes on when it returns.
+        rank: which worker this is, from 0.
+        ranks: how many workers compute each task together.
     """
 
-    def __init__(self, words: ControlWords, suspend: Callable[[], None]) -> None:
+    def __init__(
+        self, words: ControlWords, suspend: Callable[[], None], rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.ahead = 0
+        self.pacer: Pacer = Immediate()
+        self._words = words
         self._cells = words.cells
         self._suspend = suspend
+        self._rank = rank
+        self._leads = rank == 0
+        self._ranks = ranks
         self._task = 0
-        self._slot = slot(0)
-        self._passed = 0
-        self._wrapped: list[Any] = []
+        self._here = 0
+        self._stop = stop_word(0)
+        self._agreed = agreed_word(0)
+        self._wrapped: list[tuple[Any, str]] = []
 
     def install(self, model: Any, granularity: Granularity) -> int:
         """Put a check before every operator, or layer, of ``model``; how many there are.
 
-        Operators are linear layers and attention. They are found by class, in modules named as
-        vLLM's models name their layers.
+        Operators are linear layers, attention and experts. They are found by class, in modules
+        named as vLLM's models name their layers.
 
         Raises:
-            NoChecksError: there are none.
+            NoChecksError: there are none, or several workers could not agree on one.
         """
-        pattern = _LAYER if granularity == "layer" else _IN_LAYER
-        kinds = _operators() if granularity == "operator" else (object,)
-        for name, module in model.named_modules():
-            if pattern.search(name) and isinstance(module, kinds):
-                module.forward = self._wrap(module.forward)
-                self._wrapped.append(module)
-        if not self._wrapped:
+        checks: Counter[str] = Counter()
+        reductions: Counter[str] = Counter()
+        for module, layer, methods, reduces in _places(model, granularity):
+            checks[layer] += 1
+            reductions[layer] += reduces
+            for method in methods:
+                setattr(module, method, self._wrap(getattr(module, method)))
+                self._wrapped.append((module, method))
+        if not checks:
             raise NoChecksError(
                 f"preemption by {granularity} found no place for a check in "
                 f"{type(model).__name__}: it knows models whose layers are named layers.N"
             )
-        return len(self._wrapped)
+        if self._ranks > 1:
+            self.ahead = distance(checks, reductions) + self.pacer.ahead
+        return sum(checks.values())
 
     def remove(self) -> None:
         """Take all checks out."""
-        for module in self._wrapped:
-            del module.forward
+        for module, method in self._wrapped:
+            delattr(module, method)
         self._wrapped.clear()
 
     @contextmanager
     def running(self, task: int) -> Iterator[None]:
         """Inside, the checks are those of ``task``; 0 for a task that cannot be preempted."""
-        outer = self._task, self._slot, self._passed
-        self._task, self._slot, self._passed = task, slot(task), 0
-        self._cells[REACHED] = 0
+        outer = self._task, self._here
+        self._enter(task, mark(task, 0))
         try:
             yield
         finally:
-            self._task, self._slot, self._passed = outer
-            self._cells[REACHED] = self._passed
+            self._enter(*outer)
+
+    def _enter(self, task: int, here: int) -> None:
+        self._task, self._here = task, here
+        self._stop, self._agreed = stop_word(task), agreed_word(task)
+        if self._leads:
+            self._cells[REACHED] = here
 
     @property
     def task(self) -> int:
@@ -87,30 +125,75 @@ class Checks:
     @property
     def passed(self) -> int:
         """Checks that the running task has passed."""
-        return self._passed
+        return self._here % MAX_CHECKS
 
     def check(self) -> None:
         """Stop here if the running task is to stop."""
-        self._passed += 1
+        self._here += 1
+        self.pacer.pace()
         cells = self._cells
-        cells[REACHED] = self._passed
-        stop = cells[self._slot]
-        if stop == self._task or stop == ANY_TASK:
-            cells[self._slot] = 0
+        if self._leads:
+            cells[REACHED] = self._here
+            stop = cells[self._stop]
+            if stop == self._task or stop == ANY_TASK:
+                cells[self._stop] = 0
+                if not 0 <= cells[self._agreed] - self._here <= self.ahead:  # as agreed before
+                    cells[self._agreed] = self._here + self.ahead
+        if cells[self._agreed] == self._here:
+            self._words.note_stop(self._rank, self._here)
             self._suspend()
 
-    def _wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
+    def _wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
         def checked(*args: Any, **kwargs: Any) -> Any:
             if self._task:
                 self.check()
-            return forward(*args, **kwargs)
+            return method(*args, **kwargs)
 
         return checked
 
 
-def _operators() -> tuple[type, ...]:
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.model_executor.layers.linear import LinearBase
+def distance(checks: Counter[str], reductions: Counter[str]) -> int:
+    """How many checks ahead no worker can be, wherever in a layer its reductions are.
 
-    return (LinearBase, AttentionLayerBase)
+    A worker can pass the checks up to the next reduction, and no more. In a layer of ``n`` checks
+    with ``r`` reductions at most ``n - r`` checks without one come together.
+
+    Raises:
+        NoChecksError: a layer without a reduction.
+    """
+    without = [layer for layer in checks if not reductions[layer]]
+    if without:
+        raise NoChecksError(
+            f"{without[0]} has no reduction among its operators, so workers cannot agree where to "
+            "stop: preemption with tensor parallelism needs one in every layer"
+        )
+    return max(checks[layer] - reductions[layer] + 1 for layer in checks)
+
+
+_Place = tuple[Any, str, tuple[str, ...], bool]
+"""A module, its layer, the methods that compute it, and whether workers wait for each other."""
+
+
+def _places(model: Any, granularity: Granularity) -> Iterator[_Place]:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+
+    module: Any
+    for name, module in model.named_modules():
+        found = _LAYER.search(name)
+        if found is None:
+            continue
+        layer, inside = found.groups()
+        if granularity == "layer":
+            if inside is None:
+                # Attention is reduced in every layer.
+                yield module, layer, ("forward",), True
+        elif inside is None or _BESIDE in inside:
+            continue
+        elif isinstance(module, RoutedExperts):
+            yield module, layer, ("forward_modular", "forward_monolithic"), True
+        elif isinstance(module, LinearBase | AttentionLayerBase):
+            reduces = isinstance(module, RowParallelLinear) and module.reduce_results
+            yield module, layer, ("forward",), reduces

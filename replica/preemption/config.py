@@ -49,6 +49,14 @@ class PreemptionConfig(BaseModel):
         le=1_048_576,
         description="Tasks of fewer tokens are not suspended: they are over soon.",
     )
+    launch_ahead: int = Field(
+        default=2,
+        ge=0,
+        le=16,
+        description="On a GPU, most checks by which launches run ahead of the device: a prefill "
+        "stops so many operators, or layers, later, but the device has work while the next ones "
+        "are launched. 0: wait for the device at every check.",
+    )
     decode_gap_s: float = Field(
         default=0.05,
         gt=0,

@@ -28,6 +28,7 @@ from vllm.v1.engine.core import EngineCore
 from replica.preemption.messages import Answer, Died, Discard, Done, Failed, Resume, Run
 from replica.preemption.scheduler import PreemptiveScheduler, Task
 from replica.preemption.stats import Stats
+from replica.preemption.words import MAX_CHECKS
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class EngineLoop:
             outputs = self._scheduler.completed(task, answer.output, answer.timing)
             self.stats.stopped(task.signalled_s, answer.timing.stopped_s)
             self.stats.suspended_s += answer.timing.suspended_s
-            if task.preemptible:
+            if task.checked:
                 self.stats.latest_busy_s = answer.timing.busy_s
             attach = getattr(self._core, "_attach_weight_version", None)
             if attach is not None:
@@ -120,11 +121,11 @@ class EngineLoop:
         if not isinstance(answer, Failed):
             self.stats.discards += 1
             return {}
-        if not task.preemptible or isinstance(answer.error, _DEVICE_ERRORS):
+        if not task.checked or isinstance(answer.error, _DEVICE_ERRORS):
             # The state of vLLM's own runner, or of the device, is not known any more.
             raise RuntimeError("a batch failed") from answer.error
         self.stats.failures += 1
-        logger.error("a preemptible prefill failed", exc_info=answer.error)
+        logger.error("a prefill failed", exc_info=answer.error)
         return _errors(ended)
 
     def _request(self, kind: Any, payload: Any) -> None:
@@ -181,7 +182,7 @@ class EngineLoop:
         ending = self._scheduler.ending
         if top.discarded:
             return True
-        if not top.preemptible or not all(each in ending for each in top.request_ids):
+        if not top.checked or not all(each in ending for each in top.request_ids):
             return False
         top.discarded = True
         self._executor.tell(Discard(top.number))
@@ -192,9 +193,7 @@ class EngineLoop:
     def _start(self, task: Task, top: Task | None) -> None:
         # Of the buffer that the next batch's masks are written to.
         grammar = copy.deepcopy(self._scheduler.get_grammar_bitmask(task.batch))
-        nests = len(self._stack) < self._depth
-        task.preemptible = task.preemptible and nests
-        self._executor.tell(Run(task.number, task.batch, grammar, task.preemptible))
+        self._executor.tell(Run(task.number, task.batch, grammar, task.checked))
         if top is not None and not top.suspended:
             top.suspended = True
             top.signalled_s.append(time.monotonic())
@@ -207,7 +206,9 @@ class EngineLoop:
         """Predicted time until ``top`` ends, by the share of its checks that it has passed."""
         if top is None:
             return 0.0
-        passed = self._executor.words.reached()
+        task, passed = divmod(self._executor.words.reached(), MAX_CHECKS)
+        if task != top.number:
+            return top.predicted_s  # it has not begun
         return top.predicted_s * max(0.0, 1.0 - passed / self._executor.checks)
 
 

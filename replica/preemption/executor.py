@@ -1,4 +1,4 @@
-"""vLLM's executor with its worker on a thread of its own, which can take tasks while it computes."""
+"""vLLM's executor with its worker on a thread of its own, which takes tasks while it computes."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc, no-any-return"
@@ -23,6 +23,7 @@ from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
 from replica.vllm_args import SchedulerSettings
 from replica.vllm_scheduler import pin_thread
+from replica.vllm_setup import survive_module_scan
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,12 @@ class PreemptiveExecutor(UniProcExecutor):
     """
 
     def _init_executor(self) -> None:
+        # This module has loaded compiled policies before the worker's modules are scanned.
+        survive_module_scan()
         self.words = ControlWords.create()
         self.answers: deque[Answer] = deque()
         self.checks = 0
-        self._wake: Callable[[], None] = _nothing
+        self._wake: Callable[[], None] = nothing
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks = TaskRunner(self.words, self._commands.get, self._answered)
         # A daemon, so that a process whose engine failed can end.
@@ -57,9 +60,9 @@ class PreemptiveExecutor(UniProcExecutor):
             return super().collective_rpc(*args, **kwargs)
         return self._on_thread(partial(super().collective_rpc, *args, **kwargs))
 
-    def initialize_from_config(self, kv_cache_configs: Any) -> Any:
-        """Give the worker its KV cache; then it is complete."""
-        result = super().initialize_from_config(kv_cache_configs)
+    def compile_or_warm_up_model(self) -> None:
+        """Complete the worker, and make it ready for tasks."""
+        super().compile_or_warm_up_model()
         settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
         options = settings.preemption
         if settings.cpu_core is not None:
@@ -67,7 +70,6 @@ class PreemptiveExecutor(UniProcExecutor):
             self._on_thread(partial(pin_thread, settings.cpu_core))
         if options.granularity != "off":
             self._on_thread(partial(self._attach, options))
-        return result
 
     def tell(self, command: Command) -> None:
         """Send a command to the worker."""
@@ -88,7 +90,7 @@ class PreemptiveExecutor(UniProcExecutor):
 
     def _attach(self, options: PreemptionConfig) -> None:
         worker = self.driver_worker.worker
-        model = worker.model_runner.model
+        model = worker.model_runner.get_model()
         assert options.granularity != "off"
         self.checks = self._tasks.checks.install(model, options.granularity)
         self._tasks.attach(worker, Lanes(worker, options.depth))
@@ -110,5 +112,5 @@ class PreemptiveExecutor(UniProcExecutor):
         return result.result()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Nobody waits for an answer yet."""

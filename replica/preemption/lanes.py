@@ -7,6 +7,7 @@ KV cache and the requests, so a request can be computed in one lane now and in a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 SHARED_NAMES = ("model", "kv_caches", "requests", "num_prompt_logprobs", "encoder_cache")
@@ -14,16 +15,16 @@ SHARED_NAMES = ("model", "kv_caches", "requests", "num_prompt_logprobs", "encode
 
 
 class Lanes:
-    """vLLM's own runner for work that is never suspended, and private ones for what may be.
+    """vLLM's own runner for work without checks, and private ones for tasks with them.
 
     Args:
         worker: vLLM's worker, complete with its KV cache.
-        depth: how many private lanes there are.
+        depth: how many tasks can be suspended. One more computes.
     """
 
     def __init__(self, worker: Any, depth: int) -> None:
         self.stock: Any = worker.model_runner
-        self.private = [_private_lane(worker) for _ in range(depth)]
+        self.private = [_private_lane(worker) for _ in range(depth + 1)]
 
     def enter(self, lane: Any, batch: Any) -> None:
         """Before ``lane`` computes ``batch``: no other lane keeps an old state of its requests.
@@ -65,4 +66,18 @@ def _private_lane(worker: Any) -> Any:
         lane.initialize_kv_cache(stock.kv_cache_config)
         del lane.initialize_kv_cache_tensors
         lane.kv_caches = stock.kv_caches
+    # Nor are its batches replayed from graphs.
+    lane.cudagraph_dispatcher.keys_initialized = False
+    lane._model_forward = _without_compiled_code(lane._model_forward)
     return lane
+
+
+def _without_compiled_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """There are no checks in compiled code."""
+    from vllm.forward_context import get_forward_context
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        get_forward_context().skip_compiled = True
+        return forward(*args, **kwargs)
+
+    return eager

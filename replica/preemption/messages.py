@@ -18,13 +18,13 @@ class Run(NamedTuple):
         task: its number.
         batch: vLLM's ``SchedulerOutput``.
         grammar: vLLM's ``GrammarOutput``, if there is one.
-        preemptible: it has checks.
+        checked: it has checks, and a lane of its own.
     """
 
     task: int
     batch: Any
     grammar: Any
-    preemptible: bool
+    checked: bool
 
 
 class Resume(NamedTuple):

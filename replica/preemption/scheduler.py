@@ -1,7 +1,7 @@
 """Builds the batch of one task with vLLM's own scheduler, while other tasks are in flight."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
-# mypy: disable-error-code="misc, no-any-return"
+# mypy: disable-error-code="misc, has-type, no-any-return"
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Task:
         number: names it to the worker; never used again.
         batch: vLLM's ``SchedulerOutput``.
         request_ids: whose tokens it computes.
-        preemptible: it can be suspended.
+        checked: it has checks, so it can be given up. That depends on its requests alone, as
+            compiled code, which has none, may have other roundings.
+        preemptible: it may be suspended for others.
         due_s: its deadline, monotonic seconds.
         predicted_s: its time, running alone.
         signalled_s: when it was told to stop, each time.
@@ -44,6 +46,7 @@ class Task:
     number: int
     batch: Any
     request_ids: tuple[str, ...]
+    checked: bool
     preemptible: bool
     due_s: float
     predicted_s: float
@@ -57,11 +60,12 @@ class _Chosen:
     """What the next task computes."""
 
     plan: BatchPlan
+    checked: bool
     preemptible: bool
     due_s: float
 
 
-_NOTHING = _Chosen(BatchPlan.empty(), False, inf)
+_NOTHING = _Chosen(BatchPlan.empty(), False, False, inf)
 
 
 class PreemptiveScheduler(SloScheduler):
@@ -134,7 +138,13 @@ class PreemptiveScheduler(SloScheduler):
         ids = tuple(batch.num_scheduled_tokens)
         self.in_flight.update(dict.fromkeys(ids, self._tasks))
         return Task(
-            self._tasks, batch, ids, chosen.preemptible, chosen.due_s, chosen.plan.predicted_s
+            self._tasks,
+            batch,
+            ids,
+            chosen.checked,
+            chosen.preemptible,
+            chosen.due_s,
+            chosen.plan.predicted_s,
         )
 
     def decode_due_s(self) -> float | None:
@@ -195,7 +205,7 @@ class PreemptiveScheduler(SloScheduler):
             most = min(self.options.most, self.max_num_running_reqs)
             rows = decodes[:most]
             plan = self._plan_of(queue, rows.tolist(), [1] * len(rows))
-            return _Chosen(plan, False, now_s)
+            return _Chosen(plan, False, False, now_s)
         due_s = deadlines_s(queue.table, ENVELOPE)
         prefills = [
             Prefill(
@@ -220,12 +230,10 @@ class PreemptiveScheduler(SloScheduler):
             return None
         tokens = [tokens for _, tokens in batch.members]
         plan = self._plan_of(queue, [row_of[name] for name, _ in batch.members], tokens)
-        preemptible = (
-            batch.feasible
-            and sum(tokens) >= self.settings.least_tokens
-            and not any(self._wants_prompt_logprobs(name) for name, _ in batch.members)
+        checked = sum(tokens) >= self.settings.least_tokens and not any(
+            self._wants_prompt_logprobs(name) for name, _ in batch.members
         )
-        return _Chosen(plan, preemptible, batch.due_s)
+        return _Chosen(plan, checked, checked and batch.feasible, batch.due_s)
 
     def _decode_first(
         self, views: list[RequestView], decodes: Any, top: Task | None, waiting: int, now_s: float
@@ -243,9 +251,7 @@ class PreemptiveScheduler(SloScheduler):
     def _plan_of(self, queue: QueueView, rows: list[int], tokens: list[int]) -> BatchPlan:
         computed = [queue.requests[row].computed_tokens for row in rows]
         predicted_s = self._together_s(zip(tokens, computed, strict=True))
-        return BatchPlan(
-            queue, np.array(rows, np.int64), np.array(tokens, np.int64), predicted_s
-        )
+        return BatchPlan(queue, np.array(rows, np.int64), np.array(tokens, np.int64), predicted_s)
 
     def _views(self) -> list[RequestView]:
         """As vLLM's scheduler may see them: without those in flight."""

@@ -4,9 +4,11 @@ which a forward pass can be left and entered again."""
 from __future__ import annotations
 
 import re
+from inspect import unwrap
 from typing import Any
 
 import vllm
+from vllm.config import CompilationMode
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -15,6 +17,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from replica.preemption.lanes import SHARED_NAMES
+from replica.preemption.words import MAX_RANKS
 from replica.vllm_args import SchedulerSettings
 from replica.vllm_support import UnsupportedVllmError
 
@@ -26,7 +29,10 @@ _NAMES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Scheduler, ("finish_requests", "get_grammar_bitmask", "update_from_output")),
     (KVCacheManager, ("allocate_slots", "cache_blocks")),
     (Worker, ("execute_model", "sample_tokens")),
-    (GPUModelRunner, ("initialize_kv_cache", "initialize_kv_cache_tensors")),
+    (
+        GPUModelRunner,
+        ("get_model", "initialize_kv_cache", "initialize_kv_cache_tensors", "_model_forward"),
+    ),
     (InputBatch, ("condense", "refresh_metadata", "remove_request")),
 )
 _RUNNER_NAMES = ("execute_model_state", "input_batch", *SHARED_NAMES)
@@ -36,6 +42,13 @@ def preempts(vllm_config: Any) -> bool:
     """Whether ``vllm_config`` asks for preemption."""
     settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
     return settings.preemption.granularity != "off"
+
+
+def executor(ranks: int) -> str:
+    """vLLM's name of the executor for so many workers."""
+    if ranks == 1:
+        return "replica.preemption.executor.PreemptiveExecutor"
+    return "replica.preemption.group_executor.PreemptiveGroupExecutor"
 
 
 def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
@@ -57,8 +70,7 @@ def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
         for name in names
         if not hasattr(kind, name)
     ]
-    made = set(GPUModelRunner.__init__.__code__.co_names)
-    known = made | set(GPUModelRunner.load_model.__code__.co_names)
+    known = _names_in(GPUModelRunner.__init__) | _names_in(GPUModelRunner.load_model)
     missing += [f"GPUModelRunner().{name}" for name in _RUNNER_NAMES if name not in known]
     if missing:
         raise UnsupportedVllmError(f"vLLM {version} lacks {', '.join(missing)}")
@@ -67,17 +79,30 @@ def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
             raise UnsupportedVllmError(f"prefills cannot be preempted here: {rule}")
 
 
-def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
-    from replica.preemption.executor import PreemptiveExecutor
+def _names_in(method: Any) -> set[str]:
+    """Attributes that a method uses, whatever decorates it."""
+    return set(unwrap(method).__code__.co_names)
 
+
+def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
     backend = parallel.distributed_executor_backend
-    name = f"{PreemptiveExecutor.__module__}.{PreemptiveExecutor.__qualname__}"
+    if isinstance(backend, type):
+        backend = f"{backend.__module__}.{backend.__qualname__}"
     return (
-        (parallel.world_size == 1, "tensor and pipeline parallelism must be 1"),
+        (parallel.world_size == ranks, "the only parallelism may be that of tensors"),
+        (ranks <= MAX_RANKS, f"tensor-parallel-size must be at most {MAX_RANKS}"),
+        (parallel.nnodes == 1, "all workers must be on one node"),
+        (parallel.decode_context_parallel_size == 1, "decode-context-parallel-size must be 1"),
+        (not parallel.enable_expert_parallel, "expert parallelism must be off"),
+        (not parallel.enable_dbo, "dual batch overlap must be off"),
         (not vllm_config.scheduler_config.async_scheduling, "async scheduling must be off"),
-        (bool(model.enforce_eager), "enforce-eager must be on"),
-        (not model.is_moe, "models with experts are not supported"),
+        (
+            # Its model is compiled as a whole, with no way around.
+            vllm_config.compilation_config.mode != CompilationMode.STOCK_TORCH_COMPILE,
+            "the compilation mode must not be STOCK_TORCH_COMPILE",
+        ),
         (not model.is_multimodal_model, "multimodal models are not supported"),
         (not model.is_hybrid, "models with state-space layers are not supported"),
         (not model.is_attention_free, "models without attention are not supported"),
@@ -85,6 +110,6 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
         (vllm_config.lora_config is None, "LoRA must be off"),
         (vllm_config.kv_transfer_config is None, "KV connectors must be off"),
         (vllm_config.ec_transfer_config is None, "encoder connectors must be off"),
-        (backend in (name, PreemptiveExecutor), f"distributed-executor-backend must be {name}"),
+        (backend == executor(ranks), f"distributed-executor-backend must be {executor(ranks)}"),
         (not getattr(vllm_config, "use_v2_model_runner", False), "VLLM_USE_V2_MODEL_RUNNER is set"),
     )

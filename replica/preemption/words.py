@@ -1,4 +1,4 @@
-"""Words that the engine and its workers share, so that a check costs one comparison."""
+"""Words that the engine and its workers share, so that a check costs a few comparisons."""
 
 from __future__ import annotations
 
@@ -8,22 +8,40 @@ from pathlib import Path
 from typing import Final
 
 REACHED: Final = 0
-"""Checks that the running task has passed: its progress."""
+"""The check that the first worker has reached, as a mark."""
 
 ANY_TASK: Final = -1
 
+MAX_RANKS: Final = 16
+"""Most workers that share one engine's words."""
+
+MAX_CHECKS: Final = 1 << 20
+"""Most checks of one task."""
+
 _SLOTS = 128
-_FIRST_SLOT = 1
-_BYTES = 8 * (_FIRST_SLOT + _SLOTS)
+_STOPPED = 1
+_STOP = _STOPPED + MAX_RANKS
+_AGREED = _STOP + _SLOTS
+_BYTES = 8 * (_AGREED + _SLOTS)
 
 
-def slot(task: int) -> int:
+def stop_word(task: int) -> int:
     """The word that holds ``task`` while it has to stop.
 
     Each task has its own, so that a second one can be told before the first one has seen it. Of
     tasks that have not seen theirs, two would have to be so many numbers apart to share one.
     """
-    return _FIRST_SLOT + task % _SLOTS
+    return _STOP + task % _SLOTS
+
+
+def agreed_word(task: int) -> int:
+    """The word that holds the check at which all workers stop ``task``, as a mark."""
+    return _AGREED + task % _SLOTS
+
+
+def mark(task: int, checks: int) -> int:
+    """``task`` and a number of checks in one word, so that both are read at once."""
+    return task * MAX_CHECKS + checks
 
 
 class ControlWords:
@@ -74,18 +92,27 @@ class ControlWords:
             os.close(descriptor)
 
     def stop(self, task: int) -> None:
-        """Have ``task`` stop at its next check."""
-        self.cells[slot(task)] = task
+        """Have ``task`` stop at its next check, or the next one that its workers agree on."""
+        self.cells[stop_word(task)] = task
 
     def stop_any(self) -> None:
         """Have whatever task runs stop at its next check."""
-        for place in range(_FIRST_SLOT, _FIRST_SLOT + _SLOTS):
+        for place in range(_STOP, _STOP + _SLOTS):
             self.cells[place] = ANY_TASK
 
     def stops(self, task: int) -> bool:
         """Whether ``task`` has to stop, and has not seen it yet."""
-        return self.cells[slot(task)] == task
+        return self.cells[stop_word(task)] == task
 
     def reached(self) -> int:
-        """Checks that the running task has passed."""
+        """The task that computes now and the checks that it has passed, as a mark; 0 for one
+        without checks."""
         return self.cells[REACHED]
+
+    def note_stop(self, rank: int, at: int) -> None:
+        """Worker ``rank`` stops at the mark ``at``."""
+        self.cells[_STOPPED + rank] = at
+
+    def stopped(self, ranks: int) -> tuple[int, ...]:
+        """Where each of so many workers stopped last, as marks."""
+        return tuple(self.cells[_STOPPED : _STOPPED + ranks])

@@ -21,6 +21,7 @@ from replica.preemption.messages import (
     Run,
     Timing,
 )
+from replica.preemption.pacing import Immediate
 from replica.preemption.words import ControlWords
 
 
@@ -30,12 +31,27 @@ class _GivenUpError(BaseException):
 
 @dataclass(slots=True)
 class _Running:
-    """A task on the worker's stack."""
+    """A task on the worker's stack.
+
+    Attributes:
+        stops: of each time that it was suspended, what tells when the device came to it, and when
+            it went on.
+    """
 
     task: int
     started_s: float
-    suspended_s: float = 0.0
-    stopped_s: list[float] = field(default_factory=list)
+    stops: list[tuple[Callable[[], float], float]] = field(default_factory=list)
+
+    def timing(self, ended_s: float, checks: int) -> Timing:
+        """When it ran."""
+        stops = [(stopped_s(), resumed_s) for stopped_s, resumed_s in self.stops]
+        return Timing(
+            self.started_s,
+            ended_s,
+            sum(max(0.0, resumed_s - stopped_s) for stopped_s, resumed_s in stops),
+            tuple(stopped_s for stopped_s, _ in stops),
+            checks,
+        )
 
 
 class TaskRunner:
@@ -46,6 +62,8 @@ class TaskRunner:
         receive: waits for the next command.
         answer: sends an answer.
         clock: monotonic seconds.
+        rank: which worker this is, from 0.
+        ranks: how many workers compute each task together. All get the same commands.
     """
 
     def __init__(
@@ -54,8 +72,9 @@ class TaskRunner:
         receive: Callable[[], Command],
         answer: Callable[[Answer], None],
         clock: Callable[[], float] = time.monotonic,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
-        self._words = words
         self._receive = receive
         self._answer = answer
         self._clock = clock
@@ -63,7 +82,8 @@ class TaskRunner:
         self._lanes: Any = None
         self._stack: list[_Running] = []
         self._exiting = False
-        self.checks = Checks(words, self._suspended)
+        self.checks = Checks(words, self._suspended, rank, ranks)
+        self.checks.pacer = Immediate(clock)
 
     def attach(self, worker: Any, lanes: Any) -> None:
         """Take vLLM's worker, complete with its KV cache, and its
@@ -73,6 +93,7 @@ class TaskRunner:
 
     def serve(self) -> None:
         """Carry out commands until :class:`Exit`."""
+        self._exiting = False
         self._serve(None)
 
     def _serve(self, suspended: int | None) -> None:
@@ -99,26 +120,21 @@ class TaskRunner:
 
     def _run(self, run: Run) -> None:
         lanes = self._lanes
-        lane = lanes.private[len(self._stack)] if run.preemptible else lanes.stock
+        lane = lanes.private[len(self._stack)] if run.checked else lanes.stock
+        if run.checked and not self._stack:
+            self.checks.pacer.start()
         running = _Running(run.task, self._clock())
         self._stack.append(running)
         answer: Answer
         try:
-            with self.checks.running(run.task if run.preemptible else 0):
+            with self.checks.running(run.task if run.checked else 0):
                 lanes.enter(lane, run.batch)
                 try:
                     output = self._compute(lane, run)
                 finally:
                     checks = self.checks.passed
                     lanes.leave(lane)
-            timing = Timing(
-                running.started_s,
-                self._clock(),
-                running.suspended_s,
-                tuple(running.stopped_s),
-                checks,
-            )
-            answer = Done(run.task, output, timing)
+            answer = Done(run.task, output, running.timing(self._clock(), checks))
         except _GivenUpError:
             answer = Discarded(run.task)
         except Exception as error:
@@ -141,12 +157,9 @@ class TaskRunner:
     def _suspended(self) -> None:
         """Called at the check at which the running task stops."""
         running = self._stack[-1]
-        stopped_s = self._clock()
-        running.stopped_s.append(stopped_s)
-        try:
-            self._serve(running.task)
-        finally:
-            running.suspended_s += self._clock() - stopped_s
+        stopped_s = self.checks.pacer.stop()
+        self._serve(running.task)
+        running.stops.append((stopped_s, self._clock()))
 
 
 def _call(call: Call, suspended: int | None) -> None:

@@ -152,13 +152,13 @@ def test_a_tight_deadline_passes_long_prefills(run):
 
 
 def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
-    from replica.vllm_scheduler import _pin
+    from replica.vllm_scheduler import pin_thread
 
     allowed = os.sched_getaffinity(0)
     core = max(allowed)
 
     def pin(wanted):
-        _pin(wanted)
+        pin_thread(wanted)
         return os.sched_getaffinity(0)
 
     with ThreadPoolExecutor(1) as pool:

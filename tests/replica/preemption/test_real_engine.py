@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.preemption import matches, nested_work, random_trials
+from benchmarks.preemption import nested_work, random_trials
 from benchmarks.preemption_engine import PreemptiveEngine, Work
 from replica.local_model import local_model
 
@@ -76,7 +76,9 @@ class TestPrefixCache:
 
     def test_would_be_wrong_otherwise(self, engine, monkeypatch):
         manager = engine.scheduler.kv_cache_manager
-        monkeypatch.setattr(manager, "allocate_slots", type(manager).allocate_slots.__get__(manager))
+        monkeypatch.setattr(
+            manager, "allocate_slots", type(manager).allocate_slots.__get__(manager)
+        )
         result, expected = self.run(engine)
         assert result.logprobs[0] != expected.logprobs[0]
 
@@ -129,9 +131,7 @@ def test_a_nested_prefill_that_fails_takes_nobody_with_it(engine):
     expected = {work.name: engine.alone(work) for work in made}
     engine.reset()
     middle = checks // 2
-    engine.at_checks(
-        {middle: lambda: engine.add(made[1]), 2 * middle: lambda: engine.add(made[2])}
-    )
+    engine.at_checks({middle: lambda: engine.add(made[1]), 2 * middle: lambda: engine.add(made[2])})
     stock = engine._checks.check
     seen = []
 

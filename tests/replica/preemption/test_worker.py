@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from replica.preemption.checks import Checks
 from replica.preemption.messages import Discard, Discarded, Done, Exit, Failed, Resume, Run
-from replica.preemption.words import ControlWords
+from replica.preemption.words import ControlWords, mark
 from replica.preemption.worker import TaskRunner
 
 
@@ -186,7 +186,7 @@ def test_two_tasks_can_be_told_before_either_has_seen_it():
         with checks.running(task):
             for _ in range(3):
                 checks.check()
-            assert words.reached() == 3
+            assert words.reached() == mark(task, 3)
     assert stopped == [2, 1]
 
 

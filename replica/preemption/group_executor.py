@@ -1,0 +1,156 @@
+"""vLLM's executor of several workers, each in a process of its own, which can take tasks while they
+compute one together."""
+
+# vLLM's classes are untyped here, so their subclasses are, too.
+# mypy: disable-error-code="misc, no-any-return"
+
+from __future__ import annotations
+
+import logging
+import pickle
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from replica.preemption.config import PreemptionConfig
+from replica.preemption.executor import nothing
+from replica.preemption.lanes import Lanes
+from replica.preemption.messages import Answer, Command, Died, Exit, Failed
+from replica.preemption.pacing import pacer_for
+from replica.preemption.words import ControlWords
+from replica.preemption.worker import TaskRunner
+from replica.vllm_args import SchedulerSettings
+
+logger = logging.getLogger(__name__)
+
+
+class PreemptiveGroupExecutor(MultiprocExecutor):
+    """Several workers, for tensor parallelism.
+
+    While tasks are in flight each worker is inside one call of vLLM's, :func:`_serve`, and gets its
+    commands over a connection of its own. Before anything else is asked of the workers that call
+    ends.
+
+    Attributes:
+        answers: what the workers answered, in order. It is read by the engine's thread only.
+        words: the control words.
+        checks: how many checks the model has.
+    """
+
+    def _init_executor(self) -> None:
+        self.answers: deque[Answer] = deque()
+        self.checks = 0
+        self._wake: Callable[[], None] = nothing
+        self._serving: Future[Any] | None = None
+        self._connections: list[Connection] = []
+        super()._init_executor()
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of all workers, when no task is in flight."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            self._send(Exit())
+            serving.result()
+        return super().collective_rpc(*args, **kwargs)
+
+    def compile_or_warm_up_model(self) -> None:
+        """Complete the workers, and make them ready for tasks."""
+        super().compile_or_warm_up_model()
+        settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
+        options = settings.preemption
+        with tempfile.TemporaryDirectory(prefix="sluice-tasks-", dir="/dev/shm") as name:
+            path, address = Path(name) / "words", str(Path(name) / "workers")
+            self.words = ControlWords.create(path)
+            with Listener(address, "AF_UNIX", backlog=self.world_size) as listener:
+                attached = self.collective_rpc(
+                    _attach,
+                    args=(path, address, options, self.world_size),
+                    non_block=True,
+                )
+                self._connections = [listener.accept() for _ in range(self.world_size)]
+                self.checks = attached.result()[0]
+        logger.info("a prefill can stop at %d places", self.checks)
+        threading.Thread(target=self._take_answers, name="answers", daemon=True).start()
+
+    def tell(self, command: Command) -> None:
+        """Send a command to all workers."""
+        if self._serving is None:
+            self._serving = super().collective_rpc(_serve, non_block=True)
+        self._send(command)
+
+    def on_answer(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, on another thread, after each answer."""
+        self._wake = wake
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.close()
+        super().shutdown()
+
+    def _send(self, command: Command) -> None:
+        data = pickle.dumps(command)
+        for connection in self._connections:
+            connection.send_bytes(data)
+
+    def _take_answers(self) -> None:
+        """Of the first worker; the others answer only where they fail."""
+        try:
+            while connections := self._connections:
+                for ready in wait(connections):
+                    assert isinstance(ready, Connection)
+                    answer: Answer = pickle.loads(ready.recv_bytes())
+                    # The workers may have come apart: one failed, others wait for it.
+                    self._answered(Died(answer.error) if isinstance(answer, Failed) else answer)
+        except (EOFError, OSError) as error:
+            self._answered(Died(error))
+
+    def _answered(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        self._wake()
+
+
+# What runs in the workers.
+
+
+def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, ranks: int) -> int:
+    """Make a worker ready for tasks; how many checks its model has."""
+    connection = Client(address, "AF_UNIX")
+    worker = wrapper.worker
+    rank = worker.rank
+
+    def receive() -> Command:
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return Exit()  # the engine has gone
+
+    def answer(given: Answer) -> None:
+        if isinstance(given, Failed):
+            logger.error("a task failed", exc_info=given.error)
+            # Not every error can be sent.
+            given = Failed(given.task, RuntimeError(f"worker {rank}: {given.error!r}"))
+        elif rank != 0:
+            return
+        connection.send_bytes(pickle.dumps(given))
+
+    runner = TaskRunner(ControlWords.open(words), receive, answer, rank=rank, ranks=ranks)
+    assert options.granularity != "off"
+    runner.checks.pacer = pacer_for(worker.device, options.launch_ahead)
+    checks = runner.checks.install(worker.model_runner.get_model(), options.granularity)
+    runner.attach(worker, Lanes(worker, options.depth))
+    worker.sluice_tasks = runner
+    return checks
+
+
+def _serve(wrapper: Any) -> None:
+    """Carry out tasks until :class:`~replica.preemption.messages.Exit`."""
+    wrapper.worker.sluice_tasks.serve()

@@ -1,0 +1,132 @@
+"""How far launches run ahead of the device, so that a check tells where the device is.
+
+On a GPU an operator is launched and computes later. Launching is the faster part, so after a few
+milliseconds a whole forward pass may be queued. A check that only looks at the launches would stop
+a prefill whose operators are all on their way, and what is urgent would come after them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Pacer(Protocol):
+    """What a check asks of the device.
+
+    Attributes:
+        ahead: most checks by which launches are ahead of the device.
+    """
+
+    ahead: int
+
+    def start(self) -> None:
+        """A task begins, and nothing is queued before it."""
+
+    def pace(self) -> None:
+        """At a check: wait until the device is near enough."""
+
+    def stop(self) -> Callable[[], float]:
+        """At a stop: what tells later when the device had computed all that came before, in
+        seconds on the host's clock."""
+
+
+class Immediate:
+    """A device that has computed an operator when its call returns: a CPU.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    ahead = 0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+
+    def start(self) -> None:
+        """Nothing to do."""
+
+    def pace(self) -> None:
+        """Nothing to wait for."""
+
+    def stop(self) -> Callable[[], float]:
+        """The present time."""
+        now_s = self._clock()
+        return lambda: now_s
+
+
+class Paced:
+    """A device with a queue, which events mark.
+
+    Each check records an event and waits for the one that was recorded ``ahead`` checks before.
+    Then at most the operators between these two are queued: enough that the device has work while
+    the next ones are launched, few enough that a stop comes soon. To wait for the device at every
+    check is ``ahead`` 0; then it idles at each one until the next launch.
+
+    A ring of events is enough, as they are recorded in turn. Nested tasks go on with it: what the
+    suspended one has queued is still in front of them.
+
+    When the device came to a stop is read from an event's distance to another whose time on the
+    host is known: that of the task at the bottom of the stack, at whose start nothing is queued.
+
+    Args:
+        ahead: most checks by which launches are ahead.
+        event: makes an event that keeps its time, such as ``torch.cuda.Event``.
+        clock: monotonic seconds.
+
+    Raises:
+        ValueError: ``ahead`` is negative.
+    """
+
+    def __init__(
+        self, ahead: int, event: Callable[[], Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if ahead < 0:
+            raise ValueError(f"launches cannot be {ahead} checks ahead of the device")
+        self.ahead = ahead
+        self._event = event
+        self._clock = clock
+        self._ring = [event() for _ in range(ahead + 1)]
+        self._recorded = 0
+        self._start = event()
+        self._start_s = 0.0
+
+    def start(self) -> None:
+        """Learn what the host's clock shows while the device is idle."""
+        self._start.record()
+        self._start.synchronize()
+        self._start_s = self._clock()
+
+    def pace(self) -> None:
+        """Wait until the device has come to the check that was ``ahead`` before this one."""
+        ring, here = self._ring, self._recorded
+        ring[here % len(ring)].record()
+        self._recorded = here + 1
+        if here >= self.ahead:
+            ring[(here + 1) % len(ring)].synchronize()  # the oldest
+
+    def stop(self) -> Callable[[], float]:
+        """What tells when the device has come to this stop; it waits for that."""
+        start, start_s, stopped = self._start, self._start_s, self._event()
+        stopped.record()
+
+        def stopped_s() -> float:
+            stopped.synchronize()
+            return start_s + float(start.elapsed_time(stopped)) / 1e3
+
+        return stopped_s
+
+
+def pacer_for(device: Any, ahead: int) -> Pacer:
+    """The pacer of a ``torch.device``.
+
+    Args:
+        device: where the model is.
+        ahead: most checks by which launches may be ahead of a GPU.
+    """
+    if device.type == "cpu":
+        return Immediate()
+    from torch.cuda import Event
+
+    return Paced(ahead, lambda: Event(enable_timing=True))
