@@ -189,7 +189,7 @@ def submit(server: JsonServer, application: Mapping[str, Any], config: SluiceCon
             deployed.
     """
     serve = _serve_of(server)
-    body = {
+    body: dict[str, Any] = {
         "proxy_location": "EveryNode",
         "http_options": {"host": config.router.host, "port": config.router.port},
         "applications": [*_others(serve, application["name"]), application],

@@ -228,11 +228,6 @@ class ReplicaConfig(BaseModel):
         return self.count if self.autoscaling is None else self.autoscaling.first
 
     @property
-    def least(self) -> int:
-        """Fewest replicas that there should be."""
-        return self.count if self.autoscaling is None else self.autoscaling.min_replicas
-
-    @property
     def most(self) -> int:
         """Most replicas that there may be."""
         return self.count if self.autoscaling is None else self.autoscaling.max_replicas

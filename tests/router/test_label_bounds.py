@@ -137,7 +137,7 @@ async def test_replicas_that_come_and_go_leave_no_series_behind() -> None:
         """A replica's life; how many series the page has after it."""
         await controller.hello(hello(name, now_s=clock.now_s))
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(ReplicaCollector(name, engine.state, lambda: 0, configured=1))
+        registry.register(ReplicaCollector(name, engine.state, lambda: 0, lambda: 1))
         await controller.push_metrics(MetricsPush(name, samples_of(registry)))
         await controller.drain(name, True)
         page = (await controller.render_metrics()).decode()
