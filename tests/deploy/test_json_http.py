@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from deploy.json_http import AnswerError, JsonServer, UnreachableError, checked_address
-from tests.e2e.conftest import free_port
+from tests.own_ray import free_port
 
 ANSWERS: dict[str, tuple[int, dict[str, str], bytes]] = {
     "/fine": (200, {}, b'{"a": 1}'),
