@@ -112,7 +112,10 @@ class JsonServer:
         """
         try:
             with self._opener.open(request, timeout=timeout_s) as answer:
-                return answer.status, answer.read(MAX_ANSWER_BYTES + 1)
+                raw = answer.read(MAX_ANSWER_BYTES + 1)
+                if answer.length and len(raw) <= MAX_ANSWER_BYTES:
+                    raise http.client.IncompleteRead(raw, answer.length)
+                return answer.status, raw
         except urllib.error.HTTPError as error:
             with error:
                 raise AnswerError(error.code, _refusal(error)) from None
@@ -163,7 +166,8 @@ def _refusal(error: urllib.error.HTTPError) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         message = _short(raw) or _short(str(error.reason).encode(errors="replace"))
     if moved := error.headers.get("location"):
-        return f"{message}; give the address to which it points, {_short(moved.encode())}"
+        where = moved.removesuffix(urlsplit(error.url).path)
+        return f"{message}; it says to ask at {_short(where.encode(errors='replace'))} instead"
     return f"{message}; is the address right?" if error.code == 404 else message
 
 

@@ -175,7 +175,13 @@ class Admin:
 
 
 def fleet(left: int | None, unavailable: tuple[str, ...] = ()) -> Answer:
-    row = {"replica_id": "one", "drain": "operator", "waiting": 0, "running": left, "reserved": 0}
+    row = {
+        **dict.fromkeys(("waiting", "reserved", "preemptions", "report_age_ms"), 0),
+        **dict.fromkeys(("prefill_ms", "kv_usage", "pab_tokens"), 0.0),
+        **dict.fromkeys(("last_step_ms", "predicted_step_ms"), 0.0),
+        **{"replica_id": "one", "model": "m", "condition": "draining", "drain": "operator"},
+        "running": left,
+    }
     rows = [] if left is None else [row]
     return 200, {"models": {}, "unavailable": [*unavailable], "replicas": rows, "classes": []}
 
@@ -196,6 +202,23 @@ def test_drain_says_in_the_end_why_it_could_not_look() -> None:
 def test_drain_ends_at_once_where_waiting_does_not_help(status: int) -> None:
     result = Admin((status, {"error": {"message": "no"}}), fleet(0)).drain()
     assert result.exit_code == (Exit.FAILED if status == 404 else Exit.REFUSED)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        {"models": {}, "unavailable": [], "replicas": [{"replica_id": "one"}], "classes": []},
+        {"models": {"m": {"up": True}}, "unavailable": [], "replicas": [], "classes": []},
+        {"replica_id": "one"},
+    ],
+)
+@pytest.mark.parametrize("words", [("status",), ("top", "--once"), ("drain", "one")], ids=" ".join)
+def test_an_answer_of_another_kind_is_a_line(words: tuple[str, ...], body: Any) -> None:
+    with far_server(lambda *_: (200, body)) as address:
+        result = CliRunner().invoke(main, [*words, "--address", address])
+    assert result.exit_code == Exit.FAILED, result.output
+    assert result.stderr.count("\n") == 1 and "--address" in result.stderr
 
 
 def test_a_replica_has_not_ended_because_its_controller_is_silent(
