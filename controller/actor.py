@@ -47,6 +47,9 @@ from scheduling.placement import Placer
 MAX_QUERIES = 1024
 """Most queries in one call."""
 
+SETTLING_S = 5.0
+"""Time from a start in which the replicas of an earlier life say hello, seconds."""
+
 
 class Controller:
     """Mirror, ledger, decisions, and the merged metrics.
@@ -297,7 +300,10 @@ class Controller:
         return RouteReply(self._epoch, decisions, self._closed())
 
     def _closed(self) -> tuple[str, ...] | None:
-        return self._fleet.closed if len(self._fleet) else None
+        settling = self._clock() - self._started_s < SETTLING_S
+        if not len(self._fleet) or (settling and not len(self._drains)):
+            return None
+        return self._fleet.closed
 
     def _report(self, delta: ReplicaDelta) -> ReportReply:
         now_s = self._hear()

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.actor import Controller
+from controller.actor import SETTLING_S, Controller
 from controller.config import ControllerConfig
 from controller.drains import KEPT_S, Drains
-from controller.messages import RouteReply
+from controller.messages import MetricsPush, RouteReply
 from scheduling.fleet import Fleet
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 
@@ -61,7 +61,9 @@ async def test_a_drained_replica_gets_nothing_and_finishes_what_it_has() -> None
 
 
 async def test_routers_hear_what_is_closed_with_every_answer() -> None:
-    controller = make()
+    clock = Clock()
+    controller = make(clock)
+    clock.advance(SETTLING_S)
 
     async def heard() -> RouteReply:
         return await controller.route([])
@@ -72,6 +74,23 @@ async def test_routers_hear_what_is_closed_with_every_answer() -> None:
     await controller.drain("a", True)
     assert (await heard()).closed == ("a",)
     assert (await controller.route([query(1)])).decisions[0].reason == "no_replica"
+
+
+async def test_a_controller_that_has_just_started_does_not_say_that_nothing_is_drained() -> None:
+    """A router that knows better from the one before must not forget it."""
+    clock = Clock()
+    controller = make(clock)
+    await controller.hello(hello("a"))
+    assert (await controller.route([])).closed is None, "others may be drained"
+    assert await controller.push_metrics(MetricsPush("router", ())) is None
+    await controller.hello(hello("b")._replace(closed=True))
+    assert (await controller.route([])).closed == ("b",)
+    await controller.drain("b", False)
+    assert (await controller.route([])).closed == (), "an operator said so"
+    other = make(clock)
+    await other.hello(hello("a"))
+    clock.advance(SETTLING_S)
+    assert (await other.route([])).closed == ()
 
 
 async def test_a_drain_survives_a_resync_a_silence_and_a_restart_of_the_controller() -> None:
@@ -225,7 +244,9 @@ def test_the_last_word_that_reached_anybody_counts(steps: list[Step]) -> None:
 
 
 async def test_a_replica_that_ends_takes_its_drain_along() -> None:
-    controller = make()
+    clock = Clock()
+    controller = make(clock)
+    clock.advance(SETTLING_S)
     await controller.hello(hello("a"))
     await controller.hello(hello("b"))
     await controller.drain("a", True)
