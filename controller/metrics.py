@@ -310,7 +310,9 @@ class MetricsHub:
             raise ValueError(f"metrics of {push.source!r} refused: {MAX_SOURCES} sources are known")
         if not isinstance(push.samples, tuple) or len(push.samples) > MAX_PUSH_SAMPLES:
             raise ValueError(f"samples must be a tuple of at most {MAX_PUSH_SAMPLES}")
-        if self._held + len(push.samples) > MAX_HELD_SAMPLES:
+        source = self._sources.get(push.source)
+        held = self._held - (len(source.values) if source else 0)
+        if held + len(push.samples) > MAX_HELD_SAMPLES:
             raise ValueError(f"metrics of {push.source!r} refused: {MAX_HELD_SAMPLES} samples held")
         values: dict[SeriesKey, tuple[str, float]] = {}
         kinds: dict[str, str] = {}

@@ -223,6 +223,17 @@ def test_pushes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         hub.push(MetricsPush("r2", (GOOD, GOOD._replace(labels=()))), 1_000)
 
 
+def test_a_process_that_is_known_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = MetricsHub()
+    for source in ("r1", "r2"):
+        hub.push(MetricsPush(source, (GOOD,)), 0)
+    monkeypatch.setattr("controller.metrics.MAX_HELD_SAMPLES", 2)
+    hub.push(MetricsPush("r2", (GOOD._replace(value=5.0),)), 1)
+    assert page_of(hub, 1)["sluice_x_total", (("a", "b"),)] == GOOD.value + 5
+    with pytest.raises(ValueError, match="2 samples held"):
+        hub.push(MetricsPush("r3", (GOOD,)), 1)
+
+
 def test_what_cannot_be_summed_is_not_pushed() -> None:
     registry = CollectorRegistry()
     Info("sluice_build", "Build.", registry=registry).info({"version": "1"})
