@@ -30,6 +30,7 @@ from tests.router.batches.routers import (
     serving,
     submit,
     until,
+    upload,
 )
 from tests.router.far_side import Clock, Edge, FarSide, answer, serve
 
@@ -226,11 +227,18 @@ async def accepted(client: openai.AsyncOpenAI) -> None:
 
 async def test_the_rate_of_a_key_holds_for_its_batches(tmp_path: Path) -> None:
     side = FarSide(a=serve)
-    slow = ApiKey(key=SecretStr(KEY), name="tenant", requests_per_minute=0.05, burst_s=3_600)
+    slow = ApiKey(key=SecretStr(KEY), name="tenant", requests_per_minute=5 / 60, burst_s=3_600)
     settings = config(tmp_path).model_copy(update={"api_keys": (slow,)})
     async with serving(settings, side) as router:
         made = await submit(router.client, [line(name) for name in "abcdef"])
+        # The upload and the batch itself are requests, too.
         await side.until(lambda: len(side.calls) == 3)
+        with pytest.raises(openai.RateLimitError):
+            await upload(router.client, [line("g")])
+        with pytest.raises(openai.RateLimitError):
+            await router.client.batches.create(
+                input_file_id="file-x", endpoint=URL, completion_window="24h"
+            )
         await router.client.batches.cancel(made.id)
         done = await until(router.client, made.id, "cancelled")
         assert done.request_counts is not None and done.request_counts.completed == 3
