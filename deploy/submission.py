@@ -52,7 +52,7 @@ class _Application(BaseModel):
 
 
 class _Proxy(BaseModel):
-    node_ip: str
+    node_ip: str | None = None
     status: str
 
 
@@ -66,7 +66,7 @@ class _Serve(BaseModel):
 
     applications: dict[str, _Application]
     target_capacity: float | None = None
-    http_options: _HttpOptions = _HttpOptions()
+    http_options: _HttpOptions | None = None
     proxies: dict[str, _Proxy] = {}
 
 
@@ -261,14 +261,14 @@ def _part(deployment: _Deployment) -> Part:
 
 
 def _addresses(serve: _Serve, route_prefix: str) -> tuple[str, ...]:
-    host, port = serve.http_options.host, serve.http_options.port
-    if port is None:
+    http = serve.http_options
+    if http is None or http.port is None:
         return ()
-    local = host in ("127.0.0.1", "localhost", "::1")
-    proxies = [each for each in serve.proxies.values() if each.status == "HEALTHY"]
-    nodes = {"127.0.0.1"} if local else {each.node_ip for each in proxies}
+    local = http.host in ("127.0.0.1", "localhost", "::1")
+    healthy = {each.node_ip for each in serve.proxies.values() if each.status == "HEALTHY"}
+    nodes = {"127.0.0.1"} if local else healthy - {None}
     path = route_prefix.rstrip("/")
-    return tuple(f"http://{node}:{port}{path}/v1" for node in sorted(nodes))
+    return tuple(f"http://{node}:{http.port}{path}/v1" for node in sorted(map(str, nodes)))
 
 
 def _last_line(message: str) -> str:
