@@ -142,8 +142,7 @@ class AutoscalingConfig(BaseModel):
         default=2.5,
         ge=0.1,
         le=60,
-        description="Time between two looks at the load, seconds. Looks come no more often than "
-        "Serve takes metrics, `RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S`.",
+        description="Time between two looks at the load, seconds.",
     )
 
     @model_validator(mode="after")
