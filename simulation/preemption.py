@@ -178,11 +178,6 @@ class PrefillEngine:
         """When the running task ends; infinite for none."""
         return self._stack[-1].ends_s if self._stack else inf
 
-    @property
-    def suspended(self) -> int:
-        """Tasks that are suspended."""
-        return sum(task.suspended for task in self._stack)
-
     def submit(self, key: str, tokens: int, due_s: float) -> None:
         """Queue a prefill; ``due_s`` is infinite without a promise."""
         self._computed[key], self._pending[key], self._due_s[key] = 0, tokens, due_s
