@@ -21,6 +21,7 @@ from controller.channel import Endpoint, RouteServer
 from controller.checks import MAX_KEYS, check_keys, check_query, check_text
 from controller.config import ControllerConfig
 from controller.decision_log import DECISIONS, DecisionLog
+from controller.drains import Drains
 from controller.history import History
 from controller.instruments import Instruments
 from controller.messages import (
@@ -45,6 +46,9 @@ from scheduling.placement import Placer
 
 MAX_QUERIES = 1024
 """Most queries in one call."""
+
+SETTLING_S = 5.0
+"""Time from a start in which the replicas of an earlier life say hello, seconds."""
 
 
 class Controller:
@@ -72,6 +76,7 @@ class Controller:
             )
         )
         self._mirror = Mirror(self._epoch, self._fleet, config.forget_after_s)
+        self._drains = Drains(self._fleet)
         routing = config.make_routing()
         self._log = DecisionLog(routing)
         self._classes = RequestClasses()
@@ -115,13 +120,10 @@ class Controller:
             ValueError: the message is malformed, or too many replicas are known.
         """
         now_s = self._hear()
-        self._mirror.forget_silent(now_s)
+        self._forget_silent(now_s)
         with self._instruments.refusals():
-            known = hello.replica_id in self._mirror.replicas
             self._mirror.hello(hello, now_s)
-        if hello.closed and not known:
-            # What an operator told an earlier life of this controller.
-            self._fleet.close(hello.replica_id)
+        self._drains.greet(hello.replica_id, hello.closed)
         self._instruments.count_report("hello")
         closed = self._fleet.is_closed(hello.replica_id)
         return ReportReply(self._epoch, resync=False, closed=closed)
@@ -139,7 +141,7 @@ class Controller:
         check_text("replica_id", replica_id)
         self._hear()
         self._mirror.forget(replica_id)
-        self._fleet.reopen(replica_id)
+        self._drains.forget(replica_id)
 
     async def replica_gone(self, replica_ids: Sequence[str]) -> None:
         """A router saw replicas leave: choose them no more. Unknown ones are ignored.
@@ -198,7 +200,7 @@ class Controller:
         them.
         """
         now_s = self._hear()
-        self._mirror.forget_silent(now_s)
+        self._forget_silent(now_s)
         # The controller's own do not go through the hub, whose limits are for others' pushes.
         families = families_of(self._instruments.registry) + self._hub.families(now_s)
         return await asyncio.to_thread(text_of, families)
@@ -207,7 +209,7 @@ class Controller:
         """What all replicas together have to do, for who decides on their number. ``O(replicas +
         series of metrics by class)``."""
         now_s = self._hear()
-        self._mirror.forget_silent(now_s)
+        self._forget_silent(now_s)
         self._fleet.expire(now_s)
         judged, attained = self._history.objectives(self._hub)
         return self._placer.demand.load(self._fleet, now_s, judged, attained)
@@ -215,7 +217,7 @@ class Controller:
     async def snapshot(self) -> dict[str, Any]:
         """What an operator wants to see: plain data that JSON can hold. ``O(live requests)``."""
         now_s = self._hear()
-        self._mirror.forget_silent(now_s)
+        self._forget_silent(now_s)
         self._fleet.expire(now_s)
         return {
             "epoch": self._epoch,
@@ -252,7 +254,7 @@ class Controller:
         """Close a replica to new requests, or open it again; what it has it finishes either way.
 
         It is kept by the replica's name until it says goodbye, also over a restart of this
-        controller: the replica remembers it.
+        controller: the replica remembers it. See :mod:`controller.drains`.
 
         Returns:
             What is left at the replica; ``None`` where none of that name is known. One that is
@@ -265,14 +267,14 @@ class Controller:
         if not isinstance(drain, bool):
             raise ValueError(f"drain must be true or false, got {drain!r}")
         now_s = self._hear()
-        self._mirror.forget_silent(now_s)
+        self._forget_silent(now_s)
         self._fleet.expire(now_s)
-        reopened = not drain and self._fleet.reopen(replica_id)
+        reopened = not drain and self._drains.take_back(replica_id)
         known = replica_id in self._mirror.replicas
         if not known and not reopened:
             return None
         if drain:
-            self._fleet.close(replica_id)
+            self._drains.drain(replica_id)
         found = drain_of(self._mirror, self._fleet, replica_id) if known else None
         left = left_at(self._fleet, replica_id)
         return {"replica_id": replica_id, "draining": found is not None, "drain": found, **left}
@@ -287,6 +289,9 @@ class Controller:
         self._heard_s = self._clock()
         return self._heard_s
 
+    def _forget_silent(self, now_s: float) -> None:
+        self._drains.silent(self._mirror.forget_silent(now_s), now_s)
+
     def _route(self, queries: list[RouteQuery]) -> RouteReply:
         if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
             raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
@@ -295,7 +300,10 @@ class Controller:
         return RouteReply(self._epoch, decisions, self._closed())
 
     def _closed(self) -> tuple[str, ...] | None:
-        return self._fleet.closed if len(self._fleet) else None
+        settling = self._clock() - self._started_s < SETTLING_S
+        if not len(self._fleet) or (settling and not len(self._drains)):
+            return None
+        return self._fleet.closed
 
     def _report(self, delta: ReplicaDelta) -> ReportReply:
         now_s = self._hear()

@@ -65,6 +65,7 @@ def check_hello(hello: ReplicaHello) -> None:
     _ = hello.profile.model
     _check_flag("draining", hello.draining)
     _check_flag("closed", hello.closed)
+    _check_flag("preempts", hello.preempts)
     _check_rows(hello.slots, hello.rows, hello.capacity)
     _check_summary(hello.summary)
     _check_held(hello.held_slots, hello.held)

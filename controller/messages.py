@@ -53,6 +53,7 @@ class ReplicaHello(NamedTuple):
     controller that restarted must not send to a replica that is on its way out. ``held_slots`` and
     ``held`` are as in a delta, of all chunks that it holds. ``closed`` is what the last
     :class:`ReportReply` said: a replica carries the operator's word to a controller that restarted.
+    ``preempts``: its engine suspends a running prefill for a more urgent one.
     """
 
     replica_id: str
@@ -74,6 +75,7 @@ class ReplicaHello(NamedTuple):
     held_slots: np.ndarray = NO_HELD_SLOTS
     held: np.ndarray = NO_HELD
     closed: bool = False
+    preempts: bool = False
 
 
 class ReplicaDelta(NamedTuple):

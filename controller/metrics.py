@@ -124,6 +124,8 @@ class MetricsPusher:
         self._period_s = period_s
         self._labels = tuple((labels or {}).items())
         self._task: asyncio.Task[None] | None = None
+        # One at a time: an older push that comes after a newer one looks like a restart.
+        self._pushing = asyncio.Lock()
         self.failed = 0
         """Pushes that the controller did not answer or refused, since the start."""
 
@@ -134,15 +136,8 @@ class MetricsPusher:
 
     async def push_now(self) -> bool:
         """Push once; whether the controller took it."""
-        samples = samples_of(self._registry)
-        if self._labels:
-            samples = tuple([each._replace(labels=each.labels + self._labels) for each in samples])
-        push = MetricsPush(self._source, samples)
-        try:
-            taken = await self._target.push_metrics(push)
-        except ValueError as error:
-            _log.warning("the controller refused the metrics of %s: %s", self._source, error)
-            taken = False
+        async with self._pushing:
+            taken = await self._push()
         self.failed += not taken
         return taken
 
@@ -154,6 +149,16 @@ class MetricsPusher:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
             await self.push_now()
+
+    async def _push(self) -> bool:
+        samples = samples_of(self._registry)
+        if self._labels:
+            samples = tuple([each._replace(labels=each.labels + self._labels) for each in samples])
+        try:
+            return await self._target.push_metrics(MetricsPush(self._source, samples))
+        except ValueError as error:
+            _log.warning("the controller refused the metrics of %s: %s", self._source, error)
+            return False
 
     async def _run(self) -> None:
         while True:
@@ -310,7 +315,9 @@ class MetricsHub:
             raise ValueError(f"metrics of {push.source!r} refused: {MAX_SOURCES} sources are known")
         if not isinstance(push.samples, tuple) or len(push.samples) > MAX_PUSH_SAMPLES:
             raise ValueError(f"samples must be a tuple of at most {MAX_PUSH_SAMPLES}")
-        if self._held + len(push.samples) > MAX_HELD_SAMPLES:
+        source = self._sources.get(push.source)
+        held = self._held - (len(source.values) if source else 0)
+        if held + len(push.samples) > MAX_HELD_SAMPLES:
             raise ValueError(f"metrics of {push.source!r} refused: {MAX_HELD_SAMPLES} samples held")
         values: dict[SeriesKey, tuple[str, float]] = {}
         kinds: dict[str, str] = {}

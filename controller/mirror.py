@@ -102,6 +102,7 @@ class MirroredReplica:
             hello.block_tokens,
             hello.max_sequences,
             draining,
+            hello.preempts,
         )
 
 
@@ -179,8 +180,8 @@ class Mirror:
         self._replicas.pop(replica_id, None)
         self._fleet.leave(replica_id)
 
-    def forget_silent(self, now_s: float) -> None:
-        """Drop the replicas that were silent for too long."""
+    def forget_silent(self, now_s: float) -> list[str]:
+        """Drop the replicas that were silent for too long; which these are."""
         silent = [
             replica_id
             for replica_id, replica in self._replicas.items()
@@ -188,6 +189,7 @@ class Mirror:
         ]
         for replica_id in silent:
             self.forget(replica_id)
+        return silent
 
     def _take_in(
         self,

@@ -118,6 +118,9 @@ def serve_autoscaling(config: AutoscalingConfig) -> ServeAutoscalingConfig:
         max_replicas=config.max_replicas,
         # Given, Serve would go back to it with every change of the application.
         initial_replicas=config.initial_replicas,
+        # Replicas tell as often as they look. Ray names an environment variable that is to replace
+        # this field; no code of this version reads it.
+        metrics_interval_s=config.interval_s,
         look_back_period_s=LOOK_BACK_LOOKS * config.interval_s,
         upscale_delay_s=0.0,
         downscale_delay_s=0.0,

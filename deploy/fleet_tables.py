@@ -12,18 +12,20 @@ from rich.text import Text
 
 from deploy.json_http import printable
 
-SERVING = "fresh"
-"""Condition of a replica that takes new requests."""
+FRESH, AGED = "fresh", "aged"
+"""Conditions of a replica that takes new requests; the second only where the first is nowhere."""
 
 _NONE = "-"
 
 _REASONS = {
     "draining": "it is being stopped",
     "gone": "a router saw it leave",
-    "aged": "its reports are late, so it is chosen last and nothing is promised there",
     "stale": "it has not reported for too long",
 }
 """Why a replica in this condition takes no new requests."""
+
+_SILENT = (AGED, "stale")
+"""Conditions that come of silence."""
 
 
 def problems(fleet: Mapping[str, Any]) -> list[str]:
@@ -34,21 +36,27 @@ def problems(fleet: Mapping[str, Any]) -> list[str]:
         "nothing is promised"
         for model in fleet["unavailable"]
     ]
-    serving = Counter(row["model"] for row in fleet["replicas"] if row["condition"] == SERVING)
-    found += [
-        f"no replica of {model} takes requests"
-        for model, facts in fleet["models"].items()
-        if facts["up"] and not serving[model]
-    ]
+    fresh = Counter(row["model"] for row in fleet["replicas"] if row["condition"] == FRESH)
+    taking = Counter(row["model"] for row in fleet["replicas"] if _takes(row))
+    for model, facts in fleet["models"].items():
+        if not facts["up"] or fresh[model]:
+            continue
+        found.append(
+            f"reports of every replica of {model} are late: they take requests, and nothing is "
+            "promised"
+            if taking[model]
+            else f"no replica of {model} takes requests"
+        )
     return [printable(sentence) for sentence in found]
 
 
 def notes(fleet: Mapping[str, Any]) -> list[str]:
-    """What an operator should know though requests are served: replicas that take no new ones."""
+    """What an operator should know though requests are served: replicas that take no new ones, or
+    only as a last resort."""
     return [
-        printable(f"replica {row['replica_id']} of {row['model']} takes no new requests: {why}")
+        printable(f"replica {row['replica_id']} of {row['model']} {what}")
         for row in fleet["replicas"]
-        if (why := _why_not(row)) is not None
+        if (what := _lack(row)) is not None
     ]
 
 
@@ -106,8 +114,9 @@ def headline(fleet: Mapping[str, Any]) -> Text:
     lines = []
     for model, facts in fleet["models"].items():
         rows = [row for row in fleet["replicas"] if row["model"] == model]
-        serving = sum(row["condition"] == SERVING for row in rows)
-        line = f"{model}: {serving} of {len(rows)} replicas take requests"
+        line = f"{model}: {sum(map(_takes, rows))} of {len(rows)} replicas take requests"
+        if late := sum(row["condition"] == AGED for row in rows):
+            line += f" ({late} only as a last resort)"
         if facts["up"]:
             took = facts["decision_ms"]["p99"]
             line += f", routing {facts['policy']}, admission {facts['admission']}"
@@ -133,13 +142,22 @@ def _table() -> Table:
     )
 
 
-def _why_not(row: Mapping[str, Any]) -> str | None:
-    if row["drain"] == "operator":
-        return "an operator drains it"
-    if row["condition"] == SERVING:
-        return None
+def _takes(row: Mapping[str, Any]) -> bool:
+    return row["condition"] in (FRESH, AGED)
+
+
+def _lack(row: Mapping[str, Any]) -> str | None:
+    """What a replica does not do, and why; ``None`` where nothing is wrong with it."""
     condition = str(row["condition"])
-    return _REASONS.get(condition, condition)
+    if row["drain"] == "operator":
+        return "takes no new requests: an operator drains it"
+    if condition == FRESH:
+        return None
+    if condition == AGED:
+        lack = "is chosen only where no other is left, and nothing is promised there"
+    else:
+        lack = f"takes no new requests: {_REASONS.get(condition, condition)}"
+    return f"{lack}, silent for {_silent(row)}" if condition in _SILENT else lack
 
 
 def _state(row: Mapping[str, Any]) -> Text:
@@ -147,8 +165,14 @@ def _state(row: Mapping[str, Any]) -> Text:
         left = row["waiting"] + row["running"] + row["reserved"]
         return Text("draining" if left else "drained", style="yellow")
     condition = printable(row["condition"])
-    styles = {SERVING: "green", "draining": "yellow", "aged": "yellow"}
-    return Text(condition, style=styles.get(condition, "red"))
+    styles = {FRESH: "green", "draining": "yellow", AGED: "yellow"}
+    style = styles.get(condition, "red")
+    return Text(f"{condition} {_silent(row)}" if condition in _SILENT else condition, style=style)
+
+
+def _silent(row: Mapping[str, Any]) -> str:
+    """For how long it has not reported, without a blank."""
+    return f"{row['report_age_ms'] / 1e3:,.1f}s"
 
 
 def _text(value: str) -> Text:

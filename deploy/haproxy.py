@@ -25,9 +25,15 @@ COMMAND = "sluice-haproxy"
 
 
 TLS_CERTIFICATE_VARIABLE = "SLUICE_TLS_CERTIFICATE"
+TLS_BIND_VARIABLE = "SLUICE_TLS_BIND"
 TLS_UPSTREAM_VARIABLE = "SLUICE_TLS_UPSTREAM"
 TLS_CONFIG = Path(__file__).with_name("tls") / "haproxy.cfg"
 """Says what these variables hold."""
+
+_TLS_BIND = ":8443"
+"""Where TLS listens by default; the same stands in :data:`TLS_CONFIG`."""
+
+_ADDRESS = re.compile(r"(?:ipv[46]@)?\[?([\w.:*-]*?)\]?:(\d{1,5})", re.ASCII)
 
 _BIND = re.compile(r"^frontend http_frontend\s+bind (\S*):(\d+)\s*$", re.MULTILINE)
 
@@ -48,6 +54,22 @@ def main() -> None:
         os.environ.setdefault(TLS_UPSTREAM_VARIABLE, plain_address(Path(files[0]).read_text()))
         arguments += ["-f", str(TLS_CONFIG)]
     os.execv(binary, [binary, *arguments])
+
+
+def tls_addresses() -> list[tuple[str, int]]:
+    """Host and port of each address at which TLS will listen, the host empty for all of them; none
+    where no certificate is given. Other forms that HAProxy knows, such as sockets, are left out.
+
+    Raises:
+        ValueError: the variable holds no address.
+    """
+    if not os.environ.get(TLS_CERTIFICATE_VARIABLE):
+        return []
+    bind = os.environ.get(TLS_BIND_VARIABLE, _TLS_BIND)
+    if not bind.strip():
+        raise ValueError(f"{TLS_BIND_VARIABLE} is empty: give HOST:PORT or :PORT")
+    found = [_ADDRESS.fullmatch(each.strip()) for each in bind.split(",")]
+    return [(each[1].replace("*", ""), int(each[2])) for each in found if each is not None]
 
 
 def plain_address(config: str) -> str:

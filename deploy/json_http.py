@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import urllib.error
 import urllib.request
 from typing import Any
@@ -11,6 +12,14 @@ from urllib.parse import urlsplit
 
 MAX_ANSWER_BYTES = 64 << 20
 _MAX_SHOWN = 400
+
+
+_PASSING = (408, 425, 429)
+"""Statuses below 500 that may be others in a moment."""
+
+
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
+"""What OpenSSL calls an answer that is not TLS."""
 
 
 class UnreachableError(Exception):
@@ -28,6 +37,11 @@ class AnswerError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may be answered in a moment: a server that starts or is busy."""
+        return self.status >= 500 or self.status in _PASSING
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -54,8 +68,14 @@ class JsonServer:
         self._timeout_s = timeout_s
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
+    def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """The answer's JSON; ``None`` for an empty answer.
+
+        Args:
+            method: of HTTP.
+            path: behind the server's address.
+            body: sent as JSON, if given.
+            timeout_s: longest silence this time, seconds; default: the server's.
 
         Raises:
             UnreachableError: nothing answers there, or not with HTTP, or not in time.
@@ -69,23 +89,36 @@ class JsonServer:
             request.data = json.dumps(body).encode()
             request.add_header("Content-Type", "application/json")
         try:
-            with self._opener.open(request, timeout=self._timeout_s) as answer:
-                raw = answer.read(MAX_ANSWER_BYTES + 1)
-                status = answer.status
-        except urllib.error.HTTPError as error:
-            with error:
-                raise AnswerError(error.code, _message_of(error.read(1 << 20))) from None
+            status, raw = self._answer(request, timeout_s or self._timeout_s)
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            raise UnreachableError(str(reason) or type(reason).__name__) from None
+            raise UnreachableError(_why_not(error, request.type)) from None
         if len(raw) > MAX_ANSWER_BYTES:
             raise AnswerError(status, f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
         if not raw:
             return None
         try:
             return json.loads(raw)
-        except ValueError:
-            raise AnswerError(status, f"the answer is not JSON: {_short(raw)}") from None
+        except (ValueError, RecursionError):
+            raise AnswerError(
+                status, f"the answer is not JSON: {_short(raw)}; is the address right?"
+            ) from None
+
+    def _answer(self, request: urllib.request.Request, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of a success.
+
+        Raises:
+            OSError, HTTPException: nothing answers, or not with HTTP, or not in time.
+            AnswerError: the status is not a success.
+        """
+        try:
+            with self._opener.open(request, timeout=timeout_s) as answer:
+                raw = answer.read(MAX_ANSWER_BYTES + 1)
+                if answer.length and len(raw) <= MAX_ANSWER_BYTES:
+                    raise http.client.IncompleteRead(raw, answer.length)
+                return answer.status, raw
+        except urllib.error.HTTPError as error:
+            with error:
+                raise AnswerError(error.code, _refusal(error)) from None
 
 
 def checked_address(address: str) -> str:
@@ -109,13 +142,33 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _message_of(raw: bytes) -> str:
-    """The message in an error body: OpenAI's shape, or whatever text it is."""
+def _why_not(error: BaseException, scheme: str) -> str:
+    """Why there was no answer, and what to do where that is known."""
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, BaseException):
+        error = error.reason
+    # What came in place of HTTP may stand in it.
+    why = _short(str(error).encode(errors="replace")) or type(error).__name__
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{why}; SSL_CERT_FILE names the file of an authority of your own"
+    if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+        return f"{why}; it seems to speak plain HTTP: use http://"
+    broken_off = isinstance(error, http.client.HTTPException | ConnectionResetError)
+    if scheme == "http" and broken_off:
+        return f"{why}; if it speaks TLS, use https://"
+    return why
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    """The message in an error's body: OpenAI's shape, or whatever text it is, and what to do."""
+    raw = error.read(1 << 20)
     try:
-        message = json.loads(raw)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return _short(raw)
-    return _short(str(message).encode())
+        return _short(str(json.loads(raw)["error"]["message"]).encode(errors="replace"))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = _short(raw) or _short(str(error.reason).encode(errors="replace"))
+    if moved := error.headers.get("location"):
+        where = moved.removesuffix(urlsplit(error.url).path)
+        return f"{message}; it says to ask at {_short(where.encode(errors='replace'))} instead"
+    return f"{message}; is the address right?" if error.code == 404 else message
 
 
 def _short(raw: bytes) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 from deploy import ray_settings
 from deploy.config import SluiceConfig
+from deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE, tls_addresses
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.25
@@ -81,10 +82,11 @@ def running(
     ``report`` gets a line of progress now and then while engines start.
 
     Raises:
-        StartError: the port is taken, GPUs are missing, or a part failed to start.
+        StartError: a port is taken, GPUs are missing, or a part failed to start.
         StoppedError: ``stop`` was set before the application was ready.
     """
     _check_port(config.router.host, config.router.port)
+    _check_tls()
     local_dir = ray_settings.make_local_dir()
     ray_settings.apply(local_dir)
     # Ray reads its environment on import.
@@ -103,8 +105,7 @@ def running(
         _check_gpus(config)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(http_options={"host": config.router.host, "port": config.router.port})
-        _deploy(config)
-        _wait_ready(config, stop, report)
+        deploy(config, stop, report)
         yield
     finally:
         report("stopping")
@@ -149,7 +150,12 @@ def _check_gpus(config: SluiceConfig) -> None:
         )
 
 
-def _deploy(config: SluiceConfig) -> None:
+def deploy(config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]) -> None:
+    """Serve ``config`` on the Ray and Serve that this process has joined.
+
+    Raises:
+        StartError, StoppedError: as :func:`running`.
+    """
     from ray.serve.api import RunTarget, run_many
 
     from deploy.app import build
@@ -162,6 +168,7 @@ def _deploy(config: SluiceConfig) -> None:
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
+    _wait_ready(config, stop, report)
 
 
 def _wait_ready(config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]) -> None:
@@ -211,10 +218,32 @@ def _answers(config: SluiceConfig) -> bool:
         return False
 
 
+def _check_tls() -> None:
+    """HAProxy would share a port with the HAProxy of another program, and each would get requests
+    that are for the other."""
+    certificate = os.environ.get(TLS_CERTIFICATE_VARIABLE)
+    if certificate and not os.access(certificate, os.R_OK):
+        raise StartError(f"{TLS_CERTIFICATE_VARIABLE}: cannot read {certificate}")
+    try:
+        addresses = tls_addresses()
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    for host, port in addresses:
+        try:
+            _check_port(host, port)
+        except StartError as error:
+            raise StartError(
+                f"{error}; {TLS_BIND_VARIABLE} says where TLS listens: set it to an address that "
+                "is free"
+            ) from None
+
+
 def _check_port(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise StartError(f"cannot listen on {host}:{port}: {why}") from error

@@ -28,8 +28,6 @@ TUNED: Mapping[str, str] = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     # A dead proxy is noticed after 1 s, not 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # Replicas tell Serve's autoscaler of their load every 2 s, not every 10 s.
-    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
     # Lets HAProxy see clients that leave; see deploy/haproxy.py.
     BINARY_VARIABLE: str(Path(sys.executable).with_name(COMMAND)),
 }

@@ -1,8 +1,8 @@
 """Hands an application to a running Ray cluster over Serve's REST API, and reads how it fares.
 
 The API takes all applications at once and deletes those that are not named, so the others are sent
-along as they are. What can change in place is kept out of the application's ``args``: Serve builds
-the application anew, and replaces every replica, when those differ.
+along as they were deployed. What can change in place is kept out of the application's ``args``:
+Serve builds the application anew, and replaces every replica, when those differ.
 """
 
 from __future__ import annotations
@@ -14,12 +14,60 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ValidationError
+
 from deploy.config import SluiceConfig, parse_config
-from deploy.json_http import JsonServer, printable
+from deploy.json_http import AnswerError, JsonServer, printable
 
 PATH = "/api/serve/applications/"
+HANDING_OVER_S = 90.0
+"""Longest silence while the application is handed over, seconds: a cluster without Serve starts it
+first."""
 RUNNING = "RUNNING"
 FAILED = "DEPLOY_FAILED"
+DELETING = "DELETING"
+IMPERATIVE = "imperative"
+"""Source of an application that a program deployed last, not a configuration."""
+
+
+class _Replica(BaseModel):
+    state: str
+
+
+class _Deployment(BaseModel):
+    status: str
+    message: str = ""
+    target_num_replicas: int
+    replicas: list[_Replica]
+
+
+class _Application(BaseModel):
+    status: str
+    message: str = ""
+    last_deployed_time_s: float = 0.0
+    route_prefix: str | None = None
+    source: str = "unknown"
+    deployed_app_config: dict[str, Any] | None = None
+    deployments: dict[str, _Deployment] = {}
+
+
+class _Proxy(BaseModel):
+    node_ip: str | None = None
+    status: str
+
+
+class _HttpOptions(BaseModel):
+    host: str | None = None
+    port: int | None = None
+
+
+class _Serve(BaseModel):
+    """What is needed here of Serve's answer; it has more."""
+
+    applications: dict[str, _Application]
+    target_capacity: float | None = None
+    http_options: _HttpOptions | None = None
+    proxies: dict[str, _Proxy] = {}
 
 
 class Part(NamedTuple):
@@ -59,15 +107,24 @@ def ray_token() -> str | None:
 
     Raises:
         OSError: the file that ``RAY_AUTH_TOKEN_PATH`` names cannot be read.
+        ValueError: what is there cannot be a token.
     """
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         return None
     if token := os.environ.get("RAY_AUTH_TOKEN"):
-        return token.strip()
+        return _checked(token, "RAY_AUTH_TOKEN")
     if named := os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        return Path(named).read_text(encoding="utf-8").strip()
+        return _checked(Path(named).read_text(encoding="utf-8"), named)
     usual = Path.home() / ".ray" / "auth_token"
-    return usual.read_text(encoding="utf-8").strip() if usual.is_file() else None
+    return _checked(usual.read_text(encoding="utf-8"), str(usual)) if usual.is_file() else None
+
+
+def _checked(token: str, place: str) -> str:
+    """A token that may stand in a header. The message of HTTP's own check would show it."""
+    token = token.strip()
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(f"the token in {place} is not printable ASCII without spaces")
+    return token
 
 
 def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dict[str, Any]:
@@ -77,11 +134,16 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
     and touches no other. Keys go as digests: Serve shows what it was given.
 
     Raises:
-        ValueError: ``data`` is not a valid configuration.
+        ValueError: ``data`` is not a valid configuration, or holds a secret that Serve would show.
     """
     from deploy.app import deployment_name  # imports Ray
 
     config = parse_config(data)
+    if config.telemetry.tracing.headers:
+        raise ValueError(
+            "telemetry.tracing.headers would be shown to whoever reads Serve's state: leave them "
+            "out, and set OTEL_EXPORTER_OTLP_HEADERS in the environment in which Ray starts"
+        )
     args = deepcopy(dict(data))
     # The name is the application's; a change of the field must not build it anew.
     args.pop("name", None)
@@ -118,27 +180,47 @@ def _digested(entry: str | dict[str, Any]) -> dict[str, Any]:
 def submit(server: JsonServer, application: Mapping[str, Any], config: SluiceConfig) -> float:
     """Start or update the application; when it had been deployed before, Unix seconds, or 0.
 
-    Where Serve does not run yet it is started, with the host and port of ``config``.
+    Where Serve does not run yet it is started, with the host and port of ``config``. The cluster's
+    target capacity stays as it is.
 
     Raises:
         UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
+        ValueError: another application would be deleted, because Serve does not say how it was
+            deployed.
     """
-    details = server.ask("GET", PATH)
-    known = details.get("applications", {})
-    others = [
-        each["deployed_app_config"]
-        for name, each in known.items()
-        # Those that a program deployed are left alone by Serve itself.
-        if name != application["name"] and each.get("deployed_app_config")
-    ]
-    before = known.get(application["name"], {}).get("last_deployed_time_s", 0.0)
-    body = {
+    serve = _serve_of(server)
+    body: dict[str, Any] = {
         "proxy_location": "EveryNode",
         "http_options": {"host": config.router.host, "port": config.router.port},
-        "applications": [*others, application],
+        "applications": [*_others(serve, application["name"]), application],
     }
-    server.ask("PUT", PATH, body)
-    return float(before)
+    if serve.target_capacity is not None:
+        body["target_capacity"] = serve.target_capacity
+    server.ask("PUT", PATH, body, HANDING_OVER_S)
+    before = serve.applications.get(application["name"])
+    return 0.0 if before is None else before.last_deployed_time_s
+
+
+def _others(serve: _Serve, name: str) -> list[dict[str, Any]]:
+    """The configurations of the other applications.
+
+    Raises:
+        ValueError: one of them has none.
+    """
+    others = []
+    for other, each in serve.applications.items():
+        # Serve leaves alone what a program deployed with `serve.run`. It may still show the
+        # configuration from before that; with that the application would go back to it.
+        if other == name or each.source == IMPERATIVE:
+            continue
+        if each.deployed_app_config is not None:
+            others.append(each.deployed_app_config)
+        elif each.status != DELETING:
+            raise ValueError(
+                f"Serve does not say how {printable(other)!r} was deployed, and would delete it: "
+                "try again once it has started"
+            )
+    return others
 
 
 def state_of(server: JsonServer, name: str) -> State | None:
@@ -147,36 +229,46 @@ def state_of(server: JsonServer, name: str) -> State | None:
     Raises:
         UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
     """
-    details = server.ask("GET", PATH)
-    found = details.get("applications", {}).get(name)
+    serve = _serve_of(server)
+    found = serve.applications.get(name)
     if found is None:
         return None
-    deployments = found.get("deployments", {})
-    messages = [found.get("message", ""), *(each["message"] for each in deployments.values())]
+    messages = [found.message, *(each.message for each in found.deployments.values())]
     return State(
-        found["status"],
+        found.status,
         next((line for line in map(_last_line, messages) if line), ""),
-        float(found.get("last_deployed_time_s", 0.0)),
-        {name: _part(each) for name, each in deployments.items()},
-        _addresses(details, found.get("route_prefix") or "/"),
+        found.last_deployed_time_s,
+        {name: _part(each) for name, each in found.deployments.items()},
+        _addresses(serve, found.route_prefix or "/"),
     )
 
 
-def _part(deployment: Mapping[str, Any]) -> Part:
-    running = [each for each in deployment["replicas"] if each["state"] == RUNNING]
-    return Part(len(running), deployment["target_num_replicas"], deployment["status"])
+def _serve_of(server: JsonServer) -> _Serve:
+    """What Serve says of itself.
+
+    Raises:
+        UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
+    """
+    try:
+        return _Serve.model_validate(server.ask("GET", PATH))
+    except ValidationError:
+        raise AnswerError(200, "this is not Serve's state: is it the dashboard of Ray?") from None
 
 
-def _addresses(details: Mapping[str, Any], route_prefix: str) -> tuple[str, ...]:
-    options = details.get("http_options") or {}
-    host, port = options.get("host"), options.get("port")
-    if port is None:
+def _part(deployment: _Deployment) -> Part:
+    running = sum(each.state == RUNNING for each in deployment.replicas)
+    return Part(running, deployment.target_num_replicas, deployment.status)
+
+
+def _addresses(serve: _Serve, route_prefix: str) -> tuple[str, ...]:
+    http = serve.http_options
+    if http is None or http.port is None:
         return ()
-    local = host in ("127.0.0.1", "localhost", "::1")
-    proxies = [each for each in details.get("proxies", {}).values() if each["status"] == "HEALTHY"]
-    nodes = {"127.0.0.1"} if local else {each["node_ip"] for each in proxies}
+    local = http.host in ("127.0.0.1", "localhost", "::1")
+    healthy = {each.node_ip for each in serve.proxies.values() if each.status == "HEALTHY"}
+    nodes = {"127.0.0.1"} if local else healthy - {None}
     path = route_prefix.rstrip("/")
-    return tuple(f"http://{node}:{port}{path}/v1" for node in sorted(nodes))
+    return tuple(f"http://{node}:{http.port}{path}/v1" for node in sorted(map(str, nodes)))
 
 
 def _last_line(message: str) -> str:

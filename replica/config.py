@@ -147,8 +147,7 @@ class AutoscalingConfig(BaseModel):
         default=2.5,
         ge=0.1,
         le=60,
-        description="Time between two looks at the load, seconds. Looks come no more often than "
-        "Serve takes metrics, `RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S`.",
+        description="Time between two looks at the load, seconds.",
     )
 
     @model_validator(mode="after")
@@ -231,11 +230,6 @@ class ReplicaConfig(BaseModel):
     def first(self) -> int:
         """Replicas at the start."""
         return self.count if self.autoscaling is None else self.autoscaling.first
-
-    @property
-    def least(self) -> int:
-        """Fewest replicas that there should be."""
-        return self.count if self.autoscaling is None else self.autoscaling.min_replicas
 
     @property
     def most(self) -> int:

@@ -16,6 +16,7 @@ from controller.client import ControllerClient, fleet_name
 from controller.config import ControllerConfig
 from controller.metrics import MetricsPusher
 from replica.config import EngineConfig, ReplicaConfig
+from replica.configured import ConfiguredReplicas
 from replica.engine import Engine, EngineRequest, ResponseItem
 from replica.metrics import ReplicaCollector
 from replica.server import Replica
@@ -81,12 +82,13 @@ class ReplicaServer:
             self._client,
             self._tracer,
         )
+        self._configured = ConfiguredReplicas()
         registry.register(
             ReplicaCollector(
                 replica_id,
                 self._replica.engine.state,
                 lambda: self._replica.live_requests,
-                replica.least,
+                lambda: self._configured.number,
             )
         )
         self._pusher = MetricsPusher(self._client, registry, source=process)
@@ -95,6 +97,7 @@ class ReplicaServer:
         except BaseException:
             await self._replica.stop()
             raise
+        self._configured.start(context.replica_id.deployment_id)
         self._pusher.start()
 
     async def generate(
@@ -148,6 +151,7 @@ class ReplicaServer:
     async def __del__(self) -> None:
         """Serve awaits this after its own drain, when it stops the replica."""
         await self._replica.drain()
+        self._configured.stop()
         await self._pusher.stop()
         await self._replica.stop()
         await self._client.close()

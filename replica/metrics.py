@@ -79,7 +79,8 @@ class ReplicaCollector(Collector):
         replica_id: value of the label ``replica``.
         read_state: the engine's state; may raise ``RuntimeError`` where the engine is gone.
         live_requests: API calls that the replica serves now.
-        configured: fewest replicas that there should be of its model.
+        configured: fewest replicas that there should be of its model; ``None`` where that is not
+            known.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class ReplicaCollector(Collector):
         replica_id: str,
         read_state: Callable[[], EngineState],
         live_requests: Callable[[], int],
-        configured: int,
+        configured: Callable[[], int | None],
     ) -> None:
         self._replica_id = replica_id
         self._read_state = read_state
@@ -105,11 +106,13 @@ class ReplicaCollector(Collector):
             "API calls that a replica serves now.",
             self._live_requests(),
         )
-        yield self._gauge(
-            "sluice_configured_replicas",
-            "Fewest replicas that there should be, as each one was told.",
-            self._configured,
-        )
+        configured = self._configured()
+        if configured is not None:
+            yield self._gauge(
+                "sluice_configured_replicas",
+                "Fewest replicas that there should be, as each one hears from Serve.",
+                configured,
+            )
         try:
             summary = self._read_state().summary
         except RuntimeError as error:

@@ -7,6 +7,7 @@ from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.client_names import ClientNames
 from router.errors import RULES, Reason
 from scheduling.objective import TokenClock
 from scheduling.routing.base import Tier
@@ -21,9 +22,10 @@ _REFUSING = (403, 429, 503)
 
 
 class AdmissionMetrics:
-    """Metrics of admission, in ``registry``."""
+    """Metrics of admission, in ``registry``. ``clients`` label those that count clients."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, clients: ClientNames) -> None:
+        self._clients = clients
         self._admissions = Counter(
             "sluice_admissions",
             "Requests that a replica answered, by whether their objective was promised.",
@@ -82,7 +84,7 @@ class AdmissionMetrics:
     def clamped(self, client: str, fields: Iterable[str]) -> None:
         """Count what the caps of ``client`` changed in a request."""
         for field in fields:
-            self._clamped.labels(client, field).inc()
+            self._clamped.labels(self._clients.label(client), field).inc()
 
     def ended(self, clock: TokenClock, predicted_ttft_s: float | None, failed: bool) -> None:
         """Count a promised request that ended, if it shows whether the promise was kept.

@@ -26,7 +26,7 @@ from router.auth import KeyMetrics
 from router.batches.service import batch_routes
 from router.call import CallReader
 from router.config import RouterConfig
-from router.errors import ApiError, Reason
+from router.errors import ApiError, Reason, shown
 from router.exchange import Exchange
 from router.fleets import Fleets
 from router.gate import INFERENCE_PATHS, Arrival, Gate
@@ -162,7 +162,9 @@ def _add_error_handlers(api: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         reason = Reason.METHOD_NOT_ALLOWED if error.status_code == 405 else Reason.UNKNOWN_URL
-        message = f"{request.method} {request.url.path} is not served here."
+        # The URL's would do, but making one fails where the header `host` or the query is odd.
+        path = shown(request.scope["path"], limit=256)
+        message = f"{request.method} {path} is not served here."
         return ApiError(reason, message, headers=dict(error.headers or {})).response()
 
     async def unexpected(request: Request, _: Exception) -> JSONResponse:

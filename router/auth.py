@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import SecretStr
@@ -55,6 +56,14 @@ class KeyMetrics:
         )
 
 
+class _Accepted(NamedTuple):
+    """What is looked up at requests: holders by the place of the key, and clients by owner."""
+
+    holders: dict[bytes, tuple[bytes, Client]]
+    clients: dict[str, Client]
+    weak: int
+
+
 class KeyRing:
     """The accepted keys and who holds them. A ring without keys and file accepts every request.
 
@@ -92,16 +101,16 @@ class KeyRing:
         self._ring = ring
         self._metrics = metrics or KeyMetrics(CollectorRegistry())
         self._secret = secrets.token_bytes(32)
-        self._raw: bytes | None = None
+        self._seen: bytes | None = None  # the digest of what the file held, and
+        self._refused: Exception | None = None  # why that could not be used
         self._trouble: str | None = None
-        self._holders: dict[bytes, tuple[bytes, Client]] = {}
-        self._clients: dict[str, Client] = {}
         if file is None:
-            self._accept(self._entries)
+            self._take(self._accepted(self._entries))
             return
         try:
-            self._raw = _read(file)
-            self._accept(self._with(self._raw))
+            raw = _read(file)
+            self._seen = _digest(raw)
+            self._take(self._load(raw))
         except ValueError as error:
             raise ValueError(f"the key file {file} cannot be used: {error}") from None
         self._metrics.broken.labels(ring).set(0)
@@ -114,7 +123,7 @@ class KeyRing:
     @property
     def count(self) -> int:
         """How many keys are accepted."""
-        return len(self._holders)
+        return len(self._keys.holders)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
         """Who sent these raw request headers (lower-case names).
@@ -137,7 +146,7 @@ class KeyRing:
         any more."""
         if self.accepts_anyone:
             return ANYONE if owner == ANYONE.owner else None
-        return self._clients.get(owner)
+        return self._keys.clients.get(owner)
 
     async def watch(self) -> None:
         """Take in what changes in the file, for ever. Returns at once where there is none."""
@@ -146,18 +155,27 @@ class KeyRing:
             await self.reload()
 
     async def reload(self) -> bool:
-        """Read the file. Returns whether the keys are now those in it; if not, the log says why."""
+        """Read the file. Returns whether the keys are now those in it; if not, the log says why.
+
+        What was refused is not looked into again until the file has changed.
+        """
         assert self._file is not None
         try:
             raw = await asyncio.to_thread(_read, self._file)
-            if raw == self._raw:
-                return self._fine()
-            # In a thread: thousands of entries take a while.
-            self._accept(await asyncio.to_thread(self._with, raw))
-        except (ValueError, OSError) as error:
+            seen = _digest(raw)
+            if seen == self._seen:
+                return self._fine() if self._refused is None else self._keep(self._refused)
+            try:
+                # In a thread: thousands of entries take seconds.
+                accepted = await asyncio.to_thread(self._load, raw)
+            except Exception as error:
+                self._seen, self._refused = seen, error
+                raise
+        except Exception as error:
             return self._keep(error)
-        self._raw = raw
-        _log.info("the %s keys were read again: %d are accepted", self._ring, len(self._holders))
+        self._seen, self._refused = seen, None
+        self._take(accepted)
+        _log.info("the %s keys were read again: %d are accepted", self._ring, self.count)
         self._metrics.loads.labels(self._ring, "ok").inc()
         return self._fine()
 
@@ -168,7 +186,9 @@ class KeyRing:
 
     def _keep(self, error: Exception) -> bool:
         """Note what is wrong with the file, once for each trouble."""
-        trouble = str(error)
+        # Of any other error the text may hold a key.
+        told = isinstance(error, ValueError | OSError)
+        trouble = str(error) if told else f"reading it failed with a {type(error).__name__}"
         if trouble != self._trouble:
             self._trouble = trouble
             _log.error(
@@ -181,30 +201,37 @@ class KeyRing:
         self._metrics.broken.labels(self._ring).set(1)
         return False
 
-    def _with(self, raw: bytes) -> tuple[SecretStr | ApiKey, ...]:
+    def _load(self, raw: bytes) -> _Accepted:
+        """The keys of the configuration and of a file with these bytes.
+
+        Raises:
+            ValueError: the file cannot be used.
+        """
         entries = self._entries + parse_keys(raw, self._classes)
         check_entries(entries, self._classes or (), "the configuration and the file together")
-        return entries
+        return self._accepted(entries)
 
-    def _accept(self, entries: tuple[SecretStr | ApiKey, ...]) -> None:
+    def _accepted(self, entries: tuple[SecretStr | ApiKey, ...]) -> _Accepted:
         holders = {}
         for entry in entries:
             digest = digest_of(entry)
             holders[self._place_of(digest)] = (digest, client_of(entry))
-        self._holders = holders
-        self._clients = {client.owner: client for _, client in holders.values()}
-        weak = sum(map(is_weak, entries))
-        if weak:
+        clients = {client.owner: client for _, client in holders.values()}
+        return _Accepted(holders, clients, sum(map(is_weak, entries)))
+
+    def _take(self, accepted: _Accepted) -> None:
+        self._keys = accepted
+        if accepted.weak:
             _log.warning(
                 "%d of the %s keys have less than %d characters; `sluice keys new` makes good ones",
-                weak,
+                accepted.weak,
                 self._ring,
                 WEAK_CHARACTERS,
             )
 
     def _find(self, key: bytes) -> Client | None:
         digest = hashlib.sha256(key).digest()
-        found = self._holders.get(self._place_of(digest))
+        found = self._keys.holders.get(self._place_of(digest))
         if found is None or not hmac.compare_digest(digest, found[0]):
             return None
         return found[1]
@@ -224,6 +251,11 @@ def _read(path: Path) -> bytes:
     if len(raw) > MAX_FILE_BYTES:
         raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
     return raw
+
+
+def _digest(raw: bytes) -> bytes:
+    # In place of the bytes, which may hold keys.
+    return hashlib.sha256(raw).digest()
 
 
 def _refusal(message: str) -> ApiError:

@@ -87,6 +87,7 @@ class CallReader:
         self._max_body_bytes = config.max_body_bytes
         self._objectives = SloReader(config)
         self._tokens = TokenLimits(config)
+        self._fetch_media = config.fetch_media
         self._keys_apart = config.prefix_sharing == "key"
         self._large = asyncio.Lock()
 
@@ -124,7 +125,7 @@ class CallReader:
         if endpoint not in UNSCHEDULED:
             slo, clamped = self._objectives.read(body, headers, client.caps)
         session = session_of(body, headers, client.owner)
-        check_body(endpoint, body)
+        check_body(endpoint, body, self._fetch_media)
         body, shortened = self._tokens.hold(endpoint, body, client.caps)
         if self._keys_apart and endpoint not in UNSCHEDULED:
             body = salted(body, client.owner)

@@ -163,6 +163,12 @@ class RouterConfig(BaseModel):
         description="Whose prompts share KV in the prefix caches: `all` clients', so that response "
         "times may tell one what another has asked; `key`: only those of one API key.",
     )
+    fetch_media: bool = Field(
+        default=False,
+        description="Whether engines may fetch images, sounds and videos from addresses that "
+        "clients give, from inside your network: then bound them with `allowed-media-domains` in "
+        "engine.vllm_args. False: media come as `data:` URLs.",
+    )
     max_attempts: int = Field(
         default=3,
         ge=1,

@@ -125,6 +125,7 @@ class Dispatcher:
             call.prefix,
             _UNTRACED if span is None else span.context,
         )
+        call.charge.sent()
         stream = self._replicas.generate(request, target, failed)
 
         def close() -> None:

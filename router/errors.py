@@ -121,7 +121,7 @@ class ApiError(Exception):
         self._headers = headers or {}
         if retry_after_s is not None:
             retry_after_s = max(0.0, min(MAX_RETRY_AFTER_S, retry_after_s))
-        self._retry_after_s = retry_after_s
+        self.retry_after_s = retry_after_s
 
     @property
     def rule(self) -> Rule:
@@ -137,14 +137,14 @@ class ApiError(Exception):
             "param": self.param,
             "code": self.reason.value,
         }
-        if self._retry_after_s is not None:
-            error["retry_after_ms"] = round(self._retry_after_s * 1000, 3)
+        if self.retry_after_s is not None:
+            error["retry_after_ms"] = round(self.retry_after_s * 1000, 3)
         return {"error": error}
 
     def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
         """The whole HTTP response, with ``headers`` added."""
         merged = {**self._headers, **(headers or {})}
-        retry_after_s = self._retry_after_s
+        retry_after_s = self.retry_after_s
         if retry_after_s is None:
             retry_after_s = self.rule.retry_after_s
         if retry_after_s is not None:

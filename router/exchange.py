@@ -176,7 +176,8 @@ class Exchange(Response):
         reason = self._error.reason if self._error is not None else None
         self._telemetry.ended(call, self._clock, outcome, reason, answer, now_s)
         metrics.admission.clamped(call.client.name, call.clamped)
-        sent = self._clock.tokens * (call.body.get("n") or 1)
+        streams = bool(call.body.get("stream"))
+        sent = self._clock.tokens * (call.body.get("n") or 1) if streams else None
         call.charge.close(answer, sent, left=outcome is Outcome.CANCELLED)
         if answer is not None and answer.tier is Tier.GUARANTEED:
             failed = outcome is Outcome.FAILED

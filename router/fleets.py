@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -111,12 +112,22 @@ class Fleets:
         return {"status": "degraded", "unavailable": list(failed)} if failed else {"status": "ok"}
 
     async def _ask(self) -> tuple[dict[str, list[Any]], dict[str, ApiError]]:
-        """Each fleet's models, or why they could not be had, by its model's name."""
+        """Each fleet's models, or why they could not be had, by its model's name. All are asked at
+        once: of several that are away, each would take its time."""
+        answers = await asyncio.gather(*(_models_of(fleet) for fleet in self._fleets))
         found: dict[str, list[Any]] = {}
         failed: dict[str, ApiError] = {}
-        for fleet in self._fleets:
-            try:
-                found[fleet.model] = (await fleet.catalog.models())["data"]
-            except ApiError as error:
-                failed[fleet.model] = error
+        for fleet, answer in zip(self._fleets, answers, strict=True):
+            if isinstance(answer, ApiError):
+                failed[fleet.model] = answer
+            else:
+                found[fleet.model] = answer
         return found, failed
+
+
+async def _models_of(fleet: Fleet) -> list[Any] | ApiError:
+    try:
+        models: list[Any] = (await fleet.catalog.models())["data"]
+    except ApiError as error:
+        return error
+    return models

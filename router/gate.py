@@ -34,6 +34,10 @@ INFERENCE_PATHS: dict[str, Endpoint] = {
 BATCH_PATHS = tuple(path for path in INFERENCE_PATHS if path.startswith("/v1/"))
 """Those that a batch may be for."""
 
+_COUNTED_PATHS = frozenset((*INFERENCE_PATHS, "/v1/files", "/v1/batches"))
+"""Those whose POST counts in the rates of requests: the others cost little, and to cancel a batch
+must not be refused because of its own lines."""
+
 
 class Arrival(NamedTuple):
     """What the gate notes of a request, in the scope's state as ``arrival``.
@@ -53,8 +57,9 @@ class Gate:
     - Every request gets an id of our own; a client's ``x-request-id`` is not trusted as one. It is
       sent back in every response.
     - Who may ask for which path is said in :mod:`router.access`.
-    - At most ``max_in_flight`` inference requests are inside, and of one client at most as many,
-      and as often, as its key allows; more are refused before their body is read.
+    - At most ``max_in_flight`` inference requests are inside, and of one client at most as many as
+      its key allows; more are refused before their body is read.
+    - So are those, uploads and new batches among them, that come more often than its key allows.
     - The bodies of those that are inside have at most ``max_held_bytes`` together.
 
     Paths are those after Serve's route prefix, as for routing.
@@ -96,17 +101,19 @@ class Gate:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                limits = self._limiter.headers(arrival.client) if endpoint is not None else []
+                limits = self._limiter.headers(arrival.client) if counted else []
                 message["headers"] = [*message.get("headers", ()), *named, *limits]
             await send(message)
 
         # The function that routing itself calls, so that the two never differ over a path.
         path = get_route_path(scope)
-        endpoint = INFERENCE_PATHS.get(path) if scope["method"] == "POST" else None
+        counted = scope["method"] == "POST" and path in _COUNTED_PATHS
+        endpoint = INFERENCE_PATHS.get(path) if counted else None
         try:
             arrival = arrival._replace(client=self._access.check(path, scope["headers"]))
             if endpoint is not None:
                 self._check_room(arrival.client)
+            if counted:
                 self._limiter.count_request(arrival.client)
         except ApiError as error:
             if endpoint is not None:

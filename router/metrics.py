@@ -1,4 +1,8 @@
-"""What the edge counts. Every label is bounded: classes by configuration, priorities 1 to 10."""
+"""What the edge counts.
+
+Every label is bounded: classes by configuration, priorities 1 to 10, clients by
+:mod:`router.client_names`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from replica.engine import Endpoint
 from router.admission_metrics import NO_CLASS, AdmissionMetrics
+from router.client_names import ClientNames
 from router.errors import RULES, Reason
 from router.trust import ANYONE, Client
 from scheduling.objective import TokenClock
@@ -127,7 +132,8 @@ class RouterMetrics:
             ["client", "outcome"],
             registry=registry,
         )
-        self.admission = AdmissionMetrics(registry)
+        self._clients = ClientNames()
+        self.admission = AdmissionMetrics(registry, self._clients)
 
     def fallback(self, reason: Fallback) -> None:
         """Count a request that did not go where the controller said."""
@@ -148,7 +154,7 @@ class RouterMetrics:
 
     def _ended_early(self, endpoint: Endpoint, outcome: Outcome, client: Client) -> None:
         self._requests.labels(NO_CLASS, outcome.value, endpoint).inc()
-        self._by_client.labels(client.name, outcome.value).inc()
+        self._by_client.labels(self._clients.label(client.name), outcome.value).inc()
 
     def ended(
         self,
@@ -161,7 +167,7 @@ class RouterMetrics:
         """Count a request that ended, with what ``clock`` saw of it."""
         slo = clock.slo
         self._requests.labels(slo.service_class, outcome.value, endpoint).inc()
-        self._by_client.labels(client.name, outcome.value).inc()
+        self._by_client.labels(self._clients.label(client.name), outcome.value).inc()
         if clock.tpot_s is not None:
             self._tpot.labels(slo.service_class).observe(clock.tpot_s)
         if outcome in (Outcome.CANCELLED, Outcome.CLIENT_ERROR):

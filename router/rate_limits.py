@@ -71,13 +71,20 @@ class Charge:
         self._settle = settle
         self._prompt_tokens = prompt_tokens
         self._tokens = tokens
+        self._sent = False
 
-    def close(self, answer: Answer | None, output_tokens: int, left: bool = False) -> None:
+    def sent(self) -> None:
+        """The request goes to a replica, which may work for it from now on."""
+        self._sent = True
+
+    def close(self, answer: Answer | None, output_tokens: int | None, left: bool = False) -> None:
         """The request is over: give back what it did not need. Only the first call counts.
 
         Args:
             answer: the replica's, if one has answered.
-            output_tokens: what has been sent of it, which counts where the engine has not said.
+            output_tokens: what has been sent of it, which counts where the engine has not said;
+                ``None`` where that says nothing of what was made, as of an answer that is sent
+                whole: then all that was set aside counts.
             left: the client left, so that a replica may have worked for it and nobody knows.
         """
         settle, self._settle = self._settle, None
@@ -85,11 +92,13 @@ class Charge:
             return
         if answer is not None and answer.tail is not None:
             used = answer.tail.prompt_tokens + answer.tail.output_tokens
-        elif answer is not None or left:
-            used = self._prompt_tokens + output_tokens
-        else:
+        elif answer is None and not (left and self._sent):
             used = 0
-        settle(used - self._tokens)
+        elif output_tokens is None:
+            used = self._tokens
+        else:
+            used = self._prompt_tokens + output_tokens
+        settle(used)
 
 
 NO_CHARGE: Final = Charge()
@@ -128,20 +137,6 @@ class RateLimiter:
         """
         self._take("requests", client, 1)
 
-    def take_back(self, client: Client) -> None:
-        """The last request of ``client`` does not count: it is going to be sent again."""
-        self._give("requests", client, -1)
-
-    def wait_s(self, client: Client) -> float:
-        """How long, in seconds, until a request of ``client`` that needs one token is let in."""
-        now_s, longest_s = self._clock(), 0.0
-        for kind in _REASONS:
-            limit = _limit_of(kind, client.caps)
-            if limit is not None:
-                account = self._account(kind, client, limit, now_s)
-                longest_s = max(longest_s, (account.level + 1 - limit.size) / account.per_s)
-        return longest_s
-
     def reserve(self, client: Client, prompt_tokens: int, output_tokens: int) -> Charge:
         """Set tokens aside for a request: its prompt's, and as many as it may generate.
 
@@ -154,8 +149,12 @@ class RateLimiter:
         if client.caps.tokens_per_minute is None:
             return NO_CHARGE
         tokens = prompt_tokens + output_tokens
-        self._take("tokens", client, tokens)
-        return Charge(lambda change: self._give("tokens", client, change), prompt_tokens, tokens)
+        account = self._take("tokens", client, tokens)
+        assert account is not None
+        mark = account.mark()
+        return Charge(
+            lambda used: self._settle(client, account, mark, tokens, used), prompt_tokens, tokens
+        )
 
     def headers(self, client: Client) -> list[tuple[bytes, bytes]]:
         """OpenAI's headers on what is left; none for a client without limits."""
@@ -214,16 +213,19 @@ class RateLimiter:
             for index, account in enumerate(accounts):
                 account.drain(now_s, self._rate(account.full_per_s))
                 if levels is not None:
-                    account.level = max(0.0, levels[index] + account.unsent)
+                    account.set(max(0.0, levels[index] + account.unsent))
                 else:
                     # What has drained meanwhile is over, or a long outage would be a long debt.
-                    # Where only the answer got lost it is told twice, to the client's cost.
-                    account.unsent = min(account.unsent + uses[index].used, account.level)
+                    # Nobody knows whether the message or its answer was lost. So what was used is
+                    # told again and what was given back is not: either error is to the cost of the
+                    # client, whose bucket drains, and never lets more in than the rate.
+                    told_again = max(0.0, uses[index].used)
+                    account.unsent = min(account.unsent + told_again, account.level)
 
-    def _take(self, kind: _Kind, client: Client, amount: float) -> None:
+    def _take(self, kind: _Kind, client: Client, amount: float) -> _Account | None:
         limit = _limit_of(kind, client.caps)
         if limit is None:
-            return
+            return None
         account = self._account(kind, client, limit, self._clock())
         over = account.level + min(amount, limit.size) - limit.size
         if over > _SLACK * limit.size:
@@ -234,12 +236,22 @@ class RateLimiter:
                 retry_after_s=over / account.per_s,
             )
         account.use(amount)
+        return account
 
-    def _give(self, kind: _Kind, client: Client, change: float) -> None:
-        """Put more in, or take out what is negative."""
-        limit = _limit_of(kind, client.caps)
-        if limit is not None:
-            self._account(kind, client, limit, self._clock()).use(change)
+    def _settle(
+        self, client: Client, taken_from: _Account, mark: int, tokens: float, used: float
+    ) -> None:
+        """A request for which ``tokens`` were set aside has used ``used``."""
+        limit = _limit_of("tokens", client.caps)
+        assert limit is not None
+        account = self._account("tokens", client, limit, self._clock())
+        change = used - tokens
+        # What has drained is not given back, or others' use would be forgiven with it; and of an
+        # account that was forgotten, as it was empty, all has.
+        if account is taken_from:
+            account.unsent -= account.undo(mark, max(0.0, -change))
+        if change > 0:
+            account.use(change)
 
     def _account(self, kind: _Kind, client: Client, limit: _Limit, now_s: float) -> _Account:
         """The bucket as it is now."""

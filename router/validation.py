@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from replica.engine import Endpoint
 from router import wire
+from router.engine_bounds import check_media, check_options
 from router.errors import ApiError, invalid, shown
 
 MAX_CHOICES = 16
@@ -90,10 +91,13 @@ class _Tokens(_Any):
     model: _Name | None = None  # type: ignore[assignment]
 
 
-def check_body(endpoint: Endpoint, body: dict[str, Any]) -> None:
+def check_body(endpoint: Endpoint, body: dict[str, Any], fetch_media: bool = False) -> None:
     """Refuse a body that no engine should see.
 
-    ``O(messages)`` or ``O(prompt tokens)``.
+    ``O(messages)`` or ``O(prompt tokens)``, and ``O(options)``.
+
+    Args:
+        fetch_media: whether engines may fetch media from addresses in it.
 
     Raises:
         ApiError: 400; the message names the field and what is allowed.
@@ -104,12 +108,24 @@ def check_body(endpoint: Endpoint, body: dict[str, Any]) -> None:
     except ValidationError as error:
         raise _refusal(error, body) from None
     _CHECKS[endpoint](body)
+    check_options(body)
+    if not fetch_media:
+        _check_media(body)
 
 
 def engine_body(body: dict[str, Any]) -> dict[str, Any]:
     """``body`` without the fields that are the router's own."""
     own = (wire.SLO_FIELD, wire.SERVICE_TIER_FIELD, *_SERVER_FIELDS)
     return {name: value for name, value in body.items() if name not in own}
+
+
+def _check_media(body: dict[str, Any]) -> None:
+    for name in ("messages", "input"):
+        given = body.get(name)
+        if isinstance(given, list):
+            # Most messages are text, and need no walk.
+            messages = [message for message in given if isinstance(message, dict)]
+            check_media([m for m in messages if not isinstance(m.get("content"), str)], name)
 
 
 def _check_internal(body: dict[str, Any]) -> None:

@@ -73,6 +73,8 @@ class Report(NamedTuple):
         block_tokens: tokens per KV block.
         places: most running sequences.
         draining: it wants no more requests.
+        preempts: a prefill there does not wait for the end of the step under way, unless what runs
+            is more urgent (:mod:`scheduling.preemption`).
     """
 
     rows: np.ndarray
@@ -85,6 +87,7 @@ class Report(NamedTuple):
     block_tokens: int
     places: int
     draining: bool = False
+    preempts: bool = False
 
 
 class Fleet:
@@ -364,6 +367,7 @@ class Fleet:
             report.offset_s,
             settings.reference_ttft_s,
             settings.reference_tpot_s,
+            report.preempts,
         )
         settle(figures, prefills, loads)
         for reservation in made:

@@ -222,6 +222,7 @@ def fold(
     offset_s: float,
     horizon_s: float,
     unpaced_s: float,
+    preempts: bool,
 ) -> None:
     """Take in a whole report; what was known of the replica's requests goes. :func:`settle` must
     follow. ``O(requests log requests)``.
@@ -232,6 +233,7 @@ def fold(
         made_s, stepped_s: see :class:`scheduling.fleet.Report`.
         offset_s: what to add to the replica's times.
         horizon_s, unpaced_s: the reference TTFT and TPOT of the prefill admission budget.
+        preempts: nothing waits for the step under way.
     """
     clear(figures, pieces)
     now_s = made_s + offset_s
@@ -273,10 +275,11 @@ def fold(
     if earliest_s < inf:
         begun_s = max(min(made_s, max(stepped_s, earliest_s)), made_s - MOST_STEP_S)
     figures[BEGUN_S] = figures[SPENT_UNTIL_S] = begun_s + offset_s
-    set_step(
-        figures, least_ttft_s, step_work_s if earliest_s <= stepped_s else first_work_s,
-        earliest_s < inf,
-    )  # fmt: skip
+    work_s = step_work_s if earliest_s <= stepped_s else first_work_s
+    if preempts:
+        set_step(figures, least_ttft_s, 0.0, False)
+    else:
+        set_step(figures, least_ttft_s, work_s, earliest_s < inf)
     figures[PAB] = budget_tokens(pieces, decode_s, forced, horizon_s) - figures[TOKENS]
     put_in_order(prefills, int(figures[QUEUED]))
     put_in_order(loads, int(figures[LOADS]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -38,16 +40,16 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes test, one of them runs all that starts Ray or vLLM, one test after
-    the other, and the rest is shared out by file. That one begins at once: it takes the longest."""
+    """Where several processes test, one of them runs all that starts Ray, one test after the other,
+    and the rest is shared out by file. What takes longest begins first."""
     for item in items:
-        group = "real parts" if _is_real(item) else str(item.path)
+        group = "ray" if item.get_closest_marker("ray") else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: not _is_real(item))
+    items.sort(key=_begins)
 
 
-def _is_real(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(part) for part in ("ray", "vllm"))
+def _begins(item: pytest.Item) -> int:
+    return next((n for n, part in enumerate(("ray", "vllm")) if item.get_closest_marker(part)), 2)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,3 +58,11 @@ def compiled_placement(request: pytest.FixtureRequest) -> None:
     if any(item.get_closest_marker("ray") for item in request.session.items):
         config = ControllerConfig()
         warm_up_placement(config.make_routing, config.make_admission)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_ray_ends() -> Iterator[None]:
+    """The Ray that tests share ends with the last of them."""
+    yield
+    if "tests.own_ray" in sys.modules:
+        sys.modules["tests.own_ray"].shared_ray.end()

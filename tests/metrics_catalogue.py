@@ -33,7 +33,7 @@ def catalogue() -> dict[str, Family]:
     CallMetrics(router)
     engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
     replica = CollectorRegistry(auto_describe=False)
-    replica.register(ReplicaCollector("r", engine.state, lambda: 0, configured=1))
+    replica.register(ReplicaCollector("r", engine.state, lambda: 0, lambda: 1))
     controller = Controller(ControllerConfig())._instruments.registry
     page = ControllerMetricsPage(None, None, CollectorRegistry())  # type: ignore[arg-type]
     families: dict[str, Family] = {}

@@ -1,31 +1,102 @@
-"""A Ray instance of the tests' own, in this process."""
+"""Ray in this process: one that tests share, as starting it takes long, or one of a test's own."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import ray
+from ray import serve
+
+from controller.lookup import NAMESPACE
 
 _ROOT = str(Path(__file__).parents[1])
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class SharedRay:
+    """Ray with Serve, started by the first test that asks for it."""
+
+    def __init__(self) -> None:
+        self._port: int | None = None
+        self._folder = ""
+
+    def serve_port(self) -> int:
+        """Where Serve listens."""
+        if self._port is None:
+            self._folder = tempfile.mkdtemp(prefix="sluice-")
+            _start(num_cpus=32, folder=self._folder)
+            self._port = free_port()
+            serve.start(http_options={"host": "127.0.0.1", "port": self._port})
+        return self._port
+
+    def clear(self) -> None:
+        """End all applications and their controllers."""
+        for name in serve.status().applications:
+            serve.delete(name)
+        _end_controllers()
+
+    def end(self) -> None:
+        """Stop it, if it runs: who wants a Ray of its own cannot have it beside this one."""
+        if self._port is not None:
+            self._port = None
+            serve.shutdown()
+            ray.shutdown()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+shared_ray = SharedRay()
 
 
 @contextmanager
 def own_ray(num_cpus: int) -> Iterator[None]:
     """Ray on this machine until the block ends; its workers can import the tests."""
+    shared_ray.end()
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            _temp_dir=folder,
-            runtime_env={"env_vars": {"PYTHONPATH": _ROOT}},
-            log_to_driver=False,
-        )
+        _start(num_cpus, folder)
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def _start(num_cpus: int, folder: str) -> None:
+    # By the environment and not by a job's, for which Ray would start other workers.
+    os.environ["PYTHONPATH"] = _ROOT
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        object_store_memory=80 << 20,
+        include_dashboard=False,
+        _temp_dir=folder,
+        log_to_driver=False,
+    )
+
+
+def _end_controllers() -> None:
+    """Kill the controllers, which outlive their applications, and wait until they are gone."""
+    deadline = time.monotonic() + 60
+    while True:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        left = [each["name"] for each in named if each["namespace"] == NAMESPACE]
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"actors do not end: {left}"
+        for name in left:
+            try:
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+            except ValueError:
+                continue  # gone
+        time.sleep(0.05)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.documents import README, ROOT, marked, newcomer, shell
-from tests.e2e.conftest import free_port
+from tests.own_ray import free_port
 
 BIN = Path(sys.executable).parent
 GUIDE = ROOT / "docs" / "getting-started.md"
@@ -76,8 +76,20 @@ def test_the_commands_work() -> None:
             assert shell(command)
 
 
-@pytest.mark.ray
-def test_the_benchmarks_run() -> None:
-    for block in marked(README, "run: bench"):
-        for command in block.splitlines():
-            assert shell(command)
+BENCHMARKS = [line for block in marked(README, "run: bench") for line in block.splitlines()]
+ON_RAY = "python -m benchmarks.spine"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=pytest.mark.ray) if each.startswith(ON_RAY) else each
+        for each in BENCHMARKS
+    ],
+)
+def test_the_benchmarks_run(command: str) -> None:
+    assert shell(command)
+
+
+def test_one_of_them_needs_ray() -> None:
+    assert sum(each.startswith(ON_RAY) for each in BENCHMARKS) == 1

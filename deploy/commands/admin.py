@@ -3,16 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 import click
+from pydantic import BaseModel, Field, ValidationError
 
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import address_option, talking
 from deploy.json_http import JsonServer
 
-_PARTS = {"models", "unavailable", "replicas", "classes"}
+
+class _Decision(BaseModel):
+    p99: float | None
+
+
+class _Up(BaseModel):
+    up: Literal[True]
+    policy: str
+    admission: str
+    decision_ms: _Decision
+
+
+class _Down(BaseModel):
+    up: Literal[False]
+
+
+class _Row(BaseModel):
+    replica_id: str
+    model: str
+    condition: str
+    drain: str | None
+    report_age_ms: float
+    waiting: int
+    running: int
+    reserved: int
+    prefill_ms: float | None
+    kv_usage: float | None
+    pab_tokens: float | None
+    last_step_ms: float | None
+    predicted_step_ms: float | None
+    preemptions: int
+
+
+class _Ttft(BaseModel):
+    p50: float | None
+    p95: float | None
+
+
+class _Admission(BaseModel):
+    guaranteed: float
+    best_effort: float
+    refused: float
+
+
+class _Class(BaseModel):
+    name: str = Field(alias="class")
+    model: str
+    requests: float
+    attainment: float | None
+    tdg: float | None
+    ttft_ms: _Ttft
+    admission: _Admission
+
+
+class _Fleet(BaseModel):
+    """What commands show of the fleet; the API says more."""
+
+    models: dict[str, _Up | _Down]
+    unavailable: list[str]
+    replicas: list[_Row]
+    classes: list[_Class]
+
+
+class _Drained(BaseModel):
+    """What the API says when it has closed a replica or opened it again."""
+
+    replica_id: str
+    draining: bool
+    left: int
+
 
 KEY_HINT = "give --key, or set SLUICE_ADMIN_KEY, to one of the configuration's router.admin.keys"
 
@@ -59,21 +129,23 @@ class AdminApi:
 
     def fleet(self) -> dict[str, Any]:
         """Every model's controller, replicas and classes."""
-        fleet = self._ask("GET", "/fleet")
-        if not isinstance(fleet, dict) or not fleet.keys() >= _PARTS:
-            raise Failure(
-                Exit.FAILED,
-                f"{self._server.address} answers, but not as Sluice does: is --address right, and "
-                "is it the version of this command?",
-            )
-        return fleet
+        return self._ask("GET", "/fleet", _Fleet)
 
     def drain(self, replica_id: str, drain: bool) -> dict[str, Any]:
         """Close a replica to new requests, or open it again; what is left there."""
         path = f"/replicas/{quote(replica_id, safe='')}/drain"
-        left: dict[str, Any] = self._ask("POST" if drain else "DELETE", path)
-        return left
+        return self._ask("POST" if drain else "DELETE", path, _Drained)
 
-    def _ask(self, method: str, path: str) -> Any:
+    def _ask(self, method: str, path: str, shape: type[BaseModel]) -> dict[str, Any]:
         with talking("The application", self._server.address, KEY_HINT):
-            return self._server.ask(method, f"/admin/v1{path}")
+            answer = self._server.ask(method, f"/admin/v1{path}")
+        try:
+            shape.model_validate(answer)
+        except ValidationError:
+            raise Failure(
+                Exit.FAILED,
+                f"{self._server.address} answers, but not as Sluice does: is --address right, and "
+                "is it the version of this command?",
+            ) from None
+        told: dict[str, Any] = answer
+        return told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from rich.console import Console
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import CONFIG_FILE, address_option, load, talking
 from deploy.commands.options import as_json as json_option
-from deploy.config import SluiceConfig, read_mapping
+from deploy.config import read_mapping
 from deploy.json_http import JsonServer
 from deploy.submission import (
     FAILED,
@@ -71,6 +72,8 @@ def deploy(
     token is taken from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as by Ray's own
     tools.
 
+    While it waits, a dashboard that does not answer for a moment is asked again.
+
     Deploying again updates: another number of replicas is reached by starting or draining some;
     for any other change the replicas are replaced a few at a time, each after it has finished what
     it had. Other applications on the cluster stay as they are.
@@ -85,14 +88,22 @@ def deploy(
     if not route_prefix.startswith("/"):
         raise click.BadParameter(f"--route-prefix must begin with a slash, got {route_prefix!r}")
     err = Console(stderr=True)
-    application = application_of(read_mapping(path), config.name, route_prefix)
-    with talking("Ray's dashboard", address, _TOKEN_HINT):
-        server = JsonServer(address, ray_token())
-        before_s = submit(server, application, config)
-        err.print(f"handed {config.name!r} to {server.address}", highlight=False, markup=False)
-        if not wait:
-            return
-        state = _wait(server, config, before_s, timeout_s, err)
+    try:
+        application = application_of(read_mapping(path), config.name, route_prefix)
+        with talking("Ray's dashboard", address, _TOKEN_HINT):
+            server = JsonServer(address, ray_token())
+            before_s = submit(server, application, config)
+    except ValueError as error:
+        raise Failure(Exit.FAILED, str(error)) from error
+    err.print(f"handed {config.name!r} to {server.address}", highlight=False, markup=False)
+    if not wait:
+        return
+
+    def look() -> State | None:
+        with talking("Ray's dashboard", address, _TOKEN_HINT):
+            return state_of(server, config.name)
+
+    state = _wait(look, address, config.name, before_s, timeout_s, err)
     if state.addresses and f":{config.router.port}/" not in state.addresses[0]:
         err.print("Serve ran already and keeps its port; router.port has no effect", markup=False)
     if all(each.startswith("http://127.0.0.1:") for each in state.addresses):
@@ -106,38 +117,59 @@ def deploy(
 
 
 def _wait(
-    server: JsonServer, config: SluiceConfig, before_s: float, timeout_s: float, err: Console
+    look: Callable[[], State | None],
+    address: str,
+    name: str,
+    before_s: float,
+    timeout_s: float,
+    err: Console,
 ) -> State:
     """The state once it runs, with progress on ``err`` meanwhile.
 
+    Args:
+        look: what Serve says now.
+        address: of the dashboard, for the messages.
+        name: of the application.
+        before_s: when it had been deployed before, as :func:`submit` says.
+        timeout_s: longest wait, seconds.
+        err: standard error.
+
     Raises:
-        Failure: it failed to start, or did not run in time.
+        Failure: it failed to start, or did not run in time, or looking fails for good.
     """
     started_s = time.monotonic()
-    last = ""
+    last, message = "", ""
     while True:
-        state = state_of(server, config.name)
-        # Until it says so itself, what runs is what had been deployed before.
-        current = state is not None and state.deployed_s != before_s
-        if state is not None and current and state.status == RUNNING:
-            return state
-        if state is not None and current and state.status == FAILED:
-            raise Failure(
-                Exit.FAILED,
-                f"{config.name!r} failed to start: {state.message or 'Serve does not say why'} "
-                f"(`serve status --address {server.address}` has the whole text)",
-            )
+        try:
+            state = look()
+        except Failure as failure:
+            if not failure.passing:
+                raise
+            line = "no answer for now"
+            message = f"the last look failed: {failure.message}"
+        else:
+            # Until it says so itself, what runs is what had been deployed before.
+            current = state is not None and state.deployed_s != before_s
+            if state is not None and current and state.status == RUNNING:
+                return state
+            if state is not None and current and state.status == FAILED:
+                raise Failure(
+                    Exit.FAILED,
+                    f"{name!r} failed to start: {state.message or 'Serve does not say why'} "
+                    f"(`serve status --address {address}` has the whole text)",
+                )
+            line = state.progress if state is not None else "waiting for Serve"
+            message = state.message if state is not None else ""
         waited_s = time.monotonic() - started_s
-        line = state.progress if state is not None else "waiting for Serve"
         if line != last:
             err.print(f"{line} ({waited_s:.0f} s)", highlight=False, markup=False)
             last = line
         if waited_s > timeout_s:
             raise Failure(
                 Exit.TIMED_OUT,
-                f"{config.name!r} does not run after {timeout_s:g} s: {line}"
-                f"{'; ' + state.message if state and state.message else ''}; it may still start: "
-                f"`serve status --address {server.address}` tells, or give a longer --timeout",
+                f"{name!r} does not run after {timeout_s:g} s: {line}"
+                f"{'; ' + message if message else ''}; it may still start: "
+                f"`serve status --address {address}` tells, or give a longer --timeout",
             )
         time.sleep(POLL_S)
 

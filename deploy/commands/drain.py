@@ -68,7 +68,18 @@ def drain(
     if undo or not wait:
         _say(told, as_json)
         return
-    started_s, shown, missing_s = time.monotonic(), -1, 0.0
+    told = _wait(api, told, timeout_s)
+    _say(told, as_json)
+
+
+def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """What is left in the end: nothing. ``told`` is what was left at first.
+
+    Raises:
+        Failure: it took too long, or somebody took the drain back, or looking fails for good.
+    """
+    replica_id = told["replica_id"]
+    started_s, shown, missing_s, trouble = time.monotonic(), -1, 0.0, ""
     err = Console(stderr=True)
     while told["left"]:
         if told["left"] != shown:
@@ -77,27 +88,40 @@ def drain(
         if time.monotonic() - started_s > timeout_s:
             raise Failure(
                 Exit.TIMED_OUT,
-                f"{replica_id} still has {told['left']} requests after {timeout_s:g} s; it takes "
-                "no new ones: wait again with the same command, or take it back with --undo",
+                f"{replica_id} still has {told['left']} requests after {timeout_s:g} s{trouble}; "
+                "it takes no new ones: wait again with the same command, or take it back with "
+                "--undo",
             )
         time.sleep(POLL_S)
-        found = _look(api, replica_id)
+        try:
+            found = _look(api, replica_id)
+        except Failure as failure:
+            if not failure.passing:
+                raise
+            if not trouble:
+                err.print("no answer for now", highlight=False)
+            trouble = f", and the last look failed: {failure.message}"
+            continue
+        trouble = ""
         missing_s = 0.0 if found is not None else missing_s + POLL_S
         if missing_s >= GONE_AFTER_S:
             err.print("it is not known any more: it ended, or is out of reach", highlight=False)
-            told = {"replica_id": replica_id, "draining": True, "left": 0}
-        elif found is not None:
-            told = found
-    _say(told, as_json)
+            return {"replica_id": replica_id, "draining": True, "left": 0}
+        told = found or told
+    return told
 
 
 def _look(api: AdminApi, replica_id: str) -> dict[str, Any] | None:
     """What is left there now; ``None`` where nobody knows it.
 
     Raises:
-        Failure: somebody took the drain back.
+        Failure: nobody can tell now, or somebody took the drain back.
     """
-    row = next((row for row in api.fleet()["replicas"] if row["replica_id"] == replica_id), None)
+    fleet = api.fleet()
+    row = next((row for row in fleet["replicas"] if row["replica_id"] == replica_id), None)
+    if row is None and fleet["unavailable"]:
+        silent = ", ".join(fleet["unavailable"])
+        raise Failure(Exit.FAILED, f"the controller of {silent} does not answer", passing=True)
     if row is None:
         return None
     if row["drain"] is None:

@@ -25,10 +25,12 @@ class Failure(click.ClickException):
     Args:
         exit_code: of the process.
         message: what was wrong and what to do. Line breaks become semicolons.
+        passing: it may be gone in a moment, so whoever waits goes on waiting.
     """
 
-    def __init__(self, exit_code: Exit, message: str) -> None:
+    def __init__(self, exit_code: Exit, message: str, passing: bool = False) -> None:
         lines = (" ".join(line.split()) for line in message.splitlines())
         super().__init__("; ".join(line for line in lines if line).replace(":;", ":"))
         # click declares it for classes, and reads it from the instance.
         self.exit_code = exit_code  # type: ignore[misc]
+        self.passing = passing

@@ -67,10 +67,13 @@ def talking(to: str, address: str, key_hint: str) -> Iterator[None]:
         raise Failure(
             Exit.UNREACHABLE,
             f"{to} does not answer at {address} ({error}); is it running, and is --address right?",
+            passing=True,
         ) from None
     except AnswerError as error:
         if error.status in (401, 403):
             raise Failure(Exit.REFUSED, f"{to} refuses: {error}; {key_hint}") from None
-        raise Failure(Exit.FAILED, f"{to} answered {error.status}: {error}") from None
+        raise Failure(
+            Exit.FAILED, f"{to} at {address} answered {error.status}: {error}", error.passing
+        ) from None
     except OSError as error:
         raise Failure(Exit.FAILED, str(error)) from None

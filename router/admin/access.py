@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from router.admin.config import AdminConfig, is_loopback
 from router.auth import KeyMetrics, KeyRing
@@ -69,13 +69,21 @@ def _check_same_site(headers: Iterable[tuple[bytes, bytes]]) -> None:
         ApiError: 403.
     """
     found = {name: value.decode("latin-1") for name, value in headers}
-    host = urlsplit(f"//{found.get(b'host', '')}").hostname or ""
+    host = _split(f"//{found.get(b'host', '')}")
     origin = found.get(b"origin")
-    foreign = origin is not None and urlsplit(origin).netloc != found.get(b"host")
+    foreign = origin is not None and _split(origin).netloc != found.get(b"host")
     site = found.get(b"sec-fetch-site", "none")
-    if not is_loopback(host) or foreign or site not in ("none", "same-origin"):
+    if not is_loopback(host.hostname or "") or foreign or site not in ("none", "same-origin"):
         raise ApiError(
             Reason.NOT_PERMITTED,
             "The admin API is open to this machine only: ask for it at a loopback address, and not "
             "from the page of another site.",
         )
+
+
+def _split(url: str) -> SplitResult:
+    """An address in its parts; without any where it is none."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")

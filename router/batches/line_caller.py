@@ -9,7 +9,7 @@ import random
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from replica.engine import Endpoint
 from router.answer import Answer
@@ -36,14 +36,32 @@ FAILED_PAUSE_S = 5.0
 """The same for a line that failed: its tries span the time in which dead replicas are replaced, or
 the death of the only replica would cost its batches all lines that were under way."""
 
+SHORTEST_PAUSE_S = 0.01
+"""Shortest pause of a line that its client's rate does not let in yet."""
+
 LONGEST_PAUSE_S = 30.0
-"""Longest such pause, about. A line that waits keeps its place, so that lines that find no room
-keep others from being sent."""
+"""Longest such pause, about. A line that waits for room keeps its place, so that lines that find no
+room keep others from being sent."""
 
 _NO_ROOM = frozenset({Reason.ROUTER_FULL, Reason.REPLICAS_FULL, Reason.NO_REPLICA})
 _TOO_MANY = 429
 
+_T = TypeVar("_T")
+
 _log = logging.getLogger(__name__)
+
+
+class Admitted(NamedTuple):
+    """A checked line that its client's rates have let in. It is to be run, or dropped."""
+
+    line: Line
+    call: Call
+    fleet: Fleet
+    client: Callable[[], Client]
+
+    def drop(self) -> None:
+        """It is not going to be run, or has ended: give back what was set aside and not used."""
+        self.call.charge.close(None, None)
 
 
 class LineCaller:
@@ -73,18 +91,52 @@ class LineCaller:
         self._pause = pause
         self._telemetry = telemetry or Telemetry()
 
-    async def wait_for_rate(self, client: Client) -> None:
-        """Wait until the client's rate limits let another request in. It takes no part of them."""
-        while (wait_s := self._limiter.wait_s(client)) > 0:
-            await self._pause(min(wait_s, LONGEST_PAUSE_S))
+    async def admit(self, line: Line, url: str, client: Callable[[], Client]) -> Admitted | Reply:
+        """Wait until ``line`` is let in at the rates of its client, and check it. It counts in
+        them once, however often it will be tried.
 
-    async def run(self, line: Line, url: str, client: Client) -> Reply:
-        """The reply to ``line``, which may be an error. While there is no room for it, it waits."""
+        Args:
+            client: whose line it is; what it may do may change meanwhile.
+
+        Returns:
+            What :meth:`run` takes, or the reply to a line that is refused.
+        """
+        await self._when_let_in(lambda: self._limiter.count_request(client()))
+        arrival = self._arrival(client())
+        try:
+            with of_request(arrival.request_id):
+                call, fleet = await self._call(line, INFERENCE_PATHS[url], arrival)
+            prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
+            expected = output_to_expect(call.endpoint, call.output_tokens)
+        except Exception as error:
+            return _failed(error, arrival)
+        charge = await self._when_let_in(
+            lambda: self._limiter.reserve(client(), prompt_tokens, expected)
+        )
+        return Admitted(line, replace(call, charge=charge), fleet, client)
+
+    async def _when_let_in(self, ask: Callable[[], _T]) -> _T:
+        while True:
+            try:
+                return ask()
+            except ApiError as refusal:
+                self._batch_metrics.waits.inc()
+                wait_s = max(SHORTEST_PAUSE_S, refusal.retry_after_s or 0.0)
+                await self._pause(min(wait_s, LONGEST_PAUSE_S))
+
+    async def run(self, admitted: Admitted) -> Reply:
+        """The reply to a line, which may be an error. While there is no room for it, it waits."""
+        try:
+            return await self._run(admitted)
+        finally:
+            admitted.drop()
+
+    async def _run(self, admitted: Admitted) -> Reply:
         failures = waits = 0
         while True:
-            arrival = Arrival(uuid.uuid4().hex, self._fleets.clock(), client)
+            arrival = self._arrival(admitted.client())
             with of_request(arrival.request_id):
-                reply = await self._attempt(line, INFERENCE_PATHS[url], arrival)
+                reply = await self._attempt(admitted, arrival)
             if reply.status < 500 and not reply.no_room:
                 return reply
             if reply.no_room:
@@ -97,25 +149,22 @@ class LineCaller:
                 return reply
             await self._pause(_pause_s(FAILED_PAUSE_S, failures))
 
-    async def _attempt(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> Reply:
-        counted = False
+    def _arrival(self, client: Client) -> Arrival:
+        return Arrival(uuid.uuid4().hex, self._fleets.clock(), client)
+
+    async def _attempt(self, admitted: Admitted, arrival: Arrival) -> Reply:
+        call, fleet = admitted.call, admitted.fleet
         try:
-            self._limiter.count_request(arrival.client)
-            counted = True
-            call, fleet = await self._call(line, endpoint, arrival)
-            reply = await self._serve(call, fleet)
-            if reply.no_room:
-                self._limiter.take_back(arrival.client)
-            return reply
-        except ApiError as error:
-            failure = error
-        except Exception:
-            _log.exception("a line of a batch failed in an unexpected way")
-            failure = ApiError(Reason.INTERNAL, "The router failed; its log says why.")
-        if counted and failure.rule.status >= 429:
-            self._limiter.take_back(arrival.client)
-        body = json.dumps(failure.body).encode()
-        return Reply(failure.rule.status, arrival.request_id, body, _is_no_room(failure))
+            if call.client == arrival.client:
+                call = replace(call, request_id=arrival.request_id, received_s=arrival.received_s)
+            else:  # what it may do has changed
+                charge = call.charge
+                call, fleet = await self._call(admitted.line, call.endpoint, arrival)
+                call = replace(call, charge=charge)
+            span = self._telemetry.begin(arrival, call.endpoint, ())
+            return await self._serve(replace(call, span=span), fleet)
+        except Exception as error:
+            return _failed(error, arrival)
 
     async def _call(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> tuple[Call, Fleet]:
         """The checked call, and who serves it.
@@ -137,11 +186,7 @@ class LineCaller:
             self._fleets.edge.refused(endpoint, error.reason, arrival.client)
             self._telemetry.refused(arrival, endpoint, error.reason)
             raise
-        prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
-        expected = output_to_expect(endpoint, call.output_tokens)
-        charge = self._limiter.reserve(call.client, prompt_tokens, expected)
-        span = self._telemetry.begin(arrival, endpoint, ())
-        return replace(call, best_effort=True, charge=charge, span=span), fleet
+        return replace(call, best_effort=True), fleet
 
     async def _serve(self, call: Call, fleet: Fleet) -> Reply:
         """The reply of a replica. It counts as a request that ended, unless there was no room.
@@ -160,6 +205,8 @@ class LineCaller:
             status = answer.head.status
             no_room = status == _TOO_MANY
             outcome = None if no_room else Outcome.of_status(status)
+            if status < 500 and not no_room:
+                call.charge.close(answer, None)
             if status < 400:
                 _time(answer, call, clock)
                 if clock.ttft_s is not None:
@@ -171,11 +218,11 @@ class LineCaller:
             raise
         except asyncio.CancelledError:
             outcome = Outcome.CANCELLED
+            call.charge.close(answer, None, left=True)
             raise
         finally:
             if answer is not None:
                 answer.close()
-            call.charge.close(answer, clock.tokens, left=outcome is Outcome.CANCELLED)
             now_s = self._fleets.clock()
             if outcome is None:
                 self._telemetry.put_off(call, reason)
@@ -191,6 +238,14 @@ def _time(answer: Answer, call: Call, clock: TokenClock) -> None:
     reached_s = call.received_s + answer.waited_s
     for offset_s in answer.tail.token_offsets_s:
         clock.emit(1, reached_s + offset_s)
+
+
+def _failed(error: Exception, arrival: Arrival) -> Reply:
+    if not isinstance(error, ApiError):
+        _log.error("a line of a batch failed in an unexpected way", exc_info=error)
+        error = ApiError(Reason.INTERNAL, "The router failed; its log says why.")
+    body = json.dumps(error.body).encode()
+    return Reply(error.rule.status, arrival.request_id, body, _is_no_room(error))
 
 
 def _is_no_room(error: ApiError) -> bool:

@@ -3,58 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from router.trust import Client
+
+
+class _Waiting(NamedTuple):
+    client: Callable[[], Client]
+    granted: asyncio.Future[str]
 
 
 class LinePlaces:
     """Places for lines, given out in the order in which they are asked for.
 
-    A client's lines take no more of them than it may have requests in flight.
+    A client's lines take no more of them than it may have requests in flight; those behind it in
+    the order do not wait for it.
     """
 
     def __init__(self, count: int) -> None:
-        self._all = asyncio.Semaphore(count)
-        self._of: dict[tuple[str, int], _Own] = {}
+        self._free = count
+        self._of: Counter[str] = Counter()
+        self._waiting: list[_Waiting] = []
 
-    async def take(self, client: Client) -> Callable[[], None]:
-        """Wait for a place. Returns what gives it back, to be called once."""
-        most = client.caps.max_in_flight
-        if most is None:
-            await self._all.acquire()
-            return self._all.release
-        name = (client.owner, most)  # a client's caps may change
-        own = self._of.setdefault(name, _Own(most))
-        own.users += 1
-
-        def leave() -> None:
-            own.users -= 1
-            if not own.users:
-                del self._of[name]  # clients come and go
-
+    async def take(self, client: Callable[[], Client]) -> Callable[[], None]:
+        """Wait for a place for ``client``, whose caps may change meanwhile. Returns what gives it
+        back, to be called once."""
+        waiting = _Waiting(client, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._hand_out()
         try:
-            await own.places.acquire()
-            try:
-                await self._all.acquire()
-            except BaseException:
-                own.places.release()
-                raise
-        except BaseException:
-            leave()
+            owner = await waiting.granted
+        except asyncio.CancelledError:
+            if waiting.granted.cancelled():
+                self._hand_out()  # which forgets it
+            else:  # it was granted, and nobody knows
+                self._give_back(waiting.granted.result())
             raise
+        return lambda: self._give_back(owner)
 
-        def give_back() -> None:
-            self._all.release()
-            own.places.release()
-            leave()
+    def _hand_out(self) -> None:
+        kept = []
+        for waiting in self._waiting:
+            if waiting.granted.cancelled():
+                continue
+            client = waiting.client()
+            most = client.caps.max_in_flight
+            if not self._free or (most is not None and self._of[client.owner] >= most):
+                kept.append(waiting)
+                continue
+            self._free -= 1
+            self._of[client.owner] += 1
+            waiting.granted.set_result(client.owner)
+        self._waiting = kept
 
-        return give_back
-
-
-class _Own:
-    """The places of one client. ``users`` counts those who have one or wait for one."""
-
-    def __init__(self, count: int) -> None:
-        self.places = asyncio.Semaphore(count)
-        self.users = 0
+    def _give_back(self, owner: str) -> None:
+        self._free += 1
+        self._of[owner] -= 1
+        if not self._of[owner]:
+            del self._of[owner]  # clients come and go
+        self._hand_out()

@@ -12,7 +12,7 @@ from math import inf
 
 from router.batches.config import BatchesConfig
 from router.batches.disk import DiskThreads, Lock
-from router.batches.line_caller import LineCaller
+from router.batches.line_caller import Admitted, LineCaller
 from router.batches.lines import Line, check_lines, slices
 from router.batches.metrics import BatchMetrics, LineOutcome
 from router.batches.places import LinePlaces
@@ -71,10 +71,13 @@ class BatchRun:
         self._client = client
         self._ending = asyncio.Event()
         self._had_room_s = -inf
-        self.look(record)
+        self.look(record, client)
 
-    def look(self, record: BatchRecord) -> None:
-        """Notice whether the record on disk says that it was cancelled, and what time it is."""
+    def look(self, record: BatchRecord, client: Client | None) -> None:
+        """Notice whether the record on disk says that it was cancelled, what time it is, and what
+        the client may do now, which holds for lines that are sent from now on. Without a client,
+        whose key is gone, no more are to be sent; that is for the caller to see to."""
+        self._client = client or self._client
         if record.cancelling and not self._record.cancelling:
             reached_s = {**self._record.reached_s}
             reached_s[Status.CANCELLING] = record.reached_s[Status.CANCELLING]
@@ -150,21 +153,39 @@ class BatchRun:
                             await self._begin(line, log, group)
 
     async def _begin(self, line: Line, log: ResultLog, group: asyncio.TaskGroup) -> None:
-        # First, or lines of a client that has used up its rate would keep the others' places.
-        await self._resources.caller.wait_for_rate(self._client)
-        give_back = await self._resources.places.take(self._client)
+        # First, and one line at a time: lines that wait for their client's rate take no place from
+        # other clients' lines, and there is one of them to a batch.
+        admitted = await self._resources.caller.admit(
+            line, self._record.endpoint, lambda: self._client
+        )
+        if isinstance(admitted, Reply):
+            await self._keep(line, admitted, log)
+            return
         try:
-            task = group.create_task(self._run_line(line, log))
+            give_back = await self._resources.places.take(admitted.client)
         except BaseException:
+            admitted.drop()
+            raise
+
+        def ended(_: object) -> None:
+            admitted.drop()
             give_back()
+
+        try:
+            task = group.create_task(self._run_line(admitted, log))
+        except BaseException:
+            ended(None)
             raise
         # Not in the task: one that is cancelled before it starts runs nothing.
-        task.add_done_callback(lambda _: give_back())
+        task.add_done_callback(ended)
 
-    async def _run_line(self, line: Line, log: ResultLog) -> None:
+    async def _run_line(self, admitted: Admitted, log: ResultLog) -> None:
         with self._resources.metrics.in_flight.track_inprogress():
-            reply = await self._resources.caller.run(line, self._record.endpoint, self._client)
-        ok = await self._resources.disk.run(_keep, log, line, reply)
+            reply = await self._resources.caller.run(admitted)
+        await self._keep(admitted.line, reply, log)
+
+    async def _keep(self, line: Line, reply: Reply, log: ResultLog) -> None:
+        ok = await self._resources.disk.run(_write, log, line, reply)
         self._resources.metrics.line(LineOutcome.OK if ok else LineOutcome.ERROR)
 
     async def _wait_for_room(self) -> None:
@@ -237,7 +258,7 @@ class BatchRun:
         await self._resources.disk.run(self._resources.store.save, record)
 
 
-def _keep(log: ResultLog, line: Line, reply: Reply) -> bool:
+def _write(log: ResultLog, line: Line, reply: Reply) -> bool:
     result = answered(line, reply)
     log.add(result)
     return result.ok

@@ -106,9 +106,12 @@ class Runner:
                 self._put_off(record.id, error)
 
     def _look_after(self, running: _Running, record: BatchRecord) -> None:
-        running.run.look(record)
-        if self._keys.holder(record.owner) is None and not self._is_to_end(record):
-            running.task.cancel()  # its key was taken away
+        client = self._keys.holder(record.owner)
+        running.run.look(record, client)
+        taken_away = client is None and not self._is_to_end(record)
+        # Once: it is to end in order, and a second time would break that off.
+        if taken_away and not running.task.cancelling():
+            running.task.cancel()
 
     def _in_turn(self, waiting: list[BatchRecord]) -> list[BatchRecord]:
         """Those that are to end first, as that is little work. Then one of each owner's before any

@@ -7,7 +7,9 @@ Our changes, for engines whose stack of suspended prefills is bounded:
 
 - A prefill that can no longer meet its objective preempts nothing. Eq. 3 would let it preempt
   another such one, the latest deadline first, so that an overloaded engine only piles them up.
-- It runs in small chunks, so it can be passed at the end of each without being suspended.
+- It runs in small chunks, so it can be passed at the end of each without being suspended. So does
+  what would find the stack full, and could not be suspended for that.
+- One without a deadline joins no batch of one that has a deadline.
 - Equal deadlines do not preempt.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 
@@ -52,7 +55,8 @@ class Options:
 
     Attributes:
         chunk: most of one prefill in a task.
-        late_chunk: the same where it can no longer meet its objective.
+        late_chunk: the same of a task that is not to be suspended: its prefill can no longer meet
+            its objective, or the stack is full.
         together: prefills join a task while the sum is below this one.
         most: most in a task.
     """
@@ -93,6 +97,7 @@ def decide(
     now_s: float,
     together_s: Callable[[Sequence[Prefill]], float],
     options: Options,
+    full: bool = False,
 ) -> Batch | None:
     """The task to start now, inside ``top`` if there is one; None to go on as it is.
 
@@ -104,6 +109,7 @@ def decide(
         now_s: the time, on the deadlines' clock.
         together_s: predicted time of several prefills in one task.
         options: bounds.
+        full: the new task could not be suspended, as enough others are.
     """
     ranked = sorted(waiting, key=lambda each: rank(each.due_s, each.alone_s, now_s))
     if not ranked:
@@ -113,7 +119,7 @@ def decide(
     late = first[0]
     if top is not None and (late or first >= rank(top.due_s, top.left_s, now_s)):
         return None
-    chunk = min(options.late_chunk if late else options.chunk, options.most)
+    chunk = min(options.late_chunk if late or full else options.chunk, options.most)
     if late or head.tokens > chunk:
         return Batch(((head.request_id, min(head.tokens, chunk)),), head.due_s, not late)
     joined = _joined(ranked, now_s, together_s, min(options.together, options.most))
@@ -126,13 +132,14 @@ def _joined(
     together_s: Callable[[Sequence[Prefill]], float],
     together: int,
 ) -> list[Prefill]:
-    """Algorithm 1: the head, and those that fit beside it. One that does not is passed over."""
+    """Algorithm 1: the head, and those that fit beside it. One that does not is passed over, and
+    so is one without a deadline, which would take the head's slack from those that have one."""
     head = ranked[0]
     joined = [head]
     tokens = head.tokens
     left_s = head.due_s - now_s
     for each in ranked[1:]:
-        if tokens + each.tokens >= together:
+        if tokens + each.tokens >= together or (each.due_s == inf and head.due_s < inf):
             continue
         if together_s([*joined, each]) < left_s:
             joined.append(each)

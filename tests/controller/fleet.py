@@ -88,6 +88,7 @@ def hello(
     now_s: float = 0.0,
     capacity: int = 64,
     draining: bool = False,
+    preempts: bool = False,
 ) -> ReplicaHello:
     """A registration whose rows fill the first slots."""
     return ReplicaHello(
@@ -107,6 +108,7 @@ def hello(
         rows=table(rows),
         summary=summary(),
         draining=draining,
+        preempts=preempts,
     )
 
 

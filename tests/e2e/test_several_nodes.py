@@ -12,11 +12,13 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.commands.admin import AdminApi
 from deploy.commands.exits import Exit, Failure
 from tests.e2e.cluster import HEAD, START_S, Cluster
-from tests.e2e.conftest import free_port, wait_until
+from tests.e2e.conftest import wait_until
+from tests.own_ray import free_port
 
 pytestmark = pytest.mark.ray
 
@@ -77,6 +79,17 @@ def serving(cluster: Cluster) -> dict[str, str]:
     """Replicas that take requests -> their node."""
     rows = AdminApi(cluster.url, KEY).fleet()["replicas"]
     return {row["replica_id"]: row["node_id"] for row in rows if row["condition"] == "fresh"}
+
+
+def configured(cluster: Cluster) -> set[float]:
+    """The numbers of replicas that there should be, by the metric of each."""
+    families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics").text)
+    return {
+        sample.value
+        for family in families
+        if family.name == "sluice_configured_replicas"
+        for sample in family.samples
+    }
 
 
 def outcome_of(url: str, tokens: int) -> str:
@@ -179,9 +192,11 @@ def test_another_number_of_replicas_is_reached_without_touching_the_others(
     deployed.wait(lambda: len(serving(deployed)) == 1, "one is gone")
     one = set(serving(deployed))
     assert one < two
+    deployed.wait(lambda: configured(deployed) == {1}, "it has heard of the other number")
     deploy(deployed, 2)
     deployed.wait(lambda: len(serving(deployed)) == 2, "there are two again")
     assert one < set(serving(deployed))
+    deployed.wait(lambda: configured(deployed) == {2}, "both have")
 
 
 def test_a_second_application_leaves_the_first_as_it_is(deployed: Cluster) -> None:

@@ -18,8 +18,9 @@ import ray
 import yaml
 
 from tests.documents import ROOT
-from tests.e2e.conftest import System, free_port, system, wait_until
+from tests.e2e.conftest import System, system, wait_until
 from tests.otlp_collector import Collector, collector
+from tests.own_ray import free_port
 
 pytestmark = pytest.mark.ray
 

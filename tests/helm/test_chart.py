@@ -332,8 +332,9 @@ def test_numbers_of_workers(
     release = render({"workers": [{"name": "w", "resources": {}, **counts}]})
     group = release.groups[1]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == bounds
-    budgets = [each["spec"]["minAvailable"] for each in release.of("PodDisruptionBudget")]
-    assert budgets == ([] if kept is None else [kept])
+    budgets = [each["spec"] for each in release.of("PodDisruptionBudget")]
+    assert [each["minAvailable"] for each in budgets] == ([] if kept is None else [kept])
+    assert all(each["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for each in budgets)
 
 
 # What is refused.
@@ -379,6 +380,10 @@ def test_the_schema_refuses(values: Document) -> None:
         ({"config": {"router": {"api_keys": ["a"]}}}, "use apiKeys"),
         ({"config": {"router": {"admin": {"keys": ["a"]}}}}, "use adminKeys"),
         ({"config": {"router": {"metrics": {"keys_file": "/a"}}}}, "use metricsKeys"),
+        (
+            {"config": {"telemetry": {"tracing": {"headers": {"authorization": "secret"}}}}},
+            "OTEL_EXPORTER_OTLP_HEADERS",
+        ),
         (
             {
                 "monitoring": {"serviceMonitor": {"enabled": True}},

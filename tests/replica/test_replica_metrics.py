@@ -45,7 +45,7 @@ def test_every_metric_is_there_and_adds_up() -> None:
     table = StateTable.create(8)
     steps = run_some_steps(table)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector("abc", table.read, lambda: 7, configured=3))
+    registry.register(ReplicaCollector("abc", table.read, lambda: 7, lambda: 3))
     samples = scrape(registry)
     replica = (("replica", "abc"),)
     assert samples["sluice_replica_live_requests"] == {replica: 7}
@@ -76,7 +76,7 @@ def test_a_dead_engine_leaves_what_the_replica_knows_itself() -> None:
         raise RuntimeError("the engine is gone")
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector("abc", gone, lambda: 1, configured=3))
+    registry.register(ReplicaCollector("abc", gone, lambda: 1, lambda: 3))
     assert set(scrape(registry)) == {
         "sluice_replica_live_requests",
         "sluice_configured_replicas",

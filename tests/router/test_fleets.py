@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -120,6 +121,28 @@ async def test_models_are_listed_and_a_missing_one_is_told() -> None:
         200,
         {"status": "degraded", "unavailable": ["b"]},
     )
+
+
+async def test_models_that_are_away_are_waited_for_together() -> None:
+    """Each takes until its deadline, and a load balancer's probe does not wait for their sum."""
+    two = Two()
+    asked = dict.fromkeys(two.sides, False)
+    both = asyncio.Event()
+
+    def answering(name: str) -> Callable[[], Awaitable[dict[str, object]]]:
+        async def models() -> dict[str, object]:
+            asked[name] = True
+            if all(asked.values()):
+                both.set()
+            await both.wait()
+            return {"object": "list", "data": [{"id": name, "object": "model"}]}
+
+        return models
+
+    for name, side in two.sides.items():
+        side.models = answering(name)  # type: ignore[method-assign]
+    async with two.client() as client:
+        assert (await client.get("/health")).json() == {"status": "ok"}
 
 
 async def test_tokens_need_a_model_only_where_there_are_several() -> None:

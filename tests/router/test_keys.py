@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
+from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from pydantic import SecretStr
 from deploy.config import parse_config
 from router.auth import MAX_FILE_BYTES, KeyMetrics, KeyRing
 from router.errors import ApiError
-from router.keys import ApiKey, parse_keys
+from router.keys import ApiKey, client_of, parse_keys
 from router.trust import Client
 
 CLASSES = ("standard", "batch")
@@ -120,6 +123,77 @@ async def test_a_broken_file_keeps_the_keys_and_is_told_once(
     path.write_text("- good-key\n")
     assert await ring.reload()
     assert sample("sluice_key_file_broken") == 0
+
+
+async def test_a_refused_file_is_looked_into_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("- good-key\n")
+    ring, read = KeyRing([], path, CLASSES), list[tuple[bytes, bool]]()
+
+    def parse(raw: bytes, classes: Collection[str] | None) -> tuple[SecretStr | ApiKey, ...]:
+        in_the_loop = threading.current_thread() is threading.main_thread()
+        read.append((raw, in_the_loop))
+        return parse_keys(raw, classes)
+
+    monkeypatch.setattr("router.auth.parse_keys", parse)
+    for broken in ("- {", "- {"):
+        path.write_text(broken)
+        assert not await ring.reload()
+        assert not await ring.reload()
+    path.write_text("- good-key\n")
+    assert await ring.reload()
+    assert await ring.reload()
+    assert read == [(b"- {", False), (b"- good-key\n", False)]
+
+
+async def test_hashing_the_keys_of_a_file_is_no_work_for_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("- good-key\n")
+    ring, threads = KeyRing([], path, CLASSES), set[int]()
+
+    def client_seen(entry: SecretStr | ApiKey) -> Client:
+        threads.add(threading.get_ident())
+        return client_of(entry)
+
+    monkeypatch.setattr("router.auth.client_of", client_seen)
+    path.write_text("- good-key\n- new-key\n")
+    assert await ring.reload()
+    assert threads and threading.get_ident() not in threads
+
+
+async def test_nothing_ends_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.auth.POLL_S", 0.001)
+    path = tmp_path / "keys.yaml"
+    path.write_text("- good-key\n")
+    ring = KeyRing([], path, CLASSES)
+    failed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def fail(*_: object) -> object:
+        loop.call_soon_threadsafe(failed.set)
+        raise RuntimeError("s3cret")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("router.auth.parse_keys", fail)
+        path.write_text("- other-key\n")
+        watch = asyncio.create_task(ring.watch())
+        async with asyncio.timeout(20):
+            await failed.wait()
+    assert who(ring, "good-key")
+    path.write_text("- new-key\n")
+    async with asyncio.timeout(20):
+        while not who(ring, "new-key"):
+            assert not watch.done()
+            await asyncio.sleep(0)
+    watch.cancel()
+    assert "failed with a RuntimeError" in caplog.text
+    assert "s3cret" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,28 @@ async def test_a_key_that_asks_too_often_is_told_when_to_come_back() -> None:
     assert edge.sample("sluice_refusals_total", **refused) == 1
 
 
+async def test_who_leaves_an_answer_that_nobody_saw_has_used_all_that_was_set_aside() -> None:
+    side = FarSide(a=hang)
+    edge = Edge(side, config=keyed(key(tokens_per_minute=1_000)), clock=Clock())
+    async with edge.client() as client:
+        client.headers.update(bearer("secret-1"))
+        left = []
+        for more in ({"stream": True}, {}):
+            body = {**CHAT_BODY, "max_tokens": 100, **more}
+            asking = asyncio.create_task(client.post(CHAT, json=body))
+            await side.until(lambda: bool(side.live))
+            asking.cancel()
+            await side.until(lambda: not side.live)
+            side.behaviours["a"] = serve
+            response = await client.post("/tokenize", json={"prompt": "x"})
+            left.append(int(response.headers["x-ratelimit-remaining-tokens"]))
+            side.behaviours["a"] = hang
+    # A stream that has shown nothing has made nothing: its prompt counts.
+    streamed, whole = 1_000 - left[0], left[0] - left[1]
+    assert 5 < streamed < 20
+    assert 100 < whole < 120
+
+
 async def test_tokens_are_counted_as_the_engine_says_once_a_request_has_ended() -> None:
     clock = Clock()
     edge = Edge(FarSide(a=serve), config=keyed(key(tokens_per_minute=600)), clock=clock)

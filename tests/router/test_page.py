@@ -246,7 +246,7 @@ def test_draining_takes_two_clicks_and_is_taken_back_with_one(
         opened(tab, site)
         tab.click(button)
         assert "Sure" in tab.text(button)
-        assert site.do(site.local.controller.route([])).closed == ()
+        assert not site.do(site.local.controller.route([])).closed
         tab.click(button)
         tab.until(f"document.querySelector('{button}').innerText === 'Take back'")
         assert site.do(site.local.controller.route([])).closed == ("p7w1m4zt",)

@@ -51,8 +51,6 @@ def test_requests_come_in_bursts_and_at_the_rate_after() -> None:
     assert refusal(limiter, client("other", requests_per_minute=1)) is None
     assert refusal(limiter, ANYONE) is None
     assert limiter.headers(ANYONE) == []
-    limiter.take_back(acme)
-    assert refusal(limiter, acme) is None
 
 
 def test_tokens_are_set_aside_and_what_was_not_needed_comes_back() -> None:
@@ -105,34 +103,46 @@ def answered(*tokens: int) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("answer", "sent", "left", "used"),
+    ("answer", "seen", "left", "used"),
     [
         (None, 0, False, 0),  # refused, or no replica had room
         (None, 0, True, 100),  # a prefill for nobody
-        ((), 7, False, 107),  # broken off, or left
+        (None, None, True, 600),  # who waits for the whole answer sees nothing of it before
+        (None, None, False, 0),
+        ((), 7, True, 107),
+        ((), 7, False, 107),  # broken off
         ((90, 30), 7, False, 120),
+        ((90, 30), None, False, 120),
     ],
 )
 def test_what_a_request_has_used_however_it_ended(
-    answer: tuple[int, ...] | None, sent: int, left: bool, used: int
+    answer: tuple[int, ...] | None, seen: int | None, left: bool, used: int
 ) -> None:
     limiter, acme = RateLimiter(clock=Clock()), client(tokens_per_minute=1_000)
     charge = limiter.reserve(acme, 100, 500)
-    charge.close(None if answer is None else answered(*answer), sent, left)
+    charge.sent()
+    charge.close(None if answer is None else answered(*answer), seen, left)
     assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == str(1_000 - used)
 
 
-def test_how_long_to_wait_for_both() -> None:
+def test_who_leaves_before_a_replica_was_asked_has_used_nothing() -> None:
+    limiter, acme = RateLimiter(clock=Clock()), client(tokens_per_minute=1_000)
+    limiter.reserve(acme, 100, 500).close(None, None, left=True)
+    assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == "1000"
+
+
+def test_what_comes_back_forgives_nothing_that_others_have_used() -> None:
     clock = Clock()
-    limiter = RateLimiter(clock=clock)
-    acme = client(requests_per_minute=60, tokens_per_minute=600, burst_s=1)
-    assert limiter.wait_s(acme) == limiter.wait_s(ANYONE) == 0
-    limiter.count_request(acme)
-    assert limiter.wait_s(acme) == 1
-    limiter.reserve(acme, 40, 1)
-    assert limiter.wait_s(acme) == pytest.approx(3.2)
-    clock.now_s += 3.2
-    assert limiter.wait_s(acme) == pytest.approx(0)
+    limiter, acme = RateLimiter(clock=clock), client(tokens_per_minute=6_000)
+    waiting = limiter.reserve(acme, 0, 6_000)
+    clock.now_s += 60  # all of it has drained
+    limiter.reserve(acme, 3_000, 0).close(answered(3_000, 0), 0)
+    waiting.close(None, None)
+    assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == "3000"
+    # Nor where the bucket was forgotten meanwhile.
+    waiting = limiter.reserve(acme, 0, 3_000)
+    waiting.close(None, None)
+    assert headers(limiter, acme)["x-ratelimit-remaining-tokens"] == "3000"
 
 
 def headers(limiter: RateLimiter, who: Client) -> dict[str, str]:
@@ -254,3 +264,28 @@ async def test_a_lost_answer_costs_no_more_than_what_was_in_it() -> None:
     fleet.quotas.share([QuotaUse(f"requests/{who.owner}", 10, 10, 1)], fleet.clock.now_s)
     await router.exchange()  # tells of the same ten again
     assert headers(router, who)["x-ratelimit-remaining-requests"] == "40"
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+async def test_what_was_given_back_is_told_once(arrived: bool) -> None:
+    fleet, who = FleetOfRouters(1), client(tokens_per_minute=60_000)
+    router = fleet.routers[0]
+    assert fleet.quotas is not None
+    kept = fleet.quotas
+    first, other = (router.reserve(who, 0, 20_000) for _ in range(2))
+    await router.exchange()
+    first.close(None, None)
+
+    async def lost(uses: list[QuotaUse]) -> list[float] | None:
+        if arrived:
+            kept.share(uses, fleet.clock.now_s)
+        return None
+
+    router._share = lost
+    await router.exchange()
+    router._share = fleet.share
+    await router.exchange()
+    left = int(headers(router, who)["x-ratelimit-remaining-tokens"])
+    # Told twice it would have forgiven what the other one holds.
+    assert left == (40_000 if arrived else 20_000)
+    other.close(None, None)

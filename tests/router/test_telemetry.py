@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from controller.messages import RouteDecision, Tier
 from router.answer import ReplicaFailedError
-from router.batches.line_caller import LineCaller
+from router.batches.line_caller import Admitted, LineCaller
 from router.batches.lines import Line
 from router.batches.metrics import BatchMetrics
 from router.config import RouterConfig
@@ -265,7 +265,9 @@ async def test_a_line_of_a_batch_is_told_once_however_often_it_was_put_off(lines
         telemetry,
     )
     body = Line("a", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
-    reply = await told.run(body, "/v1/chat/completions", ANYONE)
+    admitted = await told.admit(body, "/v1/chat/completions", lambda: ANYONE)
+    assert isinstance(admitted, Admitted)
+    reply = await told.run(admitted)
     (line,) = lines.fields
     assert (line["outcome"], line["class"], line["admission"]) == ("ok", "batch", "best-effort")
     assert line["request_id"] == reply.request_id

@@ -54,10 +54,13 @@ def report(
     free_blocks: int = 10_000,
     places: int = 256,
     draining: bool = False,
+    preempts: bool = False,
 ) -> Report:
     """A report of a replica that has just ended a step, on the fleet's own clock."""
     table = np.array(list(rows), ROW)
-    return Report(table, made_s, 0.0, made_s, latency, free_blocks, 20_000, 16, places, draining)
+    return Report(
+        table, made_s, 0.0, made_s, latency, free_blocks, 20_000, 16, places, draining, preempts
+    )
 
 
 def fleet_of(*reports: Report, now_s: float = 0.0, settings: FleetSettings | None = None) -> Fleet:

@@ -300,3 +300,14 @@ def test_best_effort_requests_hold_neither_blocks_nor_places_that_count() -> Non
     assert promise(fleet, query).holds.all()
     mine = row(slo, 1_600, emitted=5, first_token_s=0.0)
     assert not promise(fleet_of(report(mine, places=1, free_blocks=0)), query).holds.any()
+
+
+def test_a_short_prompt_does_not_wait_for_a_step_that_can_be_preempted() -> None:
+    long = row(SLO(ttft_s=60.0), 20_000, running=True)
+    query = RouteQuery(9, SLO(ttft_s=0.2), 500)
+    assert not promise(fleet_of(report(long, latency=MODEL)), query).holds.any()
+    assert promise(fleet_of(report(long, latency=MODEL, preempts=True)), query).holds.all()
+    # What is due no later is not preempted.
+    urgent = row(SLO(ttft_s=0.1), 2_000, running=True)
+    fleet = fleet_of(report(urgent, latency=MODEL, preempts=True))
+    assert not promise(fleet, query).holds.any()

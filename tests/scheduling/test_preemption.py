@@ -100,3 +100,22 @@ def test_without_batching_every_task_is_one_prefill():
     alone = Options(chunk=1000, late_chunk=100, together=0, most=2000)
     assert chosen(waiting, None, 0.0, alone).members == (("r0", 10),)
     assert len(chosen(waiting, None, 0.0).members) == 5
+
+
+def test_what_could_not_be_suspended_runs_in_small_chunks():
+    waiting = [Prefill("long", 10.0, 2000, 2.0)]
+    assert chosen(waiting, None, 0.0).members == (("long", 1000),)
+    full = decide(waiting, None, 0.0, together_s, OPTIONS, full=True)
+    assert full.members == (("long", 100),)
+    assert full.feasible
+
+
+def test_no_slack_is_spent_on_prefills_without_a_deadline():
+    waiting = [
+        Prefill("head", 10.0, 10, 0.01),
+        Prefill("promised", 11.0, 10, 0.01),
+        Prefill("free", math.inf, 10, 0.01),
+        Prefill("free too", math.inf, 10, 0.01),
+    ]
+    assert chosen(waiting, None, 0.0).members == (("head", 10), ("promised", 10))
+    assert chosen(waiting[2:], None, 0.0).members == (("free", 10), ("free too", 10))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from router.answer import ReplicaFailedError
+from router.auth import KeyRing
 from router.batches.config import BatchesConfig
 from router.batches.disk import DiskThreads, try_lock, used_bytes, write_whole
 from router.batches.line_caller import FAILED_PAUSE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, LineCaller
@@ -34,12 +35,13 @@ from router.batches.places import LinePlaces
 from router.batches.records import BatchRecord, FileRecord, Status, new_batch_id
 from router.batches.results import Reply, ResultLog, answered
 from router.batches.run import BatchRun, Resources
+from router.batches.runner import Runner, _Running
 from router.batches.store import ERRORS, INPUT, OUTPUT, Store
 from router.errors import ApiError, Reason
 from router.rate_limits import RateLimiter
 from router.trust import ANYONE
 from tests.router.batches.routers import URL, UnixClock, config, jsonl, line, serving, until
-from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve
+from tests.router.far_side import Clock, Edge, FarSide, answer, fail, hang, serve
 
 FAST = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LINE_BYTES = 1_000
@@ -205,6 +207,12 @@ def caller(side: FarSide, tmp_path: Path, **batches: int) -> tuple[LineCaller, P
     return LineCaller(edge.config, edge.fleets, RateLimiter(), metrics, pauses), pauses, edge
 
 
+async def answered_by(lines: LineCaller) -> Reply:
+    admitted = await lines.admit(BODY, URL, lambda: ANYONE)
+    assert not isinstance(admitted, Reply)
+    return await lines.run(admitted)
+
+
 class Late:
     """A replica that answers otherwise at first."""
 
@@ -225,7 +233,7 @@ NONE = fail(ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.", retr
 async def test_lack_of_room_never_ends_a_line(tmp_path: Path) -> None:
     side = FarSide(a=Late(*[FULL, NONE, answer(429, b"{}")] * 8))  # type: ignore[arg-type]
     lines, pauses, edge = caller(side, tmp_path, max_line_attempts=1)
-    reply = await lines.run(BODY, URL, ANYONE)
+    reply = await answered_by(lines)
     assert reply.status == 200
     labels = {"class": "batch", "endpoint": "chat"}
     assert edge.sample("sluice_requests_total", **labels, outcome="ok") == 1
@@ -244,7 +252,7 @@ async def test_a_line_that_fails_by_itself_ends(
 ) -> None:
     side = FarSide(a=behaviour)  # type: ignore[arg-type]
     lines, pauses, _ = caller(side, tmp_path, max_line_attempts=3)
-    reply = await lines.run(BODY, URL, ANYONE)
+    reply = await answered_by(lines)
     assert (reply.status, len(side.calls), len(pauses.seconds)) == (status, 3, 2)
     for seconds, longest_s in zip(
         pauses.seconds, (FAILED_PAUSE_S, 2 * FAILED_PAUSE_S), strict=True
@@ -255,20 +263,20 @@ async def test_a_line_that_fails_by_itself_ends(
 async def test_a_line_outlives_the_time_in_which_a_dead_replica_is_replaced(tmp_path: Path) -> None:
     side = FarSide(a=Late(*[DEAD] * 4))  # type: ignore[arg-type]
     lines, pauses, _ = caller(side, tmp_path)
-    assert (await lines.run(BODY, URL, ANYONE)).status == 200
+    assert (await answered_by(lines)).status == 200
     assert sum(pauses.seconds) > 30
 
 
 async def test_a_failure_and_then_an_answer(tmp_path: Path) -> None:
     side = FarSide(a=Late(DEAD, DEAD))  # type: ignore[arg-type]
     lines, _, _ = caller(side, tmp_path, max_line_attempts=3)
-    assert (await lines.run(BODY, URL, ANYONE)).status == 200
+    assert (await answered_by(lines)).status == 200
 
 
 async def test_a_line_that_is_given_up_frees_its_replica(tmp_path: Path) -> None:
     side = FarSide(a=hang)
     lines, _, _ = caller(side, tmp_path)
-    task = asyncio.create_task(lines.run(BODY, URL, ANYONE))
+    task = asyncio.create_task(answered_by(lines))
     await side.until(lambda: bool(side.live))
     task.cancel()
     await side.until(lambda: not side.live)
@@ -528,14 +536,10 @@ async def test_who_takes_over_at_any_point_ends_the_batch_the_same_way(tmp_path:
     assert stop > 12, "pieces of work on the disk"
 
 
-async def run_until(kept: Kept, record: BatchRecord, stop: int) -> bool:
-    """Run a batch until its router dies instead of doing its ``stop``-th work on the disk. Whether
-    it got to the end."""
-    side = FarSide(a=serve)
+def resources_of(kept: Kept, side: FarSide, disk: DiskThreads) -> Resources:
     edge = Edge(side, config=config(kept.store._directory))
     metrics = BatchMetrics(CollectorRegistry())
-    disk = DyingDisk(stop)
-    resources = Resources(
+    return Resources(
         config=edge.config.batches,
         max_line_bytes=LINE_BYTES,
         store=kept.store,
@@ -545,6 +549,38 @@ async def run_until(kept: Kept, record: BatchRecord, stop: int) -> bool:
         metrics=metrics,
         now=kept.now,
     )
+
+
+async def test_a_batch_whose_key_is_gone_ends_in_order(tmp_path: Path) -> None:
+    kept, side, path = Kept(tmp_path / "batches"), FarSide(a=hang), tmp_path / "keys.yaml"
+    record = kept.batch().model_copy(update={"owner": "name-acme"})
+    path.write_text("- {key: some-key, name: acme}")
+    keys = KeyRing([], path, ["batch"])
+    resources = resources_of(kept, side, DiskThreads())
+    runner = Runner(resources, keys, Clock())
+    leased = kept.store.lease(kept.store.unfinished()[0])
+    assert leased is not None
+    run = BatchRun(resources, *leased, ANYONE)
+    task = asyncio.create_task(run.run())
+    await side.until(lambda: bool(side.live))
+    path.write_text("- some-other-key")
+    assert await keys.reload()
+    running = _Running(run, record.owner, task)
+    for _ in range(3):  # each look finds that the key is gone
+        runner._look_after(running, record)
+        await asyncio.sleep(0)
+    assert task.cancelling() == 1
+    await asyncio.wait([task])
+    assert task.cancelled()
+    await side.until(lambda: not side.live)
+    assert resources.metrics.in_flight._value.get() == 0
+    assert kept.store.lease(kept.store.unfinished()[0]) is not None
+
+
+async def run_until(kept: Kept, record: BatchRecord, stop: int) -> bool:
+    """Run a batch until its router dies instead of doing its ``stop``-th work on the disk. Whether
+    it got to the end."""
+    resources = resources_of(kept, FarSide(a=serve), DyingDisk(stop))
     leased = kept.store.lease(record)
     assert leased is not None
     try:

@@ -1,0 +1,173 @@
+"""What bounds cost an engine that suspends prefills, and what admission adds past saturation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, chart, pivot
+from benchmarks.experiments.prefills import (
+    FIGURE,
+    SETTING,
+    Kind,
+    Suspending,
+    bounded,
+    grid,
+    span,
+    workloads,
+)
+from simulation.preemption import PreemptionConfig
+
+MODEL = "llama3-8b"
+
+
+def _depths() -> list[Kind]:
+    kinds: list[Kind] = [
+        bounded(f"{depth} suspended" if depth else "no limit", depth=depth)
+        for depth in (1, 2, 4, 8, 16, None)
+    ]
+    for depth in (1, 4):
+        label = f"{depth} suspended, no small chunks"
+        kinds.append(bounded(label, depth=depth, late_chunk_tokens=8_192))
+    return kinds
+
+
+def _points() -> list[Kind]:
+    kinds: list[Kind] = [bounded("operator"), bounded("layer", granularity="layer")]
+    kinds += [
+        bounded(f"chunks of {tokens}", granularity="off", chunk_tokens=tokens)
+        for tokens in (512, 1_024, 2_048, 8_192)
+    ]
+    return kinds
+
+
+def _costs() -> list[Kind]:
+    kinds: list[Kind] = [
+        bounded(f"{1e3 * seconds:g} ms a suspension", switch_s=seconds)
+        for seconds in (0.0, 0.0013, 0.005, 0.02)
+    ]
+    return [*kinds, bounded("0.1 ms a check", check_s=1e-4)]
+
+
+def bounds_cells(plan: Plan) -> list[Cell]:
+    """Depths, points of preemption and costs, by load."""
+    lasting = span(plan)
+    below = plan.pick([0.8], [0.5, 0.7, 0.9, 1.1, 1.3], [0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.3])
+    past = plan.pick([1.2], [0.8, 1.0, 1.2, 1.4, 1.6], [0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6])
+    cells = []
+    for name, make in workloads(MODEL, 1.0, plan.traces).items():
+        for part, loads, kinds in (
+            ("depth", past, _depths()),
+            ("points", below, _points()),
+            ("costs", below, _costs()),
+        ):
+            labels: dict[str, Value] = {"workload": name, "part": part}
+            cells += grid(labels, MODEL, make, loads, kinds, lasting)
+    return cells
+
+
+def bounds_findings(rows: Sequence[Row]) -> Findings:
+    """Attainment by load; depth, memory and blocking."""
+    shown = {
+        "depth": (
+            (FIGURE, "TTFT attainment", 3),
+            ("deepest", "most suspended prefills", 1),
+            ("suspended_tokens", "most tokens suspended at a time", 0),
+            ("held_tokens", "most tokens with KV at a time", 0),
+        ),
+        "points": (
+            (FIGURE, "TTFT attainment", 3),
+            ("blocked_ms", "blocking, mean ms", 2),
+            ("blocked_p99_ms", "blocking, 99th percentile ms", 1),
+        ),
+        "costs": ((FIGURE, "TTFT attainment", 3), ("idle_share", "share of the time lost", 4)),
+    }
+    titles = {
+        "depth": "Bounds on the stack",
+        "points": "Points of preemption (Fig. 12)",
+        "costs": "Cost of a preemption",
+    }
+    tables, charts = [], []
+    for part, figures in shown.items():
+        own = [row for row in rows if row["part"] == part]
+        suspending = [row for row in own if not str(row["policy"]).startswith("chunks")]
+        tables += [
+            pivot(
+                f"{titles[part]}: {words}",
+                own if figure == FIGURE else suspending,
+                ["workload", "policy"],
+                "load",
+                figure,
+                digits,
+            )
+            for figure, words, digits in figures
+        ]
+        charts.append(chart(titles[part], own, "policy", "load", FIGURE, "TTFT attainment"))
+    return Findings(tables, charts)
+
+
+def admission_cells(plan: Plan) -> list[Cell]:
+    """Admission policies x what becomes of the rest x loads around saturation."""
+    config = PreemptionConfig()
+    kinds: list[Kind] = [bounded("off"), bounded("off, no limit of depth", depth=None)]
+    for name in ("moore_hodgson", "slos_serve", "pab"):
+        kinds += [
+            Suspending(f"{name}, refuse", config, name, refuses=True),
+            Suspending(f"{name}, best effort", config, name),
+        ]
+    loads = plan.pick([1.2], [0.6, 0.8, 1.0, 1.2, 1.4, 1.6], [0.5, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6])
+    cells = []
+    for name, make in workloads(MODEL, 1.0, plan.traces).items():
+        cells += grid({"workload": name}, MODEL, make, loads, kinds, span(plan))
+    return cells
+
+
+def admission_findings(rows: Sequence[Row]) -> Findings:
+    """Attainment of all and of the promised."""
+    titles = {
+        FIGURE: "TTFT attainment of all requests",
+        "promised": "share of the requests that were promised their objective",
+        "kept": "TTFT attainment of the promised requests",
+        "attained_tokens": "share of the prompt tokens whose request attained",
+    }
+    tables = [
+        pivot(title, rows, ["workload", "policy"], "load", figure)
+        for figure, title in titles.items()
+    ]
+    charts = [
+        chart(title, rows, "policy", "load", figure, title)
+        for figure, title in titles.items()
+        if figure != "kept"
+    ]
+    return Findings(tables, charts)
+
+
+BOUNDS = Experiment(
+    name="flowprefill_bounds",
+    source="ours, around FlowPrefill Fig. 12; its stack has no bound",
+    question="What do a bounded stack, coarser points of preemption and their cost take away?",
+    setting={
+        **SETTING,
+        "Engine": "our defaults but for what a row says: operators, 4 suspended, chunks of 8,192 "
+        "tokens, 512 where a task is not to be suspended, batches below 1,024",
+    },
+    seeds=5,
+    cells=bounds_cells,
+    findings=bounds_findings,
+)
+
+ADMISSION = Experiment(
+    name="flowprefill_admission",
+    source="ours; FlowPrefill serves every request",
+    question="What does admission add to an engine that suspends prefills, past saturation?",
+    setting={
+        **SETTING,
+        "Engine": "our defaults: operators, 4 suspended, chunks of 8,192 tokens, 512 where a task "
+        "is not to be suspended, batches below 1,024",
+        "Admission": "the policies of production with their defaults, from a report made at each "
+        "arrival; what cannot be promised is refused, or served after all that have a deadline. "
+        "Attainment counts a refused request as missed, and one of best effort by its objective",
+    },
+    seeds=5,
+    cells=admission_cells,
+    findings=admission_findings,
+)

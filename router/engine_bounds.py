@@ -1,0 +1,128 @@
+"""Bounds on what the options of one body may cost an engine beside its tokens.
+
+Without them the size of the body would be the only one: a hundred thousand biases are read again
+in each step of a batch, and the time to compile a pattern grows with the cube of its length.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from router.errors import invalid, shown
+
+MAX_ENTRIES: Final = {
+    "allowed_token_ids": 65_536,
+    "bad_words": 128,
+    "documents": 1_024,
+    "functions": 1_024,
+    "logit_bias": 1_024,
+    "logprob_token_ids": 128,
+    "stop": 16,
+    "stop_token_ids": 1_024,
+    "tools": 1_024,
+}
+"""Most entries of lists and objects, by field. An engine may allow less."""
+
+MAX_STOP_CHARACTERS: Final = 4_096
+"""Most characters of all stop texts: so many are held back from a stream."""
+
+MAX_SCHEMA_CHARACTERS: Final = 65_536
+"""Most characters of what an output is to look like, as JSON: schemas, choices, grammars."""
+
+MAX_GRAMMAR_CHARACTERS: Final = 8_192
+"""Most characters of a grammar in it."""
+
+MAX_PATTERN_CHARACTERS: Final = 2_048
+"""Most characters of all regular expressions in it. The worst of this length, such as
+``a?`` and then ``a`` hundreds of times, take xgrammar seconds of one core."""
+
+_CONSTRAINTS: Final = ("response_format", "structured_outputs", "text")
+_PATTERNS: Final = frozenset(("pattern", "regex", "whitespace_pattern"))
+_TEXTS_OF_JSON: Final = ("json", "structural_tag")
+"""Fields of `structured_outputs` that may be a text of JSON."""
+
+
+def check_options(body: dict[str, Any]) -> None:
+    """Refuse options that are too large. ``O(options)``.
+
+    Raises:
+        ApiError: 400; the message names the field and what is allowed.
+    """
+    for name, most in MAX_ENTRIES.items():
+        value = body.get(name)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise invalid(f"{name} must have at most {most} entries, got {len(value)}", name)
+    stop = body.get("stop")
+    if _characters([stop] if isinstance(stop, str) else stop) > MAX_STOP_CHARACTERS:
+        raise invalid(f"stop must have at most {MAX_STOP_CHARACTERS} characters in all", "stop")
+    for name in _CONSTRAINTS:
+        if isinstance(body.get(name), dict):
+            _check_constraint(name, body[name])
+
+
+def check_media(contents: list[Any], name: str) -> None:
+    """Refuse media that an engine would have to fetch. ``O(contents)``.
+
+    Args:
+        contents: of messages. name: of the field that holds them.
+
+    Raises:
+        ApiError: 400.
+    """
+    for key, value in _entries(contents):
+        if not key.endswith("_url"):
+            continue
+        address = value.get("url") if isinstance(value, dict) else value
+        if isinstance(address, str) and address[:5].lower() != "data:":
+            raise invalid(
+                f"{key} must hold the medium itself, as a data: URL, got {shown(address)}: here "
+                "engines fetch nothing from addresses of clients (router.fetch_media)",
+                name,
+            )
+
+
+def _check_constraint(name: str, value: dict[str, Any]) -> None:
+    if len(json.dumps(value)) > MAX_SCHEMA_CHARACTERS:
+        raise invalid(f"{name} must have at most {MAX_SCHEMA_CHARACTERS} characters", name)
+    patterns = grammars = 0
+    for key, text in _entries([value, *map(_parsed, map(value.get, _TEXTS_OF_JSON))]):
+        if isinstance(text, str):
+            patterns += len(text) if key in _PATTERNS else 0
+            grammars += len(text) if key == "grammar" else 0
+    if patterns > MAX_PATTERN_CHARACTERS:
+        raise invalid(
+            f"{name} must have at most {MAX_PATTERN_CHARACTERS} characters of regular expressions, "
+            f"got {patterns}",
+            name,
+        )
+    if grammars > MAX_GRAMMAR_CHARACTERS:
+        raise invalid(
+            f"{name} must have at most {MAX_GRAMMAR_CHARACTERS} characters of grammars, "
+            f"got {grammars}",
+            name,
+        )
+
+
+def _entries(values: list[Any]) -> Iterator[tuple[str, Any]]:
+    """The keys and values of all objects in ``values``."""
+    level = list(values)
+    while level:
+        value = level.pop()
+        if isinstance(value, dict):
+            yield from value.items()
+            level.extend(value.values())
+        elif isinstance(value, list):
+            level.extend(value)
+
+
+def _parsed(text: Any) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None  # which the engine refuses
+
+
+def _characters(texts: Any) -> int:
+    return sum(len(text) for text in texts if isinstance(text, str)) if texts else 0

@@ -1,0 +1,162 @@
+"""A workload through one simulated engine that suspends prefills, with admission in front of it."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduling.admission import AdmissionPolicy
+from scheduling.fleet import Report
+from scheduling.job import Tier
+from scheduling.kernels import BEST_EFFORT, FIELDS, KV_BLOCKS, TTFT, Floats
+from scheduling.latency import LatencyModel
+from scheduling.routing import RouteQuery
+from scheduling.routing import make_policy as make_routing
+from scheduling.state import ROW
+from simulation.config import ClusterConfig
+from simulation.forward import LLAMA3_8B, Model
+from simulation.mirror import Mirror, Sent
+from simulation.preemption import BLOCK_TOKENS, Counts, PreemptionConfig, PrefillEngine
+from simulation.requests import Requests
+from simulation.run import HEADROOM
+from simulation.truth import Truth
+from simulation.workload import Workload
+
+REFUSED = "nobody can promise its objective"
+
+_REPLICA = "prefill"
+_BLOCKS = 1 << 24
+_NO_ROWS = np.zeros(0, ROW)
+
+
+class PrefillRun(NamedTuple):
+    """A run: its requests with the times of their first tokens, and what was done."""
+
+    requests: Requests
+    counts: Counts
+
+
+class Gate:
+    """Decides which requests an engine is given, as the router in front of one replica does, from
+    a report that is made at the request's arrival.
+
+    Args:
+        admission: tells what can be promised.
+        refuses: what nobody can promise is refused; otherwise it is served as best effort.
+        requests: of the run.
+        latency: of the replica.
+        now_s: the time.
+    """
+
+    def __init__(
+        self,
+        admission: AdmissionPolicy,
+        refuses: bool,
+        requests: Requests,
+        latency: LatencyModel,
+        now_s: float,
+    ) -> None:
+        self._mirror = Mirror(ClusterConfig(), make_routing("round_robin"), admission)
+        self._tiers = frozenset({Tier.GUARANTEED}) if refuses else frozenset(Tier)
+        self._requests = requests
+        self._latency = latency
+        self._given: list[int] = []
+        self._mirror.register(_REPLICA, self._given, self._sent(np.empty((0, FIELDS)), 0.0), now_s)
+
+    def _sent(self, table: Floats, now_s: float) -> Sent:
+        free = _BLOCKS - int(table[:, KV_BLOCKS].sum())
+        report = Report(
+            _NO_ROWS,
+            now_s,
+            0.0,
+            now_s,
+            self._latency,
+            free,
+            _BLOCKS,
+            BLOCK_TOKENS,
+            _BLOCKS,
+            preempts=True,
+        )
+        return Sent(table, report, len(self._given))
+
+    def lets_in(self, key: int, engine: PrefillEngine, now_s: float) -> bool:
+        """Whether the engine is given a request, promised or not; a refused one fails."""
+        requests = self._requests
+        self._mirror.hear(_REPLICA, self._sent(engine.table(requests, now_s), now_s), now_s)
+        arrival = requests.arrivals[key]
+        waited_s = now_s - arrival.arrival_s
+        query = RouteQuery(
+            key, arrival.slo, arrival.prompt_tokens, waited_s, self._tiers, output_tokens=1
+        )
+        placement = self._mirror.place(query, now_s)
+        if placement.replica_id is None:
+            requests.failures[key] = REFUSED
+            return False
+        self._given.append(key)
+        requests.serve_as(key, placement.tier is Tier.BEST_EFFORT)
+        return True
+
+
+def simulate_prefills(
+    workload: Workload,
+    truth: Truth,
+    believed: LatencyModel | None = None,
+    config: PreemptionConfig | None = None,
+    model: Model = LLAMA3_8B,
+    seed: int = 0,
+    admission: AdmissionPolicy | None = None,
+    refuses: bool = False,
+) -> PrefillRun:
+    """Run ``workload`` through one engine until every request has its first token or was refused.
+
+    Args:
+        workload: what arrives; each request emits one token.
+        truth: real times of a task.
+        believed: what decisions rest on; default: the truth with head-room.
+        config: where prefills stop.
+        model: the operators.
+        seed: of the noise.
+        admission: see :class:`Gate`; default: every request is served by its objective.
+        refuses: see :class:`Gate`.
+
+    Raises:
+        ValueError: a request emits more than one token.
+    """
+    longer = [key for key, each in enumerate(workload.arrivals) if each.output_tokens != 1]
+    if longer:
+        raise ValueError(
+            f"workload {workload.name}: request {longer[0]} emits "
+            f"{workload.arrivals[longer[0]].output_tokens} tokens; an engine that only prefills "
+            "takes requests of one"
+        )
+    believed = truth.model.with_headroom(HEADROOM) if believed is None else believed
+    requests = Requests(workload)
+    rng = np.random.default_rng(seed)
+    engine = PrefillEngine(config or PreemptionConfig(), model, truth, believed, rng)
+    gate = None
+    if admission is not None:
+        gate = Gate(admission, refuses, requests, believed.with_headroom(1.0), 0.0)
+    engine.counts.end_s = _drive(engine, requests, gate)
+    return PrefillRun(requests, engine.counts)
+
+
+def _drive(engine: PrefillEngine, requests: Requests, gate: Gate | None) -> float:
+    """Run the clock until all ``requests`` have ended; return the time."""
+    arrivals = requests.arrivals
+    arrived, now_s = 0, 0.0
+    while True:
+        next_s = arrivals[arrived].arrival_s if arrived < len(arrivals) else inf
+        next_s = min(next_s, engine.ends_s)
+        if next_s == inf:
+            return now_s
+        now_s = max(now_s, next_s)
+        while arrived < len(arrivals) and arrivals[arrived].arrival_s <= now_s:
+            if gate is None or gate.lets_in(arrived, engine, now_s):
+                row = requests.rows[arrived]
+                due_s = inf if row[BEST_EFFORT] else arrivals[arrived].arrival_s + row[TTFT]
+                engine.submit(str(arrived), arrivals[arrived].prompt_tokens, float(due_s))
+            arrived += 1
+        for key, first_s in engine.round(now_s):
+            requests.emitted_s[int(key)] = first_s

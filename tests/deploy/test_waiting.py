@@ -1,0 +1,232 @@
+"""`sluice deploy` and `drain` wait through failures that pass, and end at those that do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from deploy.cli import main
+from deploy.commands.exits import Exit
+from tests.deploy.far_server import Answer, far_server
+
+CONFIG = "engine: {kind: simulated, model: sim}\nreplica: {count: 1}\n"
+NO_NEWS: list[Answer] = [(503, "the GCS may be down"), (0, None), (502, "<html>bad gateway</html>")]
+
+
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("deploy", "drain"):
+        monkeypatch.setattr(f"deploy.commands.{name}.POLL_S", 0.01)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-of-the-tests")
+
+
+def application(name: str, **fields: Any) -> dict[str, Any]:
+    """One application as Serve shows it."""
+    return {
+        "name": name,
+        "status": "RUNNING",
+        "message": "",
+        "route_prefix": f"/{name}",
+        "last_deployed_time_s": 1.0,
+        "source": "declarative",
+        "deployed_app_config": {"name": name, "import_path": "a:b"},
+        "deployments": {},
+        **fields,
+    }
+
+
+class Dashboard:
+    """Serve's API: after the PUT, each look gets the next answer, the last again and again."""
+
+    def __init__(self, *looks: Answer, **serve: Any) -> None:
+        self.looks = list(looks)
+        self.serve = {"applications": {}, "proxies": {}, "target_capacity": None, **serve}
+        self.put: dict[str, Any] | None = None
+        self.asked = 0
+
+    def answer(self, method: str, path: str, body: Any) -> Answer:
+        assert path == "/api/serve/applications/"
+        if method == "PUT":
+            self.put = body
+            return 200, ""
+        if self.put is None:
+            return 200, self.serve
+        self.asked += 1
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+    def run(self, folder: Path, *words: str, config: str = CONFIG) -> Result:
+        path = folder / "sluice.yaml"
+        path.write_text(config)
+        with far_server(self.answer) as address:
+            command = ["deploy", "--address", address, "--config", str(path), *words]
+            return CliRunner().invoke(main, command)
+
+
+def runs(**serve: Any) -> Answer:
+    ours = application("sluice", last_deployed_time_s=2.0)
+    return 200, {"applications": {"sluice": ours}, "proxies": {}, **serve}
+
+
+def test_deploy_waits_through_answers_that_fail(tmp_path: Path) -> None:
+    dashboard = Dashboard(*NO_NEWS, runs())
+    result = dashboard.run(tmp_path)
+    assert result.exit_code == Exit.OK, result.output
+    assert dashboard.asked == len(NO_NEWS) + 1
+    assert result.stderr.count("no answer for now") == 1
+
+
+def test_deploy_says_in_the_end_why_it_could_not_look(tmp_path: Path) -> None:
+    result = Dashboard((503, "the GCS may be down")).run(tmp_path, "--timeout", "0.05")
+    assert result.exit_code == Exit.TIMED_OUT
+    assert "the last look failed" in result.stderr and "GCS may be down" in result.stderr
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_deploy_ends_at_once_where_waiting_does_not_help(tmp_path: Path, status: int) -> None:
+    dashboard = Dashboard((status, "no"))
+    result = dashboard.run(tmp_path)
+    assert result.exit_code == (Exit.FAILED if status == 404 else Exit.REFUSED)
+    assert dashboard.asked == 1
+
+
+def test_others_are_sent_along_as_they_were_deployed(tmp_path: Path) -> None:
+    others = {
+        "chat": application("chat"),
+        # Deployed by a configuration once, and by a program since.
+        "tried": application("tried", source="imperative"),
+        "leaving": application("leaving", status="DELETING", deployed_app_config=None),
+    }
+    dashboard = Dashboard(runs(), applications=others, target_capacity=40.0)
+    assert dashboard.run(tmp_path).exit_code == Exit.OK
+    assert dashboard.put is not None
+    assert [each["name"] for each in dashboard.put["applications"]] == ["chat", "sluice"]
+    assert dashboard.put["target_capacity"] == 40.0
+
+
+def test_no_target_capacity_is_made_up(tmp_path: Path) -> None:
+    dashboard = Dashboard(runs())
+    dashboard.run(tmp_path)
+    assert dashboard.put is not None and "target_capacity" not in dashboard.put
+
+
+def test_nothing_is_deployed_where_another_application_would_be_deleted(tmp_path: Path) -> None:
+    other = application("chat", status="DEPLOYING", deployed_app_config=None)
+    dashboard = Dashboard(runs(), applications={"chat": other})
+    result = dashboard.run(tmp_path)
+    assert result.exit_code == Exit.FAILED
+    assert "'chat'" in result.stderr and dashboard.put is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<!doctype html><html>Ray</html>",
+        [],
+        {"detail": "no"},
+        {"applications": {"a": 1}},
+        "[" * 9999,
+    ],
+)
+def test_deploy_says_that_this_is_no_dashboard(tmp_path: Path, body: Any) -> None:
+    path = tmp_path / "sluice.yaml"
+    path.write_text(CONFIG)
+    with far_server(lambda *_: (200, body)) as address:
+        result = CliRunner().invoke(main, ["deploy", "--address", address, "--config", str(path)])
+    assert result.exit_code == Exit.FAILED, result.output
+    assert result.stderr.count("\n") == 1 and address in result.stderr
+
+
+def test_a_header_for_the_collector_is_not_handed_over(tmp_path: Path) -> None:
+    dashboard = Dashboard(runs())
+    secret = "a-secret-of-the-collector"
+    tracing = f"telemetry: {{tracing: {{headers: {{authorization: {secret}}}}}}}\n"
+    result = dashboard.run(tmp_path, config=CONFIG + tracing)
+    assert result.exit_code == Exit.FAILED
+    assert "OTEL_EXPORTER_OTLP_HEADERS" in result.stderr and secret not in result.output
+    assert dashboard.put is None
+
+
+def test_a_token_that_is_none_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "first-line\nsecond-line")
+    result = Dashboard(runs()).run(tmp_path)
+    assert result.exit_code == Exit.FAILED
+    assert "RAY_AUTH_TOKEN" in result.stderr and "line" not in result.stderr
+
+
+class Admin:
+    """An application whose replica `one` has two requests, and then what each look says."""
+
+    def __init__(self, *looks: Answer) -> None:
+        self.looks = list(looks)
+
+    def answer(self, method: str, path: str, body: Any) -> Answer:
+        if method == "POST":
+            return 200, {"model": "m", "replica_id": "one", "draining": True, "left": 2}
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+    def drain(self, *words: str) -> Result:
+        with far_server(self.answer) as address:
+            return CliRunner().invoke(main, ["drain", "one", "--address", address, *words])
+
+
+def fleet(left: int | None, unavailable: tuple[str, ...] = ()) -> Answer:
+    row = {
+        **dict.fromkeys(("waiting", "reserved", "preemptions", "report_age_ms"), 0),
+        **dict.fromkeys(("prefill_ms", "kv_usage", "pab_tokens"), 0.0),
+        **dict.fromkeys(("last_step_ms", "predicted_step_ms"), 0.0),
+        **{"replica_id": "one", "model": "m", "condition": "draining", "drain": "operator"},
+        "running": left,
+    }
+    rows = [] if left is None else [row]
+    return 200, {"models": {}, "unavailable": [*unavailable], "replicas": rows, "classes": []}
+
+
+def test_drain_waits_through_answers_that_fail() -> None:
+    result = Admin(*NO_NEWS, fleet(1), fleet(0)).drain()
+    assert result.exit_code == Exit.OK, result.output
+    assert "one is empty" in result.stdout
+
+
+def test_drain_says_in_the_end_why_it_could_not_look() -> None:
+    result = Admin((503, {"error": {"message": "it is away"}})).drain("--timeout", "0.05")
+    assert result.exit_code == Exit.TIMED_OUT
+    assert "still has 2 requests" in result.stderr and "it is away" in result.stderr
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_drain_ends_at_once_where_waiting_does_not_help(status: int) -> None:
+    result = Admin((status, {"error": {"message": "no"}}), fleet(0)).drain()
+    assert result.exit_code == (Exit.FAILED if status == 404 else Exit.REFUSED)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        {"models": {}, "unavailable": [], "replicas": [{"replica_id": "one"}], "classes": []},
+        {"models": {"m": {"up": True}}, "unavailable": [], "replicas": [], "classes": []},
+        {"replica_id": "one"},
+    ],
+)
+@pytest.mark.parametrize("words", [("status",), ("top", "--once"), ("drain", "one")], ids=" ".join)
+def test_an_answer_of_another_kind_is_a_line(words: tuple[str, ...], body: Any) -> None:
+    with far_server(lambda *_: (200, body)) as address:
+        result = CliRunner().invoke(main, [*words, "--address", address])
+    assert result.exit_code == Exit.FAILED, result.output
+    assert result.stderr.count("\n") == 1 and "--address" in result.stderr
+
+
+def test_a_replica_has_not_ended_because_its_controller_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deploy.commands.drain.GONE_AFTER_S", 0.02)
+    away = [fleet(None, ("m",))] * 5
+    result = Admin(*away, fleet(1), fleet(0)).drain("--json")
+    assert result.exit_code == Exit.OK, result.output
+    assert "not known any more" not in result.stderr
+    assert json.loads(result.stdout)["left"] == 0
