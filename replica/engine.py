@@ -117,6 +117,7 @@ class EngineInfo:
         max_model_tokens: longest prompt + output. max_batch_tokens: token limit of a batch.
         max_sequences: most running sequences. kv_blocks: KV blocks in all.
         block_tokens: tokens per block. profile: the latency model it plans with.
+        preempts: it suspends a running prefill for a more urgent one.
     """
 
     model: str
@@ -127,6 +128,7 @@ class EngineInfo:
     kv_blocks: int
     block_tokens: int
     profile: LatencyProfile
+    preempts: bool = False
 
 
 class EngineDeadError(RuntimeError):

@@ -98,6 +98,8 @@ def profile_key(vllm_config: Any, config: EngineConfig) -> str:
         # It is measured under the policy, and is good for the batches that this one makes.
         "policy": config.policy,
     }
+    if config.preemption.granularity != "off":
+        parts["preemption"] = config.preemption.granularity
     if model.runner_type != "generate":
         parts["runner"] = model.runner_type
     if vllm_config.lora_config is not None:

@@ -283,6 +283,7 @@ class Reporter:
                 held_slots=held_slots,
                 held=state.held[held_slots],
                 closed=self._closed,
+                preempts=info.preempts,
             )
         )
         self._known_draining = draining

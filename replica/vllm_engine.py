@@ -177,6 +177,7 @@ class VllmEngine:
             kv_blocks=blocks,
             block_tokens=block_tokens,
             profile=profile,
+            preempts=self._config.preemption.granularity != "off",
         )
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:

@@ -34,14 +34,16 @@ class PreemptionConfig(BaseModel):
         default=512,
         ge=16,
         le=1_048_576,
-        description="The same of a prefill that can no longer meet its objective. Such a task is "
-        "not suspended, and preempts nothing.",
+        description="The same of a prefill that can no longer meet its objective, which preempts "
+        "nothing, and of one that starts while `depth` others are suspended. Such a task is not "
+        "suspended.",
     )
     batch_tokens: int = Field(
-        default=4096,
+        default=1024,
         ge=0,
         le=1_048_576,
-        description="Prefills run together only while their tokens are below this sum. 0: never.",
+        description="Prefills run together only while their tokens are below this sum. 0: never. "
+        "What runs together is suspended together, so more is not better.",
     )
     least_tokens: int = Field(
         default=256,

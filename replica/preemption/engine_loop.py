@@ -172,7 +172,8 @@ class EngineLoop:
         task = None
         if not self._deferred and (top is None or self._can_nest()):
             began_s = time.perf_counter()
-            task = self._scheduler.start(top, self._left_s(top))
+            full = len(self._stack) >= self._depth
+            task = self._scheduler.start(top, self._left_s(top), full)
             self.stats.decide_s += time.perf_counter() - began_s
         if task is not None:
             self._start(task, top)

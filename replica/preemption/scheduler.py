@@ -19,7 +19,7 @@ from replica.preemption.messages import Timing
 from replica.vllm_args import SchedulerSettings
 from replica.vllm_scheduler import SloScheduler
 from scheduling.batching import BatchPlan
-from scheduling.kernels import ENVELOPE, deadlines_s, is_prefill
+from scheduling.kernels import BEST_EFFORT, ENVELOPE, deadlines_s, is_prefill
 from scheduling.latency import StepSample
 from scheduling.preemption import InFlight, Options, Prefill, decide
 from scheduling.request import QueueView, RequestView
@@ -101,25 +101,26 @@ class PreemptiveScheduler(SloScheduler):
         """Write fields of the state table's summary."""
         self._local.publish(**summary)
 
-    def start(self, top: Task | None, left_s: float) -> Task | None:
+    def start(self, top: Task | None, left_s: float, full: bool) -> Task | None:
         """Build the next task, to run inside ``top`` if there is one; None for none.
 
         Args:
             top: the task that would be suspended for it, or stay so.
             left_s: predicted time until ``top`` ends.
+            full: the new task could not be suspended, as enough others are.
         """
         if not self.has_requests():
             return None
         now_s = time.monotonic()
         views = self._views()
         self._local.refresh_model()
-        task = self._build(views, self._choose(views, top, left_s, now_s))
+        task = self._build(views, self._choose(views, top, left_s, now_s, full))
         if task is not None or top is not None:
             return task
         # There is no room for what comes first: what holds room goes on. Without anything, vLLM
         # looks whether what waits for something else is ready.
         running = [view for view in views if view.running]
-        return self._build(running, self._choose(running, None, 0.0, now_s) or _NOTHING)
+        return self._build(running, self._choose(running, None, 0.0, now_s, full) or _NOTHING)
 
     def _build(self, views: list[RequestView], chosen: _Chosen | None) -> Task | None:
         """vLLM's batch of what was ``chosen`` of ``views``."""
@@ -197,7 +198,7 @@ class PreemptiveScheduler(SloScheduler):
                 super().finish_requests(request_id, status)
 
     def _choose(
-        self, views: list[RequestView], top: Task | None, left_s: float, now_s: float
+        self, views: list[RequestView], top: Task | None, left_s: float, now_s: float, full: bool
     ) -> _Chosen | None:
         if not views:
             return None
@@ -210,7 +211,9 @@ class PreemptiveScheduler(SloScheduler):
             rows = decodes[:most]
             plan = self._plan_of(queue, rows.tolist(), [1] * len(rows))
             return _Chosen(plan, False, False, now_s)
-        due_s = deadlines_s(queue.table, ENVELOPE)
+        # What nothing was promised to preempts nothing, and is preempted by all that has a deadline.
+        apart = queue.table[:, BEST_EFFORT] > 0
+        due_s = np.where(apart, inf, deadlines_s(queue.table, ENVELOPE))
         prefills = [
             Prefill(
                 views[row].request_id,
@@ -229,7 +232,7 @@ class PreemptiveScheduler(SloScheduler):
             )
 
         in_flight = None if top is None else InFlight(top.due_s, left_s)
-        batch = decide(prefills, in_flight, now_s, together_s, self.options)
+        batch = decide(prefills, in_flight, now_s, together_s, self.options, full)
         if batch is None:
             return None
         tokens = [tokens for _, tokens in batch.members]
@@ -237,7 +240,8 @@ class PreemptiveScheduler(SloScheduler):
         checked = sum(tokens) >= self.settings.least_tokens and not any(
             self._wants_prompt_logprobs(name) for name, _ in batch.members
         )
-        return _Chosen(plan, checked, checked and batch.feasible, batch.due_s)
+        preemptible = checked and batch.feasible and not full
+        return _Chosen(plan, checked, preemptible, batch.due_s)
 
     def _decode_first(
         self, views: list[RequestView], decodes: Any, top: Task | None, waiting: int, now_s: float
