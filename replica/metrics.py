@@ -69,6 +69,10 @@ _GAUGES = {
         "Wait after which best-effort requests have a share of the engine.",
     ),
     "sluice_suspended_prefills": ("suspended", "Prefills that are suspended now."),
+    "sluice_suspended_prefills_reserved_bytes": (
+        "reserved_bytes",
+        "Memory kept free for suspended prefills, on one worker.",
+    ),
 }
 
 

@@ -79,6 +79,7 @@ SUMMARY = np.dtype(
         ("discards", "<i8"),  # prefills given up, as nobody waits for them any more
         ("suspended_s", "<f8"),  # time that prefills were suspended
         ("decide_s", "<f8"),  # time that decisions took
+        ("reserved_bytes", "<i8"),  # memory kept for suspended prefills, on one worker
         ("stop_s", "<f8"),  # time from the signals to the stops
         ("stop_histogram", "<i8", (len(STOP_BUCKETS_S) + 1,)),
     ]

@@ -76,7 +76,7 @@ class EngineLoop:
         self._stack: list[Task] = []
         self._inbox: queue.Queue[Any] = core.__dict__.get("input_queue") or queue.Queue()
         self._deferred: list[tuple[Any, Any]] = []
-        self.stats = Stats()
+        self.stats = Stats(reserved_bytes=self._executor.reserve.total)
         # vLLM's own limit: its executor does not see tasks.
         self._watchdog = Watchdog(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
         self._handle = getattr(core, "_handle_client_request", None)

@@ -20,6 +20,7 @@ from replica.preemption.config import PreemptionConfig
 from replica.preemption.lanes import Lanes
 from replica.preemption.messages import Answer, Call, Command, Died, Exit
 from replica.preemption.pacing import pacer_for
+from replica.preemption.reserve import Reserve, keep
 from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
 from replica.vllm_args import SchedulerSettings
@@ -41,7 +42,10 @@ class PreemptiveExecutor(UniProcExecutor):
         answers: what the worker answered, in order. It is read by the engine's thread only.
         words: the control words.
         checks: how many checks the model has.
+        reserve: memory that is kept for suspended prefills.
     """
+
+    reserve: Reserve
 
     def _init_executor(self) -> None:
         # This module has loaded compiled policies before the worker's modules are scanned.
@@ -62,6 +66,10 @@ class PreemptiveExecutor(UniProcExecutor):
         if threading.current_thread() is self._thread:
             return super().collective_rpc(*args, **kwargs)
         return self._on_thread(partial(super().collective_rpc, *args, **kwargs))
+
+    def determine_available_memory(self) -> list[int]:
+        """Bytes that the KV cache may have: without those that suspended prefills need."""
+        return keep(self, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> None:
         """Complete the worker, and make it ready for tasks."""

@@ -24,6 +24,7 @@ from replica.preemption.executor import nothing
 from replica.preemption.lanes import Lanes
 from replica.preemption.messages import Answer, Command, Died, Exit, Failed
 from replica.preemption.pacing import pacer_for
+from replica.preemption.reserve import Reserve, keep
 from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
 from replica.vllm_args import SchedulerSettings
@@ -42,7 +43,10 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
         answers: what the workers answered, in order. It is read by the engine's thread only.
         words: the control words.
         checks: how many checks the model has.
+        reserve: memory that each worker keeps for suspended prefills.
     """
+
+    reserve: Reserve
 
     def _init_executor(self) -> None:
         self.answers: deque[Answer] = deque()
@@ -59,6 +63,11 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
             self._send(Exit())
             serving.result()
         return super().collective_rpc(*args, **kwargs)
+
+    def determine_available_memory(self) -> list[int]:
+        """Bytes that the KV cache may have on each worker: without those that suspended prefills
+        need."""
+        return keep(self, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> None:
         """Complete the workers, and make them ready for tasks."""

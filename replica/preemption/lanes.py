@@ -53,12 +53,20 @@ class Lanes:
         batch.refresh_metadata()
 
 
+def new_runner(worker: Any) -> Any:
+    """One more model runner for ``worker``, without a model and a KV cache."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):
+        return type(worker.model_runner)(worker.vllm_config, worker.device)
+
+
 def _private_lane(worker: Any) -> Any:
     from vllm.config import set_current_vllm_config
 
     stock = worker.model_runner
+    lane = new_runner(worker)
     with set_current_vllm_config(worker.vllm_config):
-        lane = type(stock)(worker.vllm_config, worker.device)
         for name in SHARED_NAMES:
             setattr(lane, name, getattr(stock, name))
         # Everything but the cache itself, which is there and bound to the model's layers.
@@ -66,14 +74,37 @@ def _private_lane(worker: Any) -> Any:
         lane.initialize_kv_cache(stock.kv_cache_config)
         del lane.initialize_kv_cache_tensors
         lane.kv_caches = stock.kv_caches
+        _share_workspace(stock, lane)
     # Nor are its batches replayed from graphs.
     lane.cudagraph_dispatcher.keys_initialized = False
-    lane._model_forward = _without_compiled_code(lane._model_forward)
+    lane._model_forward = without_compiled_code(lane._model_forward)
     return lane
 
 
-def _without_compiled_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """There are no checks in compiled code."""
+def _share_workspace(stock: Any, lane: Any) -> None:
+    """FlashInfer's attention has a workspace of hundreds of megabytes that is empty between two
+    operators. One is enough, as operators come one after the other; vLLM shares it likewise."""
+    shared = None
+    for builder in _builders(stock):
+        if shared is None and hasattr(builder, "_get_workspace_buffer"):
+            shared = builder._get_workspace_buffer()
+    for builder in _builders(lane):
+        if shared is not None and hasattr(builder, "set_workspace_buffer"):
+            builder.set_workspace_buffer(shared)
+
+
+def _builders(runner: Any) -> list[Any]:
+    """What makes the metadata of a runner's attention."""
+    return [
+        builder
+        for groups in runner.attn_groups
+        for group in groups
+        for builder in group.metadata_builders
+    ]
+
+
+def without_compiled_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` as it was written: there are no checks in compiled code."""
     from vllm.forward_context import get_forward_context
 
     def eager(*args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ _PUBLISHED = (
     "discards",
     "suspended_s",
     "decide_s",
+    "reserved_bytes",
     "stop_s",
     "stop_histogram",
 )
@@ -42,6 +43,7 @@ class Stats:
         failures: prefills that raised.
         suspended_s: time that prefills were suspended, all together.
         decide_s: time that decisions took, all together.
+        reserved_bytes: memory that is kept for suspended prefills, on one worker.
         stop_s: time from the signals to the stops, all together.
         stop_histogram: of these times, by :data:`scheduling.state.STOP_BUCKETS_S`.
         latest_stop_s: the latest of these times.
@@ -59,6 +61,7 @@ class Stats:
     failures: int = 0
     suspended_s: float = 0.0
     decide_s: float = 0.0
+    reserved_bytes: int = 0
     stop_s: float = 0.0
     stop_histogram: list[int] = field(default_factory=lambda: [0] * (len(STOP_BUCKETS_S) + 1))
     latest_busy_s: float = 0.0

@@ -31,7 +31,13 @@ _NAMES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Worker, ("execute_model", "sample_tokens")),
     (
         GPUModelRunner,
-        ("get_model", "initialize_kv_cache", "initialize_kv_cache_tensors", "_model_forward"),
+        (
+            "_dummy_run",
+            "_model_forward",
+            "get_model",
+            "initialize_kv_cache",
+            "initialize_kv_cache_tensors",
+        ),
     ),
     (InputBatch, ("condense", "refresh_metadata", "remove_request")),
 )
@@ -87,6 +93,7 @@ def _names_in(method: Any) -> set[str]:
 def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
+    offload = vllm_config.offload_config
     backend = parallel.distributed_executor_backend
     if isinstance(backend, type):
         backend = f"{backend.__module__}.{backend.__qualname__}"
@@ -102,6 +109,15 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             # Its model is compiled as a whole, with no way around.
             vllm_config.compilation_config.mode != CompilationMode.STOCK_TORCH_COMPILE,
             "the compilation mode must not be STOCK_TORCH_COMPILE",
+        ),
+        (
+            vllm_config.device_config.device_type in ("cpu", "cuda"),
+            "the device must be a CPU, or a GPU that PyTorch calls cuda",
+        ),
+        (
+            # A model runner is made with an offloader that all others of the process use from then.
+            offload.uva.cpu_offload_gb == 0 and offload.prefetch.offload_group_size == 0,
+            "weights must not be offloaded",
         ),
         (not model.is_multimodal_model, "multimodal models are not supported"),
         (not model.is_hybrid, "models with state-space layers are not supported"),

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from benchmarks.preemption import nested_work, random_trials
 from benchmarks.preemption_engine import PreemptiveEngine, Work
+from benchmarks.preemption_trials import nested_work, random_trials
 from replica.local_model import local_model
 
 pytestmark = pytest.mark.vllm
@@ -53,6 +53,16 @@ def test_tokens_are_those_of_runs_without_preemption(engine):
 def test_every_operator_and_every_layer_has_a_check(engine):
     assert engine.use("operator") == 5 * LAYERS
     assert engine.use("layer") == LAYERS
+
+
+def test_memory_is_kept_for_what_a_layer_of_this_model_holds(engine):
+    """As :mod:`replica.preemption.reserve` has it: heads of 64, half as many of keys."""
+    width, intermediate, queries, keys = 128, 320, 128, 64
+    elements = 4 * width + max(intermediate, 2 * queries + 2 * keys)
+    reserve = engine.executor.reserve
+    assert reserve.prefill == 2 * elements * reserve.tokens
+    assert reserve.prefills == 3
+    assert engine.stats.reserved_bytes == reserve.total > 3 * reserve.prefill
 
 
 class TestPrefixCache:

@@ -1,0 +1,247 @@
+"""Memory for what suspended prefills hold, which vLLM's profile of one batch does not contain.
+
+A suspended prefill keeps every tensor that its call stack still refers to. In a layer of vLLM's
+Llama that is, before the down projection, the layer's input and residual as its caller has them,
+both once more after the norm, and the activation: ``4h + I`` elements of each token for a width
+``h`` and an intermediate size ``I``; before the output projection ``4h + 2q + 2k`` for the widths
+of queries and of keys. Others hold more: Qwen2 keeps the gate and up projections beside the
+activation, ``4h + 3I``. Norms that work in place hold ``2h`` less. Under tensor parallelism each
+worker has its part of ``I``, ``q`` and ``k``.
+
+As it depends on how each model is written it is measured, not computed: in one pass of a few dummy
+tokens, at each check, by the worker's own model. It grows with the tokens of a batch, so that of
+the largest one follows. Each prefill also has a model runner of its own, with its buffers.
+"""
+
+# PyTorch's class is untyped here, so its subclass is, too.
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from replica.preemption.checks import Checks, Granularity
+from replica.preemption.config import PreemptionConfig
+from replica.preemption.lanes import new_runner, without_compiled_code
+from replica.preemption.pacing import Immediate
+from replica.preemption.words import ControlWords
+from replica.vllm_args import SchedulerSettings
+
+logger = logging.getLogger(__name__)
+
+_TOKENS = 256
+"""Of the pass that is measured, at most."""
+
+_MIB = 1 << 20
+
+
+class NoMemoryError(ValueError):
+    """What suspended prefills hold leaves too little for the KV cache."""
+
+
+class Need(NamedTuple):
+    """What one worker was found to need, and has. Bytes.
+
+    Attributes:
+        token: activations that a suspended prefill holds of each token, at most.
+        runner: buffers of one model runner on the device.
+        free: memory that nothing uses yet, before there is a KV cache.
+    """
+
+    token: float
+    runner: int
+    free: int
+
+
+class Reserve(NamedTuple):
+    """What one worker keeps free. Bytes, where nothing else is said.
+
+    Attributes:
+        prefills: how many can be suspended at once.
+        tokens: of the largest batch that can be.
+        prefill: what that one holds.
+        runner: buffers of one model runner; there is one more of them than ``prefills``.
+    """
+
+    prefills: int
+    tokens: int
+    prefill: int
+    runner: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.prefills * self.prefill + (self.prefills + 1) * self.runner
+
+    def __str__(self) -> str:
+        return (
+            f"{_mib(self.total)} for {self.prefills} suspended prefills of {self.tokens} tokens "
+            f"({_mib(self.prefill)} each) and {self.prefills + 1} model runners "
+            f"({_mib(self.runner)} each)"
+        )
+
+
+def reserve_of(needs: list[Need], options: PreemptionConfig, most_tokens: int) -> Reserve:
+    """What every worker keeps free: as much as the one that needs most.
+
+    Args:
+        needs: of each worker.
+        options: how deep prefills are suspended, and how large their batches are.
+        most_tokens: of any batch.
+    """
+    tokens = min(most_tokens, max(options.chunk_tokens, options.batch_tokens))
+    return Reserve(
+        options.depth,
+        tokens,
+        round(max(need.token for need in needs) * tokens),
+        max(need.runner for need in needs),
+    )
+
+
+def left_for_cache(available: int, reserve: Reserve, free: int, stated: bool) -> int:
+    """Bytes that the KV cache may have on one worker.
+
+    Args:
+        available: what vLLM would take for it.
+        reserve: what is to be kept free.
+        free: memory that nothing uses yet.
+        stated: the size was chosen by the user, so it is kept, and must fit.
+
+    Raises:
+        NoMemoryError: nothing is left, or the stated size does not fit.
+    """
+    advice = "lower engine.preemption.depth or engine.preemption.chunk_tokens"
+    if stated:
+        if available + reserve.total > free:
+            raise NoMemoryError(
+                f"kv-cache-memory-bytes is {_mib(available)} and preemption needs {reserve}, but "
+                f"only {_mib(free)} are free: {advice}, or the KV cache"
+            )
+        return available
+    if reserve.total >= available:
+        raise NoMemoryError(
+            f"preemption needs {reserve}, but vLLM has only {_mib(available)} beside the model: "
+            f"{advice}, or raise gpu-memory-utilization"
+        )
+    return available - reserve.total
+
+
+def keep(executor: Any, available: list[int]) -> list[int]:
+    """Bytes that the KV cache may have, by worker, where ``available`` are what vLLM would take.
+    What is kept is noted in the log and as the executor's ``reserve``.
+
+    Raises:
+        NoMemoryError: nothing is left.
+    """
+    config = executor.vllm_config
+    options = SchedulerSettings.from_additional_config(config.additional_config).preemption
+    if options.granularity == "off":
+        return available
+    needs = executor.collective_rpc(measure, args=(options.granularity,))
+    reserve = reserve_of(needs, options, config.scheduler_config.max_num_batched_tokens)
+    free = min(need.free for need in needs)
+    stated = config.cache_config.kv_cache_memory_bytes is not None
+    left = [left_for_cache(each, reserve, free, stated) for each in available]
+    logger.info("preemption keeps %s free", reserve)
+    executor.reserve = reserve
+    return left
+
+
+# What runs in the workers.
+
+
+def measure(wrapper: Any, granularity: Granularity) -> Need:
+    """What a vLLM worker whose model is loaded needs for one suspended prefill."""
+    worker = wrapper.worker
+    runner = worker.model_runner
+    buffers = _Live(worker.device)
+    with buffers:
+        another = new_runner(worker)
+    runner_bytes = buffers.bytes()
+    del another
+    tokens = min(_TOKENS, runner.max_num_tokens)
+    held = held_bytes(
+        runner.get_model(),
+        granularity,
+        worker.device,
+        lambda: runner._dummy_run(tokens, is_profile=True),
+    )
+    return Need(held / tokens, runner_bytes, _free_bytes(worker))
+
+
+def held_bytes(
+    model: Any, granularity: Granularity, device: torch.device, forward: Callable[[], object]
+) -> int:
+    """Most bytes on ``device`` that ``forward``, a pass of ``model``, holds at a check."""
+    live = _Live(device)
+    most = 0
+
+    class Meter(Immediate):
+        def pace(self) -> None:
+            nonlocal most
+            most = max(most, live.bytes())
+
+    checks = Checks(ControlWords.create(), lambda: None)
+    checks.pacer = Meter()
+    checks.install(model, granularity)
+    compiled = model.forward
+    model.forward = without_compiled_code(compiled)
+    try:
+        with checks.running(1), torch.inference_mode(), live:
+            forward()
+    finally:
+        del model.forward
+        checks.remove()
+    return most
+
+
+class _Live(TorchDispatchMode):
+    """The memory of a device that was taken inside it and is still in use."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._taken: dict[StorageWeakRef, int] = {}
+
+    def bytes(self) -> int:
+        """How much it is now."""
+        self._taken = {
+            storage: size for storage, size in self._taken.items() if not storage.expired()
+        }
+        return sum(self._taken.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = {StorageWeakRef(each) for each in self._storages((args, kwargs))}
+        for storage in self._storages(result):
+            weak = StorageWeakRef(storage)
+            if weak not in given:  # a view, or computed in place
+                self._taken[weak] = storage.nbytes()
+        return result
+
+    def _storages(self, tree: Any) -> list[Any]:
+        return [
+            leaf.untyped_storage()
+            for leaf in tree_leaves(tree)
+            if isinstance(leaf, torch.Tensor) and leaf.device == self._device
+        ]
+
+
+def _free_bytes(worker: Any) -> int:
+    if worker.device.type == "cpu":
+        # The workers share it.
+        return int(psutil.virtual_memory().available) // int(worker.parallel_config.world_size)
+    return int(torch.cuda.mem_get_info(worker.device)[0])
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.1f} MiB"
