@@ -1,9 +1,9 @@
 """What a long prefill costs a short, urgent request, by where it can be preempted.
 
-Run with ``sluice bench preemption``. One real vLLM engine on the CPU, one thread, a small model
-with random weights. A long prompt is being computed, and a short one arrives at a random moment.
-The same moments are used for every way of preemption. Stock vLLM with priorities is an engine of
-its own; requests that arrive during its step are there for the next one.
+Run with ``sluice bench preemption``. Real vLLM engines on the CPU, one thread, a small model with
+random weights. A long prompt is being computed, and a short one arrives at a random moment. The
+same moments are used for every way of preemption, one after the other, so that all see the same
+machine. Stock vLLM with priorities runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import json
 import random
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
+from math import comb
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -21,58 +24,85 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine_process import EngineProcess
 from benchmarks.preemption_engine import PreemptiveEngine, Result, Work
+from benchmarks.preemption_trials import WHOLE, all_trials, random_prompt
+from benchmarks.stock_engine import StockEngine
 from replica.local_model import local_model
 from replica.preemption.checks import Granularity
 
-_WHOLE = 1 << 20
-"""More tokens than any prompt has."""
-
 WAYS: dict[str, tuple[Granularity | None, int]] = {
-    "operator": ("operator", _WHOLE),
-    "layer": ("layer", _WHOLE),
+    "operator": ("operator", WHOLE),
+    "layer": ("layer", WHOLE),
     "512-token chunks": (None, 512),
-    "none": (None, _WHOLE),
+    "none": (None, WHOLE),
 }
-"""Checks, and most tokens of a task."""
+"""Checks, and most tokens of a task; requests by S-EDF."""
+
+STOCK: dict[str, tuple[int, int]] = {
+    "stock, 2048": (2048, 0),
+    "stock, 512": (512, 0),
+    "stock, 256": (256, 0),
+    "stock, 512, threshold 256": (512, 256),
+}
+"""Stock vLLM with priorities: most tokens of a step, and its long-prefill threshold. Stock vLLM
+serves what runs before what waits, so only the threshold leaves room for a more urgent prompt."""
 
 _LATE = 1000.0
 _URGENT = 100.0
-_VOCABULARY = (300, 1000)
-
-
-class Moment(NamedTuple):
-    """One arrival during a long prefill. Times are seconds."""
-
-    short_ttft_s: float
-    long_ttft_s: float
-    same: bool
+_OVERHEAD_TOKENS = 512
+_DECODED = 32
+_LEAST_PAIRS = 5
 
 
 class Row(NamedTuple):
-    """All arrivals under one way of preemption.
+    """All arrivals under one way of preemption. Times are milliseconds.
 
     Attributes:
-        blocked_ms: from the signal to the stop, mean and greatest; None where nothing stopped.
-        short_ttft_ms, long_ttft_ms: means.
-        ratio: short TTFT over that of the first row.
-        same: share of runs whose tokens are those of runs alone.
+        stops: how often the long prefill stopped.
+        blocked: from the signal to the stop, mean and greatest; None where nothing stopped.
+        waited: how much longer the short request's TTFT was than alone, mean.
+        short, short_most, long: TTFT, mean and greatest.
+        waited_ratio, short_ratio: these over those of the first row.
+        same: share of runs whose tokens are those of runs alone on the same engine.
     """
 
     way: str
-    preemptions: int
-    blocked_ms: float | None
-    blocked_most_ms: float | None
-    short_ttft_ms: float
-    long_ttft_ms: float
-    ratio: float
+    stops: int
+    blocked: float | None
+    blocked_most: float | None
+    waited: float
+    short: float
+    short_most: float
+    long: float
+    waited_ratio: float
+    short_ratio: float
     same: float
+
+
+class Spread(NamedTuple):
+    """Ratios of pairs, less 1.
+
+    Attributes:
+        pairs: how many.
+        median: their median.
+        low, high: its interval of at least 95 % confidence, whatever the distribution.
+        quarter, three_quarters: their quartiles.
+    """
+
+    pairs: int
+    median: float
+    low: float
+    high: float
+    quarter: float
+    three_quarters: float
 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--long", "long_tokens", default=2048, type=click.IntRange(64, 8000))
 @click.option("--short", "short_tokens", default=64, type=click.IntRange(2, 4000))
 @click.option("--repeats", default=10, type=click.IntRange(1, 1000))
+@click.option("--pairs", default=40, type=click.IntRange(_LEAST_PAIRS, 10_000))
 @click.option("--trials", default=0, type=click.IntRange(0, 100_000))
 @click.option("--layers", default=8, type=click.IntRange(1, 64))
 @click.option("--hidden", default=512, type=click.IntRange(64, 8192))
@@ -82,6 +112,7 @@ def preemption(
     long_tokens: int,
     short_tokens: int,
     repeats: int,
+    pairs: int,
     trials: int,
     layers: int,
     hidden: int,
@@ -90,8 +121,9 @@ def preemption(
 ) -> None:
     """Measure how long a short request waits for a long prefill, by where that can be preempted.
 
-    With --trials, prefills are also stopped at that many random places, nested up to three deep,
-    and their tokens are compared with those of runs alone.
+    With --trials, prefills are also stopped at random places, and their tokens are compared with
+    those of runs alone: so many times in each of several engines, among them a compiled one and
+    one of two workers.
 
     \b
     Example:
@@ -99,197 +131,276 @@ def preemption(
     """
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
         directory = Path(name)
-        model = local_model(directory, layers=layers, hidden=hidden)
-        engine = PreemptiveEngine(
-            model,
+        found = measure(
             directory,
-            {"granularity": "operator", "depth": 3, "least_tokens": 1},
-            max_model_len=long_tokens + 64,
-            max_num_batched_tokens=max(2048, long_tokens),
-            kv_cache_memory_bytes=256 << 20,
+            local_model(directory, layers=layers, hidden=hidden),
+            Prompts.draw(long_tokens, short_tokens, seed),
+            repeats,
+            pairs,
         )
-        try:
-            bench = _Bench(engine, long_tokens, short_tokens, seed)
-            rows = bench.rows(repeats)
-            overhead = bench.overhead(repeats)
-            trial = random_trials(engine, trials, seed) if trials else None
-        finally:
-            engine.close()
-    found = {
-        "rows": [row._asdict() for row in rows],
-        "long_alone_ms": round(1e3 * bench.long_alone_s, 2),
-        "short_alone_ms": round(1e3 * bench.short_alone_s, 2),
-        "overhead_of_checks": round(overhead, 5),
-        "trials": trial,
-    }
+        found["trials"] = all_trials(trials, seed, directory) if trials else {}
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
-        _show(rows, found)
+        _show(found)
+
+
+class Prompts(NamedTuple):
+    """The two requests, and what the short one's arrivals are drawn from."""
+
+    long: Work
+    short: Work
+    chance: random.Random
+
+    @classmethod
+    def draw(cls, long_tokens: int, short_tokens: int, seed: int) -> Prompts:
+        """Random ones of these lengths."""
+        chance = random.Random(seed)
+        long = Work("long", random_prompt(chance, long_tokens), 1, _LATE)
+        return cls(long, Work("short", random_prompt(chance, short_tokens), 1, _URGENT), chance)
+
+
+def measure(
+    directory: Path, model: Path, prompts: Prompts, repeats: int, pairs: int
+) -> dict[str, Any]:
+    """Everything but the trials, as plain data."""
+    args = {
+        "max_model_len": len(prompts.long.prompt) + 64,
+        "max_num_batched_tokens": max(2048, len(prompts.long.prompt)),
+        "max_num_seqs": 16,
+        "kv_cache_memory_bytes": 256 << 20,
+        "block_size": 32,
+        "enforce_eager": True,
+    }
+    options = {"granularity": "operator", "depth": 3, "least_tokens": 1}
+    stock = EngineProcess(partial(StockEngine, model, **args))
+    try:
+        engine = PreemptiveEngine(model, directory, options, **args)
+        try:
+            return _Bench(engine, stock, prompts).all(repeats, pairs)
+        finally:
+            engine.close()
+    finally:
+        stock.close()
+
+
+def moment(
+    engine: PreemptiveEngine | StockEngine, long: Work, short: Work, after_s: float
+) -> dict[str, Result]:
+    """Let ``short`` arrive ``after_s`` after ``long``."""
+
+    def arrive() -> None:
+        arrived_s = time.monotonic()
+        engine.post(lambda: engine.add(short, arrived_s))
+
+    engine.reset()
+    engine.add(long)
+    arrival = threading.Timer(after_s, arrive)
+    arrival.start()
+    results = engine.run()
+    arrival.join()
+    if short.name not in results:  # the long one was over before it came
+        results |= engine.run()
+    return results
+
+
+def alone(engine: PreemptiveEngine | StockEngine, work: Work) -> tuple[Result, float]:
+    """``work`` without anything else, and how long all of it took, seconds."""
+    engine.reset()
+    engine.add(work)
+    began_s = time.perf_counter()
+    result = engine.run()[work.name]
+    return result, time.perf_counter() - began_s
 
 
 class _Bench:
-    """Runs of a long and a short prompt on one engine."""
+    """Runs on one engine with preemption, and on a stock one.
 
-    def __init__(
-        self, engine: PreemptiveEngine, long_tokens: int, short_tokens: int, seed: int
-    ) -> None:
-        chance = random.Random(seed)
-        self._chance = chance
+    Args:
+        engine: the first.
+        stock: a :class:`StockEngine` in another process.
+        prompts: what they compute.
+    """
+
+    def __init__(self, engine: PreemptiveEngine, stock: EngineProcess, prompts: Prompts) -> None:
         self._engine = engine
-        self._most = max(2048, long_tokens)
-        self._long = Work("long", _prompt(chance, long_tokens), 1, _LATE)
-        self._short = Work("short", _prompt(chance, short_tokens), 1, _URGENT)
+        self._stock = stock
+        self._prompts = prompts
+        self._most = max(2048, len(prompts.long.prompt))
         self._use("operator")
-        engine.alone(self._long)
-        self.expected = {work.name: engine.alone(work) for work in (self._long, self._short)}
-        self.long_alone_s = median(engine.alone(self._long).ttft_s for _ in range(3))
-        self.short_alone_s = median(engine.alone(self._short).ttft_s for _ in range(3))
+        self._expected: list[dict[str, Result]] = []
+        self._alone_s: list[dict[str, float]] = []
+        for run in (partial(alone, engine), partial(stock.call, alone)):
+            results: dict[str, Result] = {}
+            times_s: dict[str, float] = {}
+            for work in (prompts.long, prompts.short):
+                run(work)  # the first one warms up
+                several = [run(work)[0] for _ in range(3)]
+                results[work.name] = several[0]
+                times_s[work.name] = median(each.ttft_s for each in several)
+            self._expected.append(results)
+            self._alone_s.append(times_s)
+
+    def all(self, repeats: int, pairs: int) -> dict[str, Any]:
+        """Rows and overheads, as plain data."""
+        rows = self.rows(repeats)
+        ours, stock = self._alone_s
+        return {
+            "rows": [row._asdict() for row in rows],
+            "alone_ms": {name: round(1e3 * each, 2) for name, each in ours.items()},
+            "stock_alone_ms": {name: round(1e3 * each, 2) for name, each in stock.items()},
+            "overhead": {name: each._asdict() for name, each in self.overheads(pairs).items()},
+        }
 
     def rows(self, repeats: int) -> list[Row]:
-        """One row for each way, in turns, so that all see the same machine."""
-        moments = [self._chance.uniform(0.05, 0.9) * self.long_alone_s for _ in range(repeats)]
-        runs: dict[str, list[Moment]] = {way: [] for way in WAYS}
-        blocked: dict[str, list[float]] = {way: [] for way in WAYS}
+        """One row for each way."""
+        long, short, chance = self._prompts
+        longest_s = self._alone_s[0][long.name]
+        moments = [chance.uniform(0.05, 0.9) * longest_s for _ in range(repeats)]
+        ways = (*WAYS, *STOCK)
+        runs: dict[str, list[dict[str, Result]]] = {way: [] for way in ways}
+        blocked_s: dict[str, list[float]] = {way: [] for way in ways}
         for after_s in moments:
-            for way in WAYS:
-                self._use(way)
-                self._engine.stats.latest_stop_s.clear()
-                runs[way].append(self._run(after_s))
-                blocked[way] += self._engine.stats.latest_stop_s
-        base_s = mean(run.short_ttft_s for run in runs["operator"])
-        return [_row(way, runs[way], blocked[way], base_s) for way in WAYS]
+            for way in ways:
+                if way in STOCK:
+                    self._stock.call(StockEngine.use, *STOCK[way])
+                    runs[way].append(self._stock.call(moment, long, short, after_s))
+                else:
+                    self._use(way)
+                    self._engine.stats.latest_stop_s.clear()
+                    runs[way].append(moment(self._engine, long, short, after_s))
+                    blocked_s[way] += self._engine.stats.latest_stop_s
+        rows: list[Row] = []
+        for way in ways:
+            rows.append(self._row(way, runs[way], blocked_s[way], rows[0] if rows else None))
+        return rows
 
-    def overhead(self, repeats: int) -> float:
-        """Time of a long prefill with the checks of all operators over that without any, minus 1;
-        the median of pairs."""
-        ratios: list[float] = []
-        for _ in range(max(5, repeats)):
-            times = []
-            for way in ("operator", "none"):
-                self._use(way)
-                self._engine.alone(self._long)
-                times.append(self._engine.stats.latest_busy_s)
-            ratios.append(times[0] / times[1])
-        return median(ratios) - 1
+    def overheads(self, pairs: int) -> dict[str, Spread]:
+        """What it costs while nobody preempts: of the checks alone, by the time in the worker; of
+        the engine, by a whole request on it and on the stock one, as it prefills and decodes."""
+        prefill = self._prompts.long
+        prefill = prefill._replace(prompt=prefill.prompt[:_OVERHEAD_TOKENS])
+        decode = self._prompts.short._replace(output=_DECODED)
+        engine = self._engine
+        self._stock.call(StockEngine.use, self._most)
+
+        def checked_s(way: str) -> float:
+            self._use(way)
+            engine.alone(prefill)
+            return float(engine.stats.latest_busy_s)
+
+        def ours_s(work: Work) -> float:
+            return alone(engine, work)[1]
+
+        def stock_s(work: Work) -> float:
+            seconds: float = self._stock.call(alone, work)[1]
+            return seconds
+
+        checks = spread(pairs, partial(checked_s, "operator"), partial(checked_s, "none"))
+        self._use("operator")
+        return {
+            "checks": checks,
+            "prefill": spread(pairs, partial(ours_s, prefill), partial(stock_s, prefill)),
+            "decode": spread(pairs, partial(ours_s, decode), partial(stock_s, decode)),
+        }
 
     def _use(self, way: str) -> None:
         granularity, chunk = WAYS[way]
         self._engine.use(granularity, chunk=chunk, most=self._most)
 
-    def _run(self, after_s: float) -> Moment:
-        engine = self._engine
-        engine.reset()
-        engine.add(self._long)
-        arrival = _later(after_s, lambda: engine.post(lambda: engine.add(self._short)))
-        results = engine.run()
-        arrival.join()
-        if self._short.name not in results:  # the long one was over before it came
-            results |= engine.run()
-        short, long = results["short"], results["long"]
-        return Moment(short.ttft_s, long.ttft_s, self._same(results))
-
-    def _same(self, results: dict[str, Result]) -> bool:
-        return all(results[name].tokens == self.expected[name].tokens for name in results)
-
-
-def random_trials(engine: PreemptiveEngine, trials: int, seed: int) -> dict[str, int]:
-    """Stop prefills at random places, by operator and layer, nested one to three deep, whole and
-    in chunks, some with a common prefix; how many runs had the tokens of runs alone."""
-    chance = random.Random(seed)
-    kinds: list[tuple[Granularity, int]] = [
-        ("operator", _WHOLE),
-        ("operator", 128),
-        ("layer", _WHOLE),
-        ("layer", 128),
-    ]
-    same = stops = 0
-    for trial in range(trials):
-        granularity, chunk = kinds[trial % len(kinds)]
-        checks = engine.use(granularity, chunk=chunk)
-        # What a chunk has published would make the others' batches another shape.
-        shared = 96 * chance.randrange(2) if chunk == _WHOLE else 0
-        made = nested_work(chance, 1 + trial % 3, shared)
-        expected = {work.name: engine.alone(work) for work in made}
-        engine.reset()
-        before = engine.stops
-        results = run_nested(engine, made, chance, checks)
-        stops += engine.stops - before
-        same += all(matches(results[work.name], expected[work.name]) for work in made)
-    return {"trials": trials, "stops": stops, "same": same}
+    def _row(
+        self, way: str, runs: list[dict[str, Result]], blocked_s: list[float], first: Row | None
+    ) -> Row:
+        expected, alone_s = self._expected[way in STOCK], self._alone_s[way in STOCK]
+        short_s = [run["short"].ttft_s for run in runs]
+        same = [
+            all(run[name].tokens == result.tokens for name, result in expected.items())
+            for run in runs
+        ]
+        short, waited = 1e3 * mean(short_s), 1e3 * (mean(short_s) - alone_s["short"])
+        return Row(
+            way,
+            len(blocked_s),
+            round(1e3 * mean(blocked_s), 2) if blocked_s else None,
+            round(1e3 * max(blocked_s), 2) if blocked_s else None,
+            round(waited, 2),
+            round(short, 2),
+            round(1e3 * max(short_s), 2),
+            round(1e3 * mean(run["long"].ttft_s for run in runs), 2),
+            1.0 if first is None else round(waited / first.waited, 2),
+            1.0 if first is None else round(short / first.short, 2),
+            mean(same),
+        )
 
 
-def nested_work(chance: random.Random, nested: int, shared: int = 0, output: int = 3) -> list[Work]:
-    """A long prompt and ``nested`` others, each more urgent than the one before. The first
-    ``shared`` tokens are the same in all."""
-    prefix = _prompt(chance, shared)
-    made = []
-    for index in range(nested + 1):
-        length = chance.randrange(64, 200) if index else chance.randrange(300, 700)
-        made.append(Work(f"w{index}", prefix + _prompt(chance, length), output, 4000.0 / 2**index))
-    return made
-
-
-def run_nested(
-    engine: PreemptiveEngine, made: list[Work], chance: random.Random, checks: int
-) -> dict[str, Result]:
-    """Run ``made`` so that each stops the one before it at a random one of its first ``checks``
-    checks."""
-    actions: dict[int, Callable[[], None]] = {}
-    at = 0
-    for work in made[1:]:
-        at += chance.randrange(1, checks + 1)
-        actions[at] = lambda work=work: engine.add(work)  # type: ignore[misc]
-    engine.at_checks(actions)
-    engine.add(made[0])
-    return engine.run()
-
-
-def matches(result: Result, expected: Result) -> bool:
-    """Whether the tokens are the same, and the first one's probability to the last bit."""
-    return result.tokens == expected.tokens and result.logprobs[:1] == expected.logprobs[:1]
-
-
-def _prompt(chance: random.Random, tokens: int) -> list[int]:
-    return [chance.randrange(*_VOCABULARY) for _ in range(tokens)]
-
-
-def _later(after_s: float, action: Callable[[], None]) -> threading.Timer:
-    timer = threading.Timer(after_s, action)
-    timer.start()
-    return timer
-
-
-def _row(way: str, runs: list[Moment], blocked_s: list[float], base_s: float) -> Row:
-    short_s = mean(run.short_ttft_s for run in runs)
-    return Row(
-        way,
-        len(blocked_s),
-        round(1e3 * mean(blocked_s), 2) if blocked_s else None,
-        round(1e3 * max(blocked_s), 2) if blocked_s else None,
-        round(1e3 * short_s, 2),
-        round(1e3 * mean(run.long_ttft_s for run in runs), 2),
-        round(short_s / base_s, 2),
-        mean(run.same for run in runs),
+def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float]) -> Spread:
+    """Ratios of the time of ``one_s`` to that of ``other_s``, each first in every second pair."""
+    one_s(), other_s()
+    ratios = []
+    for pair in range(pairs):
+        if pair % 2:
+            other = other_s()
+            ratios.append(one_s() / other - 1)
+        else:
+            one = one_s()
+            ratios.append(one / other_s() - 1)
+    ratios.sort()
+    outside = _outside(pairs)
+    return Spread(
+        pairs,
+        *(
+            round(ratio, 5)
+            for ratio in (
+                median(ratios),
+                ratios[outside],
+                ratios[pairs - 1 - outside],
+                ratios[pairs // 4],
+                ratios[pairs - 1 - pairs // 4],
+            )
+        ),
     )
 
 
-def _show(rows: list[Row], found: dict[str, Any]) -> None:
-    table = Table("preempted at", "stops", "blocked ms", "most", "short TTFT ms", "long TTFT ms")
-    for row in rows:
+def _outside(values: int, doubt: float = 0.05) -> int:
+    """How many of so many sorted values, at each end, are outside of the interval in which their
+    distribution's median is: by the sign test."""
+    outside, tail = 0, 0.5**values
+    while 2 * (tail + comb(values, outside + 1) * 0.5**values) <= doubt:
+        outside += 1
+        tail += comb(values, outside) * 0.5**values
+    return outside
+
+
+def _show(found: dict[str, Any]) -> None:
+    table = Table(
+        "preempted at", "stops", "blocked ms", "most", "waited ms", "short TTFT ms", "long TTFT ms"
+    )
+    for row in (Row(**each) for each in found["rows"]):
         table.add_row(
             row.way,
-            str(row.preemptions),
-            "" if row.blocked_ms is None else f"{row.blocked_ms:.1f}",
-            "" if row.blocked_most_ms is None else f"{row.blocked_most_ms:.1f}",
-            f"{row.short_ttft_ms:.1f} ({row.ratio:.1f}x)",
-            f"{row.long_ttft_ms:.1f}",
+            str(row.stops),
+            "" if row.blocked is None else f"{row.blocked:.1f}",
+            "" if row.blocked_most is None else f"{row.blocked_most:.1f}",
+            f"{row.waited:.1f} ({row.waited_ratio:.1f}x)",
+            f"{row.short:.1f} ({row.short_ratio:.1f}x)",
+            f"{row.long:.1f}",
         )
     console = Console()
     console.print(table)
-    console.print(
-        f"alone: long {found['long_alone_ms']} ms, short {found['short_alone_ms']} ms; "
-        f"checks cost {100 * found['overhead_of_checks']:.2f} %"
-    )
+    for name in ("alone_ms", "stock_alone_ms"):
+        console.print(f"{name}: long {found[name]['long']}, short {found[name]['short']}")
+    costs = Table("overhead without preemption", "median %", "95 % sure", "quartiles", "pairs")
+    for name, each in found["overhead"].items():
+        costs.add_row(
+            name,
+            f"{100 * each['median']:.2f}",
+            f"{100 * each['low']:.2f} to {100 * each['high']:.2f}",
+            f"{100 * each['quarter']:.2f} to {100 * each['three_quarters']:.2f}",
+            str(each["pairs"]),
+        )
+    console.print(costs)
     if found["trials"]:
-        console.print(f"random places: {found['trials']}")
+        places = Table("random places", "trials", "stops", "same tokens")
+        for name, each in found["trials"].items():
+            places.add_row(name, *(str(each[key]) for key in ("trials", "stops", "same")))
+        console.print(places)

@@ -126,11 +126,11 @@ class PreemptiveEngine:
 
     # What it is asked for.
 
-    def add(self, work: Work) -> None:
-        """A request arrives now; on the engine's thread."""
+    def add(self, work: Work, arrived_s: float | None = None) -> None:
+        """A request arrives now, or arrived some time ago; on the engine's thread."""
         from vllm import SamplingParams
 
-        now_s = time.monotonic()
+        now_s = time.monotonic() if arrived_s is None else arrived_s
         self._arrived_s[work.name] = now_s
         args = RequestArgs(work.name, now_s, SLO(ttft_s=work.ttft_s))
         params = SamplingParams(
@@ -266,9 +266,13 @@ class PreemptiveEngine:
             self.executor.checks = 1
         else:
             self.executor.checks = self._checks.install(runner.model, granularity)
+        self.bound(**bounds)
+        return int(self.executor.checks)
+
+    def bound(self, **bounds: int) -> None:
+        """Other bounds of tasks, see :class:`~scheduling.preemption.Options`."""
         given = {"chunk": 8192, "late_chunk": 512, "together": 0, "most": 1024}
         self.scheduler.options = Options(**(given | bounds))
-        return int(self.executor.checks)
 
     @property
     def free_blocks(self) -> int:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.preemption import random_trials
 from benchmarks.preemption_engine import PreemptiveEngine
+from benchmarks.preemption_trials import random_trials
 from replica.local_model import local_model
 
 pytestmark = pytest.mark.vllm

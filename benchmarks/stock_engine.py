@@ -1,0 +1,110 @@
+"""One stock vLLM engine in this process, with vLLM's own priorities."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.preemption_engine import Result, Work
+from replica.vllm_setup import survive_module_scan
+
+
+class StockEngine:
+    """An engine core whose requests arrive while it computes, as in a process of its own: those
+    that come during a step are there for the next one.
+
+    Args:
+        model: the model's directory.
+        args: vLLM's engine arguments.
+    """
+
+    def __init__(self, model: Path, **args: Any) -> None:
+        os.environ.update(
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            HF_HUB_OFFLINE="1",
+            OMP_NUM_THREADS="1",
+            VLLM_NO_USAGE_STATS="1",
+        )
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm import LLM
+
+        survive_module_scan()
+        self._llm: Any = LLM(
+            model=str(model),
+            async_scheduling=False,
+            disable_log_stats=True,
+            scheduling_policy="priority",
+            **args,
+        )
+        self._scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._arrived_s: dict[str, float] = {}
+        self._first_s: dict[str, float] = {}
+
+    def use(self, step_tokens: int, long_tokens: int = 0) -> None:
+        """Other bounds.
+
+        Args:
+            step_tokens: most in a step; at most those that the engine was made for.
+            long_tokens: most of one prefill in a step; 0: no bound of its own.
+        """
+        self._scheduler.max_num_scheduled_tokens = step_tokens
+        self._scheduler.scheduler_config.long_prefill_token_threshold = long_tokens
+
+    def add(self, work: Work, arrived_s: float | None = None) -> None:
+        """A request arrives now, or arrived some time ago; on the engine's thread. The tighter its
+        objective, the higher its priority."""
+        from vllm import SamplingParams
+
+        self._arrived_s[work.name] = time.monotonic() if arrived_s is None else arrived_s
+        params = SamplingParams(temperature=0.0, max_tokens=work.output, ignore_eos=True)
+        prompt = {"prompt_token_ids": list(work.prompt)}
+        priority = round(1e3 * work.ttft_s)  # the least first
+        self._llm.llm_engine.add_request(work.name, prompt, params, priority=priority)
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have the engine's thread do something before its next step; from any thread."""
+        self._actions.put(action)
+
+    def run(self) -> dict[str, Result]:
+        """Until nothing is left to do."""
+        engine = self._llm.llm_engine
+        results: dict[str, Result] = {}
+        while True:
+            while not self._actions.empty():
+                self._actions.get()()
+            if not engine.has_unfinished_requests():
+                break
+            for item in engine.step():
+                name, output = item.request_id, item.outputs[0]
+                if output.token_ids:
+                    self._first_s.setdefault(name, time.monotonic())
+                if item.finished:
+                    ttft_s = self._first_s.pop(name) - self._arrived_s.pop(name)
+                    tokens = tuple(output.token_ids)
+                    results[name] = Result(tokens, (), ttft_s, output.finish_reason)
+        return results
+
+    def alone(self, work: Work) -> Result:
+        """What a request generates that nothing else runs beside, from an empty prefix cache."""
+        self.reset()
+        self.add(work)
+        return self.run()[work.name]
+
+    def reset(self) -> None:
+        """Empty the prefix cache; nothing may be live.
+
+        Raises:
+            RuntimeError: blocks are in use.
+        """
+        if not self._llm.llm_engine.reset_prefix_cache():
+            raise RuntimeError("KV blocks are in use, though nothing is live")
+
+    def close(self) -> None:
+        """End the engine."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
