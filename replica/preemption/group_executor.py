@@ -6,8 +6,12 @@ compute one together."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import pickle
+import signal
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -30,6 +34,9 @@ from replica.preemption.worker import TaskRunner
 from replica.vllm_args import SchedulerSettings
 
 logger = logging.getLogger(__name__)
+
+_ON_PARENTS_DEATH = 1
+"""``PR_SET_PDEATHSIG``, prctl(2)."""
 
 
 class PreemptiveGroupExecutor(MultiprocExecutor):
@@ -54,6 +61,7 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
         self._wake: Callable[[], None] = nothing
         self._serving: Future[Any] | None = None
         self._connections: list[Connection] = []
+        self._ending = False
         super()._init_executor()
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,9 +108,11 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
 
     def shutdown(self) -> None:
         """End the workers."""
-        connections, self._connections = self._connections, []
-        for connection in connections:
-            connection.close()
+        self._ending = True
+        if self._serving is not None and not self.is_failed:
+            self._serving = None
+            with contextlib.suppress(OSError):
+                self._send(Exit())
         super().shutdown()
 
     def _send(self, command: Command) -> None:
@@ -113,13 +123,19 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
     def _take_answers(self) -> None:
         """Of the first worker; the others answer only where they fail."""
         try:
-            while connections := self._connections:
-                for ready in wait(connections):
+            while True:
+                for ready in wait(self._connections):
                     assert isinstance(ready, Connection)
                     answer: Answer = pickle.loads(ready.recv_bytes())
-                    # The workers may have come apart: one failed, others wait for it.
-                    self._answered(Died(answer.error) if isinstance(answer, Failed) else answer)
-        except (EOFError, OSError) as error:
+                    if isinstance(answer, Failed):
+                        raise answer.error
+                    self._answered(answer)
+        except Exception as error:
+            if self._ending and not self.is_failed:
+                return
+            # Where one has failed others may wait for it for ever, in a loop that hears no signal.
+            for worker in self.workers:
+                worker.proc.kill()
             self._answered(Died(error))
 
     def _answered(self, answer: Answer) -> None:
@@ -132,6 +148,7 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
 
 def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, ranks: int) -> int:
     """Make a worker ready for tasks; how many checks its model has."""
+    end_with_parent()
     connection = Client(address, "AF_UNIX")
     worker = wrapper.worker
     rank = worker.rank
@@ -159,6 +176,16 @@ def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, 
     runner.attach(worker, Lanes(worker, options.depth))
     worker.sluice_tasks = runner
     return checks
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when the one that made it ends, however that ends.
+
+    A worker whose engine has gone may wait for another worker, in a loop that looks for nothing
+    else. Only Linux can do so; elsewhere it is left to vLLM, whose workers look for their parent.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_ON_PARENTS_DEATH, signal.SIGKILL)
 
 
 def _serve(wrapper: Any) -> None:

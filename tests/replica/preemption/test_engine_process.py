@@ -174,3 +174,6 @@ async def test_a_dead_worker_ends_all_requests_with_an_error(engine):
             await asyncio.wait_for(task, 60)
     with pytest.raises(EngineDeadError):
         await engine.check_health()
+    # The other one has computed with it, and waited for it.
+    _, alive = await asyncio.to_thread(psutil.wait_procs, workers, 60)
+    assert alive == []
