@@ -4,14 +4,24 @@ which a forward pass can be left and entered again."""
 from __future__ import annotations
 
 import re
-from inspect import unwrap
+from collections.abc import Callable
+from inspect import signature, unwrap
 from typing import Any
 
 import vllm
 from vllm.config import CompilationMode
+from vllm.forward_context import ForwardContext
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -21,13 +31,17 @@ from replica.preemption.words import MAX_RANKS
 from replica.vllm_args import SchedulerSettings
 from replica.vllm_support import UnsupportedVllmError
 
-SUPPORTED = ((0, 32), (0, 32))
-"""First and last minor version of vLLM that preemption was written for."""
+SUPPORTED = ((0, 29), (0, 32))
+"""First and last minor version of vLLM with which preemption was tested."""
 
-_NAMES: tuple[tuple[type, tuple[str, ...]], ...] = (
+_NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (EngineCore, ("step", "_process_aborts_queue")),
-    (Scheduler, ("finish_requests", "get_grammar_bitmask", "update_from_output")),
+    (EngineCoreProc, ("_handle_client_request",)),
+    (Scheduler, ("finish_requests", "get_grammar_bitmask", "has_requests", "update_from_output")),
     (KVCacheManager, ("allocate_slots", "cache_blocks")),
+    (Executor, ("collective_rpc", "compile_or_warm_up_model", "determine_available_memory")),
+    (UniProcExecutor, ("_init_executor", "shutdown")),
+    (MultiprocExecutor, ("_init_executor", "shutdown")),
     (Worker, ("execute_model", "sample_tokens")),
     (
         GPUModelRunner,
@@ -40,8 +54,34 @@ _NAMES: tuple[tuple[type, tuple[str, ...]], ...] = (
         ),
     ),
     (InputBatch, ("condense", "refresh_metadata", "remove_request")),
+    (RoutedExperts, ("forward_modular", "forward_monolithic")),
+    (ForwardContext, ("skip_compiled",)),
+    (FinishReason, ("ERROR",)),
+    (RequestStatus, ("FINISHED_ERROR",)),
 )
-_RUNNER_NAMES = ("execute_model_state", "input_batch", *SHARED_NAMES)
+"""Methods, and members, by class."""
+
+_MADE: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
+    (EngineCoreProc.__init__, ("input_queue",)),
+    (Scheduler.__init__, ("finished_req_ids", "requests", "running")),
+    (UniProcExecutor._init_executor, ("driver_worker",)),
+    (MultiprocExecutor._init_executor, ("is_failed", "workers")),
+    (
+        GPUModelRunner.__init__,
+        (
+            "attn_groups",
+            "cudagraph_dispatcher",
+            "execute_model_state",
+            "input_batch",
+            *(name for name in SHARED_NAMES if name != "model"),
+        ),
+    ),
+    (GPUModelRunner.load_model, ("model",)),
+    (InputBatch.__init__, ("req_id_to_index",)),
+    (CudagraphDispatcher.__init__, ("keys_initialized",)),
+    (RowParallelLinear.__init__, ("reduce_results",)),
+)
+"""Attributes, by the method that makes them."""
 
 
 def preempts(vllm_config: Any) -> bool:
@@ -71,13 +111,16 @@ def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
             f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
         )
     missing = [
-        f"{kind.__name__}.{name}"
-        for kind, names in _NAMES
-        for name in names
-        if not hasattr(kind, name)
+        *(f"{kind.__name__}.{n}" for kind, names in _NAMES for n in names if not hasattr(kind, n)),
+        *(
+            f"an attribute {name} of {method.__qualname__.partition('.')[0]}"
+            for method, names in _MADE
+            for name in names
+            if name not in _names_in(method)
+        ),
     ]
-    known = _names_in(GPUModelRunner.__init__) | _names_in(GPUModelRunner.load_model)
-    missing += [f"GPUModelRunner().{name}" for name in _RUNNER_NAMES if name not in known]
+    if "delay_cache_blocks" not in signature(KVCacheManager.allocate_slots).parameters:
+        missing.append("KVCacheManager.allocate_slots(delay_cache_blocks)")
     if missing:
         raise UnsupportedVllmError(f"vLLM {version} lacks {', '.join(missing)}")
     for allowed, rule in _rules(vllm_config):

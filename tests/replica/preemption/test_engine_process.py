@@ -146,10 +146,22 @@ async def test_what_is_not_supported_is_refused_at_start(vllm_config, path, valu
         check_preemption(vllm_config)
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "dev"])
+@pytest.mark.parametrize("version", ["0.28.1", "0.33.0", "dev"])
 async def test_other_versions_are_refused(vllm_config, version):
     with pytest.raises(UnsupportedVllmError, match="supported are"):
         check_preemption(vllm_config, version)
+
+
+async def test_missing_names_are_told(vllm_config, monkeypatch):
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.delattr(GPUModelRunner, "_model_forward")
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", lambda self, request: None)
+    with pytest.raises(UnsupportedVllmError) as refused:
+        check_preemption(vllm_config)
+    assert "lacks GPUModelRunner._model_forward, " in str(refused.value)
+    assert "KVCacheManager.allocate_slots(delay_cache_blocks)" in str(refused.value)
 
 
 async def test_arguments_that_preemption_needs_cannot_be_others(config, tmp_path):
