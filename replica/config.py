@@ -112,6 +112,16 @@ class EngineConfig(BaseModel):
             raise ValueError(f"an adapter has the model's own name, {self.served_name!r}")
         return self
 
+    @model_validator(mode="after")
+    def _check_preemption(self) -> EngineConfig:
+        if self.preemption.granularity == "off":
+            return self
+        if self.kind != "vllm":
+            raise ValueError("preemption.granularity must be off: only vLLM's prefills are preempted")
+        if self.adapters:
+            raise ValueError("preemption.granularity must be off with LoRA adapters")
+        return self
+
     @property
     def served_name(self) -> str:
         """The name that requests use."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class PreemptionConfig(BaseModel):
@@ -66,3 +66,12 @@ class PreemptionConfig(BaseModel):
         description="While prefills run, decodes get a step when the last one is this long ago, "
         "seconds; a running prefill is suspended for it.",
     )
+
+    @model_validator(mode="after")
+    def _check_chunks(self) -> PreemptionConfig:
+        if self.late_chunk_tokens > self.chunk_tokens:
+            raise ValueError(
+                f"late_chunk_tokens ({self.late_chunk_tokens}) must be at most "
+                f"chunk_tokens ({self.chunk_tokens})"
+            )
+        return self

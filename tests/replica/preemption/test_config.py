@@ -1,0 +1,30 @@
+"""What the configuration of preemption refuses."""
+
+import pytest
+
+from replica.config import EngineConfig
+
+OPERATOR = {"granularity": "operator"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "simulated", "preemption": OPERATOR}, "only vLLM's prefills"),
+        (
+            {"preemption": OPERATOR, "vllm_args": {"lora-modules": ["a=/a"]}},
+            "off with LoRA adapters",
+        ),
+        ({"preemption": OPERATOR | {"chunk_tokens": 256}}, r"\(512\) must be at most chunk_tokens"),
+        ({"preemption": {"granularity": "token"}}, "'off', 'layer' or 'operator'"),
+        ({"preemption": OPERATOR | {"depth": 0}}, "greater than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.model_validate(given)
+
+
+def test_it_is_off_unless_asked_for():
+    assert EngineConfig().preemption.granularity == "off"
+    assert EngineConfig.model_validate({"preemption": OPERATOR}).preemption.depth == 4
