@@ -117,7 +117,9 @@ class EngineConfig(BaseModel):
         if self.preemption.granularity == "off":
             return self
         if self.kind != "vllm":
-            raise ValueError("preemption.granularity must be off: only vLLM's prefills are preempted")
+            raise ValueError(
+                "preemption.granularity must be off: only vLLM's prefills are preempted"
+            )
         if self.adapters:
             raise ValueError("preemption.granularity must be off with LoRA adapters")
         return self

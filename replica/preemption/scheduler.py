@@ -211,7 +211,7 @@ class PreemptiveScheduler(SloScheduler):
             rows = decodes[:most]
             plan = self._plan_of(queue, rows.tolist(), [1] * len(rows))
             return _Chosen(plan, False, False, now_s)
-        # What nothing was promised to preempts nothing, and is preempted by all that has a deadline.
+        # What nothing was promised to preempts nothing, and gives way to all that has a deadline.
         apart = queue.table[:, BEST_EFFORT] > 0
         due_s = np.where(apart, inf, deadlines_s(queue.table, ENVELOPE))
         prefills = [
