@@ -17,6 +17,7 @@ from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.base import Experiment, Plan, Row, Scale, measured
 from benchmarks.experiments.estimate import METHOD
 from benchmarks.preemption import preemption
+from benchmarks.preemption_replay import preemption_replay
 from benchmarks.replay import replay
 from benchmarks.report import Report, ReportError, require_matplotlib
 from benchmarks.simulate import simulate
@@ -50,6 +51,7 @@ def list_experiments() -> None:
 bench.add_command(planning.planning)
 bench.add_command(decision)
 bench.add_command(preemption)
+bench.add_command(preemption_replay)
 bench.add_command(replay)
 
 

@@ -82,6 +82,19 @@ class Outcome:
         return all(limit is None or value <= limit for value, limit in pairs)
 
 
+def text_body(model: str, number: int, arrival: Arrival) -> dict[str, Any]:
+    """A completion whose prompt has about the tokens of ``arrival``, by the count of a simulated
+    engine, and is like no other's."""
+    characters = arrival.prompt_tokens * _CHARACTERS_PER_TOKEN
+    return {
+        "model": model,
+        "prompt": f"{number} ".ljust(characters, "x")[:characters],
+        "max_tokens": arrival.output_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
 async def replay(
     url: str,
     model: str,
@@ -89,11 +102,13 @@ async def replay(
     grace_s: float = GRACE_S,
     on_sent: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
+    body: Callable[[str, int, Arrival], dict[str, Any]] = text_body,
 ) -> list[Outcome]:
     """Send ``workload`` to the completions endpoint at ``url``; the outcomes in order of arrival.
 
     Ends when every request has, or ``grace_s`` after the last arrival; what is left is silent.
-    ``on_sent`` is called after the last arrival.
+    ``on_sent`` is called after the last arrival. ``body`` makes the request of an arrival, from the
+    model's name and the arrival's number.
     """
     outcomes: list[Outcome] = []
     tasks: list[asyncio.Task[None]] = []
@@ -113,7 +128,7 @@ async def replay(
             )
             outcomes.append(outcome)
             request = _Request(session, url, outcome, clock)
-            tasks.append(asyncio.create_task(request.run(_body(model, number, arrival))))
+            tasks.append(asyncio.create_task(request.run(body(model, number, arrival))))
         on_sent()
         if tasks:
             _, unfinished = await asyncio.wait(tasks, timeout=grace_s)
@@ -121,18 +136,6 @@ async def replay(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
     return outcomes
-
-
-def _body(model: str, number: int, arrival: Arrival) -> dict[str, Any]:
-    """A completion whose prompt has the tokens of ``arrival``, and is like no other's."""
-    characters = arrival.prompt_tokens * _CHARACTERS_PER_TOKEN
-    return {
-        "model": model,
-        "prompt": f"{number} ".ljust(characters, "x")[:characters],
-        "max_tokens": arrival.output_tokens,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
 
 
 class _Request:

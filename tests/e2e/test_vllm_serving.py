@@ -19,9 +19,13 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.preemption_replay import tokens_body
+from benchmarks.replay_client import End, replay
 from replica.config import EngineConfig
 from replica.local_model import local_model
 from router.config import RouterConfig
+from scheduling.objective import SLO
+from simulation.workload import Arrival, Workload
 from tests.e2e.conftest import System, system, wait_until
 from tests.test_docs import documented_metrics
 
@@ -133,6 +137,19 @@ def test_what_cannot_be_promised_is_best_effort_or_refused_as_its_class_says(
         client.completions.create(
             model="local", prompt="one", max_tokens=1, extra_headers={"x-slo-class": "strict"}
         )
+
+
+def test_prompts_of_the_preemption_replay_are_answered_through_the_whole_path(
+    serving: System,
+) -> None:
+    slo = SLO(ttft_s=60.0, service_class="easy")
+    arrivals = tuple(Arrival(0.05 * index, 40 + 60 * index, 1, slo) for index in range(4))
+    outcomes = asyncio.run(
+        replay(
+            f"{serving.url}/v1/completions", "local", Workload("few", arrivals), body=tokens_body
+        )
+    )
+    assert [(each.end, each.attained) for each in outcomes] == [(End.ANSWERED, True)] * 4
 
 
 def test_concurrent_requests_use_both_replicas(serving: System) -> None:

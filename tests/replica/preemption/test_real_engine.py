@@ -1,17 +1,29 @@
 """Preemption in a real vLLM engine on the CPU: one engine, many ways to stop its prefills."""
 
 import random
+from functools import partial
 
 import pytest
 
+from benchmarks.engine_process import EngineProcess
+from benchmarks.preemption import STOCK, WAYS, Bench, Prompts
 from benchmarks.preemption_engine import PreemptiveEngine, Work
 from benchmarks.preemption_trials import nested_work, random_trials
+from benchmarks.stock_engine import StockEngine
 from replica.local_model import local_model
 
 pytestmark = pytest.mark.vllm
 
 LAYERS = 4
 BLOCKS = 64
+DEPTH = 3
+STOCK_ARGS = {
+    "max_num_batched_tokens": 2048,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 16 << 20,
+    "block_size": 32,
+    "enforce_eager": True,
+}
 TRIALS = 24
 
 
@@ -22,7 +34,7 @@ def engine(tmp_path_factory):
     made = PreemptiveEngine(
         model,
         directory,
-        {"granularity": "operator", "depth": 3, "least_tokens": 1},
+        {"granularity": "operator", "depth": DEPTH, "least_tokens": 1},
         num_gpu_blocks_override=BLOCKS,
     )
     yield made
@@ -176,4 +188,55 @@ def test_a_prefill_without_room_stops_nobody(engine):
     results = engine.run()
     assert engine.stats.suspensions == before
     for work in (long, urgent):
+        assert results[work.name].tokens == expected[work.name].tokens
+
+
+def test_the_benchmark_compares_with_stock_vllm(engine, tmp_path):
+    """A stop in each run, unless the short prompt came too late for one; and the same tokens on
+    both engines, whatever preempts."""
+    model = local_model(tmp_path, layers=LAYERS, hidden=128)
+    stock = EngineProcess(partial(StockEngine, model, max_model_len=1024, **STOCK_ARGS))
+    try:
+        found = Bench(engine, stock, Prompts.draw(700, 32, seed=4)).all(repeats=3, pairs=6)
+        with pytest.raises(RuntimeError, match="TypeError"):
+            stock.call(StockEngine.use, "what is no number", "nor this", "one too many")
+    finally:
+        stock.close()
+    rows = {row["way"]: row for row in found["rows"]}
+    assert list(rows) == [*WAYS, *STOCK]
+    assert all(row["same"] == 1 for row in rows.values())
+    assert 1 <= rows["operator"]["stops"] <= 3
+    assert [rows[way]["stops"] for way in ("none", *STOCK)] == [0] * (1 + len(STOCK))
+    assert set(found["overhead"]) == {"checks", "prefill", "decode"}
+
+
+def test_best_effort_stops_nobody(engine):
+    middle = engine.use("operator") // 2
+    made = nested_work(random.Random(10), 1)
+    urgent = made[1]._replace(best_effort=True)
+    expected = {work.name: engine.alone(work) for work in made}
+    engine.reset()
+    engine.at_checks({middle: lambda: engine.add(urgent)}, waits=())
+    engine.add(made[0])
+    before = engine.stats.suspensions
+    results = engine.run()
+    assert engine.stats.suspensions == before
+    for work in made:
+        assert results[work.name].tokens == expected[work.name].tokens
+
+
+def test_no_more_prefills_are_suspended_than_allowed(engine):
+    engine.use("operator")
+    made = nested_work(random.Random(11), DEPTH + 2)
+    expected = {work.name: engine.alone(work) for work in made}
+    engine.reset()
+    at = [4 * (index + 1) for index in range(DEPTH + 2)]
+    actions = {check: partial(engine.add, work) for check, work in zip(at, made[1:], strict=True)}
+    engine.at_checks(actions, waits=at[:DEPTH])
+    engine.add(made[0])
+    before = engine.stats.suspensions
+    results = engine.run()
+    assert engine.stats.suspensions == before + DEPTH
+    assert engine.stats.deepest == DEPTH
+    for work in made:
         assert results[work.name].tokens == expected[work.name].tokens
