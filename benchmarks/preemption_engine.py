@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from replica.preemption.checks import Granularity
 from replica.preemption.config import PreemptionConfig
+from replica.preemption.pacing import Pacer, pacer_for
 from replica.preemption.words import MAX_CHECKS
 from replica.state_table import StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
@@ -20,6 +21,9 @@ from scheduling.objective import SLO
 from scheduling.preemption import Options
 
 _STOP_LIMIT_S = 60.0
+
+_MOST_LIVE = 4096
+"""Requests at once."""
 
 
 class Work(NamedTuple):
@@ -30,12 +34,14 @@ class Work(NamedTuple):
         prompt: its tokens.
         output: how many tokens it generates.
         ttft_s: its objective, seconds.
+        best_effort: nothing was promised to it.
     """
 
     name: str
     prompt: Sequence[int]
     output: int
     ttft_s: float
+    best_effort: bool = False
 
 
 class Result(NamedTuple):
@@ -76,6 +82,7 @@ class PreemptiveEngine:
     ) -> None:
         os.environ.update(
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            VLLM_USE_V2_MODEL_RUNNER="0",
             HF_HUB_OFFLINE="1",
             OMP_NUM_THREADS="1",
             VLLM_NO_USAGE_STATS="1",
@@ -92,7 +99,7 @@ class PreemptiveEngine:
 
         survive_module_scan()
         path = directory / "state"
-        self.table = StateTable.create(64, path)
+        self.table = StateTable.create(_MOST_LIVE, path)
         settings = SchedulerSettings(
             state_table=path, policy="s_edf", preemption=PreemptionConfig(**options)
         )
@@ -132,7 +139,7 @@ class PreemptiveEngine:
 
         now_s = time.monotonic() if arrived_s is None else arrived_s
         self._arrived_s[work.name] = now_s
-        args = RequestArgs(work.name, now_s, SLO(ttft_s=work.ttft_s))
+        args = RequestArgs(work.name, now_s, SLO(ttft_s=work.ttft_s), work.best_effort)
         params = SamplingParams(
             temperature=0.0,
             max_tokens=work.output,
@@ -260,14 +267,28 @@ class PreemptiveEngine:
     def use(self, granularity: Granularity | None, **bounds: int) -> int:
         """Other checks, and other bounds of tasks; how many checks there are. Nothing may be
         live. Without checks, a task that is told to stop goes on to its end."""
-        runner = self.executor.driver_worker.worker.model_runner
+        model = self.executor.driver_worker.worker.model_runner.get_model()
         self._checks.remove()
         if granularity is None:
             self.executor.checks = 1
         else:
-            self.executor.checks = self._checks.install(runner.model, granularity)
+            self.executor.checks = self._checks.install(model, granularity)
         self.bound(**bounds)
         return int(self.executor.checks)
+
+    def pace(self, ahead: int) -> None:
+        """Let launches be at most so many checks ahead of a GPU. Nothing may be live."""
+        self.pacer = pacer_for(self.executor.driver_worker.worker.device, ahead)
+
+    @property
+    def pacer(self) -> Pacer:
+        """What keeps the checks near the device."""
+        pacer: Pacer = self._checks.pacer
+        return pacer
+
+    @pacer.setter
+    def pacer(self, pacer: Pacer) -> None:
+        self._checks.pacer = pacer
 
     def bound(self, **bounds: int) -> None:
         """Other bounds of tasks, see :class:`~scheduling.preemption.Options`."""
