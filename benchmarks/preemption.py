@@ -9,6 +9,7 @@ machine. Stock vLLM with priorities runs in a process of its own.
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import threading
@@ -130,6 +131,9 @@ def preemption(
     Example:
       sluice bench preemption --repeats 10 --json
     """
+    # Its lines must not stand between those of the JSON.
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
         directory = Path(name)
         found = measure(

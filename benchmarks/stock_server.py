@@ -1,4 +1,4 @@
-"""Stock vLLM's own server on this machine, as ``vllm serve`` starts it."""
+"""Stock vLLM's own server on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def stock_server(
     Raises:
         RuntimeError: it did not start; the message has the end of its log.
     """
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    # Not `vllm serve`: it does not start from vLLM's build for CPUs, which has another name.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
     for key, value in args.items():
         if isinstance(value, bool):
