@@ -74,14 +74,14 @@ def _private_lane(worker: Any) -> Any:
         lane.initialize_kv_cache(stock.kv_cache_config)
         del lane.initialize_kv_cache_tensors
         lane.kv_caches = stock.kv_caches
-        _share_workspace(stock, lane)
+        share_workspace(stock, lane)
     # Nor are its batches replayed from graphs.
     lane.cudagraph_dispatcher.keys_initialized = False
     lane._model_forward = without_compiled_code(lane._model_forward)
     return lane
 
 
-def _share_workspace(stock: Any, lane: Any) -> None:
+def share_workspace(stock: Any, lane: Any) -> None:
     """FlashInfer's attention has a workspace of hundreds of megabytes that is empty between two
     operators. One is enough, as operators come one after the other; vLLM shares it likewise."""
     shared = None

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replica.preemption.config import PreemptionConfig
+from replica.preemption.lanes import share_workspace
 from replica.preemption.reserve import (
     Need,
     NoMemoryError,
@@ -99,7 +100,7 @@ needs = st.builds(
 options = st.builds(
     PreemptionConfig,
     depth=st.integers(1, 64),
-    chunk_tokens=st.integers(16, 1 << 20),
+    chunk_tokens=st.integers(512, 1 << 20),
     batch_tokens=st.integers(0, 1 << 20),
 )
 
@@ -171,3 +172,37 @@ class TestKeep:
 
     def test_is_nothing_without_preemption(self):
         assert keep(Executor(granularity="off"), [5]) == [5]
+
+
+class Builder:
+    """What vLLM's builders of FlashInfer's metadata have of a workspace: it is made when asked."""
+
+    def __init__(self):
+        self.workspace = None
+
+    def _get_workspace_buffer(self):
+        self.workspace = self.workspace or object()
+        return self.workspace
+
+    def set_workspace_buffer(self, workspace):
+        self.workspace = workspace
+
+
+def runner_of(*builders):
+    group = SimpleNamespace(metadata_builders=list(builders))
+    return SimpleNamespace(attn_groups=[[group], []])
+
+
+def test_a_lane_takes_the_workspace_that_there_is():
+    """And vLLM's own runner keeps its own, which its graphs know."""
+    stock, first, second = Builder(), Builder(), Builder()
+    kept = stock._get_workspace_buffer()
+    for lane in (runner_of(first, second), runner_of(object())):
+        share_workspace(runner_of(object(), stock), lane)
+    assert stock.workspace is first.workspace is second.workspace is kept
+
+
+def test_attention_without_a_workspace_needs_none():
+    lane = Builder()
+    share_workspace(runner_of(object()), runner_of(lane))
+    assert lane.workspace is None
