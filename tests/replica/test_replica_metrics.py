@@ -9,6 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from replica.config import SimulatedEngineConfig
 from replica.local_scheduler import LocalScheduler
 from replica.metrics import ReplicaCollector
+from replica.preemption.messages import Timing
+from replica.preemption.stats import Stats
 from replica.simulated_core import SimulatedCore
 from replica.state_table import StateTable
 from scheduling.batching import make_policy
@@ -39,6 +41,32 @@ def run_some_steps(table: StateTable) -> int:
         core.complete(step, now_s, lambda _: None)
         steps += 1
     return steps
+
+
+def test_what_suspensions_cost_is_there() -> None:
+    table = StateTable.create(8)
+    stats = Stats(rounds=9, suspended=1, resumes=2, discards=1, decide_s=0.5)
+    timing = Timing(0.0, 9.0, 3.0, (1.002, 2.3), 40)
+    stats.ended([1.0, 2.0, 4.0], timing)
+    table.write((), **stats.summary())
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ReplicaCollector("abc", table.read, lambda: 0, lambda: 1))
+    samples = scrape(registry)
+    assert samples["sluice_suspended_prefills"] == {(("replica", "abc"),): 1}
+    for name, value in {
+        "rounds": 9,
+        "suspensions": 2,
+        "late_stops": 1,
+        "resumes": 2,
+        "discards": 1,
+        "suspended_seconds": 3.0,
+        "decide_seconds": 0.5,
+    }.items():
+        assert samples[f"sluice_prefill_{name}_total"] == {(): value}, name
+    assert samples["sluice_prefill_stop_seconds_count"] == {(): 2}
+    assert samples["sluice_prefill_stop_seconds_sum"][()] == pytest.approx(0.302)
+    within = samples["sluice_prefill_stop_seconds_bucket"]
+    assert [within[("le", bound),] for bound in ("0.001", "0.005", "0.2", "0.5")] == [0, 1, 1, 2]
 
 
 def test_every_metric_is_there_and_adds_up() -> None:

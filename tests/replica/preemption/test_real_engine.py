@@ -238,5 +238,9 @@ def test_no_more_prefills_are_suspended_than_allowed(engine):
     results = engine.run()
     assert engine.stats.suspensions == before + DEPTH
     assert engine.stats.deepest == DEPTH
+    told = engine.table.read().summary
+    for name, value in engine.stats.summary().items():
+        assert told[name] == pytest.approx(value), name
+    assert told["suspended"] == 0
     for work in made:
         assert results[work.name].tokens == expected[work.name].tokens
