@@ -43,6 +43,16 @@ LOCAL: Mapping[str, str] = {
 """For a Ray instance that Sluice starts itself on this machine."""
 
 
+LOCAL_LISTENERS = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    # Serve's own proxy, which gets what HAProxy knows no healthy router for. Two instances would
+    # listen on the same port, and each get requests of the other.
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+"""Ports that Serve fixes for the whole machine: a local instance has its own."""
+
 _ROUTER_PORTS = 200
 """So many for an instance: at most 64 routers, and their successors while they are replaced."""
 
@@ -96,8 +106,8 @@ def apply(local_dir: Path | None = None) -> None:
         settings["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = str(proxy / "metrics.sock")
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = str(proxy)
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = str(proxy / "server-state")
-        settings["RAY_SERVE_HAPROXY_STATS_PORT"] = str(_free_port())
-        settings["RAY_SERVE_HAPROXY_METRICS_PORT"] = str(_free_port())
+        for listener in LOCAL_LISTENERS:
+            settings[listener] = str(_free_port())
         ports = _router_ports()
         settings["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(ports.start)
         settings["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(ports.stop)

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import cache
 
 import hypothesis
 import pytest
@@ -52,12 +53,17 @@ def _begins(item: pytest.Item) -> int:
     return next((n for n, part in enumerate(("ray", "vllm")) if item.get_closest_marker(part)), 2)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled_placement(request: pytest.FixtureRequest) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Controllers that tests start find their loops compiled, so none waits for a compiler."""
-    if any(item.get_closest_marker("ray") for item in request.session.items):
-        config = ControllerConfig()
-        warm_up_placement(config.make_routing, config.make_admission)
+    if item.get_closest_marker("ray"):
+        _compile_placement()
+
+
+@cache
+def _compile_placement() -> None:
+    config = ControllerConfig()
+    warm_up_placement(config.make_routing, config.make_admission)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -244,7 +244,7 @@ def test_the_meter_sees_what_this_process_does() -> None:
 @pytest.mark.ray
 def test_a_short_replay_serves_every_request_on_real_ray() -> None:
     command = ["-m", "benchmarks.replay", "--json", "--minutes", "0.1"]
-    command += ["--replicas", "2", "--routers", "2", "--policies", "round_robin"]
+    command += ["--replicas", "2", "--routers", "1", "--policies", "round_robin"]
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,

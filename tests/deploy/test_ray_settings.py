@@ -39,3 +39,17 @@ def test_two_instances_on_a_machine_share_no_port_of_a_router(
     finally:
         for each in held:
             each.close()
+
+
+def test_two_instances_on_a_machine_listen_at_different_ports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What Serve fixes for the whole machine, each instance has for itself."""
+    names = ray_settings.LOCAL_LISTENERS
+    seen: list[str] = []
+    for _ in range(2):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        ports_of_an_instance(monkeypatch)
+        seen += [os.environ[name] for name in names]
+    assert len(set(seen)) == 2 * len(names) == 8
