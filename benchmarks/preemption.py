@@ -90,6 +90,7 @@ class Spread(NamedTuple):
         median: their median.
         low, high: its interval of at least 95 % confidence, whatever the distribution.
         quarter, three_quarters: their quartiles.
+        one_ms, other_ms: medians of the times that the ratios are of.
     """
 
     pairs: int
@@ -98,6 +99,8 @@ class Spread(NamedTuple):
     high: float
     quarter: float
     three_quarters: float
+    one_ms: float
+    other_ms: float
 
 
 @click.command(context_settings={"show_default": True})
@@ -131,7 +134,9 @@ def preemption(
     Example:
       sluice bench preemption --repeats 10 --json
     """
-    # Its lines must not stand between those of the JSON.
+    # Read when torch is imported, here and in the other processes.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # vLLM's lines must not stand between those of the JSON.
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
@@ -341,28 +346,26 @@ class Bench:
 def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float]) -> Spread:
     """Ratios of the time of ``one_s`` to that of ``other_s``, each first in every second pair."""
     one_s(), other_s()
-    ratios = []
+    times_s: list[tuple[float, float]] = []
     for pair in range(pairs):
         if pair % 2:
             other = other_s()
-            ratios.append(one_s() / other - 1)
+            times_s.append((one_s(), other))
         else:
             one = one_s()
-            ratios.append(one / other_s() - 1)
-    ratios.sort()
-    outside = _outside(pairs)
+            times_s.append((one, other_s()))
+    ratios = sorted(one / other - 1 for one, other in times_s)
+    outside, quarter = _outside(pairs), pairs // 4
+    found = (
+        median(ratios),
+        ratios[outside],
+        ratios[pairs - 1 - outside],
+        ratios[quarter],
+        ratios[pairs - 1 - quarter],
+    )
+    medians_ms = (1e3 * median(several_s) for several_s in zip(*times_s, strict=True))
     return Spread(
-        pairs,
-        *(
-            round(ratio, 5)
-            for ratio in (
-                median(ratios),
-                ratios[outside],
-                ratios[pairs - 1 - outside],
-                ratios[pairs // 4],
-                ratios[pairs - 1 - pairs // 4],
-            )
-        ),
+        pairs, *(round(each, 5) for each in found), *(round(each, 3) for each in medians_ms)
     )
 
 
@@ -394,13 +397,23 @@ def _show(found: dict[str, Any]) -> None:
     console.print(table)
     for name in ("alone_ms", "stock_alone_ms"):
         console.print(f"{name}: long {found[name]['long']}, short {found[name]['short']}")
-    costs = Table("overhead without preemption", "median %", "95 % sure", "quartiles", "pairs")
+    costs = Table(
+        "overhead without preemption",
+        "median %",
+        "95 % sure",
+        "quartiles",
+        "ms",
+        "without",
+        "pairs",
+    )
     for name, each in found["overhead"].items():
         costs.add_row(
             name,
             f"{100 * each['median']:.2f}",
             f"{100 * each['low']:.2f} to {100 * each['high']:.2f}",
             f"{100 * each['quarter']:.2f} to {100 * each['three_quarters']:.2f}",
+            f"{each['one_ms']:.1f}",
+            f"{each['other_ms']:.1f}",
             str(each["pairs"]),
         )
     console.print(costs)

@@ -60,6 +60,16 @@ class Result(NamedTuple):
     reason: str | None
 
 
+def result_of(output: Any, ttft_s: float) -> Result:
+    """What vLLM's ``output`` of a request says."""
+    return Result(
+        tuple(output.token_ids),
+        tuple(next(iter(each.values())).logprob for each in output.logprobs or ()),
+        ttft_s,
+        output.finish_reason,
+    )
+
+
 class PreemptiveEngine:
     """An engine core with a queue of events, as in a process of its own, and nobody else to fill
     it.
@@ -238,14 +248,9 @@ class PreemptiveEngine:
         return results
 
     def _result(self, item: Any) -> Result:
-        output, name = item.outputs[0], item.request_id
+        name = item.request_id
         first_s = self._first_s.get(name, float("inf"))
-        return Result(
-            tuple(output.token_ids),
-            tuple(next(iter(each.values())).logprob for each in output.logprobs or ()),
-            first_s - self._arrived_s[name],
-            output.finish_reason,
-        )
+        return result_of(item.outputs[0], first_s - self._arrived_s[name])
 
     def alone(self, work: Work) -> Result:
         """What a request generates that nothing else runs beside, from an empty prefix cache."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.preemption_engine import Result, Work
+from benchmarks.preemption_engine import Result, Work, result_of
 from replica.vllm_setup import survive_module_scan
 
 
@@ -61,7 +61,9 @@ class StockEngine:
         from vllm import SamplingParams
 
         self._arrived_s[work.name] = time.monotonic() if arrived_s is None else arrived_s
-        params = SamplingParams(temperature=0.0, max_tokens=work.output, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=work.output, ignore_eos=True, logprobs=0
+        )
         prompt = {"prompt_token_ids": list(work.prompt)}
         priority = round(1e3 * work.ttft_s)  # the least first
         self._llm.llm_engine.add_request(work.name, prompt, params, priority=priority)
@@ -85,8 +87,7 @@ class StockEngine:
                     self._first_s.setdefault(name, time.monotonic())
                 if item.finished:
                     ttft_s = self._first_s.pop(name) - self._arrived_s.pop(name)
-                    tokens = tuple(output.token_ids)
-                    results[name] = Result(tokens, (), ttft_s, output.finish_reason)
+                    results[name] = result_of(output, ttft_s)
         return results
 
     def alone(self, work: Work) -> Result:
