@@ -69,7 +69,7 @@ PAPER_CHUNKS: Final = (2_048, 8_192)
 
 NAME: Final = "small"
 _WARM_UP_S = 5.0
-_PROFILE_S = 30.0
+_PROFILE_S = 10.0
 _TIMED_SHARES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 1.0)
 _TIMED = 3
 _SAMPLE = 4_000

@@ -118,8 +118,6 @@ class EngineLoop:
         self.stats.ended(task.signalled_s, answer.timing)
         if isinstance(answer, Done):
             outputs = self._scheduler.completed(task, answer.output, answer.timing)
-            if task.checked:
-                self.stats.latest_busy_s = answer.timing.busy_s
             attach = getattr(self._core, "_attach_weight_version", None)
             if attach is not None:
                 attach(outputs)

@@ -47,7 +47,6 @@ class Stats:
         stop_s: time from the signals to the stops, all together.
         stop_histogram: of these times, by :data:`scheduling.state.STOP_BUCKETS_S`.
         latest_stop_s: the latest of these times.
-        latest_busy_s: how long the latest task with checks computed.
     """
 
     rounds: int = 0
@@ -64,7 +63,6 @@ class Stats:
     reserved_bytes: int = 0
     stop_s: float = 0.0
     stop_histogram: list[int] = field(default_factory=lambda: [0] * (len(STOP_BUCKETS_S) + 1))
-    latest_busy_s: float = 0.0
     latest_stop_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def ended(self, signalled_s: list[float], timing: Timing) -> None:
