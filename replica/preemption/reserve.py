@@ -160,6 +160,8 @@ def keep(executor: Any, available: list[int]) -> list[int]:
 
 def measure(wrapper: Any, granularity: Granularity) -> Need:
     """What a vLLM worker whose model is loaded needs for one suspended prefill."""
+    from vllm.config import set_current_vllm_config
+
     worker = wrapper.worker
     runner = worker.model_runner
     buffers = _Live(worker.device)
@@ -168,12 +170,13 @@ def measure(wrapper: Any, granularity: Granularity) -> Need:
     runner_bytes = buffers.bytes()
     del another
     tokens = min(_TOKENS, runner.max_num_tokens)
-    held = held_bytes(
-        runner.get_model(),
-        granularity,
-        worker.device,
-        lambda: runner._dummy_run(tokens, is_profile=True),
-    )
+    with set_current_vllm_config(worker.vllm_config):
+        held = held_bytes(
+            runner.get_model(),
+            granularity,
+            worker.device,
+            lambda: runner._dummy_run(tokens, is_profile=True),
+        )
     return Need(held / tokens, runner_bytes, _free_bytes(worker))
 
 
