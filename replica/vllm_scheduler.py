@@ -452,11 +452,12 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncSc
         # On CPUs this thread also runs the model.
         pin_thread(core)
     if settings.preemption.granularity != "off":
-        # It rests on the classes above.
-        from replica.preemption import engine_loop, scheduler
+        # These rest on the classes above, and on names that were checked.
         from replica.preemption.support import check_preemption
 
         check_preemption(vllm_config)
+        from replica.preemption import engine_loop, scheduler
+
         engine_loop.install()
         return scheduler.PreemptiveScheduler(vllm_config=vllm_config, **kwargs)
     kind = SloAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SloScheduler

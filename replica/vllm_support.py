@@ -14,8 +14,14 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-SUPPORTED = ((0, 26), (0, 32))
-"""First and last supported minor version of vLLM."""
+Versions = tuple[tuple[int, int], tuple[int, int]]
+"""First and last minor version of vLLM."""
+
+SUPPORTED: Versions = ((0, 26), (0, 32))
+"""Those in which batch plans can be carried out."""
+
+WITH_PREEMPTION: Versions = ((0, 29), (0, 32))
+"""Those in which running prefills can be preempted."""
 
 _SCHEDULER_NAMES = (
     "add_request",
@@ -75,17 +81,30 @@ def second_queue_name() -> str:
     return "kv_holding_waiting" if "kv_holding_waiting" in names else "skipped_waiting"
 
 
+def check_version(version: str, supported: Versions, user: str) -> None:
+    """Check that ``user``, which supports these versions, runs in this one.
+
+    Raises:
+        UnsupportedVllmError: it does not; which versions are supported.
+    """
+    low, high = supported
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or not low <= (int(match[1]), int(match[2])) <= high:
+        raise UnsupportedVllmError(f"{user} does not support vLLM {version}; {_range(supported)}")
+
+
+def _range(supported: Versions) -> str:
+    (low, high) = (".".join(map(str, each)) for each in supported)
+    return f"supported are {low} to {high}"
+
+
 def check_vllm(version: str = vllm.__version__) -> None:
     """Check the version, and that every internal name in use exists.
 
     Raises:
         UnsupportedVllmError: what is missing, and which versions are supported.
     """
-    low, high = SUPPORTED
-    allowed = f"supported are {low[0]}.{low[1]} to {high[0]}.{high[1]}"
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or not low <= (int(match[1]), int(match[2])) <= high:
-        raise UnsupportedVllmError(f"vLLM {version} is not supported; {allowed}")
+    check_version(version, SUPPORTED, "Sluice")
     made = set(Scheduler.__init__.__code__.co_names)
     request = set(Request.__init__.__code__.co_names)
     pool = set(BlockPool.__init__.__code__.co_names)
@@ -100,7 +119,9 @@ def check_vllm(version: str = vllm.__version__) -> None:
         *(f"Request.{n}" for n in _REQUEST_NAMES if n not in request and not hasattr(Request, n)),
     ]
     if missing:
-        raise UnsupportedVllmError(f"vLLM {version} lacks {', '.join(missing)}; {allowed}")
+        raise UnsupportedVllmError(
+            f"vLLM {version} lacks {', '.join(missing)}; {_range(SUPPORTED)}"
+        )
 
 
 def check_config(vllm_config: Any) -> None:

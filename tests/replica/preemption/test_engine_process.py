@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import sys
 
 import psutil
 import pytest
@@ -148,7 +149,7 @@ async def test_what_is_not_supported_is_refused_at_start(vllm_config, path, valu
 
 @pytest.mark.parametrize("version", ["0.28.1", "0.33.0", "dev"])
 async def test_other_versions_are_refused(vllm_config, version):
-    with pytest.raises(UnsupportedVllmError, match="supported are"):
+    with pytest.raises(UnsupportedVllmError, match=r"supported are 0\.29 to 0\.32"):
         check_preemption(vllm_config, version)
 
 
@@ -162,6 +163,13 @@ async def test_missing_names_are_told(vllm_config, monkeypatch):
         check_preemption(vllm_config)
     assert "lacks GPUModelRunner._model_forward, " in str(refused.value)
     assert "KVCacheManager.allocate_slots(delay_cache_blocks)" in str(refused.value)
+
+
+async def test_a_missing_module_is_told(vllm_config, monkeypatch):
+    monkeypatch.delitem(sys.modules, "replica.preemption.names", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.v1.cudagraph_dispatcher", None)
+    with pytest.raises(UnsupportedVllmError, match=r"lacks .*vllm\.v1\.cudagraph_dispatcher"):
+        check_preemption(vllm_config)
 
 
 async def test_arguments_that_preemption_needs_cannot_be_others(config, tmp_path):
