@@ -214,8 +214,8 @@ class PreemptiveScheduler(SloScheduler):
             return _Chosen(plan, False, False, now_s)
         if top is None and len(waiting):
             oldest = int(waiting[np.argmin(queue.table[waiting, ARRIVAL])])
-            if (plan := self._aged_chunk(queue, oldest, now_s)) is not None:
-                return _Chosen(plan, False, False, inf)
+            if (turn := self._aged_chunk(queue, oldest, now_s)) is not None:
+                return _Chosen(turn, False, False, inf)
         # What nothing was promised to preempts nothing, and gives way to all that has a deadline.
         apart = queue.table[:, BEST_EFFORT] > 0
         due_s = np.where(apart, inf, deadlines_s(queue.table, ENVELOPE))
