@@ -66,7 +66,7 @@ class Row(NamedTuple):
         blocked: from the signal to the stop, median and greatest; None where nothing stopped.
         waited: how much longer the short request's TTFT was than alone, median.
         short, short_most, long: TTFT, median and greatest.
-        waited_ratio, short_ratio: these over those of the first row.
+        short_ratio: median TTFT of the short request over that of the first row.
         same: share of runs whose tokens are those of runs alone on the same engine.
     """
 
@@ -78,7 +78,6 @@ class Row(NamedTuple):
     short: float
     short_most: float
     long: float
-    waited_ratio: float
     short_ratio: float
     same: float
 
@@ -341,7 +340,6 @@ class Bench:
             round(short, 2),
             round(1e3 * max(short_s), 2),
             round(1e3 * median(run["long"].ttft_s for run in runs), 2),
-            1.0 if first is None else round(waited / first.waited, 2),
             1.0 if first is None else round(short / first.short, 2),
             mean(same),
         )
@@ -393,7 +391,7 @@ def _show(found: dict[str, Any]) -> None:
             str(row.stops),
             "" if row.blocked is None else f"{row.blocked:.1f}",
             "" if row.blocked_most is None else f"{row.blocked_most:.1f}",
-            f"{row.waited:.1f} ({row.waited_ratio:.1f}x)",
+            f"{row.waited:.1f}",
             f"{row.short:.1f} ({row.short_ratio:.1f}x)",
             f"{row.long:.1f}",
         )

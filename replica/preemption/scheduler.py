@@ -19,9 +19,9 @@ from replica.preemption.messages import Timing
 from replica.vllm_args import SchedulerSettings
 from replica.vllm_scheduler import SloScheduler
 from scheduling.batching import BatchPlan
-from scheduling.kernels import BEST_EFFORT, ENVELOPE, deadlines_s, is_prefill
+from scheduling.kernels import ARRIVAL, BEST_EFFORT, ENVELOPE, deadlines_s, is_prefill
 from scheduling.latency import StepSample
-from scheduling.preemption import InFlight, Options, Prefill, decide
+from scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
 from scheduling.request import QueueView, RequestView
 
 
@@ -89,6 +89,7 @@ class PreemptiveScheduler(SloScheduler):
             together=self.settings.batch_tokens,
             most=self.max_num_scheduled_tokens,
         )
+        self._aged = AgedShare(settings.best_effort.patience_s, settings.best_effort.aged_share)
         self.in_flight: dict[str, int] = {}
         self.ending: dict[str, RequestStatus] = {}
         self._tasks = 0
@@ -211,6 +212,10 @@ class PreemptiveScheduler(SloScheduler):
             rows = decodes[:most]
             plan = self._plan_of(queue, rows.tolist(), [1] * len(rows))
             return _Chosen(plan, False, False, now_s)
+        if top is None and len(waiting):
+            oldest = int(waiting[np.argmin(queue.table[waiting, ARRIVAL])])
+            if (turn := self._aged_chunk(queue, oldest, now_s)) is not None:
+                return _Chosen(turn, False, False, inf)
         # What nothing was promised to preempts nothing, and gives way to all that has a deadline.
         apart = queue.table[:, BEST_EFFORT] > 0
         due_s = np.where(apart, inf, deadlines_s(queue.table, ENVELOPE))
@@ -242,6 +247,16 @@ class PreemptiveScheduler(SloScheduler):
         )
         preemptible = checked and batch.feasible and not full
         return _Chosen(plan, checked, preemptible, batch.due_s)
+
+    def _aged_chunk(self, queue: QueueView, oldest: int, now_s: float) -> BatchPlan | None:
+        """A small chunk of the prefill in row ``oldest``, if it has waited for so long that it is
+        its turn, whatever is more urgent."""
+        pending = queue.requests[oldest].pending_tokens
+        plan = self._plan_of(
+            queue, [oldest], [min(pending, self.options.late_chunk, self.options.most)]
+        )
+        arrival_s = float(queue.table[oldest, ARRIVAL])
+        return plan if self._aged.has_turn(arrival_s, plan.predicted_s, now_s) else None
 
     def _decode_first(
         self, views: list[RequestView], decodes: Any, top: Task | None, waiting: int, now_s: float

@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.preemption import InFlight, Options, Prefill, decide
+from scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
 
 OPTIONS = Options(chunk=1000, late_chunk=100, together=400, most=2000)
 S_PER_TOKEN = 0.001
@@ -119,3 +119,34 @@ def test_no_slack_is_spent_on_prefills_without_a_deadline():
     ]
     assert chosen(waiting, None, 0.0).members == (("head", 10), ("promised", 10))
     assert chosen(waiting[2:], None, 0.0).members == (("free", 10), ("free too", 10))
+
+
+@given(
+    patience_s=st.floats(0.5, 30),
+    share=st.floats(0.01, 0.5),
+    chunks=st.integers(1, 20),
+    chunk_s=st.floats(0.01, 1),
+    task_s=st.floats(0.01, 1),
+)
+def test_who_has_waited_long_is_done_within_its_share(patience_s, share, chunks, chunk_s, task_s):
+    """More urgent tasks come one after the other without an end."""
+    lane = AgedShare(patience_s, share)
+    now_s, left = 0.0, chunks
+    while left:
+        if lane.has_turn(0.0, chunk_s, now_s):
+            left -= 1
+            now_s += chunk_s
+        else:
+            now_s += task_s
+    work_s = chunks * chunk_s
+    assert patience_s < now_s <= patience_s + work_s / share + (chunks + 1) * (task_s + chunk_s)
+    # And those that are more urgent keep the rest.
+    assert work_s <= share * (now_s - patience_s) + chunk_s
+
+
+def test_nobody_has_a_turn_before_the_patience_is_over():
+    lane = AgedShare(10.0, 0.5)
+    assert not any(lane.has_turn(0.0, 0.01, now_s) for now_s in (0.0, 5.0, 10.0))
+    assert not lane.has_turn(0.0, 0.01, 10.1)  # nothing was earned yet
+    assert lane.has_turn(0.0, 0.01, 10.2)
+    assert not lane.has_turn(10.0, 0.01, 10.3)  # another one, which has not waited

@@ -1,6 +1,7 @@
 """Preemption in a real vLLM engine on the CPU: one engine, many ways to stop its prefills."""
 
 import random
+import time
 from functools import partial
 
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from benchmarks.engine_process import EngineProcess
 from benchmarks.preemption import STOCK, WAYS, Bench, Prompts
 from benchmarks.preemption_engine import PreemptiveEngine, Work
-from benchmarks.preemption_trials import nested_work, random_trials
+from benchmarks.preemption_trials import nested_work, random_prompt, random_trials
 from benchmarks.stock_engine import StockEngine
 from replica.local_model import local_model
+from scheduling.preemption import AgedShare
 
 pytestmark = pytest.mark.vllm
 
@@ -223,6 +225,24 @@ def test_best_effort_stops_nobody(engine):
     assert engine.stats.suspensions == before
     for work in made:
         assert results[work.name].tokens == expected[work.name].tokens
+
+
+def test_what_has_waited_long_has_a_share_of_the_engine(engine, monkeypatch):
+    """More urgent prefills wait all the time; without the share it would come after all of them."""
+    monkeypatch.setattr(engine.scheduler, "_aged", AgedShare(patience_s=5.0, share=0.5))
+    engine.use("operator")
+    chance = random.Random(12)
+    urgent = [Work(f"u{n}", random_prompt(chance, 500), 1, 4000.0) for n in range(8)]
+    long_ago_s = 10.0
+    engine.add(
+        Work("aged", random_prompt(chance, 100), 1, 4000.0, best_effort=True),
+        time.monotonic() - long_ago_s,
+    )
+    for work in urgent:
+        engine.add(work)
+    results = engine.run()
+    waited_s = results["aged"].ttft_s - long_ago_s
+    assert waited_s < max(results[work.name].ttft_s for work in urgent)
 
 
 def test_no_more_prefills_are_suspended_than_allowed(engine):
