@@ -27,7 +27,7 @@ def engine_of(tmp_path):
 
 
 def test_experts_have_checks_at_their_gate_and_before_they_compute(engine_of, tmp_path):
-    engine = engine_of(local_model(tmp_path, layers=2, hidden=128, experts=4))
+    engine = engine_of(local_model(tmp_path, layers=2, hidden=128, experts=4), dtype="float32")
     model = engine.executor.driver_worker.worker.model_runner.get_model()
     names = {module: name for name, module in model.named_modules()}
     checked = {names[module] for module, _ in engine._checks._wrapped}
@@ -42,7 +42,9 @@ def test_experts_have_checks_at_their_gate_and_before_they_compute(engine_of, tm
 def test_compiled_code_runs_what_has_no_checks(engine_of, tmp_path):
     """Tasks with checks run beside it, as the model is written. So it never depends on what else is
     there which of the two a prompt gets, and with it the last bits of its probabilities."""
-    engine = engine_of(local_model(tmp_path, layers=1, hidden=64), enforce_eager=False)
+    engine = engine_of(
+        local_model(tmp_path, layers=1, hidden=64), enforce_eager=False, dtype="float32"
+    )
     model = engine.executor.driver_worker.worker.model_runner.get_model().model
     assert not model.do_not_compile
     eager = []
