@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from scheduling.batching.batch import BatchBuilder
 from scheduling.batching.moore_hodgson import fitting
 from scheduling.batching.triage_rows import blocks_needed
+from scheduling.earned_time import EarnedTime
 from scheduling.kernels import ARRIVAL, COMPUTED, PENDING, Floats, Ints
 from scheduling.latency import LatencyModel
 
@@ -35,8 +36,7 @@ class AgedLane:
     def __init__(self, patience_s: float, share: float) -> None:
         self.patience_s = patience_s
         self._share = share
-        self._credit_s = 0.0
-        self._earned_at_s: float | None = None
+        self._earned = EarnedTime(share)
 
     def places(self, running: int) -> int:
         """How many of ``running`` sequences are the lane's: at least one."""
@@ -47,10 +47,7 @@ class AgedLane:
         once a plan: with any of them, the lane earns its share of the time since the last call; it
         saves up for what no share of one batch would pay."""
         aged = rows[now_s - table[rows, ARRIVAL] > self.patience_s]
-        if len(aged) and self._earned_at_s is not None:
-            self._credit_s += self._share * max(0.0, now_s - self._earned_at_s)
-        self._credit_s = self._credit_s if len(aged) else 0.0
-        self._earned_at_s = now_s if len(aged) else None
+        self._earned.earn(now_s, len(aged) > 0)
         by_arrival: Ints = aged[np.argsort(table[aged, ARRIVAL], kind="stable")]
         return by_arrival
 
@@ -78,8 +75,9 @@ class AgedLane:
         chunk_s = latency.work_s(tokens, int(first[COMPUTED]))
         # What was saved up while there was no room must not come as one batch.
         most_s = max(chunk_s, LONGEST_STEPS * latency.fixed_s)
-        self._credit_s = min(self._credit_s, most_s)
-        if self._credit_s >= chunk_s:
+        earned = self._earned
+        earned.seconds = min(earned.seconds, most_s)
+        if earned.seconds >= chunk_s:
             before_s = batch.cost_s
-            batch.take(aged, before_s + self._credit_s)
-            self._credit_s -= batch.cost_s - before_s
+            batch.take(aged, before_s + earned.seconds)
+            earned.seconds -= batch.cost_s - before_s

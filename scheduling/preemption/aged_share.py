@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from scheduling.earned_time import EarnedTime
+
 
 class AgedShare:
     """Gives prefills older than ``patience_s`` the share ``share`` of the time, a chunk at a time,
@@ -15,21 +17,15 @@ class AgedShare:
 
     def __init__(self, patience_s: float, share: float) -> None:
         self._patience_s = patience_s
-        self._share = share
-        self._credit_s = 0.0
-        self._earned_at_s: float | None = None
+        self._earned = EarnedTime(share)
 
     def has_turn(self, arrival_s: float, chunk_s: float, now_s: float) -> bool:
         """Whether the prefill that arrived first, at ``arrival_s``, runs next: its chunk of
         ``chunk_s`` predicted seconds is paid for. To be asked between tasks."""
-        if now_s - arrival_s <= self._patience_s:
-            self._credit_s, self._earned_at_s = 0.0, None
-            return False
-        if self._earned_at_s is not None:
-            self._credit_s += self._share * max(0.0, now_s - self._earned_at_s)
-        self._earned_at_s = now_s
-        if self._credit_s < chunk_s:
+        owed = now_s - arrival_s > self._patience_s
+        self._earned.earn(now_s, owed)
+        if not owed or self._earned.seconds < chunk_s:
             return False
         # What was saved up while nothing asked must not come as many chunks in a row.
-        self._credit_s = 0.0
+        self._earned.seconds = 0.0
         return True
