@@ -129,7 +129,6 @@ class EngineLoop:
         if not task.checked or isinstance(answer.error, _DEVICE_ERRORS):
             # The state of vLLM's own runner, or of the device, is not known any more.
             raise RuntimeError("a batch failed") from answer.error
-        self.stats.failures += 1
         logger.error("a prefill failed", exc_info=answer.error)
         return _errors(ended)
 
@@ -206,7 +205,6 @@ class EngineLoop:
             top.suspended = True
             top.signalled_s.append(time.monotonic())
             self._executor.words.stop(top.number)
-        self.stats.tasks += 1
         self._stack.append(task)
 
     def _left_s(self, top: Task | None) -> float:

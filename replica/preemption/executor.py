@@ -17,9 +17,7 @@ from typing import Any
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from replica.preemption.config import PreemptionConfig
-from replica.preemption.lanes import Lanes
 from replica.preemption.messages import Answer, Call, Command, Died, Exit
-from replica.preemption.pacing import pacer_for
 from replica.preemption.reserve import Reserve, keep
 from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
@@ -101,12 +99,7 @@ class PreemptiveExecutor(UniProcExecutor):
             super().shutdown()
 
     def _attach(self, options: PreemptionConfig) -> None:
-        worker = self.driver_worker.worker
-        model = worker.model_runner.get_model()
-        assert options.granularity != "off"
-        self._tasks.checks.pacer = pacer_for(worker.device, options.launch_ahead)
-        self.checks = self._tasks.checks.install(model, options.granularity)
-        self._tasks.attach(worker, Lanes(worker, options.depth))
+        self.checks = self._tasks.make_ready(self.driver_worker.worker, options)
         logger.info("a prefill can stop at %d places", self.checks)
 
     def _serve(self) -> None:

@@ -25,9 +25,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from replica.preemption.config import PreemptionConfig
 from replica.preemption.executor import nothing
-from replica.preemption.lanes import Lanes
 from replica.preemption.messages import Answer, Command, Died, Exit, Failed
-from replica.preemption.pacing import pacer_for
 from replica.preemption.reserve import Reserve, keep
 from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
@@ -170,10 +168,7 @@ def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, 
         connection.send_bytes(pickle.dumps(given))
 
     runner = TaskRunner(ControlWords.open(words), receive, answer, rank=rank, ranks=ranks)
-    assert options.granularity != "off"
-    runner.checks.pacer = pacer_for(worker.device, options.launch_ahead)
-    checks = runner.checks.install(worker.model_runner.get_model(), options.granularity)
-    runner.attach(worker, Lanes(worker, options.depth))
+    checks = runner.make_ready(worker, options)
     worker.sluice_tasks = runner
     return checks
 

@@ -155,9 +155,7 @@ class PreemptiveScheduler(SloScheduler):
 
     def decode_due_s(self) -> float | None:
         """When decodes want their next step, if there are any that are not in flight."""
-        last = [view.last_token_s for view in self._views() if not view.is_prefill]
-        known = [each for each in last if each is not None]
-        return min(known) + self.settings.decode_gap_s if known else None
+        return self._due_s(view for view in self._views() if not view.is_prefill)
 
     def completed(self, task: Task, output: Any, timing: Timing) -> Any:
         """Take the result of a task; vLLM's outputs by client."""
@@ -264,9 +262,13 @@ class PreemptiveScheduler(SloScheduler):
         """Whether decodes come before prefills: they have waited long enough, or none compete."""
         if top is None and waiting == 0:
             return True
-        last = [views[row].last_token_s for row in decodes.tolist()]
-        known = [each for each in last if each is not None]
-        return bool(known) and now_s >= min(known) + self.settings.decode_gap_s
+        due_s = self._due_s(views[row] for row in decodes.tolist())
+        return due_s is not None and now_s >= due_s
+
+    def _due_s(self, decodes: Iterable[RequestView]) -> float | None:
+        """When the one of ``decodes`` that has waited longest wants its next step."""
+        last = [each.last_token_s for each in decodes if each.last_token_s is not None]
+        return min(last) + self.settings.decode_gap_s if last else None
 
     def _together_s(self, sequences: Iterable[tuple[int, int]]) -> float:
         return self._local.model.step_s(StepSample.of(sequences))

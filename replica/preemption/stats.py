@@ -33,14 +33,12 @@ class Stats:
 
     Attributes:
         rounds: rounds of the engine's loop.
-        tasks: batches sent to the worker.
         suspended: prefills that are suspended now.
         deepest: most of them at once.
         suspensions: prefills that stopped, each time.
         late_stops: those told to stop that had ended before they saw it.
         resumes: suspended prefills that were told to go on.
         discards: prefills given up, as all their requests had ended.
-        failures: prefills that raised.
         suspended_s: time that prefills were suspended, all together.
         decide_s: time that decisions took, all together.
         reserved_bytes: memory that is kept for suspended prefills, on one worker.
@@ -50,14 +48,12 @@ class Stats:
     """
 
     rounds: int = 0
-    tasks: int = 0
     suspended: int = 0
     deepest: int = 0
     suspensions: int = 0
     late_stops: int = 0
     resumes: int = 0
     discards: int = 0
-    failures: int = 0
     suspended_s: float = 0.0
     decide_s: float = 0.0
     reserved_bytes: int = 0

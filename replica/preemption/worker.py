@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replica.preemption.checks import Checks
+from replica.preemption.config import PreemptionConfig
+from replica.preemption.lanes import Lanes
 from replica.preemption.messages import (
     Answer,
     Call,
@@ -21,7 +23,7 @@ from replica.preemption.messages import (
     Run,
     Timing,
 )
-from replica.preemption.pacing import Immediate
+from replica.preemption.pacing import Immediate, pacer_for
 from replica.preemption.words import ControlWords
 
 
@@ -86,6 +88,15 @@ class TaskRunner:
         self._exiting = False
         self.checks = Checks(words, self._suspended, rank, ranks)
         self.checks.pacer = Immediate(clock)
+
+    def make_ready(self, worker: Any, options: PreemptionConfig) -> int:
+        """Take vLLM's worker, complete with its KV cache, and put checks into its model; how many
+        there are."""
+        assert options.granularity != "off"
+        self.checks.pacer = pacer_for(worker.device, options.launch_ahead)
+        checks = self.checks.install(worker.model_runner.get_model(), options.granularity)
+        self.attach(worker, Lanes(worker, options.depth))
+        return checks
 
     def attach(self, worker: Any, lanes: Any) -> None:
         """Take vLLM's worker, complete with its KV cache, and its
