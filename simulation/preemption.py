@@ -24,7 +24,17 @@ from scheduling.kernels import (
     Floats,
 )
 from scheduling.latency import LatencyModel, StepSample
-from scheduling.preemption import InFlight, Options, Prefill, decide
+from scheduling.preemption import (
+    BATCH_TOKENS,
+    CHUNK_TOKENS,
+    DEPTH,
+    LATE_CHUNK_TOKENS,
+    LEAST_TOKENS,
+    InFlight,
+    Options,
+    Prefill,
+    decide,
+)
 from simulation.forward import Granularity, Model, Pass
 from simulation.requests import Requests
 from simulation.truth import Noise, Truth
@@ -50,20 +60,22 @@ class PreemptionConfig(BaseModel):
 
     granularity: Granularity = Field(default="operator", description="Where a prefill can stop.")
     depth: int | None = Field(
-        default=4, ge=1, description="Most suspended prefills; none: no limit."
+        default=DEPTH, ge=1, description="Most suspended prefills; none: no limit."
     )
-    chunk_tokens: int = Field(default=8192, ge=1, description="Most tokens of a prefill in a task.")
+    chunk_tokens: int = Field(
+        default=CHUNK_TOKENS, ge=1, description="Most tokens of a prefill in a task."
+    )
     late_chunk_tokens: int = Field(
-        default=512,
+        default=LATE_CHUNK_TOKENS,
         ge=1,
         description="The same of a task that is not to be suspended: its prefill can no longer be "
         "in time, or the stack is full.",
     )
     batch_tokens: int = Field(
-        default=1024, ge=0, description="Prefills run together below this sum of tokens."
+        default=BATCH_TOKENS, ge=0, description="Prefills run together below this sum of tokens."
     )
     least_tokens: int = Field(
-        default=256, ge=1, description="Tasks of fewer tokens are not suspended."
+        default=LEAST_TOKENS, ge=1, description="Tasks of fewer tokens are not suspended."
     )
     foresight: Foresight = Field(default="slack", description="By what a prefill counts as late.")
     switch_s: float = Field(default=0.0013, ge=0, description="Idle time of a suspension.")

@@ -6,6 +6,14 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from scheduling.preemption import (
+    BATCH_TOKENS,
+    CHUNK_TOKENS,
+    DEPTH,
+    LATE_CHUNK_TOKENS,
+    LEAST_TOKENS,
+)
+
 
 class PreemptionConfig(BaseModel):
     """When a running prefill gives way to a more urgent one, and where it stops."""
@@ -18,20 +26,20 @@ class PreemptionConfig(BaseModel):
         "the next operator. Unless it is `off`, `policy` has no say: prefills run by S-EDF.",
     )
     depth: int = Field(
-        default=4,
+        default=DEPTH,
         ge=1,
         le=64,
         description="Most suspended prefills. Each keeps its activations.",
     )
     chunk_tokens: int = Field(
-        default=8192,
+        default=CHUNK_TOKENS,
         ge=16,
         le=1_048_576,
         description="Most tokens of a prefill that run as one task; at most vLLM's "
         "`max-num-batched-tokens` are.",
     )
     late_chunk_tokens: int = Field(
-        default=512,
+        default=LATE_CHUNK_TOKENS,
         ge=16,
         le=1_048_576,
         description="The same of a prefill that can no longer meet its objective, which preempts "
@@ -39,14 +47,14 @@ class PreemptionConfig(BaseModel):
         "suspended.",
     )
     batch_tokens: int = Field(
-        default=1024,
+        default=BATCH_TOKENS,
         ge=0,
         le=1_048_576,
         description="Prefills run together only while their tokens are below this sum. 0: never. "
         "What runs together is suspended together, so more is not better.",
     )
     least_tokens: int = Field(
-        default=256,
+        default=LEAST_TOKENS,
         ge=1,
         le=1_048_576,
         description="Tasks of fewer tokens are not suspended: they are over soon.",

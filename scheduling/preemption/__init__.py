@@ -1,6 +1,29 @@
 """Which prefill runs, and which one gives way, where a running prefill can be suspended."""
 
 from scheduling.preemption.aged_share import AgedShare
-from scheduling.preemption.s_edf import Batch, InFlight, Options, Prefill, decide
+from scheduling.preemption.s_edf import (
+    BATCH_TOKENS,
+    CHUNK_TOKENS,
+    DEPTH,
+    LATE_CHUNK_TOKENS,
+    LEAST_TOKENS,
+    Batch,
+    InFlight,
+    Options,
+    Prefill,
+    decide,
+)
 
-__all__ = ["AgedShare", "Batch", "InFlight", "Options", "Prefill", "decide"]
+__all__ = [
+    "BATCH_TOKENS",
+    "CHUNK_TOKENS",
+    "DEPTH",
+    "LATE_CHUNK_TOKENS",
+    "LEAST_TOKENS",
+    "AgedShare",
+    "Batch",
+    "InFlight",
+    "Options",
+    "Prefill",
+    "decide",
+]

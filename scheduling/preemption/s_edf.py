@@ -20,6 +20,15 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+DEPTH = 4
+CHUNK_TOKENS = 8192
+LATE_CHUNK_TOKENS = 512
+BATCH_TOKENS = 1024
+LEAST_TOKENS = 256
+"""Defaults of engines and of the simulator: most suspended prefills, most tokens of a prefill in a
+task, the same where it is not to be suspended, the sum below which prefills run together, and the
+fewest tokens of a task that can be suspended."""
+
 
 class Prefill(NamedTuple):
     """A prefill that waits, or whose last chunk has ended.
