@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine_process import EngineProcess
-from benchmarks.preemption_engine import PreemptiveEngine, Result, Work
+from benchmarks.one_engine import Result, Work
+from benchmarks.preemption_engine import PreemptiveEngine
 from benchmarks.preemption_trials import WHOLE, all_trials, random_prompt
 from benchmarks.stock_engine import StockEngine
 from replica.local_model import local_model

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from benchmarks.one_engine import Result, Work
 from benchmarks.preemption import alone, moment
-from benchmarks.preemption_engine import PreemptiveEngine, Result, Work
+from benchmarks.preemption_engine import PreemptiveEngine
 from benchmarks.preemption_trials import WHOLE, random_prompt
 from benchmarks.stock_engine import StockEngine
 from replica.preemption.checks import Granularity

@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from benchmarks.one_engine import OneEngine, Result, Work, result_of
 from replica.preemption.checks import Granularity
 from replica.preemption.config import PreemptionConfig
 from replica.preemption.pacing import Pacer, pacer_for
@@ -26,51 +27,7 @@ _MOST_LIVE = 4096
 """Requests at once."""
 
 
-class Work(NamedTuple):
-    """One request.
-
-    Attributes:
-        name: unique among the live ones.
-        prompt: its tokens.
-        output: how many tokens it generates.
-        ttft_s: its objective, seconds.
-        best_effort: nothing was promised to it.
-    """
-
-    name: str
-    prompt: Sequence[int]
-    output: int
-    ttft_s: float
-    best_effort: bool = False
-
-
-class Result(NamedTuple):
-    """What a request generated.
-
-    Attributes:
-        tokens: greedy tokens.
-        logprobs: of each token.
-        ttft_s: from its arrival to its first token, seconds.
-        reason: why it ended.
-    """
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    ttft_s: float
-    reason: str | None
-
-
-def result_of(output: Any, ttft_s: float) -> Result:
-    """What vLLM's ``output`` of a request says."""
-    return Result(
-        tuple(output.token_ids),
-        tuple(next(iter(each.values())).logprob for each in output.logprobs or ()),
-        ttft_s,
-        output.finish_reason,
-    )
-
-
-class PreemptiveEngine:
+class PreemptiveEngine(OneEngine):
     """An engine core with a queue of events, as in a process of its own, and nobody else to fill
     it.
 
@@ -90,14 +47,8 @@ class PreemptiveEngine:
         ranks: int = 1,
         **args: Any,
     ) -> None:
-        os.environ.update(
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            VLLM_USE_V2_MODEL_RUNNER="0",
-            HF_HUB_OFFLINE="1",
-            OMP_NUM_THREADS="1",
-            VLLM_NO_USAGE_STATS="1",
-        )
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        super().__init__()
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         if ranks > 1:
             # vLLM itself binds only one worker to each NUMA node.
             cores = sorted(os.sched_getaffinity(0))
@@ -137,8 +88,6 @@ class PreemptiveEngine:
         self.scheduler: Any = self.core.scheduler
         self.executor: Any = self.core.model_executor
         self._checks: Any = self.executor._tasks.checks if ranks == 1 else None
-        self._arrived_s: dict[str, float] = {}
-        self._first_s: dict[str, float] = {}
         self.stops = 0
 
     # What it is asked for.
@@ -252,22 +201,7 @@ class PreemptiveEngine:
         first_s = self._first_s.get(name, float("inf"))
         return result_of(item.outputs[0], first_s - self._arrived_s[name])
 
-    def alone(self, work: Work) -> Result:
-        """What a request generates that nothing else runs beside, from an empty prefix cache."""
-        self.reset()
-        self.add(work)
-        return self.run()[work.name]
-
     # How it is set up.
-
-    def reset(self) -> None:
-        """Empty the prefix cache; nothing may be live.
-
-        Raises:
-            RuntimeError: blocks are in use.
-        """
-        if not self._llm.llm_engine.reset_prefix_cache():
-            raise RuntimeError("KV blocks are in use, though nothing is live")
 
     def use(self, granularity: Granularity | None, **bounds: int) -> int:
         """Other checks, and other bounds of tasks; how many checks there are. Nothing may be
@@ -315,11 +249,6 @@ class PreemptiveEngine:
     def stats(self) -> Any:
         """Counts of its preemptions."""
         return self.core._preemption.stats
-
-    def close(self) -> None:
-        """End the engine."""
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
 
     def _handle(self, kind: Any, action: Callable[[], None]) -> None:
         """In place of what a core does with a client's requests."""

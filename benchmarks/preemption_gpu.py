@@ -29,8 +29,8 @@ from rich.table import Table
 
 from benchmarks import preemption_device as device
 from benchmarks.engine_process import EngineProcess
+from benchmarks.one_engine import Work
 from benchmarks.preemption_device import UNPACED, Blocking, Held, Way
-from benchmarks.preemption_engine import Work
 from benchmarks.preemption_trials import random_prompt
 from benchmarks.stock_engine import StockEngine
 from benchmarks.workloads.settings import flowprefill

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_process import EngineProcess
-from benchmarks.preemption_engine import PreemptiveEngine, Result, Work
+from benchmarks.one_engine import Result, Work
+from benchmarks.preemption_engine import PreemptiveEngine
 from replica.local_model import local_model
 from replica.preemption.checks import Granularity
 

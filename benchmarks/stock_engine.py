@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.preemption_engine import Result, Work, result_of
+from benchmarks.one_engine import OneEngine, Result, Work, result_of
 from replica.vllm_setup import survive_module_scan
 
 
-class StockEngine:
+class StockEngine(OneEngine):
     """An engine core whose requests arrive while it computes, as in a process of its own: those
     that come during a step are there for the next one.
 
@@ -23,13 +22,7 @@ class StockEngine:
     """
 
     def __init__(self, model: Path, **args: Any) -> None:
-        os.environ.update(
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            HF_HUB_OFFLINE="1",
-            OMP_NUM_THREADS="1",
-            VLLM_NO_USAGE_STATS="1",
-        )
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        super().__init__()
         from vllm import LLM
 
         survive_module_scan()
@@ -42,8 +35,6 @@ class StockEngine:
         )
         self._scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._arrived_s: dict[str, float] = {}
-        self._first_s: dict[str, float] = {}
 
     def use(self, step_tokens: int, long_tokens: int = 0) -> None:
         """Other bounds.
@@ -89,23 +80,3 @@ class StockEngine:
                     ttft_s = self._first_s.pop(name) - self._arrived_s.pop(name)
                     results[name] = result_of(output, ttft_s)
         return results
-
-    def alone(self, work: Work) -> Result:
-        """What a request generates that nothing else runs beside, from an empty prefix cache."""
-        self.reset()
-        self.add(work)
-        return self.run()[work.name]
-
-    def reset(self) -> None:
-        """Empty the prefix cache; nothing may be live.
-
-        Raises:
-            RuntimeError: blocks are in use.
-        """
-        if not self._llm.llm_engine.reset_prefix_cache():
-            raise RuntimeError("KV blocks are in use, though nothing is live")
-
-    def close(self) -> None:
-        """End the engine."""
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 
 from benchmarks.engine_process import EngineProcess
+from benchmarks.one_engine import Work
 from benchmarks.preemption import STOCK, WAYS, Bench, Prompts
-from benchmarks.preemption_engine import PreemptiveEngine, Work
+from benchmarks.preemption_engine import PreemptiveEngine
 from benchmarks.preemption_trials import nested_work, random_prompt, random_trials
 from benchmarks.stock_engine import StockEngine
 from replica.local_model import local_model
