@@ -274,6 +274,9 @@ def test_what_is_old_looks_old_and_comes_back(chromium: Browser, site: Site) -> 
         assert tab.eval("getComputedStyle(document.querySelector('main')).opacity") == "1"
         tab.click("#pause")
         assert tab.text("#status") == "Paused" and tab.text("#pause") == "Go on"
+        tab.enter("#request", "f" * 32)
+        tab.until("!document.querySelector('#no-decisions').hidden")
+        assert tab.text("#status") == "Paused"
         tab.click("#pause")
         tab.until("document.querySelector('#status').innerText === 'Live'")
 

@@ -70,7 +70,9 @@ function succeeded() {
   by("login").hidden = true;
   by("main").hidden = false;
   delete document.body.dataset.stale;
-  status("live", "Live");
+  // An answer may come after the pause: asked for before it, or by a search.
+  if (paused) status("waiting", "Paused");
+  else status("live", "Live");
 }
 
 function failed(error) {
