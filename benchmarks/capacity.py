@@ -23,8 +23,9 @@ from scheduling.kernels import Floats
 from scheduling.latency import LatencyModel
 from scheduling.objective import SLO
 from scheduling.request import QueueView
+from scheduling.roles import Role
 from simulation.cluster import simulate_cluster
-from simulation.config import ClusterConfig, EngineConfig, Role
+from simulation.config import ClusterConfig, EngineConfig
 from simulation.metrics import Flags, TPOTMetric, attained, stages, worst_by_request
 from simulation.truth import Belief, Truth
 from simulation.workload import (

@@ -42,6 +42,36 @@ def request_key(request_id: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+class Handoff(NamedTuple):
+    """The KV of a prompt that one replica has computed, for another one to take over.
+
+    Attributes:
+        replica_id: who has it.
+        params: how to get it, plain data; what is in it is between the engines, in vLLM its
+            ``kv_transfer_params``.
+        prompt_tokens: of the prompt.
+    """
+
+    replica_id: str
+    params: Mapping[str, Any]
+    prompt_tokens: int
+
+
+class Resume(NamedTuple):
+    """The part of a streamed answer that its client has, so that another replica can go on.
+
+    Attributes:
+        token_ids: the output tokens of the first choice, in order.
+        chunks: how many of them each chunk carried that the client has, in order; 0 for one without
+            tokens. The engine gives the same chunks again, and whoever asked leaves them out.
+        response_id: the request's id in those chunks.
+    """
+
+    token_ids: tuple[int, ...]
+    chunks: tuple[int, ...]
+    response_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One API call for an engine.
@@ -56,6 +86,10 @@ class EngineRequest:
         best_effort: nothing was promised to it; it runs on what the others leave.
         prefix: how its prompt begins, so that the replica can say later what it holds of it.
         trace: the W3C trace context that it is traced in, by header; empty: it is not traced.
+        prefill_only: only its prompt is to be computed, and kept for another replica: the response
+            is a head and a tail with a :class:`Handoff`, or a refusal.
+        handoff: where the KV of its prompt is. Where it cannot be had, the engine computes it.
+        resume: what its client has of the answer already; ``None``: nothing.
 
     Raises:
         ValueError: ``waited_s`` is negative or not finite.
@@ -69,6 +103,9 @@ class EngineRequest:
     best_effort: bool = False
     prefix: PromptPrefix = NO_PREFIX
     trace: Mapping[str, str] = field(default_factory=dict)
+    prefill_only: bool = False
+    handoff: Handoff | None = None
+    resume: Resume | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.waited_s < inf:
@@ -85,10 +122,12 @@ class ResponseHead(NamedTuple):
 
 
 class ResponseChunk(NamedTuple):
-    """Bytes of the body, and the output tokens (of the first choice) that they carry."""
+    """Bytes of the body, and the output tokens (of the first choice) that they carry: how many, and
+    in a stream that can be resumed which."""
 
     data: bytes
     tokens: int = 0
+    token_ids: tuple[int, ...] = ()
 
 
 class ResponseTail(NamedTuple):
@@ -97,12 +136,14 @@ class ResponseTail(NamedTuple):
     ``token_offsets_s`` is filled for plain (not streamed) responses only: for each output token of
     the first choice, when it left the engine, in seconds after the request reached the replica.
     ``queued_s`` is the time from there to the first batch that it was in, where the engine tells.
+    ``handoff`` is the answer to a request for its prompt only.
     """
 
     prompt_tokens: int
     output_tokens: int
     token_offsets_s: tuple[float, ...] = ()
     queued_s: float | None = None
+    handoff: Handoff | None = None
 
 
 ResponseItem = ResponseHead | ResponseChunk | ResponseTail

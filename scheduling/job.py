@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from scheduling.kernels import Floats, Ints
 from scheduling.objective import SLO
+from scheduling.roles import Role
 
 PLACED = "placed"
 UNATTAINABLE = "unattainable"
@@ -44,6 +45,8 @@ class RouteQuery(NamedTuple):
             :mod:`scheduling.prefix`.
         request_id: what its client knows it by, for people who ask where it went; no policy reads
             it.
+        prefill_key: 63-bit key of the computation of its prompt, where that may be done by one
+            replica and the rest by another; 0: one replica must serve it whole.
     """
 
     key: int
@@ -55,6 +58,7 @@ class RouteQuery(NamedTuple):
     session: int = 0
     prefix: tuple[int, ...] = ()
     request_id: str = ""
+    prefill_key: int = 0
 
 
 class Job(NamedTuple):
@@ -102,6 +106,9 @@ class RouteDecision(NamedTuple):
         predicted_ttft_s: from the decision to its first token, where that was promised.
         retry_after_s: where it is ``unattainable``: when there may be capacity; ``None`` where
             there never is.
+        role: of the replica ``replica_id``.
+        prefill_id: the replica that computes its prompt first and hands the KV over to
+            ``replica_id``; ``None``: nobody, ``replica_id`` serves it whole.
     """
 
     replica_id: str | None
@@ -109,3 +116,5 @@ class RouteDecision(NamedTuple):
     tier: Tier | None = None
     predicted_ttft_s: float | None = None
     retry_after_s: float | None = None
+    role: Role = "mixed"
+    prefill_id: str | None = None

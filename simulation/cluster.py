@@ -14,6 +14,7 @@ from scheduling.batching import BatchPolicy
 from scheduling.job import UNATTAINABLE
 from scheduling.latency import LatencyModel
 from scheduling.length import LengthPredictor
+from scheduling.roles import Role
 from scheduling.routing import RouteQuery, RoutingPolicy, Tier
 from simulation.config import (
     Autoscaling,
@@ -21,7 +22,6 @@ from simulation.config import (
     EngineConfig,
     Failure,
     Resize,
-    Role,
     Slowdown,
     WhenUnattainable,
 )

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from scheduling.autoscaling import AutoscalingPolicy
+from scheduling.roles import Role
 
 
 class Speculation(BaseModel):
@@ -59,10 +60,6 @@ class EngineConfig(BaseModel):
     def kv_tokens(self) -> int:
         """Tokens that the KV blocks hold: no longer request can run."""
         return self.kv_blocks * self.block_tokens
-
-
-Role = Literal["mixed", "prefill", "decode"]
-"""What a replica does: both phases, or one of them where the cluster disaggregates them."""
 
 
 WhenUnattainable = Literal["best_effort", "reject", "queue"]

@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 
 from scheduling.fleet import Report
+from scheduling.roles import Role
 from scheduling.state import ROW
-from simulation.config import ClusterConfig, Role
+from simulation.config import ClusterConfig
 from simulation.engine import Engine, StuckError
 from simulation.events import Events
 from simulation.mirror import Mirror, Sent

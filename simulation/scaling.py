@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from scheduling.autoscaling import Load, Pool, State
-from simulation.config import Autoscaling, Role
+from scheduling.roles import Role
+from simulation.config import Autoscaling
 from simulation.events import Events
 from simulation.run import Size
 

@@ -28,7 +28,8 @@ from benchmarks.report import Table
 from benchmarks.workloads.arrivals import Diurnal, Surges
 from benchmarks.workloads.settings import proserve
 from scheduling import autoscaling
-from simulation.config import Autoscaling, Role
+from scheduling.roles import Role
+from simulation.config import Autoscaling
 from simulation.workload import Workload, merged, with_objectives
 
 SETUP = SETUPS["70b"]

@@ -26,8 +26,9 @@ from scheduling import admission as admissions
 from scheduling import batching, routing
 from scheduling.length import OracleLengths, TaskLengths
 from scheduling.objective import SLO, GainWeights
+from scheduling.roles import Role
 from simulation.cluster import REFUSED, Incident, Node, simulate_cluster
-from simulation.config import Autoscaling, ClusterConfig, Role, WhenUnattainable
+from simulation.config import Autoscaling, ClusterConfig, WhenUnattainable
 from simulation.metrics import TPOTMetric, attained, deadline_gain, stages
 from simulation.run import HEADROOM
 from simulation.truth import Belief, Truth

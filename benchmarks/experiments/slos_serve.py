@@ -18,10 +18,11 @@ from benchmarks.experiments.loads import (
 from benchmarks.workloads.settings import SLOS_SERVE_SCENARIOS, TIGHT_TPOT_S, slos_serve
 from scheduling.batching import BatchPolicy, make_policy
 from scheduling.length import OracleLengths
+from scheduling.roles import Role
 from scheduling.routing import RoutingPolicy
 from scheduling.routing import make_policy as make_router
 from simulation.cluster import simulate_cluster
-from simulation.config import ClusterConfig, Role, Speculation
+from simulation.config import ClusterConfig, Speculation
 from simulation.run import HEADROOM
 from simulation.truth import Belief, SpeculativeLatency, Truth
 from simulation.workload import Workload

@@ -18,6 +18,7 @@ from scheduling.admission import POLICIES as ADMISSIONS
 from scheduling.admission import make_policy as make_admission
 from scheduling.batching import BatchPolicy, make_policy
 from scheduling.latency import LinearLatency
+from scheduling.roles import Role
 from scheduling.routing import RoutingPolicy
 from simulation.cluster import (
     NO_REPLICA,
@@ -32,7 +33,6 @@ from simulation.config import (
     EngineConfig,
     Failure,
     Resize,
-    Role,
     Slowdown,
     WhenUnattainable,
 )

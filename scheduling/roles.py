@@ -1,0 +1,11 @@
+"""What a replica does of a request."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Role = Literal["mixed", "prefill", "decode"]
+"""Both phases, or one of them where the fleet disaggregates them. A replica of any role can serve a
+request whole where no other is left."""
+
+ROLES: tuple[Role, ...] = get_args(Role)
