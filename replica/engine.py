@@ -90,6 +90,8 @@ class EngineRequest:
             is a head and a tail with a :class:`Handoff`, or a refusal.
         handoff: where the KV of its prompt is. Where it cannot be had, the engine computes it.
         resume: what its client has of the answer already; ``None``: nothing.
+        resumable: the chunks are to say which tokens they carry, so that another replica can go on
+            with the stream.
 
     Raises:
         ValueError: ``waited_s`` is negative or not finite.
@@ -106,6 +108,7 @@ class EngineRequest:
     prefill_only: bool = False
     handoff: Handoff | None = None
     resume: Resume | None = None
+    resumable: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.waited_s < inf:

@@ -21,6 +21,7 @@ from router.destinations import Controller, Destination, Destinations
 from router.errors import ApiError, Reason
 from router.metrics import Fallback, RouterMetrics
 from router.prompt_size import TokenEstimator
+from scheduling.roles import Role
 from telemetry.tracing import Kind
 
 RETRY_PAUSE_S = 0.02
@@ -32,13 +33,21 @@ _UNTRACED: Mapping[str, str] = {}
 
 
 class Replicas(Protocol):
-    """The way to the replicas."""
+    """The way to the replicas, in pools by their roles."""
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """The pools that there are, in the order in which they are to be asked to serve a request
+        whole: mixed, decode, prefill. At least one."""
 
     def generate(
-        self, request: EngineRequest, target: str | None, avoid: Sequence[str]
+        self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ReplicaStream:
-        """Send a request to ``target``, or where that is ``None`` or unknown to any replica, if
-        possible none of ``avoid``."""
+        """Send a request to ``target`` in the pool of ``role``, one of :attr:`roles`; or where that
+        is ``None`` or unknown to any replica of that pool, if possible none of ``avoid``.
+
+        The stream fails with ``NO_REPLICA`` where the pool has none, and :class:`Dispatcher` goes
+        on with the next pool."""
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body of any replica.
@@ -126,7 +135,7 @@ class Dispatcher:
             _UNTRACED if span is None else span.context,
         )
         call.charge.sent()
-        stream = self._replicas.generate(request, target, failed)
+        stream = self._replicas.generate(request, target, failed, self._replicas.roles[0])
 
         def close() -> None:
             stream.cancel()

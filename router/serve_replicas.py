@@ -23,6 +23,7 @@ from router import wire
 from router.answer import ReplicaFailedError
 from router.errors import Reason
 from router.hint import Hint, NoReplicaError
+from scheduling.roles import Role
 
 _log = logging.getLogger(__name__)
 
@@ -85,12 +86,13 @@ class ServeReplicas:
     def __init__(
         self, handle: DeploymentHandle, closed: Callable[[], Collection[str]] = tuple
     ) -> None:
+        self.roles: Sequence[Role] = ("mixed",)
         self._closed = closed
         self._generate = handle.options(method_name="generate", stream=True)
         self._models = handle.options(method_name="models")
 
     def generate(
-        self, request: EngineRequest, target: str | None, avoid: Sequence[str]
+        self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role = "mixed"
     ) -> ServeStream:
         """Send a request; see :class:`~router.dispatch.Replicas`."""
         hint = Hint(target, tuple(avoid), tuple(self._closed())).encode()

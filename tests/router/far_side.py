@@ -33,6 +33,7 @@ from router.dispatch import Dispatcher
 from router.fleets import Fleet, Fleets
 from router.metrics import RouterMetrics
 from router.telemetry import Telemetry
+from scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
 
 Behaviour = Callable[["FarSide", str, EngineRequest], AsyncIterator[ResponseItem]]
@@ -167,13 +168,14 @@ class FarSide:
 
     def __init__(self, **behaviours: Behaviour) -> None:
         self.behaviours = behaviours
+        self.roles: Sequence[Role] = ("mixed",)
         self.calls: list[tuple[str, EngineRequest]] = []
         self.live: set[str] = set()
         self.cancelled: list[str] = []
         self.changed = asyncio.Event()
 
     def generate(
-        self, request: EngineRequest, target: str | None, avoid: Sequence[str]
+        self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role = "mixed"
     ) -> FarStream:
         if target not in self.behaviours:
             rest = [name for name in self.behaviours if name not in avoid]
