@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from replica.adapters import adapter_names
 from replica.preemption.config import PreemptionConfig
+from replica.transfer.config import TransferConfig
 from scheduling.autoscaling import AutoscalingPolicy
 from scheduling.autoscaling import make_policy as make_autoscaling_policy
 from scheduling.batching import BestEffortOptions, make_policy
@@ -32,6 +33,14 @@ class SimulatedEngineConfig(BaseModel):
     max_model_tokens: int = Field(default=8192, ge=16, description="Longest prompt + output.")
     max_batch_tokens: int = Field(default=2048, ge=1, description="Token limit of a batch.")
     max_sequences: int = Field(default=256, ge=1, description="Most running sequences.")
+    transfer_s: float = Field(
+        default=0.002,
+        ge=0,
+        description="Fixed time to take over the KV of a prompt from another engine, seconds.",
+    )
+    transfer_token_s: float = Field(
+        default=0.00001, ge=0, description="The same per token of the prompt, seconds."
+    )
 
 
 class EngineConfig(BaseModel):
@@ -63,6 +72,11 @@ class EngineConfig(BaseModel):
     preemption: PreemptionConfig = Field(
         default_factory=PreemptionConfig,
         description="Whether a running prefill gives way to a more urgent one. Experimental.",
+    )
+    transfer: TransferConfig | None = Field(
+        default=None,
+        description="How the KV of prompts is handed over between engines. Default: it is not, or "
+        "with the defaults below where there are pools for prefill and decode.",
     )
     vllm_args: dict[str, Any] = Field(
         default_factory=dict,
@@ -122,6 +136,11 @@ class EngineConfig(BaseModel):
             )
         if self.adapters:
             raise ValueError("preemption.granularity must be off with LoRA adapters")
+        if self.transfer is not None:
+            raise ValueError(
+                "preemption.granularity must be off with transfer: a suspended prefill's KV is "
+                "not known to be whole when it is handed over"
+            )
         return self
 
     @property

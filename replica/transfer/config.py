@@ -1,0 +1,47 @@
+"""Configuration of the hand-over of KV between engines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TransferConfig(BaseModel):
+    """How engines hand over the KV of prompts, and how long they keep it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    connector: Literal["auto", "tcp", "nixl"] = Field(
+        default="auto",
+        description="What moves the KV. `tcp`: Sluice's own, over plain TCP, on any hardware. "
+        "`nixl`: vLLM's NixlConnector, where its package is installed. `auto`: `nixl` on CUDA "
+        "where its package is installed, else `tcp`.",
+    )
+    host: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=255,
+        description="Address on which an engine offers KV; default: the node's own, as vLLM finds "
+        "it (`VLLM_HOST_IP` overrides that).",
+    )
+    keep_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="How long the KV of a prompt is kept for the engine that should fetch it, "
+        "seconds.",
+    )
+    max_bytes: int = Field(
+        default=1 << 30,
+        ge=1 << 20,
+        description="Most memory for KV that is kept or on its way, of each worker process, in "
+        "each direction, bytes. Beyond it the oldest goes, and its prompt is computed anew.",
+    )
+    timeout_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=60,
+        description="Longest time to fetch the KV of one prompt, seconds. After it the prompt is "
+        "computed anew.",
+    )
