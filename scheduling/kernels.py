@@ -37,9 +37,11 @@ KV_BLOCKS = 9
 RUNNING = 10  # 1 or 0
 EXPECTED = 11  # predicted output tokens in all; nan where nothing is known
 BEST_EFFORT = 12  # 1 or 0
-FIRST_TOKEN = 13  # when it left; nan before
-LAST_TOKEN = 14
-FIELDS = 15
+DRAFTED = 13  # tokens that a decode's next step could check beside its one
+ACCEPTANCE = 14  # probability that one of them is accepted; nan where nothing is known
+FIRST_TOKEN = 15  # when it left; nan before
+LAST_TOKEN = 16
+FIELDS = 17
 
 # How a row's deadline is anchored: the anchors' numbers, as compiled loops know no enumerations.
 ENVELOPE = Anchor.ENVELOPE.code

@@ -39,6 +39,11 @@ class RequestView(NamedTuple):
         last_token_s: when the latest token left, or ``None``.
         expected_tokens: predicted length of its whole output, tokens; nan where nothing is known.
         best_effort: nothing was promised to it; it runs on what the others leave.
+        drafted_tokens: guesses at what follows the next token, that a decode's step could check
+            with it; 0 without speculation. They are not pending: a plan may give a decode from 1
+            to ``1 + drafted_tokens`` tokens.
+        acceptance: probability that one of them is right if those before it are; nan where nothing
+            is known.
     """
 
     request_id: str
@@ -54,6 +59,8 @@ class RequestView(NamedTuple):
     last_token_s: float | None = None
     expected_tokens: float = nan
     best_effort: bool = False
+    drafted_tokens: int = 0
+    acceptance: float = nan
 
     @property
     def is_prefill(self) -> bool:
@@ -174,10 +181,11 @@ def _table(requests: Sequence[RequestView]) -> Floats:
         return table
     # Transposed tuples and one packed string are the fastest way from objects to an array.
     (_, slos, arrival, prompt, computed, pending, emitted, first, blocks, running, last, expected,
-     best_effort) = zip(*requests, strict=True)  # fmt: skip
+     best_effort, drafted, acceptance) = zip(*requests, strict=True)  # fmt: skip
     objectives = zip(*map(_objectives, slos), strict=True)
     numbers = chain(arrival, *objectives, prompt, computed, pending, emitted, blocks, running)
-    packed = struct.pack(f"{FIRST_TOKEN * count}d", *numbers, *expected, *best_effort)
+    numbers = chain(numbers, expected, best_effort, drafted, acceptance)
+    packed = struct.pack(f"{FIRST_TOKEN * count}d", *numbers)
     table[:, :FIRST_TOKEN] = np.frombuffer(packed).reshape(FIRST_TOKEN, count).T
     # None becomes nan.
     table[:, FIRST_TOKEN] = np.array(first, np.float64)
@@ -201,6 +209,8 @@ def _view(key: int, row: list[float], slo: SLO) -> RequestView:
         None if last_s != last_s else last_s,
         row[kernels.EXPECTED],
         row[kernels.BEST_EFFORT] > 0,
+        int(row[kernels.DRAFTED]),
+        row[kernels.ACCEPTANCE],
     )
 
 
@@ -219,4 +229,5 @@ def row_of(
     row[kernels.FIRST_TOKEN] = row[kernels.LAST_TOKEN] = nan
     row[kernels.EXPECTED] = expected_tokens
     row[kernels.BEST_EFFORT] = best_effort
+    row[kernels.ACCEPTANCE] = nan
     return row

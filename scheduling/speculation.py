@@ -6,6 +6,7 @@ the decodes' TPOT, so that more of it is prefill, at the price of tokens that ar
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,6 +19,71 @@ from scheduling.latency import LatencyModel
 
 MOST_LENGTH = 10
 """Most tokens of one decode in a step, as in appendix D."""
+
+PRIOR_ACCEPTANCE = 0.5
+"""Taken for the acceptance of which nothing is known, so that something gets known."""
+
+PRIOR_TRIALS = 8.0
+"""As many drafted tokens that were right or wrong weigh as much as the prior."""
+
+MEMORY_TRIALS = 256.0
+"""About how many of the latest trials of a class count."""
+
+FADING_STEPS = 1000
+"""A class of which nothing is checked loses that much of its evidence, as a number of steps of a
+request: ``exp(-1)`` of it is left after as many. So it is tried again, and costs little while it is
+hopeless."""
+
+MAX_CLASSES = 1024
+"""Most service classes that are followed; the one heard of longest ago goes first."""
+
+
+class AcceptanceRates:
+    """Probability that a drafted token is right if those before it are, learned by service class.
+
+    In a step that checks drafted tokens the wrong one is the last that was tried: those behind it
+    say nothing. So ``k`` accepted of more are ``k`` successes and one failure, and the rate is the
+    share of successes, beside a prior of :data:`PRIOR_ACCEPTANCE`. ``O(1)`` per call; memory is
+    bounded by :data:`MAX_CLASSES`. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._learned: OrderedDict[str, list[float]] = OrderedDict()
+
+    def rate(self, service_class: str) -> float:
+        """The rate, above 0 and below 1; :data:`PRIOR_ACCEPTANCE` for an unknown class."""
+        accepted, trials = self._learned.get(service_class, (0.0, 0.0))
+        return (PRIOR_ACCEPTANCE * PRIOR_TRIALS + accepted) / (PRIOR_TRIALS + trials)
+
+    def observe(self, service_class: str, checked: int, accepted: int) -> None:
+        """One step of a decode for which something was drafted.
+
+        Args:
+            service_class: of the request.
+            checked: drafted tokens that were checked, >= 0. With 0 what is known fades, so that a
+                class whose speculation is off is tried again.
+            accepted: how many of them were right, the first ones.
+
+        Raises:
+            ValueError: not ``0 <= accepted <= checked``.
+        """
+        if not 0 <= accepted <= checked:
+            raise ValueError(
+                f"accepted must be from 0 to checked, got {accepted} and {checked} checked"
+            )
+        known = self._learned.get(service_class)
+        if known is None:
+            if not checked:
+                return
+            known = self._learned[service_class] = [0.0, 0.0]
+            if len(self._learned) > MAX_CLASSES:
+                self._learned.popitem(last=False)
+        else:
+            self._learned.move_to_end(service_class)
+        trials = accepted + (accepted < checked) if checked else 0
+        kept = 1 - (trials / MEMORY_TRIALS if trials else 1 / FADING_STEPS)
+        known[0] = kept * known[0] + accepted
+        known[1] = kept * known[1] + trials
 
 
 def accepted_tokens(length: int, alpha: float) -> float:

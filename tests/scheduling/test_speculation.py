@@ -1,5 +1,6 @@
-"""Speculation lengths against a search of all of them."""
+"""Speculation lengths against a search of all of them, and acceptance rates against chance."""
 
+import random
 from itertools import product
 
 import pytest
@@ -8,7 +9,11 @@ from hypothesis import strategies as st
 
 from scheduling.latency import LatencyModel, LinearLatency, RooflineLatency
 from scheduling.speculation import (
+    MAX_CLASSES,
+    MEMORY_TRIALS,
     MOST_LENGTH,
+    PRIOR_ACCEPTANCE,
+    AcceptanceRates,
     DecodeTier,
     accepted_tokens,
     speculation_lengths,
@@ -116,3 +121,47 @@ def test_impossible_inputs_are_refused() -> None:
         DecodeTier(1, 0.0)
     with pytest.raises(ValueError, match="requests and context_tokens"):
         DecodeTier(-1, 0.05)
+
+
+def check(rates: AcceptanceRates, name: str, alpha: float, steps: int, checked: int) -> None:
+    """``steps`` steps that check ``checked`` tokens, each right with probability ``alpha``."""
+    chance = random.Random(steps)
+    for _ in range(steps):
+        accepted = 0
+        while accepted < checked and chance.random() < alpha:
+            accepted += 1
+        rates.observe(name, checked, accepted)
+
+
+@settings(max_examples=40)
+@given(alpha=st.floats(0, 0.97), checked=st.integers(1, 9))
+def test_the_rate_becomes_that_of_the_class_whatever_is_checked(alpha: float, checked: int) -> None:
+    rates = AcceptanceRates()
+    check(rates, "chat", 0.5, 40, 3)
+    check(rates, "chat", alpha, 1_500, checked)
+    # Four deviations of a mean of as many trials as are remembered, and the prior's pull.
+    assert rates.rate("chat") == pytest.approx(alpha, abs=4 * 0.5 / MEMORY_TRIALS**0.5 + 0.03)
+    assert 0 < rates.rate("chat") < 1
+    assert rates.rate("another") == PRIOR_ACCEPTANCE
+
+
+def test_a_class_that_is_no_longer_checked_is_tried_again() -> None:
+    rates = AcceptanceRates()
+    check(rates, "chat", 0.0, 300, 1)
+    assert rates.rate("chat") < 0.05
+    for _ in range(6_000):
+        rates.observe("chat", 0, 0)
+    assert rates.rate("chat") > 0.4
+
+
+def test_a_bounded_number_of_classes_is_followed() -> None:
+    rates = AcceptanceRates()
+    for number in range(MAX_CLASSES + 1):
+        rates.observe(f"class-{number}", 1, 1)
+    assert rates.rate("class-0") == PRIOR_ACCEPTANCE
+    assert rates.rate("class-1") > PRIOR_ACCEPTANCE
+
+
+def test_more_accepted_than_checked_is_refused() -> None:
+    with pytest.raises(ValueError, match="from 0 to checked, got 3 and 2 checked"):
+        AcceptanceRates().observe("chat", 2, 3)
