@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from controller.config import ControllerConfig
 from replica.config import EngineConfig, ReplicaConfig
+from replica.pools import Pool, pools_of
 
 MAX_MODELS = 64
 """Most models of an application: each labels metrics and has replicas and a controller."""
@@ -20,6 +21,9 @@ ModelName = Annotated[
 
 _OPTIONS = {"policy": "policy_options", "admission": "admission_options"}
 """Fields that choose a policy -> the fields that are only good for that policy."""
+
+_SIZES = ("count", "autoscaling")
+"""Numbers of replicas without pools, and with ``pools`` nobody's."""
 
 
 class ModelConfig(BaseModel):
@@ -32,6 +36,11 @@ class ModelConfig(BaseModel):
     controller: ControllerConfig = Field(
         default_factory=ControllerConfig, description="Its controller."
     )
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> ModelConfig:
+        pools_of(self.engine, self.replica)
+        return self
 
 
 class ModelFleet(NamedTuple):
@@ -47,6 +56,11 @@ class ModelFleet(NamedTuple):
     model: str
     key: str | None
     config: ModelConfig
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools of its replicas, at least one."""
+        return pools_of(self.config.engine, self.config.replica)
 
 
 def key_of(model: str) -> str:
@@ -96,12 +110,17 @@ def _filled(data: Mapping[str, Any], name: Any, entry: Any) -> Any:
 
 
 def _laid_over(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Field by field; options of a policy that is not chosen are nobody's."""
+    """Field by field; options of a policy that is not chosen are nobody's, and neither is the
+    other way to say how many replicas there are."""
     foreign = {
         options
         for choice, options in _OPTIONS.items()
         if own.get(choice, shared.get(choice)) != shared.get(choice)
     }
+    if own.get("pools"):
+        foreign.update(_SIZES)
+    elif any(own.get(size) is not None for size in _SIZES):
+        foreign.add("pools")
     return {name: value for name, value in shared.items() if name not in foreign} | own
 
 

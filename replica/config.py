@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    model_serializer,
+    model_validator,
+)
 
 from replica.adapters import adapter_names
 from replica.preemption.config import PreemptionConfig
@@ -13,6 +21,14 @@ from replica.transfer.config import TransferConfig
 from scheduling.autoscaling import AutoscalingPolicy
 from scheduling.autoscaling import make_policy as make_autoscaling_policy
 from scheduling.batching import BestEffortOptions, make_policy
+from scheduling.roles import Role
+
+NodeLabel = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=128)
+]
+"""Name or value of a label of a Ray node."""
+
+_NODE_LABELS = "Ray labels, by name, that a node must have to run them; default: any node will do."
 
 
 class SimulatedEngineConfig(BaseModel):
@@ -205,8 +221,36 @@ class AutoscalingConfig(BaseModel):
         return make_autoscaling_policy(self.policy, self.policy_options)
 
 
+class PoolConfig(BaseModel):
+    """The replicas of one role. What is left out is as in the section that the pool is in."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    count: int = Field(
+        default=1, ge=1, le=4096, description="Replicas. With `autoscaling` it has no effect."
+    )
+    autoscaling: AutoscalingConfig | None = Field(
+        default=None,
+        description="Change the number of replicas with the load of their role; default: it is "
+        "`count`.",
+    )
+    num_cpus: float | None = Field(default=None, ge=0, description="Ray CPUs per replica.")
+    num_gpus: float | None = Field(default=None, ge=0, description="Ray GPUs per replica.")
+    max_per_node: int | None = Field(
+        default=None, ge=1, le=100, description="Most replicas of the pool on one node."
+    )
+    node_labels: dict[NodeLabel, NodeLabel] = Field(
+        default_factory=dict, max_length=16, description=_NODE_LABELS
+    )
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="What differs from the model's `engine` section, such as `policy`. Of "
+        "`vllm_args` and other mappings only what is named here differs.",
+    )
+
+
 class ReplicaConfig(BaseModel):
-    """The pool of replicas."""
+    """The replicas of a model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -229,6 +273,15 @@ class ReplicaConfig(BaseModel):
         le=100,
         description="Most replicas of the model on one node, so that a lost node takes no more; "
         "default: as many as find room. They are spread either way, as well as Ray can.",
+    )
+    node_labels: dict[NodeLabel, NodeLabel] = Field(
+        default_factory=dict, max_length=16, description=_NODE_LABELS
+    )
+    pools: dict[Role, PoolConfig] = Field(
+        default_factory=dict,
+        description="Replicas by role, each role with a number of its own: `mixed` serves requests "
+        "whole, `prefill` and `decode` a phase each, and need each other. `count` and "
+        "`autoscaling` then stand in the pools only. Default: all are mixed.",
     )
     max_live_requests: int = Field(
         default=2048,
@@ -257,12 +310,37 @@ class ReplicaConfig(BaseModel):
         description="Longest wait for live requests when a replica is stopped, seconds.",
     )
 
+    @model_validator(mode="after")
+    def _check_pools(self) -> ReplicaConfig:
+        if not self.pools:
+            return self
+        if ("prefill" in self.pools) != ("decode" in self.pools):
+            raise ValueError("the pools prefill and decode need each other: give both or neither")
+        beside = [
+            name
+            for name in ("count", "autoscaling")
+            if name in self.model_fields_set and getattr(self, name) is not None
+        ]
+        if beside:
+            raise ValueError(
+                f"{' and '.join(beside)} cannot be set beside pools: each pool has its own"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_count(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """With pools there is no number of all replicas, so that what is printed can be read."""
+        data: dict[str, Any] = plain(self)
+        if self.pools:
+            data.pop("count", None)
+        return data
+
     @property
     def first(self) -> int:
-        """Replicas at the start."""
+        """Replicas at the start. Of a pool: see :func:`replica.pools.pools_of`."""
         return self.count if self.autoscaling is None else self.autoscaling.first
 
     @property
     def most(self) -> int:
-        """Most replicas that there may be."""
+        """Most replicas that there may be. Of a pool, too."""
         return self.count if self.autoscaling is None else self.autoscaling.max_replicas

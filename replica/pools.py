@@ -1,0 +1,155 @@
+"""The pools of a model's replicas: a pool for each role, with the settings that hold in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from replica.config import EngineConfig, ReplicaConfig
+from scheduling.roles import ROLES, Role
+
+_SAME_FIELDS = ("cache_dir", "kind", "model", "served_model_name", "transfer")
+"""What a pool's engine may not have of its own: a request that begins in one pool ends in
+another."""
+
+_SAME_ARGUMENTS = (
+    "block-size",
+    "chat-template",
+    "dtype",
+    "hf-overrides",
+    "kv-cache-dtype",
+    "lora-modules",
+    "max-model-len",
+    "quantization",
+    "revision",
+    "tensor-parallel-size",
+    "tokenizer",
+    "tokenizer-revision",
+)
+"""Arguments of vLLM that say what a request's tokens are, and how its KV lies in memory."""
+
+_SHOWN = 80
+"""Most characters of a value that a message shows."""
+
+_SAME_SIMULATED = ("block_tokens", "max_model_tokens")
+
+
+class Pool(NamedTuple):
+    """One pool of a model, with all that its replicas are told.
+
+    Attributes:
+        role: what they do of a request.
+        engine: of each. replica: number, place and limits; it has no pools of its own.
+    """
+
+    role: Role
+    engine: EngineConfig
+    replica: ReplicaConfig
+
+
+def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
+    """The pools that a model's two sections describe, in the order of :data:`ROLES`; a mixed one
+    where they name none.
+
+    Raises:
+        pydantic.ValidationError: what is wrong with a pool, and where.
+    """
+    if not replica.pools:
+        return (Pool("mixed", engine, replica),)
+    pools = tuple(
+        Pool(role, _engine(engine, replica, role), _replica(replica, role))
+        for role in ROLES
+        if role in replica.pools
+    )
+    _refuse(_differences(pools))
+    return pools
+
+
+def _engine(shared: EngineConfig, replica: ReplicaConfig, role: Role) -> EngineConfig:
+    pool = replica.pools[role]
+    place = ("replica", "pools", role, "engine")
+    _refuse(
+        ((*place, name), f"must be the same in all pools: set engine.{name}")
+        for name in _SAME_FIELDS
+        if name in pool.engine
+    )
+    base = shared.model_dump(exclude_unset=True)
+    if "prefill" in replica.pools and base.get("transfer") is None:
+        base["transfer"] = {}
+    if pool.engine.get("policy", shared.policy) != shared.policy:
+        base.pop("policy_options", None)  # of the other policy
+    if "vllm_args" in base:
+        base["vllm_args"] = _dashed(base["vllm_args"])
+    own = dict(pool.engine)
+    if isinstance(own.get("vllm_args"), Mapping):
+        own["vllm_args"] = _dashed(own["vllm_args"])
+    try:
+        return EngineConfig.model_validate(_laid_over(base, own))
+    except ValidationError as error:
+        _refuse(
+            ((*place, *entry["loc"]), entry["msg"])
+            for entry in error.errors(include_input=False, include_url=False)
+        )
+        raise AssertionError("there was an error") from error
+
+
+def _replica(shared: ReplicaConfig, role: Role) -> ReplicaConfig:
+    pool = shared.pools[role]
+    own: dict[str, Any] = {"count": pool.count, "autoscaling": pool.autoscaling, "pools": {}}
+    for name in ("num_cpus", "num_gpus", "max_per_node"):
+        if getattr(pool, name) is not None:
+            own[name] = getattr(pool, name)
+    if pool.node_labels:
+        own["node_labels"] = pool.node_labels
+    return shared.model_copy(update=own)
+
+
+def _differences(pools: tuple[Pool, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Where two pools could not take over each other's requests, and why."""
+    first = pools[0]
+    for pool in pools[1:]:
+        place: tuple[str, ...] = ("replica", "pools", pool.role, "engine")
+        for name in _SAME_ARGUMENTS:
+            here, there = (_dashed(each.engine.vllm_args).get(name) for each in (pool, first))
+            if here != there:
+                yield (*place, "vllm_args", name), _unlike(here, there, first.role)
+        for name in _SAME_SIMULATED:
+            here, there = (getattr(each.engine.simulated, name) for each in (pool, first))
+            if here != there:
+                yield (*place, "simulated", name), _unlike(here, there, first.role)
+
+
+def _unlike(here: Any, there: Any, role: Role) -> str:
+    def shown(value: Any) -> str:
+        return "not set" if value is None else repr(value)[:_SHOWN]
+
+    return f"must be the same in all pools: it is {shown(here)}, and {shown(there)} in {role}"
+
+
+def _refuse(problems: Iterable[tuple[tuple[Any, ...], str]]) -> None:
+    """Raise if there are any: pairs of the place and of what is wrong there."""
+    found = [
+        InitErrorDetails(
+            type=PydanticCustomError("pool", "{why}", {"why": why}), loc=place, input=None
+        )
+        for place, why in problems
+    ]
+    if found:
+        raise ValidationError.from_exception_data("pools", found)
+
+
+def _dashed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.replace("_", "-"): value for name, value in arguments.items()}
+
+
+def _laid_over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    laid = dict(base)
+    for name, value in own.items():
+        below = laid.get(name)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            value = _laid_over(below, value)
+        laid[name] = value
+    return laid
