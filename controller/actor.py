@@ -329,6 +329,8 @@ class Controller:
         self._log.note(query, decision, started_s, took_s)
         if decision.replica_id is not None:
             self._classes.note(query.key, query.slo.service_class)
+        if decision.prefill_id is not None:
+            self._classes.note(query.prefill_key, query.slo.service_class)
         return decision
 
 

@@ -426,6 +426,7 @@ def _row(query: RouteQuery) -> tuple[object, ...]:
         query.session,
         query.prefix,
         query.request_id,
+        query.prefill_key,
         slo.ttft_s,
         slo.tpot_s,
         slo.e2e_s,
@@ -440,7 +441,7 @@ def _query(row: Any) -> RouteQuery:
     Raises:
         TypeError, ValueError: it is none.
     """
-    (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id,
+    (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id, prefill_key,
      *objective) = row  # fmt: skip
     return RouteQuery(
         key,
@@ -452,6 +453,7 @@ def _query(row: Any) -> RouteQuery:
         session,
         tuple(prefix),
         request_id,
+        prefill_key,
     )
 
 
@@ -460,5 +462,5 @@ def _decisions(rows: Any) -> tuple[RouteDecision, ...]:
 
 
 def _decision(row: Any) -> RouteDecision:
-    replica_id, reason, tier, *predictions = row
-    return RouteDecision(replica_id, reason, None if tier is None else Tier(tier), *predictions)
+    replica_id, reason, tier, *rest = row
+    return RouteDecision(replica_id, reason, None if tier is None else Tier(tier), *rest)

@@ -16,6 +16,7 @@ from controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
 from scheduling.prefix import HELD, HELD_SLOTS, MAX_CHUNKS
+from scheduling.roles import ROLES
 from scheduling.routing.base import Tier
 from scheduling.state import ROW, RUNNING, SUMMARY
 
@@ -43,6 +44,7 @@ _TIERS = frozenset(Tier)
 _COUNTS_FROM = ROW.fields["priority"][1] // 4 if ROW.fields else 0
 _SUMMARY_COUNTS = ("steps", "waiting", "running", "free_kv_blocks", "total_kv_blocks")
 _SUMMARY_TIMES = ("updated_s", "step_started_s", "last_step_s", "predicted_step_s", "correction")
+_SUMMARY_TRANSFERS = ("transfers", "transfer_seconds", "transfer_tokens")
 
 
 def check_hello(hello: ReplicaHello) -> None:
@@ -53,8 +55,10 @@ def check_hello(hello: ReplicaHello) -> None:
     """
     if not isinstance(hello, ReplicaHello):
         raise ValueError(f"expected a ReplicaHello, got {type(hello).__name__}")
-    for name in ("replica_id", "node_id", "model", "policy", "role"):
+    for name in ("replica_id", "node_id", "model", "policy"):
         check_text(name, getattr(hello, name), empty=name != "replica_id")
+    if hello.role not in ROLES:
+        raise ValueError(f"role must be any of {', '.join(ROLES)}, got {_short(hello.role)}")
     for name in ("max_batch_tokens", "max_sequences", "block_tokens"):
         _check_integer(name, getattr(hello, name), 1, MAX_PROMPT_TOKENS)
     _check_integer("capacity", hello.capacity, 1, MAX_CAPACITY)
@@ -118,6 +122,9 @@ def check_query(query: RouteQuery) -> None:
         raise ValueError(f"tiers must be any of {_short(_TIERS)}, got {_short(query.tiers)}")
     _check_integer("output_tokens", query.output_tokens, 0, MAX_PROMPT_TOKENS)
     _check_integer("session", query.session, 0, MAX_KEY)
+    _check_integer("prefill_key", query.prefill_key, 0, MAX_KEY)
+    if query.prefill_key and query.prefill_key == query.key:
+        raise ValueError("prefill_key must differ from key")
     check_text("request_id", query.request_id, empty=True)
     if query.prefix:
         check_keys("prefix", query.prefix, MAX_CHUNKS)
@@ -239,6 +246,9 @@ def _check_summary(summary: Any) -> None:
     for name in _SUMMARY_COUNTS:
         if summary[name] < 0:
             raise ValueError(f"{name} must be at least 0, got {summary[name]}")
+    for name in _SUMMARY_TRANSFERS:
+        if not 0 <= summary[name] <= MAX_KEY:
+            raise ValueError(f"{name} must be from 0 to {MAX_KEY}, got {summary[name]}")
     if not 1 / MAX_CORRECTION <= summary["correction"] <= MAX_CORRECTION:
         raise ValueError(
             f"correction must be from {1 / MAX_CORRECTION} to {MAX_CORRECTION}, "

@@ -281,6 +281,8 @@ class ControllerClient:
     def _release_unwanted(self, query: RouteQuery, decision: RouteDecision) -> None:
         if decision.replica_id is not None:
             self.release(query.key)
+        if decision.prefill_id is not None:
+            self.release(query.prefill_key)
 
     async def _answer(self, method: str, *args: Any, timeout_s: float) -> Any:
         try:

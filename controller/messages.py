@@ -13,6 +13,7 @@ import numpy as np
 from scheduling.job import RouteDecision, RouteQuery, Tier
 from scheduling.latency_profile import LatencyProfile
 from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
+from scheduling.roles import Role
 
 __all__ = [
     "MAX_USES",
@@ -53,14 +54,15 @@ class ReplicaHello(NamedTuple):
     controller that restarted must not send to a replica that is on its way out. ``held_slots`` and
     ``held`` are as in a delta, of all chunks that it holds. ``closed`` is what the last
     :class:`ReportReply` said: a replica carries the operator's word to a controller that restarted.
-    ``preempts``: its engine suspends a running prefill for a more urgent one.
+    ``role``: what it does of requests. ``preempts``: its engine suspends a running prefill for a
+    more urgent one.
     """
 
     replica_id: str
     node_id: str
     model: str
     policy: str
-    role: str
+    role: Role
     max_batch_tokens: int
     max_sequences: int
     block_tokens: int

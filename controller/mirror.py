@@ -21,6 +21,7 @@ from controller.messages import ReplicaDelta, ReplicaHello
 from scheduling.fleet import Fleet, Report
 from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from scheduling.state import ROW, WAITING
+from scheduling.transfer import Transfers
 
 MAX_REPLICAS = 4096
 
@@ -103,6 +104,12 @@ class MirroredReplica:
             hello.max_sequences,
             draining,
             hello.preempts,
+            hello.role,
+            Transfers(
+                int(summary["transfers"]),
+                float(summary["transfer_seconds"]),
+                int(summary["transfer_tokens"]),
+            ),
         )
 
 

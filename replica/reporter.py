@@ -20,6 +20,7 @@ from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
 from replica.config import ReplicaConfig
 from replica.engine import EngineInfo
 from scheduling.prefix import HELD, HELD_SLOTS
+from scheduling.roles import Role
 from scheduling.state import ROW, EngineState
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Membership(NamedTuple):
     replica_id: str
     node_id: str
     capacity: int
-    role: str = "mixed"
+    role: Role = "mixed"
 
 
 class Changes(NamedTuple):

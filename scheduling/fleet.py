@@ -27,6 +27,8 @@ from scheduling.kernels import COEFFICIENTS, Floats, Ints, most_work_s
 from scheduling.latency import LatencyModel
 from scheduling.ledger import Ledger, Reservation
 from scheduling.prefix import PrefixIndex
+from scheduling.roles import ROLES, Role
+from scheduling.transfer import NO_TRANSFERS, Transfers, TransferTime
 
 MOST_PIECES = 4
 """Most pieces of a latency model."""
@@ -36,6 +38,8 @@ CONDITIONS: tuple[Condition, ...] = ("fresh", "aged", "stale", "draining", "gone
 
 MOST_CLOSED = 4096
 """Most replicas that are closed at once; the one closed first is forgotten for one more."""
+
+_CODES: dict[Role, int] = {role: code for code, role in enumerate(ROLES)}
 
 _FIRST_REPLICAS = 8
 _FIRST_ENTRIES = 16
@@ -75,6 +79,8 @@ class Report(NamedTuple):
         draining: it wants no more requests.
         preempts: a prefill there does not wait for the end of the step under way, unless what runs
             is more urgent (:mod:`scheduling.preemption`).
+        role: what it does of requests.
+        transfers: what KV it has taken over since its start.
     """
 
     rows: np.ndarray
@@ -88,6 +94,8 @@ class Report(NamedTuple):
     places: int
     draining: bool = False
     preempts: bool = False
+    role: Role = "mixed"
+    transfers: Transfers = NO_TRANSFERS
 
 
 class Fleet:
@@ -114,6 +122,10 @@ class Fleet:
         self.settings = settings._replace(aged_after_s=aged_after_s)
         self.ledger = Ledger(self.settings.reservation_ttl_s)
         self.prefixes = PrefixIndex()
+        self.transfer = TransferTime()
+        """How long KV takes from replica to replica."""
+        self.has_roles = False
+        """Whether any replica is not ``mixed``."""
         self.ids: list[str] = []
         """Replica of each row; empty where the row is free. A new list whenever that changes, so
         who keeps this one knows later what the rows were."""
@@ -130,6 +142,7 @@ class Fleet:
         self._heard_s: Floats = np.zeros(0)
         self._gone_until_s: Floats = np.zeros(0)
         self._willing: NDArray[np.bool_] = np.zeros(0, bool)
+        self._roles: Ints = np.zeros(0, np.int64)
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -143,6 +156,9 @@ class Fleet:
         if row is None:
             row = self._join(replica_id)
         self._heard_s[row] = now_s
+        self._set_role(row, _CODES[report.role])
+        if report.transfers.count:
+            self._learn(self._reports[row], report.transfers)
         self._willing[row] = not report.draining and replica_id not in self._closed
         self._reports[row] = report
         pieces = report.latency.pieces
@@ -162,6 +178,7 @@ class Fleet:
         self._rooms[row] = 0
         self._reports[row] = None
         self._willing[row] = False
+        self._set_role(row, 0)
         self._free.append(row)
         return True
 
@@ -215,6 +232,15 @@ class Fleet:
         if not len(rows):
             rows = np.flatnonzero(willing & (silent_s < self.settings.stale_after_s))
         return rows
+
+    def of_role(self, rows: Ints, role: Role) -> Ints:
+        """Those of ``rows`` whose replica has a role."""
+        own: Ints = rows[self._roles[rows] == _CODES[role]]
+        return own
+
+    def role_of(self, row: int) -> Role:
+        """The role of a row's replica."""
+        return ROLES[self._roles[row]]
 
     def condition(self, row: int, now_s: float) -> Condition:
         """Whether a replica may be chosen (``fresh``), or why not, or only where no other is left
@@ -276,6 +302,22 @@ class Fleet:
         for replica_id in self.ledger.expire(now_s):
             self._again(replica_id)
 
+    def _set_role(self, row: int, code: int) -> None:
+        if self._roles[row] != code:
+            self._roles[row] = code
+            self.has_roles = bool(self._roles.any())
+
+    def _learn(self, before: Report | None, now: Transfers) -> None:
+        """A replica has taken over ``now`` since its start: learn from what came since ``before``,
+        or from all of it where it has started anew."""
+        then = before.transfers if before is not None else NO_TRANSFERS
+        if now.count < then.count or now.seconds < then.seconds or now.tokens < then.tokens:
+            then = NO_TRANSFERS
+        if now.count > then.count:
+            self.transfer.see(
+                now.count - then.count, now.seconds - then.seconds, now.tokens - then.tokens
+            )
+
     def _join(self, replica_id: str) -> int:
         if not self._free:
             self._grow(max(_FIRST_REPLICAS, 2 * len(self.ids)))
@@ -292,7 +334,7 @@ class Fleet:
         self._free.extend(range(rows - 1, len(self.ids) - 1, -1))
         self.ids = self.ids + [""] * more
         self._reports.extend([None] * more)
-        for name in ("figures", "pieces", "starts", "_rooms"):
+        for name in ("figures", "pieces", "starts", "_rooms", "_roles"):
             array = getattr(self, name)
             room = np.zeros((more, *array.shape[1:]), array.dtype)
             setattr(self, name, np.concatenate((array, room)))

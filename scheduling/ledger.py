@@ -6,9 +6,13 @@ arrives between two reports would go to the same, seemingly idle replica.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterable
+from math import inf
 from typing import NamedTuple
+
+_MOST_STALE = 1_024
+"""Ended reservations whose ends may be kept beside those of the others."""
 
 
 class Reservation(NamedTuple):
@@ -24,6 +28,8 @@ class Reservation(NamedTuple):
         tpot_s: its time per later token; infinite if none is stated.
         priority: its weight.
         output_tokens: expected length of its output.
+        awaited_s: until when nothing need be heard of it there, because another replica computes
+            its prompt first.
     """
 
     replica_id: str
@@ -36,6 +42,7 @@ class Reservation(NamedTuple):
     tpot_s: float
     priority: float
     output_tokens: float
+    awaited_s: float = -inf
 
 
 class Ledger:
@@ -46,11 +53,13 @@ class Ledger:
     Methods name the replicas whose reservations changed.
 
     All times are seconds on one monotonic clock of the caller's; they must not run backwards.
-    ``O(1)`` amortised per reservation.
+    ``O(log n)`` amortised per reservation, ``O(1)`` where they expire in the order in which they
+    are made.
 
     Args:
-        ttl_s: age at which a reservation expires, seconds.
-        limit: most reservations; the oldest goes when another one is made.
+        ttl_s: age at which a reservation expires, seconds; of one that is awaited later, counted
+            from then.
+        limit: most reservations; the one that would expire first goes when another one is made.
 
     Raises:
         ValueError: ``ttl_s`` or ``limit`` is not positive.
@@ -61,8 +70,9 @@ class Ledger:
             raise ValueError(f"ttl_s and limit must be positive, got {ttl_s} and {limit}")
         self._ttl_s = ttl_s
         self._limit = limit
-        # An OrderedDict, not a dict: taking the oldest of a dict again and again is quadratic.
-        self._entries: OrderedDict[int, Reservation] = OrderedDict()
+        self._entries: dict[int, Reservation] = {}
+        # When each expires, and its key: a heap, which also holds some that have ended already.
+        self._ends: list[tuple[float, int]] = []
         self._of_replica: dict[str, dict[int, Reservation]] = {}
         self.expired = 0
         """Reservations that ended by age or because the ledger was full, since the start."""
@@ -90,11 +100,12 @@ class Ledger:
         if earlier is not None:
             changed.add(earlier)
         elif len(self._entries) >= self._limit:
-            oldest = self._end(next(iter(self._entries)))
-            self.expired += 1
-            if oldest is not None:
-                changed.add(oldest)
+            changed.add(self._end_next())
         self._entries[key] = made
+        heapq.heappush(self._ends, (self._ends_s(made), key))
+        if len(self._ends) > 2 * len(self._entries) + _MOST_STALE:
+            self._ends = [(self._ends_s(each), own) for own, each in self._entries.items()]
+            heapq.heapify(self._ends)
         self._of_replica.setdefault(made.replica_id, {})[key] = made
         return changed
 
@@ -114,16 +125,32 @@ class Ledger:
         return len(keys)
 
     def expire(self, now_s: float) -> set[str]:
-        """End the reservations that are ``ttl_s`` old or older."""
+        """End the reservations whose time is up."""
         changed: set[str] = set()
-        while self._entries:
-            key, oldest = next(iter(self._entries.items()))
-            if now_s - oldest.made_s < self._ttl_s:
-                break
-            self._end(key)
-            self.expired += 1
-            changed.add(oldest.replica_id)
+        while self._next() is not None and self._ends[0][0] <= now_s:
+            changed.add(self._end_next())
         return changed
+
+    def _ends_s(self, made: Reservation) -> float:
+        return max(made.made_s, made.awaited_s) + self._ttl_s
+
+    def _next(self) -> Reservation | None:
+        """The one that expires first; it is on top of the heap then."""
+        while self._ends:
+            ends_s, key = self._ends[0]
+            made = self._entries.get(key)
+            if made is not None and self._ends_s(made) == ends_s:
+                return made
+            heapq.heappop(self._ends)
+        return None
+
+    def _end_next(self) -> str:
+        """End the one that expires first, of which there must be one; name its replica."""
+        made = self._next()
+        assert made is not None
+        self._end(self._ends[0][1])
+        self.expired += 1
+        return made.replica_id
 
     def _end(self, key: int) -> str | None:
         made = self._entries.pop(key, None)

@@ -82,6 +82,12 @@ SUMMARY = np.dtype(
         ("reserved_bytes", "<i8"),  # memory kept for suspended prefills, on one worker
         ("stop_s", "<f8"),  # time from the signals to the stops
         ("stop_histogram", "<i8", (len(STOP_BUCKETS_S) + 1,)),
+        # Of engines that take over the KV of prompts that other replicas have computed:
+        ("transfers", "<i8"),  # that arrived
+        ("transfer_seconds", "<f8"),  # that those took, from the wish for the KV to its arrival
+        ("transfer_tokens", "<i8"),  # of the prompts, that were moved
+        ("transfer_bytes", "<i8"),
+        ("transfer_failures", "<i8"),  # KV that could not be had: its prompts were computed here
     ]
 )
 """Counters and gauges of an engine's scheduler; counters only grow."""

@@ -11,6 +11,7 @@ from controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
+from scheduling.roles import Role
 from scheduling.state import ROW, RUNNING, SUMMARY, WAITING
 
 PROFILE = LatencyProfile.of("test", LinearLatency(a=0.004, b=0.0001, c=0.000001))
@@ -89,6 +90,7 @@ def hello(
     capacity: int = 64,
     draining: bool = False,
     preempts: bool = False,
+    role: Role = "mixed",
 ) -> ReplicaHello:
     """A registration whose rows fill the first slots."""
     return ReplicaHello(
@@ -96,7 +98,7 @@ def hello(
         node_id="node",
         model="model",
         policy="fcfs",
-        role="both",
+        role=role,
         max_batch_tokens=2_048,
         max_sequences=256,
         block_tokens=16,

@@ -10,8 +10,10 @@ from scheduling import fleet_rows
 from scheduling.fleet import Fleet, FleetSettings, Report
 from scheduling.latency import LatencyModel, LinearLatency
 from scheduling.objective import SLO
+from scheduling.roles import Role
 from scheduling.routing import Job, RouteQuery
 from scheduling.state import ROW, RUNNING, WAITING
+from scheduling.transfer import NO_TRANSFERS, Transfers
 
 MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)
 PLAIN = SLO(ttft_s=1.0, tpot_s=0.1)
@@ -55,12 +57,15 @@ def report(
     places: int = 256,
     draining: bool = False,
     preempts: bool = False,
+    role: Role = "mixed",
+    transfers: Transfers = NO_TRANSFERS,
 ) -> Report:
     """A report of a replica that has just ended a step, on the fleet's own clock."""
     table = np.array(list(rows), ROW)
     return Report(
-        table, made_s, 0.0, made_s, latency, free_blocks, 20_000, 16, places, draining, preempts
-    )
+        table, made_s, 0.0, made_s, latency, free_blocks, 20_000, 16, places, draining, preempts,
+        role, transfers,
+    )  # fmt: skip
 
 
 def fleet_of(*reports: Report, now_s: float = 0.0, settings: FleetSettings | None = None) -> Fleet:
