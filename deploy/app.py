@@ -15,13 +15,22 @@ from ray.serve.config import RequestRouterConfig
 
 from deploy.autoscaling import serve_autoscaling
 from deploy.config import SluiceConfig, parse_config
-from deploy.models import ModelConfig, ModelFleet
+from deploy.models import ModelFleet
 from replica.deployment import ReplicaServer
+from replica.pools import Pool
 from router.app import Router, ServedModel
+from scheduling.roles import Role
 from telemetry.config import TelemetryConfig
 
-REPLICA_DEPLOYMENT = "Replica"
+REPLICA_DEPLOYMENTS: dict[Role, str] = {
+    "mixed": "Replica",
+    "prefill": "Prefill",
+    "decode": "Decode",
+}
 ROUTER_DEPLOYMENT = "Router"
+
+OTHER_POOL_WAIT_S = 0.25
+"""How long a request waits for the first replica of a pool where it may go to another, seconds."""
 
 _ADMITTED_BY_CONTROLLER = 1_000_000
 """Serve must not queue: the router and the replica bound what they take and refuse the rest."""
@@ -54,55 +63,60 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         for fleet in config.fleets
     )
     return router.bind(
-        {fleet.model: _replicas(fleet, config.telemetry) for fleet in config.fleets},
+        {
+            fleet.model: {
+                pool.role: _replicas(fleet, pool, config.telemetry) for pool in fleet.pools
+            }
+            for fleet in config.fleets
+        },
         models,
         config.router,
         config.telemetry,
     )
 
 
-def deployment_name(key: str | None) -> str:
-    """Name of the deployment of a model's replicas; see :class:`~deploy.models.ModelFleet`."""
-    return REPLICA_DEPLOYMENT if key is None else f"{REPLICA_DEPLOYMENT}-{key}"
+def deployment_name(key: str | None, role: Role = "mixed") -> str:
+    """Name of the deployment of a pool of a model's replicas; see
+    :class:`~deploy.models.ModelFleet`."""
+    name = REPLICA_DEPLOYMENTS[role]
+    return name if key is None else f"{name}-{key}"
 
 
-def _replicas(fleet: ModelFleet, telemetry: TelemetryConfig) -> Application:
-    """The replicas of one model."""
-    config, key = fleet.config, fleet.key
-    autoscaling = config.replica.autoscaling
-    size: dict[str, Any] = {"num_replicas": config.replica.count}
-    if autoscaling is not None:
-        size = {"autoscaling_config": serve_autoscaling(autoscaling)}
-    if config.replica.max_per_node is not None:
-        size["max_replicas_per_node"] = config.replica.max_per_node
+def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Application:
+    """One pool of one model's replicas."""
+    controller, replica = fleet.config.controller, pool.replica
+    size: dict[str, Any] = {"num_replicas": replica.count}
+    if replica.autoscaling is not None:
+        size = {"autoscaling_config": serve_autoscaling(replica.autoscaling)}
+    if replica.max_per_node is not None:
+        size["max_replicas_per_node"] = replica.max_per_node
+    actor: dict[str, Any] = {"num_cpus": replica.num_cpus, "num_gpus": gpus_per_replica(pool)}
+    if replica.node_labels:
+        actor["label_selector"] = dict(replica.node_labels)
+    hints: dict[str, Any] = {"controller": controller.model_dump(mode="json"), "key": fleet.key}
+    if len(fleet.pools) > 1:
+        hints["no_replica_wait_s"] = OTHER_POOL_WAIT_S
     replicas = serve.deployment(ReplicaServer).options(
-        name=deployment_name(key),
+        name=deployment_name(fleet.key, pool.role),
         **size,
-        ray_actor_options={
-            "num_cpus": config.replica.num_cpus,
-            "num_gpus": gpus_per_replica(config),
-        },
+        ray_actor_options=actor,
         max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
-        health_check_period_s=config.replica.health_check_period_s,
+        health_check_period_s=replica.health_check_period_s,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=config.replica.drain_timeout_s,
+        graceful_shutdown_timeout_s=replica.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=RequestRouterConfig(
-            request_router_class="router.hint_router:HintRouter",
-            request_router_kwargs={
-                "controller": config.controller.model_dump(mode="json"),
-                "key": key,
-            },
+            request_router_class="router.hint_router:HintRouter", request_router_kwargs=hints
         ),
     )
-    return replicas.bind(config.engine, config.replica, config.controller, key, telemetry)
+    return replicas.bind(pool.engine, replica, controller, fleet.key, telemetry, pool.role)
 
 
-def gpus_per_replica(config: SluiceConfig | ModelConfig) -> float:
+def gpus_per_replica(pool: Pool) -> float:
     """Ray GPUs of one replica: as configured, else 1 for the CUDA build of vLLM and 0 otherwise."""
-    if config.replica.num_gpus is not None:
-        return config.replica.num_gpus
-    return 1.0 if config.engine.kind == "vllm" and has_cuda_vllm() else 0.0
+    if pool.replica.num_gpus is not None:
+        return pool.replica.num_gpus
+    return 1.0 if pool.engine.kind == "vllm" and has_cuda_vllm() else 0.0
 
 
 def has_cuda_vllm() -> bool:

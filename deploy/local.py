@@ -120,7 +120,7 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
     # themselves.
     needed = config.router.replicas + sum(
-        fleet.config.replica.most * fleet.config.replica.num_cpus + 1  # its controller
+        sum(pool.replica.most * pool.replica.num_cpus for pool in fleet.pools) + 1  # its controller
         for fleet in config.fleets
     )
     ray.init(
@@ -138,15 +138,14 @@ def _check_gpus(config: SluiceConfig) -> None:
 
     from deploy.app import gpus_per_replica
 
-    replicas = sum(fleet.config.replica.first for fleet in config.fleets)
-    wanted = sum(
-        gpus_per_replica(fleet.config) * fleet.config.replica.first for fleet in config.fleets
-    )
+    pools = [pool for fleet in config.fleets for pool in fleet.pools]
+    replicas = sum(pool.replica.first for pool in pools)
+    wanted = sum(gpus_per_replica(pool) * pool.replica.first for pool in pools)
     seen = ray.cluster_resources().get("GPU", 0)
     if wanted > seen:
         raise StartError(
             f"{replicas} replicas want {wanted:g} GPUs and Ray sees {seen:g}; set "
-            "--replicas, or replica.num_gpus in the configuration"
+            "--replicas, or num_gpus and the numbers of replicas in the configuration"
         )
 
 
@@ -162,7 +161,8 @@ def deploy(config: SluiceConfig, stop: threading.Event, report: Callable[[str], 
 
     # Waiting is left to _wait_ready, which says what it waits for. Without autoscaling the number
     # of replicas can be set from outside (Serve's scale call); Serve allows one or the other.
-    fixed = all(fleet.config.replica.autoscaling is None for fleet in config.fleets)
+    pools = [pool for fleet in config.fleets for pool in fleet.pools]
+    fixed = all(pool.replica.autoscaling is None for pool in pools)
     run_many(
         [RunTarget(build(config), name=config.name, external_scaler_enabled=fixed)],
         wait_for_ingress_deployment_creation=False,

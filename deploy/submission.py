@@ -149,7 +149,9 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
     args.pop("name", None)
     for section in (args, *(args.get("models") or {}).values()):
         if section and section.get("replica"):
-            section["replica"].pop("count", None)
+            for sized in (section["replica"], *(section["replica"].get("pools") or {}).values()):
+                if sized:
+                    sized.pop("count", None)
     router = args.get("router") or {}
     for holder in (router, router.get("admin") or {}, router.get("metrics") or {}):
         for field in ("api_keys", "keys"):
@@ -161,9 +163,10 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
         "import_path": "deploy.app:build",
         "args": args,
         "deployments": [
-            {"name": deployment_name(fleet.key), "num_replicas": fleet.config.replica.count}
+            {"name": deployment_name(fleet.key, pool.role), "num_replicas": pool.replica.count}
             for fleet in config.fleets
-            if fleet.config.replica.autoscaling is None
+            for pool in fleet.pools
+            if pool.replica.autoscaling is None
         ],
     }
 

@@ -21,6 +21,7 @@ from replica.engine import Engine, EngineRequest, ResponseItem
 from replica.metrics import ReplicaCollector
 from replica.server import Replica
 from replica.simulated_engine import SimulatedEngine
+from scheduling.roles import Role
 from telemetry.config import TelemetryConfig
 from telemetry.logs import configure_logs
 from telemetry.tracing import make_tracer
@@ -44,6 +45,7 @@ class ReplicaServer:
         controller: to create the controller where there is none.
         key: of its model, where the application has several; see :func:`fleet_name`.
         telemetry: how it logs, and whether it traces.
+        role: what it does of a request.
 
     Raises:
         ValueError: a configured latency profile is not one; or it should trace, and OpenTelemetry
@@ -58,6 +60,7 @@ class ReplicaServer:
         controller: ControllerConfig,
         key: str | None = None,
         telemetry: TelemetryConfig = _PLAIN,
+        role: Role = "mixed",
     ) -> None:
         context = serve.get_replica_context()
         replica_id = context.replica_id.unique_id
@@ -81,6 +84,7 @@ class ReplicaServer:
             replica,
             self._client,
             self._tracer,
+            role,
         )
         self._configured = ConfiguredReplicas()
         registry.register(

@@ -30,6 +30,7 @@ from replica.engine import (
 from replica.openai_format import error_body
 from replica.reporter import Membership, Reporter, ReportTarget
 from replica.request_trace import RequestTrace
+from scheduling.roles import Role
 from scheduling.state import SUMMARY
 from telemetry.logs import of_request
 from telemetry.tracing import Tracer
@@ -93,6 +94,7 @@ class Replica:
         config: limits and periods.
         target: the controller's client.
         tracer: makes spans of requests that are traced; ``None``: tracing is off.
+        role: what it does of a request, as its pool is configured.
     """
 
     def __init__(
@@ -103,7 +105,9 @@ class Replica:
         config: ReplicaConfig,
         target: ReportTarget,
         tracer: Tracer | None = None,
+        role: Role = "mixed",
     ) -> None:
+        self.role = role
         self.replica_id = replica_id
         self._node_id = node_id
         self._engine = engine
@@ -135,7 +139,10 @@ class Replica:
         """
         self._info = await self._engine.start()
         member = Membership(
-            self.replica_id, self._node_id, table_capacity(self._config.max_live_requests)
+            self.replica_id,
+            self._node_id,
+            table_capacity(self._config.max_live_requests),
+            self.role,
         )
         self._reporter = Reporter(
             self._engine.state,

@@ -24,6 +24,7 @@ from router.metrics import RouterMetrics
 from router.metrics_page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
 from router.serve_replicas import ServeReplicas
 from router.telemetry import Telemetry
+from scheduling.roles import Role
 from telemetry.config import TelemetryConfig
 from telemetry.logs import configure_logs
 from telemetry.tracing import make_tracer
@@ -48,7 +49,7 @@ class _Part:
     """One model in this process: the way to its controller and to its replicas."""
 
     def __init__(
-        self, model: ServedModel, replicas: DeploymentHandle, config: RouterConfig
+        self, model: ServedModel, pools: Mapping[Role, DeploymentHandle], config: RouterConfig
     ) -> None:
         context = serve.get_replica_context()
         self.metrics = metrics = RouterMetrics()
@@ -62,7 +63,7 @@ class _Part:
             self.client, metrics.registry, f"router-{context.replica_id.unique_id}"
         )
         self.page = ControllerMetricsPage(self.client, self.pusher, metrics.registry)
-        serve_replicas = ServeReplicas(replicas, lambda: self.client.closed)
+        serve_replicas = ServeReplicas(pools, lambda: self.client.closed)
         self.fleet = Fleet(
             model.name,
             Dispatcher(self.client, serve_replicas, metrics, config),
@@ -77,7 +78,8 @@ class Router:
     """One router replica. The application builder makes a deployment of it.
 
     Args:
-        replicas: each model's deployment of replicas, with the hint router, by the model's name.
+        replicas: each model's deployments of replicas, with the hint router, by the model's name
+            and by role.
         models: the same models.
         config: of this router.
         telemetry: how it logs, and whether it traces.
@@ -88,7 +90,7 @@ class Router:
 
     def __init__(
         self,
-        replicas: Mapping[str, DeploymentHandle],
+        replicas: Mapping[str, Mapping[Role, DeploymentHandle]],
         models: Sequence[ServedModel],
         config: RouterConfig,
         telemetry: TelemetryConfig,

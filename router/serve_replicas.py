@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -24,6 +25,9 @@ from router.answer import ReplicaFailedError
 from router.errors import Reason
 from router.hint import Hint, NoReplicaError
 from scheduling.roles import Role
+
+WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
+"""Pools in the order in which they are asked to serve a request whole."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,37 +78,51 @@ class ServeStream:
 
 
 class ServeReplicas:
-    """Calls replicas over a handle whose deployment uses :class:`~router.hint_router.HintRouter`.
+    """Calls replicas over handles whose deployments use
+    :class:`~router.hint_router.HintRouter`.
 
     To be made on the event loop that calls it.
 
     Args:
-        handle: of the deployment.
+        pools: a handle for each role that has a deployment, at least one.
         closed: the replicas that an operator has closed to new requests, as of now.
     """
 
     def __init__(
-        self, handle: DeploymentHandle, closed: Callable[[], Collection[str]] = tuple
+        self,
+        pools: Mapping[Role, DeploymentHandle],
+        closed: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self.roles: Sequence[Role] = ("mixed",)
+        self.roles: Sequence[Role] = tuple(role for role in WHOLE if role in pools)
         self._closed = closed
-        self._generate = handle.options(method_name="generate", stream=True)
-        self._models = handle.options(method_name="models")
+        self._generate = {
+            role: handle.options(method_name="generate", stream=True)
+            for role, handle in pools.items()
+        }
+        self._models = {
+            role: handle.options(method_name="models") for role, handle in pools.items()
+        }
 
     def generate(
-        self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role = "mixed"
+        self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ServeStream:
         """Send a request; see :class:`~router.dispatch.Replicas`."""
         hint = Hint(target, tuple(avoid), tuple(self._closed())).encode()
-        return ServeStream(self._generate.remote(request, **{wire.TARGET_KWARG: hint}))
+        return ServeStream(self._generate[role].remote(request, **{wire.TARGET_KWARG: hint}))
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body of any replica.
 
         Raises:
-            ReplicaFailedError: it did not answer.
+            ReplicaFailedError: no pool answered, and it tells of the last one.
         """
-        response = self._models.remote()
+        for role in self.roles[:-1]:
+            with contextlib.suppress(ReplicaFailedError):
+                return await self._models_of(role)
+        return await self._models_of(self.roles[-1])
+
+    async def _models_of(self, role: Role) -> dict[str, Any]:
+        response = self._models[role].remote()
         try:
             models: dict[str, Any] = await response
         except asyncio.CancelledError:

@@ -24,6 +24,10 @@ MODELS: dict[str, Any] = {
     "engine": {"kind": "simulated"},
     "models": {"small": {"replica": {"count": 4}}, "large": None},
 }
+POOLS: dict[str, Any] = {
+    "engine": {"kind": "simulated"},
+    "replica": {"pools": {"prefill": {"count": 2}, "decode": {"count": 3}, "mixed": {}}},
+}
 
 
 def version(application: dict[str, Any]) -> str:
@@ -38,7 +42,7 @@ def changed(section: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_serve_and_sluice_accept_it() -> None:
-    for data in (CONFIG, MODELS, {}):
+    for data in (CONFIG, MODELS, POOLS, {}):
         application = application_of(data, "chat", "/chat")
         ServeDeploySchema.model_validate({"applications": [application]})
         parse_config(application["args"])
@@ -63,6 +67,23 @@ def test_each_model_has_its_own_number_of_replicas() -> None:
     deployments = application_of(MODELS, "sluice", "/")["deployments"]
     assert [each["num_replicas"] for each in deployments] == [4, 2]
     assert len({each["name"] for each in deployments}) == 2
+
+
+def test_each_pool_has_its_own_number_of_replicas() -> None:
+    before = application_of(POOLS, "sluice", "/")
+    assert {each["name"]: each["num_replicas"] for each in before["deployments"]} == {
+        "Replica": 1,
+        "Prefill": 2,
+        "Decode": 3,
+    }
+    more = {"prefill": {"count": 5}, "decode": {"count": 3}, "mixed": {}}
+    after = application_of({**POOLS, "replica": {"pools": more}}, "sluice", "/")
+    assert version(before) == version(after)
+    assert {"name": "Prefill", "num_replicas": 5} in after["deployments"]
+    fewer = {"prefill": {"count": 2}, "decode": {"count": 3}}
+    assert version(before) != version(
+        application_of({**POOLS, "replica": {"pools": fewer}}, "sluice", "/")
+    )
 
 
 def test_replicas_that_scale_by_themselves_are_given_no_number() -> None:

@@ -46,7 +46,7 @@ async def replicas() -> AsyncIterator[ServeReplicas]:
     with own_ray(num_cpus=4):
         try:
             await asyncio.to_thread(deploy)
-            yield ServeReplicas(serve.get_deployment_handle("TinyReplica", APP))
+            yield ServeReplicas({"mixed": serve.get_deployment_handle("TinyReplica", APP)})
         finally:
             await serve.shutdown_async()
             stop_controller(APP)
@@ -77,7 +77,7 @@ def start(
 ) -> ServeStream:
     body = {"do": do}
     request = EngineRequest(uuid.uuid4().hex, "chat", body, SLO())
-    return replicas.generate(request, target, avoid)
+    return replicas.generate(request, target, avoid, "mixed")
 
 
 async def ask(replicas: ServeReplicas, *where: Any) -> dict[str, Any]:
@@ -145,7 +145,7 @@ async def test_closed_replicas_get_only_what_is_sent_there(replicas: ServeReplic
     names = await names_of(replicas)
     closed: list[str] = []
     handle = serve.get_deployment_handle("TinyReplica", APP)
-    some = ServeReplicas(handle, lambda: closed)
+    some = ServeReplicas({"mixed": handle}, lambda: closed)
     closed += names[:2]
     for where in ((None,), ("unknown",), (None, (names[2],)), (None, (names[0],))):
         answers = await asyncio.gather(*(ask(some, *where) for _ in range(10)))
