@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from replica.state_table import RowUpdate, StateTable, TableFullError
+from replica.transfer.counts import TransferCounts
 from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from scheduling.batching.best_effort import longest_wait_s
 from scheduling.latency import LatencyModel, LinearLatency, OnlineCorrection, StepSample
@@ -123,6 +124,8 @@ class LocalScheduler:
         log: BatchLog | None = None,
     ) -> None:
         self.requests: dict[str, TrackedRequest] = {}
+        self.transfers = TransferCounts()
+        """Of prompts whose KV comes from another engine."""
         self._policy = policy
         self._table = table
         self._base_model = model
@@ -221,6 +224,10 @@ class LocalScheduler:
         self._table.count("plan_histogram", bisect_left(PLAN_BUCKETS_S, elapsed))
         return plan
 
+    def update(self, rows: Sequence[RowUpdate]) -> None:
+        """Write rows that changed outside a step."""
+        self._table.write([row for row in rows if row.slot != _NO_SLOT])
+
     def publish(self, **summary: Any) -> None:
         """Write further fields of the state table's summary."""
         self._table.write((), **summary)
@@ -310,6 +317,7 @@ class LocalScheduler:
             plan_mismatches=self._mismatches,
             plan_seconds_sum=self._plan_seconds,
             step_ratio_sum=self._ratio_sum,
+            **self.transfers.summary(),
         )
 
     def _record(

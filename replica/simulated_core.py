@@ -23,7 +23,8 @@ class SimulatedSequence:
     """One sequence: a prompt, and the number of tokens that it will produce.
 
     ``owner`` and ``choice`` are the submitter's and mean nothing here. ``live`` ends when the
-    sequence has produced ``output_tokens`` or was aborted.
+    sequence has produced ``output_tokens`` or was aborted. ``prefill_only``: it ends with its
+    prompt, and says nothing of how long outputs are.
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class SimulatedSequence:
         "live",
         "output_tokens",
         "owner",
+        "prefill_only",
         "prompt_tokens",
         "running",
         "tracked",
@@ -49,6 +51,8 @@ class SimulatedSequence:
         output_tokens: int,
         owner: Any,
         choice: int,
+        computed: int = 0,
+        prefill_only: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.tracked = tracked
@@ -56,7 +60,8 @@ class SimulatedSequence:
         self.output_tokens = output_tokens
         self.owner = owner
         self.choice = choice
-        self.computed = 0
+        self.prefill_only = prefill_only
+        self.computed = computed
         self.emitted = 0
         self.blocks = 0
         self.running = False
@@ -104,6 +109,13 @@ class SimulatedSequence:
         )
 
 
+class Transfer(NamedTuple):
+    """KV on its way from another engine: since when, and until when. Monotonic seconds."""
+
+    asked_s: float
+    ready_s: float
+
+
 class SimulatedStep(NamedTuple):
     """A batch under way: how long it takes, and what runs in it."""
 
@@ -126,6 +138,9 @@ class SimulatedCore:
         self, config: SimulatedEngineConfig, scheduler: LocalScheduler, table: StateTable
     ) -> None:
         self.live: dict[str, SimulatedSequence] = {}
+        """Those that could run, by engine id."""
+        self._awaited: dict[str, tuple[Transfer, SimulatedSequence]] = {}
+        # Those whose KV is on its way, by engine id.
         self.free_blocks = config.kv_blocks
         self.max_model_tokens = min(config.max_model_tokens, config.kv_blocks * config.block_tokens)
         self._config = config
@@ -149,8 +164,11 @@ class SimulatedCore:
         owner: Any = None,
         choice: int = 0,
         best_effort: bool = False,
+        transfer: Transfer | None = None,
+        prefill_only: bool = False,
     ) -> SimulatedSequence:
-        """Queue a sequence.
+        """Queue a sequence. With a ``transfer`` the KV of its prompt comes from another engine; it
+        takes its blocks when it begins to run.
 
         Raises:
             ValueError: it could never run: no prompt, no output, or longer than the model allows.
@@ -174,9 +192,25 @@ class SimulatedCore:
             output_tokens,
             owner,
             choice,
+            # The last token is always computed, for what follows it.
+            0 if transfer is None else prompt_tokens - 1,
+            prefill_only,
         )
-        self.live[engine_id] = sequence
+        if transfer is None:
+            self.live[engine_id] = sequence
+        else:
+            self._awaited[engine_id] = transfer, sequence
+            self._scheduler.update([sequence.row()])
         return sequence
+
+    @property
+    def queued(self) -> int:
+        """Sequences that have not ended."""
+        return len(self.live) + len(self._awaited)
+
+    def next_arrival_s(self) -> float | None:
+        """When the next KV from another engine arrives; ``None``: none is on its way."""
+        return min((transfer.ready_s for transfer, _ in self._awaited.values()), default=None)
 
     def abort(self, sequence: SimulatedSequence, now_s: float) -> None:
         """Drop a sequence and free what it holds. One that has ended is ignored."""
@@ -188,18 +222,26 @@ class SimulatedCore:
             self._table.write(
                 (),
                 updated_s=now_s,
-                waiting=len(self.live) - len(self._running),
+                waiting=self.queued - len(self._running),
                 running=len(self._running),
                 free_kv_blocks=self.free_blocks,
                 total_kv_blocks=self._config.kv_blocks,
             )
 
+    def _admit_arrived(self, now_s: float) -> None:
+        arrived = [each for each in self._awaited.values() if each[0].ready_s <= now_s]
+        for transfer, sequence in arrived:
+            del self._awaited[sequence.engine_id]
+            self.live[sequence.engine_id] = sequence
+            self._scheduler.transfers.arrived(now_s - transfer.asked_s, sequence.computed, 0)
+
     def begin(self, now_s: float) -> SimulatedStep | None:
-        """Plan and start the next batch; ``None`` if no request is live.
+        """Plan and start the next batch; ``None`` if no request could run.
 
         Raises:
             RuntimeError: nothing could run although requests are live: a fault in the engine.
         """
+        self._admit_arrived(now_s)
         if not self.live:
             return None
         config = self._config
@@ -305,7 +347,7 @@ class SimulatedCore:
             step.in_flight,
             now_s,
             updates,
-            len(self.live) - running,
+            self.queued - len(self._running),
             running,
             self.free_blocks,
             self._config.kv_blocks,
@@ -321,10 +363,11 @@ class SimulatedCore:
 
     def _end(self, sequence: SimulatedSequence) -> None:
         sequence.live = False
-        del self.live[sequence.engine_id]
+        self.live.pop(sequence.engine_id, None)
+        self._awaited.pop(sequence.engine_id, None)
         self._running.pop(sequence.engine_id, None)
         self._release(sequence)
-        ended = sequence.emitted == sequence.output_tokens
+        ended = sequence.emitted == sequence.output_tokens and not sequence.prefill_only
         self._scheduler.forget(sequence.engine_id, sequence.emitted if ended else None)
 
     def _release(self, sequence: SimulatedSequence) -> None:

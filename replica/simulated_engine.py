@@ -20,6 +20,7 @@ from replica.engine import (
     EngineDeadError,
     EngineInfo,
     EngineRequest,
+    Handoff,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
@@ -29,8 +30,9 @@ from replica.engine import (
 )
 from replica.local_scheduler import BatchLog, LocalScheduler
 from replica.openai_format import Call, RequestError, ResponseWriter, models_body, parse_call
-from replica.simulated_core import SimulatedCore, SimulatedSequence
+from replica.simulated_core import SimulatedCore, SimulatedSequence, Transfer
 from replica.state_table import StateTable
+from replica.transfer.requests import check_transfer
 from scheduling.batching import make_policy
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile
@@ -57,6 +59,7 @@ class _LiveCall:
         "emitted",
         "first_choice_s",
         "left",
+        "prefill_only",
         "progress",
         "received_s",
         "request_id",
@@ -65,9 +68,10 @@ class _LiveCall:
         "stream",
     )
 
-    def __init__(self, request_id: str, call: Call, received_s: float) -> None:
-        self.request_id = request_id
-        self.stream = call.stream
+    def __init__(self, request: EngineRequest, call: Call, received_s: float) -> None:
+        self.request_id = request.request_id
+        self.prefill_only = request.prefill_only
+        self.stream = call.stream and not request.prefill_only
         self.received_s = received_s
         self.sequences: list[SimulatedSequence] = []
         self.emitted = [0] * call.choices
@@ -82,7 +86,8 @@ class SimulatedEngine:
     """An engine without a model; see :class:`replica.engine.Engine`.
 
     Sequences share no KV, also not those of one prompt. The model is at most as long as the KV
-    holds.
+    holds. KV that another engine hands over is a name for the prompt, and takes time to come; one
+    that is not this prompt's cannot be had.
 
     Args:
         config: ``config.simulated`` is the truth; the planner knows it exactly, unless
@@ -115,6 +120,9 @@ class SimulatedEngine:
             profile.model.with_headroom(config.headroom),
             log,
         )
+        self._replica_id = replica_id
+        self._config = config.simulated
+        self._scheduler = scheduler
         self._core = SimulatedCore(config.simulated, scheduler, self._table)
         self._info = EngineInfo(
             model=config.served_model_name or config.model,
@@ -146,6 +154,7 @@ class SimulatedEngine:
         await self.check_health()
         received_s = self._clock()
         try:
+            check_transfer(request)
             call = parse_call(
                 request.endpoint, request.body, self._info.model, self._info.max_model_tokens
             )
@@ -157,26 +166,31 @@ class SimulatedEngine:
             return
         try:
             writer = ResponseWriter(call, request.request_id, self._info.model, int(time.time()))
-            respond = self._stream if call.stream else self._respond
-            async for item in respond(live, writer):
+            if live.prefill_only:
+                respond = self._prefill(live, call)
+            elif live.stream:
+                respond = self._stream(live, writer)
+            else:
+                respond = self._respond(live, writer)
+            async for item in respond:
                 yield item
-            if not live.aborted:
-                offsets = () if call.stream else tuple(live.first_choice_s)
+            if not live.aborted and not live.prefill_only:
+                offsets = () if live.stream else tuple(live.first_choice_s)
                 prompt_tokens = sum(prompt.tokens for prompt in call.prompts)
-                started_s = received_s if live.started_s is None else live.started_s
-                queued_s = started_s - received_s
+                queued_s = _queued_s(live)
                 yield ResponseTail(prompt_tokens, sum(live.emitted), offsets, queued_s)
         finally:
             self._drop(live)
 
     def _submit(self, call: Call, request: EngineRequest, received_s: float) -> _LiveCall:
         limit = self._table.capacity
-        if len(self._core.live) + call.choices > limit:
+        if self._core.queued + call.choices > limit:
             message = f"The engine has room for {limit} sequences at once. Try again later."
             raise RequestError(message, None, 503, "ServiceUnavailableError")
-        live = _LiveCall(request.request_id, call, received_s)
+        live = _LiveCall(request, call, received_s)
         arrival_s = received_s - request.waited_s
         key = request_key(request.request_id)
+        transfer = self._transfer(call, request, received_s)
         for choice in range(call.choices):
             sequence = self._core.submit(
                 request.request_id,
@@ -184,16 +198,45 @@ class SimulatedEngine:
                 request.slo,
                 arrival_s,
                 call.prompts[choice // call.n].tokens,
-                call.max_tokens,
+                1 if live.prefill_only else call.max_tokens,
                 live,
                 choice,
                 request.best_effort,
+                transfer,
+                live.prefill_only,
             )
             live.sequences.append(sequence)
         self._calls.add(live)
         self._idle.clear()
         self._work.set()
         return live
+
+    def _transfer(self, call: Call, request: EngineRequest, now_s: float) -> Transfer | None:
+        """When the KV that another engine has of the prompt is here; ``None``: never."""
+        handoff = request.handoff
+        if handoff is None:
+            return None
+        if call.choices != 1 or handoff._replace(replica_id=self._replica_id) != self._handoff(
+            call
+        ):
+            self._scheduler.transfers.failed()
+            return None
+        tokens = handoff.prompt_tokens
+        seconds = self._config.transfer_s + tokens * self._config.transfer_token_s
+        return Transfer(now_s, now_s + seconds)
+
+    def _handoff(self, call: Call) -> Handoff:
+        (prompt,) = call.prompts
+        params = {"model": self._info.model, "prompt": prompt.seed}
+        return Handoff(self._replica_id, params, prompt.tokens)
+
+    async def _prefill(self, live: _LiveCall, call: Call) -> AsyncIterator[ResponseItem]:
+        await self._progress(live)
+        if not live.aborted:
+            handoff = self._handoff(call)
+            yield ResponseHead(200, "application/json")
+            tokens = handoff.prompt_tokens
+            yield ResponseTail(tokens, 0, queued_s=_queued_s(live), handoff=handoff)
 
     async def _stream(self, live: _LiveCall, writer: ResponseWriter) -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, EVENT_STREAM)
@@ -256,8 +299,7 @@ class SimulatedEngine:
             deadline_s = self._clock()
             while True:
                 if not core.live:
-                    self._work.clear()
-                    await self._work.wait()
+                    await self._await_work()
                     deadline_s = self._clock()
                 now_s = self._clock()
                 deadline_s = max(deadline_s, now_s - _MAX_LAG_S)
@@ -275,6 +317,17 @@ class SimulatedEngine:
         except Exception:
             logger.exception("the simulated engine failed")
             self._die("it failed; its log says why")
+
+    async def _await_work(self) -> None:
+        """Until a sequence may be able to run."""
+        self._work.clear()
+        arrival_s = self._core.next_arrival_s()
+        if arrival_s is None:
+            await self._work.wait()
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, arrival_s - self._clock())):
+                await self._work.wait()
 
     def _die(self, reason: str) -> None:
         self._dead = reason
@@ -319,6 +372,11 @@ class SimulatedEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
             self._die("it was stopped")
+
+
+def _queued_s(live: _LiveCall) -> float:
+    """From its arrival to its first batch."""
+    return 0.0 if live.started_s is None else live.started_s - live.received_s
 
 
 def _profile(config: EngineConfig) -> LatencyProfile:

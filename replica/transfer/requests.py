@@ -1,0 +1,46 @@
+"""What requests may say of the KV of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from replica.engine import EngineRequest
+from replica.openai_format import RequestError
+
+TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+"""Fields of vLLM's API that say where an engine fetches KV, or what of it it gives away. They are
+between engines: whoever sets them can have an engine connect anywhere, or take another one's
+prompt."""
+
+
+def check_transfer(request: EngineRequest) -> None:
+    """Check what a request says of KV.
+
+    Raises:
+        RequestError: it says something that only engines may, or asks for the KV of what is not one
+            prompt with one answer.
+    """
+    refuse_transfer_fields(request.body)
+    if not request.prefill_only:
+        return
+    prompt = request.body.get("prompt")
+    one_prompt = not isinstance(prompt, list) or len(prompt) == 1 or isinstance(prompt[0], int)
+    one_choice = request.body.get("n") in (None, 1)
+    if not (request.endpoint in ("chat", "completions") and one_prompt and one_choice):
+        raise RequestError(
+            "Only the prompt of a chat or a completion with one prompt and one choice is computed "
+            "apart from its answer.",
+            None,
+        )
+
+
+def refuse_transfer_fields(body: Mapping[str, Any]) -> None:
+    """Refuse a client's body, or its extra arguments, that names KV to fetch or to give away.
+
+    Raises:
+        RequestError: which field.
+    """
+    for name in TRANSFER_FIELDS:
+        if body.get(name) is not None:
+            raise RequestError(f"{name} cannot be set by clients.", name)

@@ -1,0 +1,171 @@
+"""Prompts that one simulated engine computes and another one goes on with."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replica.engine import EngineRequest, Handoff, ResponseHead, ResponseTail
+from replica.simulated_core import Transfer
+from replica.simulated_engine import SimulatedEngine
+from scheduling.objective import SLO
+from tests.replica.test_simulated_core import Bench
+from tests.replica.test_simulated_engine import (
+    INSTANT,
+    chat,
+    collect,
+    completion,
+    running,
+    text_of,
+    until_live,
+)
+
+
+def prefill_of(request: EngineRequest) -> EngineRequest:
+    return replace(request, request_id=f"{request.request_id}.prefill", prefill_only=True)
+
+
+async def hand_over(engine: SimulatedEngine, request: EngineRequest) -> Handoff:
+    head, tail = await collect(engine, prefill_of(request))
+    assert head == ResponseHead(200, "application/json")
+    assert isinstance(tail, ResponseTail)
+    assert tail.handoff is not None
+    assert (tail.output_tokens, tail.prompt_tokens) == (0, tail.handoff.prompt_tokens)
+    return tail.handoff
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_the_answer_is_that_of_one_engine(make: Any) -> None:
+    request = make(max_tokens=8, n=1)
+    async with running() as prefill, running() as decode:
+        plain = await collect(prefill, request)
+        handoff = await hand_over(prefill, request)
+        split = await collect(decode, replace(request, handoff=handoff))
+        summary = decode.state().summary
+        lengths = prefill.state()
+    assert [type(item) for item in split] == [type(item) for item in plain]
+    assert split[1].data.split(b'"choices"')[1] == plain[1].data.split(b'"choices"')[1]
+    assert (summary["transfers"], summary["transfer_failures"]) == (1, 0)
+    assert summary["transfer_tokens"] == handoff.prompt_tokens - 1
+    assert not len(lengths.rows)
+
+
+async def test_the_decode_side_streams_and_counts_everything() -> None:
+    request = completion(max_tokens=6, stream=True)
+    async with running() as prefill, running() as decode:
+        plain = await collect(prefill, request)
+        split = await collect(decode, replace(request, handoff=await hand_over(prefill, request)))
+    assert text_of(split) == text_of(plain)
+    tail = split[-1]
+    assert isinstance(tail, ResponseTail)
+    assert (tail.prompt_tokens, tail.output_tokens) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Handoff("p", {}, 2),
+        Handoff("p", {"model": "model", "prompt": 1}, 2),
+        Handoff("p", {"model": "another", "prompt": 0}, 2),
+    ],
+)
+async def test_what_cannot_be_had_is_computed(wrong: Handoff) -> None:
+    request = completion(max_tokens=4, stream=True)
+    async with running() as engine:
+        plain = await collect(engine, request)
+        split = await collect(engine, replace(request, handoff=wrong))
+        summary = engine.state().summary
+    assert text_of(split) == text_of(plain)
+    assert (summary["transfers"], summary["transfer_failures"]) == (0, 1)
+
+
+async def test_only_one_prompt_with_one_answer_is_computed_apart() -> None:
+    async with running() as engine:
+        for request in (
+            completion(n=2),
+            EngineRequest("r", "completions", {"prompt": ["a", "b"]}, SLO()),
+            EngineRequest("r", "tokenize", {"prompt": "a"}, SLO()),
+        ):
+            head, *_ = await collect(engine, prefill_of(request))
+            assert head == ResponseHead(400, "application/json")
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
+async def test_clients_cannot_name_kv(field: str) -> None:
+    async with running() as engine:
+        head, *_ = await collect(engine, completion(**{field: {"do_remote_prefill": True}}))
+    assert head == ResponseHead(400, "application/json")
+
+
+async def test_an_aborted_transfer_leaves_nothing() -> None:
+    async with running({**INSTANT, "transfer_s": 3600.0}) as engine:
+        request = completion(max_tokens=4)
+        stream = engine.generate(
+            replace(request, handoff=await hand_over(engine, request))
+        ).__aiter__()
+        waiting = asyncio.ensure_future(anext(stream))
+        await until_live(engine, 1)
+        row = engine.state().rows[0]
+        assert (row["computed_tokens"], row["pending_tokens"]) == (1, 1)
+        await engine.abort(request.request_id)
+        with pytest.raises(StopAsyncIteration):
+            await waiting
+        await engine.drain()
+        assert not len(engine.state().rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(2, 60), st.integers(1, 8), st.floats(0, 0.5), st.booleans()),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_kv_is_used_when_it_is_here_and_never_before(
+    asked: list[tuple[int, int, float, bool]],
+) -> None:
+    bench = Bench(kv_blocks=64, block_tokens=4)
+    core = bench.core
+    ready: dict[int, float] = {}
+    for owner, (prompt, output, seconds, moved) in enumerate(asked):
+        ready[owner] = seconds if moved else 0.0
+        core.submit(
+            str(owner),
+            owner,
+            SLO(),
+            0.0,
+            prompt,
+            output,
+            owner,
+            transfer=Transfer(0.0, seconds) if moved else None,
+        )
+    computed = dict.fromkeys(ready, 0)
+    while core.queued:
+        arrival_s = core.next_arrival_s()
+        if not core.live and arrival_s is not None:
+            bench.now_s = max(bench.now_s, arrival_s)
+        begun_s = bench.now_s
+        for owner, tokens in bench.step():
+            assert begun_s >= ready[owner]
+            computed[owner] += tokens
+    for owner, (prompt, output, _, moved) in enumerate(asked):
+        # The last token of a prompt and all of the output but its last.
+        assert computed[owner] == (1 if moved else prompt) + output - 1
+    assert core.free_blocks == 64
+    moved_tokens = sum(prompt - 1 for prompt, _, _, moved in asked if moved)
+    assert bench.table.read().summary["transfer_tokens"] == moved_tokens
+
+
+def test_a_prompt_computed_for_another_engine_says_nothing_of_lengths() -> None:
+    bench = Bench()
+    for owner in range(40):
+        bench.core.submit(str(owner), owner, SLO(), 0.0, 10, 1, owner, prefill_only=True)
+    bench.run()
+    later = bench.submit("later", 10, 30)
+    assert later.tracked.expected_tokens != 1
