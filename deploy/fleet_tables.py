@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
@@ -53,25 +53,29 @@ def problems(fleet: Mapping[str, Any]) -> list[str]:
 def notes(fleet: Mapping[str, Any]) -> list[str]:
     """What an operator should know though requests are served: replicas that take no new ones, or
     only as a last resort."""
-    return [
-        printable(f"replica {row['replica_id']} of {row['model']} {what}")
+    lacking = [
+        f"replica {row['replica_id']} of {row['model']} {what}"
         for row in fleet["replicas"]
         if (what := _lack(row)) is not None
     ]
+    return [printable(sentence) for sentence in (*lacking, *_half_pairs(fleet))]
 
 
 def replica_table(fleet: Mapping[str, Any]) -> Table:
     """A row for each replica."""
-    several = len(fleet["models"]) > 1
+    several, split = len(fleet["models"]) > 1, _splits(fleet["replicas"])
+    names = ("replica", *(["model"] if several else []), *(["role"] if split else []), "state")
     table = _table()
-    for name in ("replica", *(["model"] if several else []), "state"):
+    for name in names:
         table.add_column(name, no_wrap=True)
     for name in ("wait", "run", "prefill", "KV", "PAB", "step", "predicted", "preempt"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in sorted(fleet["replicas"], key=lambda row: (row["model"], row["replica_id"])):
+    order = ("model", "role", "replica_id")
+    for row in sorted(fleet["replicas"], key=lambda row: [row[name] for name in order]):
         table.add_row(
             _text(row["replica_id"]),
             *([_text(row["model"])] if several else []),
+            *([_text(row["role"])] if split else []),
             _state(row),
             str(row["waiting"]),
             str(row["running"]),
@@ -115,6 +119,10 @@ def headline(fleet: Mapping[str, Any]) -> Text:
     for model, facts in fleet["models"].items():
         rows = [row for row in fleet["replicas"] if row["model"] == model]
         line = f"{model}: {sum(map(_takes, rows))} of {len(rows)} replicas take requests"
+        if _splits(rows):
+            taking, known = (_by_role(each) for each in (filter(_takes, rows), rows))
+            parts = (f"{taking[role]} of {known[role]} {role}" for role in sorted(known))
+            line += f" ({', '.join(parts)})"
         if late := sum(row["condition"] == AGED for row in rows):
             line += f" ({late} only as a last resort)"
         if facts["up"]:
@@ -140,6 +148,29 @@ def _table() -> Table:
     return Table(
         box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold"
     )
+
+
+def _by_role(rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    return Counter(row["role"] for row in rows)
+
+
+def _splits(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether requests may begin at one of these replicas and end at another."""
+    return not _by_role(rows).keys() <= {"mixed"}
+
+
+def _half_pairs(fleet: Mapping[str, Any]) -> Iterator[str]:
+    """Models of which nobody takes one of the phases, a sentence each."""
+    for model in fleet["models"]:
+        rows = [row for row in fleet["replicas"] if row["model"] == model]
+        taking = _by_role(filter(_takes, rows))
+        if not taking or not _splits(rows):
+            continue  # nobody takes anything, or everybody takes all
+        yield from (
+            f"no {role} replica of {model} takes requests: others serve them whole"
+            for role in ("prefill", "decode")
+            if not taking[role]
+        )
 
 
 def _takes(row: Mapping[str, Any]) -> bool:

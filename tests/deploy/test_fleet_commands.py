@@ -93,7 +93,8 @@ def application() -> Iterator[Application]:
 def test_status_says_that_all_is_well(application: Application) -> None:
     result = application.run("status")
     assert result.exit_code == Exit.OK, result.output
-    assert "2 of 2 replicas take requests" in result.output
+    assert "2 of 2 replicas take requests, " in result.output, "no roles to tell apart"
+    assert "mixed" not in result.output
     names = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
     assert {"idle", "busy"} <= {*names}  # what `drain` takes
     fleet = json.loads(application.run("status", "--json").stdout)
@@ -134,6 +135,22 @@ def test_top_shows_every_replica(application: Application) -> None:
     lines = {line.split()[0]: line.split() for line in shown.output.splitlines() if line.strip()}
     assert lines["busy"][1:4] == ["fresh", "1", "1"]
     assert lines["idle"][1:4] == ["fresh", "0", "0"]
+
+
+def test_roles_are_told_where_there_are_any(application: Application) -> None:
+    application.tell(application.controller.hello(hello("first", role="prefill")))
+    application.tell(application.controller.hello(hello("second", role="decode")))
+    told = application.run("status")
+    assert told.exit_code == Exit.OK, told.output
+    assert "(1 of 1 decode, 2 of 2 mixed, 1 of 1 prefill)" in told.stdout
+    lines = {line.split()[0]: line.split() for line in told.stdout.splitlines() if line.strip()}
+    assert lines["first"][1:3] == ["prefill", "fresh"]
+    assert lines["second"][1:3] == ["decode", "fresh"]
+
+    assert application.run("drain", "second", "--no-wait").exit_code == Exit.OK
+    told = application.run("status")
+    assert told.exit_code == Exit.OK, told.output
+    assert "no decode replica of m takes requests: others serve them whole" in told.stdout
 
 
 def test_top_goes_on_in_a_terminal_until_ctrl_c(application: Application) -> None:

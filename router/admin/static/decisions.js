@@ -39,6 +39,11 @@ function outcome(decision) {
   return decision.tier === "best-effort" ? ["best effort", "warn"] : ["placed", ""];
 }
 
+/** The replica that answers, after the one that computes the prompt where that is another. */
+function where({ replica_id: answers, prefill_id: computes }) {
+  return computes ? `${computes} → ${answers}` : answers ?? NONE;
+}
+
 function newDecision(decision) {
   const [text, tone] = outcome(decision);
   const age = make("span.age");
@@ -54,7 +59,7 @@ function newDecision(decision) {
     age,
     make("span", {}, named(decision.class, decision.model)),
     make(`span${tone ? `.${tone}` : ""}`, {}, text),
-    make("span.mono", {}, decision.replica_id ?? NONE),
+    make("span.mono", {}, where(decision)),
     make("span", {}, times),
   );
   const node = make("details", { "data-key": decision.key }, summary);

@@ -81,6 +81,7 @@ function newCard(id, change) {
     top.replaceChildren(
       make("h3.mono", {}, id),
       ...(manyModels ? [make("span.hint", {}, replica.model)] : []),
+      ...(replica.role === "mixed" ? [] : [make("span.hint", {}, replica.role)]),
       make(`span.state${tone ? `.${tone}` : ""}`, {}, shown),
     );
     body.replaceChildren(meter(replica, kv), queue(replica), facts(replica));
