@@ -93,6 +93,7 @@ class ReplicaServer:
                 self._replica.engine.state,
                 lambda: self._replica.live_requests,
                 lambda: self._configured.number,
+                role,
             )
         )
         self._pusher = MetricsPusher(self._client, registry, source=process)

@@ -20,6 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from scheduling.roles import Role
 from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, STOP_BUCKETS_S, EngineState
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,9 @@ class ReplicaCollector(Collector):
         replica_id: value of the label ``replica``.
         read_state: the engine's state; may raise ``RuntimeError`` where the engine is gone.
         live_requests: API calls that the replica serves now.
-        configured: fewest replicas that there should be of its model; ``None`` where that is not
+        configured: fewest replicas that there should be in its pool; ``None`` where that is not
             known.
+        role: of its pool.
     """
 
     def __init__(
@@ -93,11 +95,13 @@ class ReplicaCollector(Collector):
         read_state: Callable[[], EngineState],
         live_requests: Callable[[], int],
         configured: Callable[[], int | None],
+        role: Role = "mixed",
     ) -> None:
         self._replica_id = replica_id
         self._read_state = read_state
         self._live_requests = live_requests
         self._configured = configured
+        self._role = role
 
     def describe(self) -> list[Metric]:
         """Nothing: the state need not be readable yet when this is registered."""
@@ -112,11 +116,13 @@ class ReplicaCollector(Collector):
         )
         configured = self._configured()
         if configured is not None:
-            yield self._gauge(
+            gauge = GaugeMetricFamily(
                 "sluice_configured_replicas",
-                "Fewest replicas that there should be, as each one hears from Serve.",
-                configured,
+                "Fewest replicas that there should be in its pool, as each one hears from Serve.",
+                labels=["replica", "role"],
             )
+            gauge.add_metric([self._replica_id, self._role], configured)
+            yield gauge
         try:
             summary = self._read_state().summary
         except RuntimeError as error:
