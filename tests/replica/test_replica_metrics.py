@@ -73,11 +73,11 @@ def test_every_metric_is_there_and_adds_up() -> None:
     table = StateTable.create(8)
     steps = run_some_steps(table)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector("abc", table.read, lambda: 7, lambda: 3))
+    registry.register(ReplicaCollector("abc", table.read, lambda: 7, lambda: 3, "decode"))
     samples = scrape(registry)
     replica = (("replica", "abc"),)
     assert samples["sluice_replica_live_requests"] == {replica: 7}
-    assert samples["sluice_configured_replicas"] == {replica: 3}
+    assert samples["sluice_configured_replicas"] == {(*replica, ("role", "decode")): 3}
     assert samples["sluice_engine_steps_total"] == {(): steps}
     assert samples["sluice_preemptions_total"][()] > 0
     assert samples["sluice_plan_mismatches_total"] == {(): 0}
