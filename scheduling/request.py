@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduling import kernels
-from scheduling.kernels import FIELDS, FIRST_TOKEN, LAST_TOKEN, Floats, Ints
+from scheduling.kernels import ACCEPTANCE, DRAFTED, FIELDS, FIRST_TOKEN, LAST_TOKEN, Floats, Ints
 from scheduling.objective import SLO, Anchor
 
 
@@ -43,7 +43,7 @@ class RequestView(NamedTuple):
             with it; 0 without speculation. They are not pending: a plan may give a decode from 1
             to ``1 + drafted_tokens`` tokens.
         acceptance: probability that one of them is right if those before it are; nan where nothing
-            is known.
+            is known. It counts in a queue in which something is drafted.
     """
 
     request_id: str
@@ -184,9 +184,12 @@ def _table(requests: Sequence[RequestView]) -> Floats:
      best_effort, drafted, acceptance) = zip(*requests, strict=True)  # fmt: skip
     objectives = zip(*map(_objectives, slos), strict=True)
     numbers = chain(arrival, *objectives, prompt, computed, pending, emitted, blocks, running)
-    numbers = chain(numbers, expected, best_effort, drafted, acceptance)
-    packed = struct.pack(f"{FIRST_TOKEN * count}d", *numbers)
-    table[:, :FIRST_TOKEN] = np.frombuffer(packed).reshape(FIRST_TOKEN, count).T
+    packed = struct.pack(f"{DRAFTED * count}d", *numbers, *expected, *best_effort)
+    table[:, :DRAFTED] = np.frombuffer(packed).reshape(DRAFTED, count).T
+    speculates = any(drafted)
+    # Most engines never draft: these two are not to cost them anything.
+    table[:, DRAFTED] = drafted if speculates else 0.0
+    table[:, ACCEPTANCE] = acceptance if speculates else nan
     # None becomes nan.
     table[:, FIRST_TOKEN] = np.array(first, np.float64)
     table[:, LAST_TOKEN] = np.array(last, np.float64)
