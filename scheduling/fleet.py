@@ -157,7 +157,7 @@ class Fleet:
             row = self._join(replica_id)
         self._heard_s[row] = now_s
         self._set_role(row, _CODES[report.role])
-        if report.transfers.count:
+        if report.transfers.done:
             self._learn(self._reports[row], report.transfers)
         self._willing[row] = not report.draining and replica_id not in self._closed
         self._reports[row] = report
@@ -235,12 +235,16 @@ class Fleet:
 
     def of_role(self, rows: Ints, role: Role) -> Ints:
         """Those of ``rows`` whose replica has a role."""
-        own: Ints = rows[self._roles[rows] == _CODES[role]]
+        return rows[self.are(rows, role)]
+
+    def are(self, rows: Ints, role: Role) -> NDArray[np.bool_]:
+        """Which of ``rows`` have a role."""
+        own: NDArray[np.bool_] = self._roles[rows] == _CODES[role]
         return own
 
     def role_of(self, row: int) -> Role:
         """The role of a row's replica."""
-        return ROLES[self._roles[row]]
+        return ROLES[int(self._roles[row])]
 
     def condition(self, row: int, now_s: float) -> Condition:
         """Whether a replica may be chosen (``fresh``), or why not, or only where no other is left
@@ -311,11 +315,11 @@ class Fleet:
         """A replica has taken over ``now`` since its start: learn from what came since ``before``,
         or from all of it where it has started anew."""
         then = before.transfers if before is not None else NO_TRANSFERS
-        if now.count < then.count or now.seconds < then.seconds or now.tokens < then.tokens:
+        if now.done < then.done or now.seconds < then.seconds or now.tokens < then.tokens:
             then = NO_TRANSFERS
-        if now.count > then.count:
+        if now.done > then.done:
             self.transfer.see(
-                now.count - then.count, now.seconds - then.seconds, now.tokens - then.tokens
+                now.done - then.done, now.seconds - then.seconds, now.tokens - then.tokens
             )
 
     def _join(self, replica_id: str) -> int:

@@ -62,7 +62,11 @@ class RouteQuery(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A query, and what it would be on each of the replicas that may serve it.
+    """A query, and what it would be on each of the replicas that may serve it, or begin with it.
+
+    Where a replica may compute its prompt for another one to go on, the replicas of the job are
+    those where it may begin: such as serve it whole, and such as compute its prompt only. A job of
+    its own tells what the rest would be on each replica that may go on (``moved``).
 
     Attributes:
         query: the request.
@@ -72,7 +76,10 @@ class Job(NamedTuple):
         work_s: ``float64[n]``, predicted time of the prefill of the others on each.
         due_s: when its first token is due; infinite if no time is stated.
         output_tokens: expected length of its output.
-        moved: whether its first token is out already, and the KV of its prompt comes along.
+        lead_s: ``float64[n]``, predicted time from the end of its prefill there to its first token,
+            where that is another replica's; 0 where it is served whole.
+        splits: ``bool[n]``, whether each would compute its prompt only.
+        moved: whether the KV of its prompt is another replica's work, and comes along.
     """
 
     query: RouteQuery
@@ -82,6 +89,8 @@ class Job(NamedTuple):
     work_s: Floats
     due_s: float
     output_tokens: float
+    lead_s: Floats
+    splits: NDArray[np.bool_]
     moved: bool = False
 
     def of(self, places: NDArray[np.bool_] | Ints) -> Job:
@@ -90,6 +99,8 @@ class Job(NamedTuple):
             rows=self.rows[places],
             cached_tokens=self.cached_tokens[places],
             work_s=self.work_s[places],
+            lead_s=self.lead_s[places],
+            splits=self.splits[places],
         )
 
 
@@ -109,6 +120,8 @@ class RouteDecision(NamedTuple):
         role: of the replica ``replica_id``.
         prefill_id: the replica that computes its prompt first and hands the KV over to
             ``replica_id``; ``None``: nobody, ``replica_id`` serves it whole.
+        handover_s: predicted time from the end of that to the first token: by so much earlier than
+            the request's own is the prefill's deadline.
     """
 
     replica_id: str | None
@@ -118,3 +131,4 @@ class RouteDecision(NamedTuple):
     retry_after_s: float | None = None
     role: Role = "mixed"
     prefill_id: str | None = None
+    handover_s: float = 0.0

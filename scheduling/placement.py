@@ -16,7 +16,7 @@ from scheduling.admission.room import LEAST_WAIT_S
 from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from scheduling.autoscaling.load import Demand
 from scheduling.fleet import Fleet
-from scheduling.fleet_rows import BEST_EFFORT_S, PREFILL_S, work_on
+from scheduling.fleet_rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
 from scheduling.job import (
     NO_REPLICA,
     PLACED,
@@ -28,19 +28,50 @@ from scheduling.job import (
 )
 from scheduling.kernels import Floats, Ints
 from scheduling.ledger import Reservation
+from scheduling.roles import ROLES
 from scheduling.routing.base import RoutingPolicy
+
+MOST_AWAITED_S = 600.0
+"""Longest time for which a reservation waits for another replica to compute the prompt, seconds."""
+
+HANDOVER_STEPS = 2.0
+"""Steps of the decode replica between the arrival of the KV and the first token, at most: the one
+under way, and the first of its own."""
+
+
+class Second(NamedTuple):
+    """The replica that would go on with a request whose prompt another one computes.
+
+    Attributes:
+        job: the request, and what it would be on each replica that may go on.
+        promises: what each of them could promise; ``None`` where nothing was asked.
+        chosen: place in ``job.rows`` of the one that would: of those that can promise, if any.
+        handover_s: predicted time from the end of the prefill to the first token there.
+    """
+
+    job: Job
+    promises: Promises | None
+    chosen: int
+    handover_s: float
+
+    @property
+    def row(self) -> int:
+        """Row of the chosen one."""
+        return int(self.job.rows[self.chosen])
 
 
 class Weighed(NamedTuple):
     """What a decision was made from. Nothing in it changes later, so it may be kept.
 
     Attributes:
-        job: the request, and what it would be on each replica that might have been chosen.
+        job: the request, and what it would be on each replica that might have been chosen to serve
+            it or to begin with it.
         ids: replica of each row of the fleet.
         known: replicas that were known, also those that could not be chosen.
         promises: what each replica of the job could promise; ``None`` where nothing was asked.
         ahead_s: ``float64[n]``, predicted time of all prompts there and of this one, where that
             decided or nothing was promised; else ``None``.
+        second: who would have gone on, where the request could be split.
     """
 
     job: Job
@@ -48,6 +79,7 @@ class Weighed(NamedTuple):
     known: int
     promises: Promises | None
     ahead_s: Floats | None
+    second: Second | None = None
 
 
 Witness = Callable[[Weighed], None]
@@ -58,6 +90,17 @@ class Placer:
 
     A request that no replica can promise its objective, or that has none, is served as best effort
     if it may be: by the replica with the least work ahead, of both tiers.
+
+    Where the fleet has replicas that only prefill and such that only decode, a request that may be
+    split (``prefill_key``) goes to a pair of them or whole to a mixed replica. Which replica would
+    go on does not depend on who computes the prompt, so it is chosen first: of those that can
+    promise to go on in time, by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill
+    replicas are weighed in one decision, each by what it would do: the prefill ones can promise if
+    the decode one can, and if they are done earlier than the first token is due, by the time of the
+    transfer and of :data:`HANDOVER_STEPS`. The routing policy chooses among all that can promise.
+
+    A request that must be served whole goes to a mixed replica; where there is none, to a decode
+    one; where there is none either, to any.
 
     Args:
         fleet: what is known; decisions are reserved in it.
@@ -95,106 +138,210 @@ class Placer:
         rows = fleet.candidates(now_s)
         if not len(rows):
             return RouteDecision(None, NO_REPLICA)
-        job = self._job(query, rows, now_s, moved)
-        decision = self._decide(job)
+        wanted = self._promise_wanted(query)
+        second: Second | None = None
+        if fleet.has_roles and not moved:
+            rows, seconds = self._by_role(query, rows)
+            if seconds is not None:
+                second = self._second(query, seconds, now_s, wanted)
+        job = self._job(query, rows, now_s, moved, second)
+        decision = self._decide(job, second, wanted)
         self.demand.count(job, decision, fleet)
         return decision
 
-    def _decide(self, job: Job) -> RouteDecision:
-        fleet, query = self._fleet, job.query
-        if Tier.GUARANTEED not in query.tiers or self._promises_nothing(query):
-            return self._best_effort(job)
-        if self._admission is None:
-            if self._witness is not None:
-                self._tell(job, None, self._ahead_s(job))
-            chosen = self._choose(job)
-            self._reserve(job, chosen, promised=True)
-            return RouteDecision(fleet.ids[job.rows[chosen]], PLACED)
-        return self._promise(job, self._admission)
+    def _promise_wanted(self, query: RouteQuery) -> AdmissionPolicy | None:
+        """Who tells whether it can be promised; ``None`` where nothing is to be."""
+        wanted = Tier.GUARANTEED in query.tiers and query.slo.stated
+        return self._admission if wanted else None
 
-    def _promises_nothing(self, query: RouteQuery) -> bool:
-        """Whether there is nothing that admission could promise."""
-        return self._admission is not None and not query.slo.stated
-
-    def _promise(self, job: Job, admission: AdmissionPolicy) -> RouteDecision:
+    def _by_role(self, query: RouteQuery, rows: Ints) -> tuple[Ints, Ints | None]:
+        """Of ``rows`` those where it may begin, and those where it may go on, if it may be
+        split."""
         fleet = self._fleet
-        promises = admission.promises(job, fleet)
+        mixed, prefill, decode = (fleet.of_role(rows, role) for role in ROLES)
+        if query.prefill_key and len(prefill) and len(decode):
+            return np.sort(np.concatenate((mixed, prefill))), decode
+        return next(own for own in (mixed, decode, prefill) if len(own)), None
+
+    def _second(
+        self, query: RouteQuery, rows: Ints, now_s: float, admission: AdmissionPolicy | None
+    ) -> Second:
+        """Who would go on, of ``rows``."""
+        fleet = self._fleet
+        job = self._job(query, rows, now_s, moved=True)
+        promises = None if admission is None else admission.promises(job, fleet)
+        places = np.arange(len(rows))
+        if promises is not None and promises.holds.any():
+            places = np.flatnonzero(promises.holds)
+        able = job.of(places)
+        chosen = self._routing.choose_decode(able, fleet)
+        self._check_choice(chosen, able)
+        figures = fleet.figures[able.rows[chosen]]
+        step_s = figures[FIXED_S] + figures[DECODE_S] + able.work_s[chosen]
+        handover_s = fleet.transfer.seconds(query.prompt_tokens) + HANDOVER_STEPS * step_s
+        return Second(job, promises, int(places[chosen]), float(handover_s))
+
+    def _decide(
+        self, job: Job, second: Second | None, admission: AdmissionPolicy | None
+    ) -> RouteDecision:
+        if admission is not None:
+            return self._promise(job, second, admission)
+        if Tier.GUARANTEED not in job.query.tiers or self._admission is not None:
+            return self._best_effort(job, second)
+        if self._witness is not None:
+            self._tell(job, None, self._ahead_s(job), second)
+        return self._place(job, self._choose(job), second)
+
+    def _promise(
+        self, job: Job, second: Second | None, admission: AdmissionPolicy
+    ) -> RouteDecision:
+        promises = admission.promises(job, self._fleet)
+        if second is not None:
+            promises = _together(job, promises, second)
         holds = promises.holds
         # Aged replicas are among the candidates only where there are no others.
-        if not holds.any() or fleet.condition(int(job.rows[0]), job.now_s) == "aged":
-            return self._unpromised(job, promises)
-        self._tell(job, promises)
+        if not holds.any() or self._fleet.condition(int(job.rows[0]), job.now_s) == "aged":
+            return self._unpromised(job, promises, second)
+        self._tell(job, promises, None, second)
         able = job.of(holds)
         chosen = self._choose(able)
-        self._reserve(able, chosen, promised=True)
         ttft_s = float(promises.ttft_s[holds][chosen])
-        return RouteDecision(fleet.ids[able.rows[chosen]], PLACED, Tier.GUARANTEED, ttft_s)
+        return self._place(able, chosen, second, Tier.GUARANTEED, ttft_s)
 
-    def _unpromised(self, job: Job, promises: Promises) -> RouteDecision:
+    def _unpromised(self, job: Job, promises: Promises, second: Second | None) -> RouteDecision:
         if Tier.BEST_EFFORT in job.query.tiers:
-            return self._best_effort(job, promises)
-        self._tell(job, promises)
+            return self._best_effort(job, second, promises)
+        self._tell(job, promises, None, second)
         wait_s = float(promises.wait_s.min())
         # Where it waits for a report only, a moment is enough.
         retry_after_s = max(wait_s, LEAST_WAIT_S) if wait_s < inf else None
         return RouteDecision(None, UNATTAINABLE, retry_after_s=retry_after_s)
 
-    def _best_effort(self, job: Job, promises: Promises | None = None) -> RouteDecision:
+    def _best_effort(
+        self, job: Job, second: Second | None, promises: Promises | None = None
+    ) -> RouteDecision:
         ahead_s = self._ahead_s(job)
-        self._tell(job, promises, ahead_s)
-        chosen = int(np.argmin(ahead_s))
-        self._reserve(job, chosen, promised=False)
-        return RouteDecision(self._fleet.ids[job.rows[chosen]], PLACED, Tier.BEST_EFFORT)
+        self._tell(job, promises, ahead_s, second)
+        return self._place(job, int(np.argmin(ahead_s)), second, Tier.BEST_EFFORT)
 
     def _ahead_s(self, job: Job) -> Floats:
-        """Predicted time of the prompts of both tiers at each replica, with this one."""
+        """Predicted time of the prompts of both tiers at each replica, with this one, and until its
+        first token where that is another's."""
         figures, rows = self._fleet.figures, job.rows
-        ahead_s: Floats = figures[rows, PREFILL_S] + figures[rows, BEST_EFFORT_S] + job.work_s
+        waiting_s = figures[rows, PREFILL_S] + figures[rows, BEST_EFFORT_S]
+        ahead_s: Floats = waiting_s + job.work_s + job.lead_s
         return ahead_s
 
-    def _tell(self, job: Job, promises: Promises | None, ahead_s: Floats | None = None) -> None:
+    def _tell(
+        self, job: Job, promises: Promises | None, ahead_s: Floats | None, second: Second | None
+    ) -> None:
         if self._witness is not None:
             fleet = self._fleet
-            self._witness(Weighed(job, fleet.ids, len(fleet), promises, ahead_s))
+            self._witness(Weighed(job, fleet.ids, len(fleet), promises, ahead_s, second))
 
     def _choose(self, job: Job) -> int:
         chosen = self._routing.choose(job, self._fleet)
+        self._check_choice(chosen, job)
+        return chosen
+
+    def _check_choice(self, chosen: int, job: Job) -> None:
         if not 0 <= chosen < len(job.rows):
             raise RuntimeError(
                 f"policy {self._routing.name!r} chose replica {chosen} of {len(job.rows)}"
             )
-        return chosen
 
-    def _job(self, query: RouteQuery, rows: Ints, now_s: float, moved: bool) -> Job:
+    def _job(
+        self,
+        query: RouteQuery,
+        rows: Ints,
+        now_s: float,
+        moved: bool,
+        second: Second | None = None,
+    ) -> Job:
+        """The query on ``rows``, of which the prefill replicas would compute its prompt for
+        ``second``, if anybody."""
         fleet = self._fleet
-        # The edge's count of the prompt is an estimate, too.
-        cached = np.minimum(fleet.cached_tokens(query.prefix, rows), query.prompt_tokens)
         if moved:
-            cached = np.full(len(rows), query.prompt_tokens - 1.0)
+            cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
+        else:
+            # The edge's count of the prompt is an estimate, too.
+            cached = np.minimum(fleet.cached_tokens(query.prefix, rows), query.prompt_tokens)
         work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
         tokens = expected_tokens(query)
         due_s = first_due_s(query, now_s, tokens, fleet.settings.reference_tpot_s)
-        return Job(query, now_s, rows, cached, work_s, due_s, tokens, moved)
+        lead_s, splits = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
+        if second is not None:
+            splits = fleet.are(rows, "prefill")
+            lead_s[splits] = second.handover_s
+        return Job(query, now_s, rows, cached, work_s, due_s, tokens, lead_s, splits, moved)
 
-    def _reserve(self, job: Job, chosen: int, promised: bool) -> None:
+    def _place(
+        self,
+        job: Job,
+        chosen: int,
+        second: Second | None,
+        tier: Tier | None = None,
+        ttft_s: float | None = None,
+    ) -> RouteDecision:
+        """Send it there, and then to ``second`` where it is split, and reserve at both."""
+        fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
+        made = self._reservation(job, chosen, promised=tier is not Tier.BEST_EFFORT)
+        name, role = fleet.ids[row], fleet.role_of(row)
+        if second is None or not job.splits[chosen]:
+            if query.prefill_key:
+                # Of an earlier decision on it.
+                fleet.release((query.prefill_key,))
+            fleet.reserve(query.key, made)
+            return RouteDecision(name, PLACED, tier, ttft_s, role=role)
+        handover_s = second.handover_s
+        fleet.reserve(
+            query.prefill_key,
+            made._replace(due_s=job.due_s - handover_s, tpot_s=inf, output_tokens=1.0),
+        )
+        # It comes when its prompt is computed, which is by when it is due, or nobody knows better
+        # than the work ahead tells.
+        due_in_s = job.due_s - job.now_s if job.due_s < inf else 0.0
+        awaited_s = job.now_s + min(max(due_in_s, self._ahead_s(job)[chosen]), MOST_AWAITED_S)
+        later = self._reservation(second.job, second.chosen, made.promised)
+        fleet.reserve(query.key, later._replace(awaited_s=float(awaited_s)))
+        target = fleet.ids[second.row]
+        return RouteDecision(
+            target,
+            PLACED,
+            tier,
+            ttft_s,
+            role=fleet.role_of(second.row),
+            prefill_id=name,
+            handover_s=handover_s,
+        )
+
+    def _reservation(self, job: Job, chosen: int, promised: bool) -> Reservation:
         query = job.query
         cached = float(job.cached_tokens[chosen])
         new = max(1.0, query.prompt_tokens - cached)
-        self._fleet.reserve(
-            query.key,
-            Reservation(
-                self._fleet.ids[job.rows[chosen]],
-                job.now_s,
-                promised,
-                new,
-                cached,
-                query.prompt_tokens if job.moved else new,
-                job.due_s,
-                query.slo.columns[1],
-                float(query.slo.priority),
-                job.output_tokens,
-            ),
+        return Reservation(
+            self._fleet.ids[job.rows[chosen]],
+            job.now_s,
+            promised,
+            new,
+            cached,
+            query.prompt_tokens if job.moved else new,
+            job.due_s,
+            query.slo.columns[1],
+            float(query.slo.priority),
+            job.output_tokens,
         )
+
+
+def _together(job: Job, promises: Promises, second: Second) -> Promises:
+    """What pairs can promise: what both of their replicas can, and to the first token."""
+    assert second.promises is not None
+    splits, holds, wait_s = job.splits, promises.holds, promises.wait_s
+    if not second.promises.holds[second.chosen]:
+        holds = holds & ~splits
+        later_s = second.promises.wait_s.min()
+        wait_s = np.where(splits, np.maximum(wait_s, later_s), wait_s)
+    return Promises(holds, promises.ttft_s + job.lead_s, wait_s)
 
 
 def expected_tokens(query: RouteQuery) -> float:

@@ -25,12 +25,12 @@ class Transfers(NamedTuple):
     """What a replica has taken over since its start.
 
     Attributes:
-        count: transfers.
+        done: transfers.
         seconds: that they took in all.
         tokens: of their prompts, in all.
     """
 
-    count: int = 0
+    done: int = 0
     seconds: float = 0.0
     tokens: int = 0
 

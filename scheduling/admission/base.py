@@ -19,7 +19,8 @@ class Promises(NamedTuple):
 
     Attributes:
         holds: ``bool[n]``, whether its objective can be held there, and every promise made before.
-        ttft_s: ``float64[n]``, predicted time from now to the first token there, seconds.
+        ttft_s: ``float64[n]``, predicted time from now to the first token there, seconds; where the
+            job's prompt only is computed there, to the end of that.
         wait_s: ``float64[n]``, where it cannot be held: the predicted time until it could; infinite
             where it never can.
     """
@@ -42,4 +43,9 @@ class AdmissionPolicy(ABC):
 
     @abstractmethod
     def promises(self, job: Job, fleet: Fleet) -> Promises:
-        """What each of ``job.rows`` can promise ``job.query``."""
+        """What each of ``job.rows`` can promise ``job.query``.
+
+        One that would compute its prompt only (``job.splits``) promises to have done so by
+        ``job.due_s - job.lead_s``. Where the KV comes along (``job.moved``) a replica needs room
+        for all of the prompt's.
+        """

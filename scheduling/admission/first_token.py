@@ -76,10 +76,13 @@ def first_tokens_s(
     work_s: Floats,
     now_s: float,
     due_s: float,
+    lead_s: Floats,
 ) -> Floats:
-    """The same on each of the replicas ``rows``, where the prefill takes ``work_s[i]``."""
+    """The time to the end of its prefill on each of the replicas ``rows``, where that takes
+    ``work_s[i]`` and is due ``lead_s[i]`` before the first token."""
     ttft_s = np.empty(rows.shape[0])
     for place, row in enumerate(rows):
         queue = prefills[starts[row] :]
-        ttft_s[place] = first_token_s(figures[row], queue, work_s[place], now_s, due_s)
+        own_due_s = due_s - lead_s[place]
+        ttft_s[place] = first_token_s(figures[row], queue, work_s[place], now_s, own_due_s)
     return ttft_s

@@ -97,6 +97,9 @@ class MooreHodgson(AdmissionPolicy):
                 float(query.prompt_tokens),
                 job.output_tokens,
                 self._headroom,
+                job.lead_s,
+                job.splits,
+                job.moved,
             )
         )
 
@@ -112,12 +115,15 @@ def promises(
     work_s: Floats,
     cached_tokens: Floats,
     now_s: float,
-    due_s: float,
+    first_due_s: float,
     waited_s: float,
-    tpot_s: float,
+    asked_tpot_s: float,
     prompt_tokens: float,
     output_tokens: float,
     headroom: float,
+    lead_s: Floats,
+    splits: NDArray[np.bool_],
+    moved: bool,
 ) -> tuple[NDArray[np.bool_], Floats, Floats]:
     """The test on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
     holds = np.empty(rows.shape[0], np.bool_)
@@ -126,26 +132,28 @@ def promises(
     for place, row in enumerate(rows):
         of, queue, decodes = figures[row], prefills[starts[row] :], loads[starts[row] :]
         own_s = most_work_s(pieces[row], 1.0, prompt_tokens)
+        due_s = first_due_s - lead_s[place]
+        tpot_s = inf if splits[place] else asked_tpot_s
         late_s = max(
             late_by(of, queue, decodes, work_s[place], now_s, due_s, headroom),
             others_late_by(
                 of, queue, decodes, work_s[place], now_s, due_s, tpot_s, own_s, headroom
             ),
         )
-        pace_s = 0.0
+        slow_s = 0.0
         if tpot_s < inf:
-            pace_s = pace_wait_s(of, decodes, own_s, tpot_s, output_tokens, headroom)
-        new_tokens = max(1.0, prompt_tokens - cached_tokens[place])
+            slow_s = pace_wait_s(of, decodes, own_s, tpot_s, output_tokens, headroom)
+        new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
         room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place])
         alone = fits_alone(of, work_s[place], own_s, due_s - now_s + waited_s, tpot_s, headroom)
-        holds[place] = alone and max(late_s, pace_s, room_s) <= 0.0
+        holds[place] = alone and max(late_s, slow_s, room_s) <= 0.0
         wait_s[place] = 0.0
         if not alone:
             wait_s[place] = inf
         elif not holds[place]:
             count = int(of[LOADS])
             rate = 1.0 - decodes[count - 1, SHARES] if count > 0 else 1.0
-            wait_s[place] = max(LEAST_WAIT_S, late_s / max(rate, LEAST_RATE), pace_s, room_s)
+            wait_s[place] = max(LEAST_WAIT_S, late_s / max(rate, LEAST_RATE), slow_s, room_s)
         ttft_s[place] = first_token_s(of, queue, work_s[place], now_s, due_s)
     return holds, ttft_s, wait_s
 

@@ -37,8 +37,9 @@ class PABAdmission(AdmissionPolicy):
         new_tokens = np.maximum(1.0, job.query.prompt_tokens - job.cached_tokens)
         lack = np.maximum(0.0, new_tokens - figures[:, PAB])
         ttft_s = first_tokens_s(
-            fleet.figures, fleet.starts, fleet.prefills, job.rows, job.work_s, job.now_s, job.due_s
-        )
+            fleet.figures, fleet.starts, fleet.prefills, job.rows, job.work_s, job.now_s, job.due_s,
+            job.lead_s,
+        )  # fmt: skip
         return Promises(lack <= 0, ttft_s, lack * job.work_s / new_tokens)
 
 

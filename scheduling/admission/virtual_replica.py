@@ -103,6 +103,9 @@ class VirtualReplica(AdmissionPolicy):
                 job.output_tokens,
                 self._headroom,
                 self._batch_tokens,
+                job.lead_s,
+                job.splits,
+                job.moved,
             )
         )
 
@@ -118,13 +121,16 @@ def promises(
     work_s: Floats,
     cached_tokens: Floats,
     now_s: float,
-    due_s: float,
+    first_due_s: float,
     waited_s: float,
-    tpot_s: float,
+    asked_tpot_s: float,
     prompt_tokens: float,
     output_tokens: float,
     headroom: float,
     batch_tokens: float,
+    lead_s: Floats,
+    splits: NDArray[np.bool_],
+    moved: bool,
 ) -> tuple[NDArray[np.bool_], Floats, Floats]:
     """The walk on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
     holds = np.empty(rows.shape[0], np.bool_)
@@ -133,11 +139,13 @@ def promises(
     for place, row in enumerate(rows):
         of, model, queue = figures[row], pieces[row], prefills[starts[row] :]
         own_s = most_work_s(model, 1.0, prompt_tokens)
+        due_s = first_due_s - lead_s[place]
+        tpot_s = inf if splits[place] else asked_tpot_s
         longest_s = of[FIXED_S] + most_work_s(model, batch_tokens, 0.0)
         late_s = late_by(
             of, queue, work_s[place], now_s, due_s, tpot_s, own_s, longest_s, 1.0 - headroom
         )
-        new_tokens = max(1.0, prompt_tokens - cached_tokens[place])
+        new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
         room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place])
         holds[place] = late_s <= 0.0 and room_s == 0.0
         wait_s[place] = 0.0

@@ -93,7 +93,7 @@ class Demand:
         query = job.query
         if Tier.GUARANTEED not in query.tiers or not query.slo.stated:
             return
-        key, placed = query.key, decision.replica_id
+        key, placed = query.key, decision.prefill_id or decision.replica_id
         if placed is None:
             again = key in self._unplaced
             self._unplaced[key] = None

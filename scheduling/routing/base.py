@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import numpy as np
+
 from scheduling.fleet import Fleet
+from scheduling.fleet_rows import FREE_BLOCKS, NEEDED_BLOCKS
 from scheduling.job import Job, RouteQuery, Tier
 from scheduling.policy import PolicyOptions
 
@@ -30,4 +33,17 @@ class RoutingPolicy(ABC):
 
     @abstractmethod
     def choose(self, job: Job, fleet: Fleet) -> int:
-        """Place in ``job.rows`` of the replica that should serve ``job.query``."""
+        """Place in ``job.rows`` of the replica that should serve ``job.query``, or begin with it:
+        where that one would compute its prompt only, ``job.splits`` says so."""
+
+    def choose_decode(self, job: Job, fleet: Fleet) -> int:
+        """Place in ``job.rows`` of the replica that should go on once another one has computed the
+        prompt of ``job.query``: by default the one with the most KV blocks that are free and not
+        needed by what is on its way, as in ProServe's Algorithm 2."""
+        return most_free_blocks(job, fleet)
+
+
+def most_free_blocks(job: Job, fleet: Fleet) -> int:
+    """The replica with the most KV blocks that are free and not needed by what is on its way."""
+    figures = fleet.figures[job.rows]
+    return int(np.argmax(figures[:, FREE_BLOCKS] - figures[:, NEEDED_BLOCKS]))

@@ -10,6 +10,7 @@ from math import inf
 from typing import Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from scheduling.fleet import Fleet
@@ -17,8 +18,6 @@ from scheduling.fleet_rows import (
     BEGUN_S,
     DECODE_S,
     FIXED_S,
-    FREE_BLOCKS,
-    NEEDED_BLOCKS,
     PACE_S,
     PREFILL_DUE_S,
     PREFILL_S,
@@ -30,7 +29,7 @@ from scheduling.fleet_rows import (
 )
 from scheduling.kernels import Floats, Ints, compiled
 from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy
+from scheduling.routing.base import Job, RoutingPolicy, most_free_blocks
 
 LEAST_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""
@@ -164,12 +163,6 @@ class GoRouting(RoutingPolicy):
         return int(np.argmin(np.where(candidate, exec_s, inf)))
 
 
-def most_free_blocks(job: Job, fleet: Fleet) -> int:
-    """The replica with the most KV blocks that are free and not needed by what is on its way."""
-    figures = fleet.figures[job.rows]
-    return int(np.argmax(figures[:, FREE_BLOCKS] - figures[:, NEEDED_BLOCKS]))
-
-
 def gains_of(
     job: Job, fleet: Fleet, gamma: float = 1.0, alone: bool = False
 ) -> tuple[Floats, Floats, Floats]:
@@ -179,7 +172,8 @@ def gains_of(
         job: the request.
         fleet: what is known.
         gamma: see :class:`GoRoutingOptions`.
-        alone: whether replicas only prefill, in a batch per request (``phi_p``).
+        alone: whether all replicas only prefill, in a batch per request (``phi_p``); those that
+            would compute the job's prompt only (``job.splits``) always do.
     """
     slo = job.query.slo
     found: tuple[Floats, Floats, Floats] = gains(
@@ -194,6 +188,8 @@ def gains_of(
         float(slo.priority),
         gamma,
         alone,
+        job.lead_s,
+        job.splits,
     )
     return found
 
@@ -206,11 +202,13 @@ def gains(
     rows: Ints,
     work_s: Floats,
     now_s: float,
-    due_s: float,
-    tpot_s: float,
+    first_due_s: float,
+    asked_tpot_s: float,
     priority: float,
     gamma: float,
-    alone: bool,
+    all_alone: bool,
+    lead_s: Floats,
+    splits: NDArray[np.bool_],
 ) -> tuple[Floats, Floats, Floats]:
     """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each of ``rows``."""
     exec_s = np.empty(rows.shape[0])
@@ -218,6 +216,9 @@ def gains(
     delta = np.empty(rows.shape[0])
     for place, row in enumerate(rows):
         of, queue = figures[row], prefills[starts[row] :]
+        due_s = first_due_s - lead_s[place]
+        tpot_s = inf if splits[place] else asked_tpot_s
+        alone = all_alone or splits[place]
         before = time_of_queue(of, queue, now_s, 0.0, inf, inf, 0.0, alone)
         after = time_of_queue(of, queue, now_s, work_s[place], due_s, tpot_s, 1.0, alone)
         exec_s[place] = max(0.0, before[0])

@@ -39,7 +39,8 @@ class LeastMemory(RoutingPolicy):
         figures = fleet.figures[job.rows]
         block = figures[:, BLOCK_TOKENS]
         left = (figures[:, FREE_BLOCKS] - figures[:, EXPECTED_BLOCKS]) * block
-        needed = job.query.prompt_tokens + job.output_tokens - job.cached_tokens
+        output = np.where(job.splits, 0.0, job.output_tokens)
+        needed = job.query.prompt_tokens + output - job.cached_tokens
         if (left >= needed).any():
             self._round.clear()
             return int(np.argmax(left))

@@ -25,7 +25,8 @@ LEAST_SHARE = 0.05
 
 class LeastWork(RoutingPolicy):
     """Takes the replica where this prompt's prefill is done first, if all prefill there is served
-    in order of arrival. ``O(replicas)``.
+    in order of arrival; where another replica would go on, the time that its KV needs to get there
+    counts, too. ``O(replicas)``.
 
     That is the predicted time of the prefills ahead, less what was done since the report, and of
     what this prompt needs there, over the share of the time that the decodes leave. So it is a
@@ -44,7 +45,7 @@ class LeastWork(RoutingPolicy):
         """The replica where the prefill is done first."""
         figures = fleet.figures[job.rows]
         left_s = np.maximum(0.0, figures[:, PREFILL_S] - done_s(figures, job.now_s)) + job.work_s
-        ahead_s = left_s / prefill_share(figures)
+        ahead_s = left_s / prefill_share(figures) + job.lead_s
         least = np.flatnonzero(ahead_s == ahead_s.min())
         return int(least[np.argmin(requests_at(figures[least]))])
 

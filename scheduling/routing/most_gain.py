@@ -9,8 +9,8 @@ from pydantic import Field
 
 from scheduling.fleet import Fleet
 from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy
-from scheduling.routing.go_routing import gains_of, most_free_blocks
+from scheduling.routing.base import Job, RoutingPolicy, most_free_blocks
+from scheduling.routing.go_routing import gains_of
 
 
 class MostGainOptions(PolicyOptions):
@@ -57,6 +57,7 @@ class MostGain(RoutingPolicy):
         if job.moved:
             return most_free_blocks(job, fleet)
         _, with_s, delta = gains_of(job, fleet)
+        with_s += job.lead_s
         most = delta.max()
         if most <= 0:
             return int(np.argmin(with_s))

@@ -92,4 +92,6 @@ def job(fleet: Fleet, query: RouteQuery = QUERY, now_s: float = 0.0, cached: flo
     tokens = np.full(len(rows), cached)
     work_s = fleet_rows.work_on(fleet.pieces, rows, float(query.prompt_tokens), tokens)
     due_s = now_s - query.waited_s + query.slo.columns[0]
-    return Job(query, now_s, rows, tokens, work_s, due_s, min(256.0, query.output_tokens or inf))
+    output = min(256.0, query.output_tokens or inf)
+    nowhere = np.zeros(len(rows), bool)
+    return Job(query, now_s, rows, tokens, work_s, due_s, output, np.zeros(len(rows)), nowhere)
