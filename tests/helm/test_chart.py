@@ -135,16 +135,19 @@ def test_ray_start_knows_its_options(release: Release) -> None:
 
 def test_replicas_fit_the_workers(release: Release) -> None:
     """Those of the examples are all placed once every group has as many workers as it may have."""
-    replica = parse_config(release.serve_config["applications"][0]["args"]).replica
-    room = 0
-    for group in release.groups[1:]:
-        (container,) = group["template"]["spec"]["containers"]
-        limits = container["resources"]["limits"]
-        by_cpu = int(limits["cpu"]) // (replica.num_cpus + 0.1)
-        gpus = replica.num_gpus or 0
-        by_gpu = int(limits.get("nvidia.com/gpu", 0)) // gpus if gpus else by_cpu
-        room += int(group["maxReplicas"] * min(by_cpu, by_gpu))
-    assert room >= replica.count
+    (fleet,) = parse_config(release.serve_config["applications"][0]["args"]).fleets
+    for pool in fleet.pools:
+        replica, room = pool.replica, 0
+        for group in release.groups[1:]:
+            if not replica.node_labels.items() <= group.get("labels", {}).items():
+                continue
+            (container,) = group["template"]["spec"]["containers"]
+            limits = container["resources"]["limits"]
+            by_cpu = int(limits["cpu"]) // (replica.num_cpus + 0.1)
+            gpus = replica.num_gpus or 0
+            by_gpu = int(limits.get("nvidia.com/gpu", 0)) // gpus if gpus else by_cpu
+            room += int(group["maxReplicas"] * min(by_cpu, by_gpu))
+        assert room >= replica.most, pool.role
 
 
 def labels_of(document: Document) -> Document:
