@@ -23,10 +23,19 @@ from scheduling.autoscaling import make_policy as make_autoscaling_policy
 from scheduling.batching import BestEffortOptions, make_policy
 from scheduling.roles import Role
 
-NodeLabel = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=128)
+LabelName = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
+        max_length=253,
+    ),
 ]
-"""Name or value of a label of a Ray node."""
+"""Name of a label of a Ray node, as Ray takes it."""
+
+LabelValue = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")
+]
+"""Value of one."""
 
 _NODE_LABELS = "Ray labels, by name, that a node must have to run them; default: any node will do."
 
@@ -239,7 +248,7 @@ class PoolConfig(BaseModel):
     max_per_node: int | None = Field(
         default=None, ge=1, le=100, description="Most replicas of the pool on one node."
     )
-    node_labels: dict[NodeLabel, NodeLabel] = Field(
+    node_labels: dict[LabelName, LabelValue] = Field(
         default_factory=dict, max_length=16, description=_NODE_LABELS
     )
     engine: dict[str, Any] = Field(
@@ -274,7 +283,7 @@ class ReplicaConfig(BaseModel):
         description="Most replicas of the model on one node, so that a lost node takes no more; "
         "default: as many as find room. They are spread either way, as well as Ray can.",
     )
-    node_labels: dict[NodeLabel, NodeLabel] = Field(
+    node_labels: dict[LabelName, LabelValue] = Field(
         default_factory=dict, max_length=16, description=_NODE_LABELS
     )
     pools: dict[Role, PoolConfig] = Field(

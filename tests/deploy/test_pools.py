@@ -104,6 +104,7 @@ def test_what_is_printed_is_read_as_the_same() -> None:
         (with_pools(mixed={"cuont": 2}), "replica.pools.mixed.cuont"),
         (with_pools(mixed={"count": 0}), "replica.pools.mixed.count"),
         (with_pools(mixed={"node_labels": {"a b": "c"}}), "replica.pools.mixed.node_labels"),
+        (with_pools(mixed={"node_labels": {"a": "b/c"}}), "replica.pools.mixed.node_labels.a"),
         ({"replica": {"count": 2, "pools": PAIR}}, "replica: .*count cannot be set beside pools"),
         (
             {"replica": {"autoscaling": {"max_replicas": 3}, "pools": PAIR}},
