@@ -28,36 +28,12 @@ from scheduling.job import (
 )
 from scheduling.kernels import Floats, Ints
 from scheduling.ledger import Reservation
+from scheduling.pairs import HANDOVER_STEPS, Second, together
 from scheduling.roles import ROLES
 from scheduling.routing.base import RoutingPolicy
 
 MOST_AWAITED_S = 600.0
 """Longest time for which a reservation waits for another replica to compute the prompt, seconds."""
-
-HANDOVER_STEPS = 2.0
-"""Steps of the decode replica between the arrival of the KV and the first token, at most: the one
-under way, and the first of its own."""
-
-
-class Second(NamedTuple):
-    """The replica that would go on with a request whose prompt another one computes.
-
-    Attributes:
-        job: the request, and what it would be on each replica that may go on.
-        promises: what each of them could promise; ``None`` where nothing was asked.
-        chosen: place in ``job.rows`` of the one that would: of those that can promise, if any.
-        handover_s: predicted time from the end of the prefill to the first token there.
-    """
-
-    job: Job
-    promises: Promises | None
-    chosen: int
-    handover_s: float
-
-    @property
-    def row(self) -> int:
-        """Row of the chosen one."""
-        return int(self.job.rows[self.chosen])
 
 
 class Weighed(NamedTuple):
@@ -97,7 +73,8 @@ class Placer:
     promise to go on in time, by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill
     replicas are weighed in one decision, each by what it would do: the prefill ones can promise if
     the decode one can, and if they are done earlier than the first token is due, by the time of the
-    transfer and of :data:`HANDOVER_STEPS`. The routing policy chooses among all that can promise.
+    transfer and of :data:`~scheduling.pairs.HANDOVER_STEPS`. The routing policy chooses among all
+    that can promise.
 
     A request that must be served whole goes to a mixed replica; where there is none, to a decode
     one; where there is none either, to any.
@@ -146,7 +123,7 @@ class Placer:
                 second = self._second(query, seconds, now_s, wanted)
         job = self._job(query, rows, now_s, moved, second)
         decision = self._decide(job, second, wanted)
-        self.demand.count(job, decision, fleet)
+        self.demand.count(job, decision, fleet, second)
         return decision
 
     def _promise_wanted(self, query: RouteQuery) -> AdmissionPolicy | None:
@@ -197,7 +174,7 @@ class Placer:
     ) -> RouteDecision:
         promises = admission.promises(job, self._fleet)
         if second is not None:
-            promises = _together(job, promises, second)
+            promises = together(job, promises, second)
         holds = promises.holds
         # Aged replicas are among the candidates only where there are no others.
         if not holds.any() or self._fleet.condition(int(job.rows[0]), job.now_s) == "aged":
@@ -331,17 +308,6 @@ class Placer:
             float(query.slo.priority),
             job.output_tokens,
         )
-
-
-def _together(job: Job, promises: Promises, second: Second) -> Promises:
-    """What pairs can promise: what both of their replicas can, and to the first token."""
-    assert second.promises is not None
-    splits, holds, wait_s = job.splits, promises.holds, promises.wait_s
-    if not second.promises.holds[second.chosen]:
-        holds = holds & ~splits
-        later_s = second.promises.wait_s.min()
-        wait_s = np.where(splits, np.maximum(wait_s, later_s), wait_s)
-    return Promises(holds, promises.ttft_s + job.lead_s, wait_s)
 
 
 def expected_tokens(query: RouteQuery) -> float:

@@ -2,11 +2,13 @@
 
 Prefill demand is counted when a request asks to be placed, promised or not, so what is turned away
 for want of replicas is demand, too. Decode demand is the part of the steps under way that decodes
-take. Both are engine time per second, and neither depends on how many replicas there are.
+take. Both are engine time per second, and neither depends on how many replicas there are. Where
+replicas have roles, each role is a pool with a demand of its own.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,8 @@ from scheduling import fleet_rows as figure
 from scheduling.fleet import Fleet
 from scheduling.job import Job, RouteDecision, Tier
 from scheduling.kernels import FIXED, PREFILL_TOKENS
+from scheduling.pairs import Second
+from scheduling.roles import ROLES, Role
 
 MAX_UNPLACED = 4096
 """Most requests remembered that were not placed, so that their next try counts as no new one."""
@@ -77,19 +81,44 @@ class Load(NamedTuple):
         )
 
 
-class Demand:
-    """Counts what is asked for, decision by decision. ``O(replicas)`` each."""
+class _Counts:
+    """Requests and their prefill work, of all replicas or of those of a role."""
+
+    __slots__ = ("asked", "asked_s", "unpromised", "unpromised_s")
 
     def __init__(self) -> None:
-        self.asked = 0
-        self.asked_s = 0.0
-        self.unpromised = 0
-        self.unpromised_s = 0.0
+        self.asked = self.unpromised = 0
+        self.asked_s = self.unpromised_s = 0.0
+
+    def ask(self, work_s: float) -> None:
+        """A request asked for this work."""
+        self.asked += 1
+        self.asked_s += work_s
+
+    def turn_down(self, work_s: float) -> None:
+        """One that asked was not promised."""
+        self.unpromised += 1
+        self.unpromised_s += work_s
+
+
+class Demand:
+    """Counts what is asked for, decision by decision. ``O(replicas)`` each.
+
+    A request that is split asks both roles, each for its part, and is turned down by the one that
+    could not promise it: the decode role, if that could not.
+    """
+
+    def __init__(self) -> None:
+        self._all = _Counts()
+        self._of_role = {role: _Counts() for role in ROLES}
         self._unplaced: dict[int, None] = {}
 
-    def count(self, job: Job, decision: RouteDecision, fleet: Fleet) -> None:
-        """A decision was made. Requests without an objective, and those that want no promise, are
-        not counted: the work that waits of them is (:attr:`Load.best_effort_s`)."""
+    def count(
+        self, job: Job, decision: RouteDecision, fleet: Fleet, second: Second | None = None
+    ) -> None:
+        """A decision was made, with ``second`` to go on where the request was split. Requests
+        without an objective, and those that want no promise, are not counted: the work that waits
+        of them is (:attr:`Load.best_effort_s`)."""
         query = job.query
         if Tier.GUARANTEED not in query.tiers or not query.slo.stated:
             return
@@ -105,36 +134,59 @@ class Demand:
         if again:
             return
         if placed is None:
-            work_s = float(job.work_s.min())
+            place = int(np.argmin(job.work_s))
         else:
-            work_s = float(job.work_s[np.searchsorted(job.rows, fleet.row_of[placed])])
-        self.asked += 1
-        self.asked_s += work_s
+            place = int(np.searchsorted(job.rows, fleet.row_of[placed]))
+        work_s = float(job.work_s[place])
+        parts = {fleet.role_of(int(job.rows[place])): work_s}
+        split = second if job.splits[place] else None
+        if split is not None:
+            parts[fleet.role_of(split.row)] = float(split.job.work_s[split.chosen])
+        self._all.ask(work_s)
+        for role, part_s in parts.items():
+            self._of_role[role].ask(part_s)
         if placed is not None and decision.tier is not Tier.BEST_EFFORT:
             return
         fixed_s = float(fleet.figures[job.rows, figure.FIXED_S].min())
         # What is too long even for an idle replica does not ask for more of them.
-        if job.now_s + fixed_s + work_s <= job.due_s:
-            self.unpromised += 1
-            self.unpromised_s += work_s
+        if job.now_s + fixed_s + work_s > job.due_s - float(job.lead_s[place]):
+            return
+        if split is not None and not split.able and split.wait_s == inf:
+            return
+        self._all.turn_down(work_s)
+        first, *rest = parts
+        lacks = first if split is None or split.able else rest[0]
+        self._of_role[lacks].turn_down(parts[lacks])
 
-    def load(self, fleet: Fleet, now_s: float, judged: float = 0.0, attained: float = 0.0) -> Load:
+    def load(
+        self,
+        fleet: Fleet,
+        now_s: float,
+        judged: float = 0.0,
+        attained: float = 0.0,
+        role: Role | None = None,
+    ) -> Load:
         """The load now. ``O(replicas)``.
 
         Args:
             fleet: what the replicas have to do.
             now_s: the time on its clock.
-            judged, attained: see :class:`Load`; counted where requests end.
+            judged, attained: see :class:`Load`; counted where requests end, so a request that was
+                split and missed its objective counts for both roles.
+            role: of its replicas only; default: of all.
         """
         rows = fleet.candidates(now_s)
+        asked = self._all
+        if role is not None:
+            rows, asked = fleet.of_role(rows, role), self._of_role[role]
         figures = fleet.figures[rows]
         counted = Load(
             now_s,
             float(len(rows)),
-            float(self.asked),
-            self.asked_s,
-            float(self.unpromised),
-            self.unpromised_s,
+            float(asked.asked),
+            asked.asked_s,
+            float(asked.unpromised),
+            asked.unpromised_s,
             judged,
             attained,
         )

@@ -76,7 +76,7 @@ class TestDemand:
         demand.count(asked, RouteDecision("0", "placed", Tier.GUARANTEED), fleet)
         assert demand.load(fleet, 0.0)[2:5:2] == (1, 1)
         demand.count(asked, RouteDecision("0", "placed", Tier.GUARANTEED), fleet)
-        assert demand.asked == 2
+        assert demand.load(fleet, 0.0).asked == 2
 
     def test_the_memory_of_those_that_wait_is_bounded(self) -> None:
         fleet = fleet_of(report())
@@ -146,3 +146,52 @@ def test_a_load_of_another_life_does_not_follow() -> None:
     assert Load(11.0, 2.0, asked=5.0).follows(before)
     assert not Load(10.0, 2.0, asked=5.0).follows(before)
     assert not Load(11.0, 2.0, asked=4.0).follows(before)
+
+
+class TestRoles:
+    """Each role is a pool of its own."""
+
+    def split(self, key: int) -> RouteQuery:
+        return query(key, prefill_key=key + 10_000)
+
+    def test_a_pair_asks_each_role_for_its_part(self) -> None:
+        fleet = fleet_of(report(), report(role="prefill"), report(role="decode"))
+        place = placer(fleet)
+        for key in range(30):
+            place.place(self.split(key), 0.0)
+        prefill, decode, mixed = (
+            place.demand.load(fleet, 0.0, role=role) for role in ("prefill", "decode", "mixed")
+        )
+        assert (prefill.ready, decode.ready, mixed.ready) == (1, 1, 1)
+        assert prefill.asked == decode.asked > 0
+        assert mixed.asked == 30 - prefill.asked > 0
+        assert prefill.asked_s == pytest.approx(prefill.asked * MODEL.work_s(1_000, 0))
+        assert decode.asked_s == pytest.approx(decode.asked * MODEL.work_s(1, 999))
+        whole = place.demand.load(fleet, 0.0)
+        assert (whole.asked, whole.ready) == (30, 3)
+        assert whole.unpromised == prefill.unpromised + decode.unpromised + mixed.unpromised > 0
+        assert prefill.head_room < decode.head_room
+
+    def test_it_is_turned_down_by_the_role_that_could_not_promise_it(self) -> None:
+        for lacks, free_blocks in (("prefill", 10_000), ("decode", 10)):
+            fleet = fleet_of(report(role="prefill"), report(role="decode", free_blocks=free_blocks))
+            place = placer(fleet)
+            for key in range(30):
+                place.place(self.split(key), 0.0)
+            turned_down = {
+                role: place.demand.load(fleet, 0.0, role=role).unpromised
+                for role in ("prefill", "decode")
+            }
+            assert turned_down.pop(lacks) > 0
+            assert list(turned_down.values()) == [0]
+
+    def test_decode_load_and_kv_are_those_of_the_role(self) -> None:
+        decodes = [row(key=key, emitted=5, first_token_s=0.0) for key in range(20)]
+        fleet = fleet_of(report(role="prefill"), report(*decodes, role="decode", free_blocks=0))
+        demand = Demand()
+        prefill = demand.load(fleet, 0.0, role="prefill")
+        decode = demand.load(fleet, 0.0, role="decode")
+        assert (prefill.decode_share, prefill.kv_share) == (0, 0.5)
+        assert decode.decode_share > 0
+        assert decode.kv_share == 1
+        assert demand.load(fleet, 0.0, role="mixed") == Load(0.0, 0.0)

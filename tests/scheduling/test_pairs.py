@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,8 @@ from scheduling.admission import make_policy as make_admission
 from scheduling.fleet import Fleet, Report
 from scheduling.job import PLACED, UNATTAINABLE, RouteDecision
 from scheduling.objective import SLO
-from scheduling.placement import HANDOVER_STEPS, Placer, Weighed
+from scheduling.pairs import HANDOVER_STEPS
+from scheduling.placement import Placer, Weighed
 from scheduling.roles import ROLES, Role
 from scheduling.routing import POLICIES as ROUTERS
 from scheduling.routing import RouteQuery, Tier
@@ -164,11 +167,12 @@ def test_the_transfer_counts_in_the_promise() -> None:
 
 
 def test_one_that_is_drained_or_gone_is_in_no_pair() -> None:
-    for leave in (
+    leaves: list[Callable[[Fleet], object]] = [
         lambda fleet: fleet.close("0"),
         lambda fleet: fleet.leave_out("0", 10.0),
         lambda fleet: fleet.report("0", report(role="prefill", draining=True), 0.0),
-    ):
+    ]
+    for leave in leaves:
         fleet = roles("prefill", "prefill", "decode")
         leave(fleet)
         for key in range(4):
