@@ -161,6 +161,11 @@ class EngineConfig(BaseModel):
             )
         if self.adapters:
             raise ValueError("preemption.granularity must be off with LoRA adapters")
+        if self.speculates:
+            raise ValueError(
+                "preemption.granularity must be off with speculative decoding: tokens are drafted "
+                "behind whole steps, and tasks that are suspended have none"
+            )
         if self.transfer is not None:
             raise ValueError(
                 "preemption.granularity must be off with transfer: a suspended prefill's KV is "
@@ -172,6 +177,14 @@ class EngineConfig(BaseModel):
     def served_name(self) -> str:
         """The name that requests use."""
         return self.served_model_name or self.model
+
+    @property
+    def speculates(self) -> bool:
+        """Whether vLLM decodes speculatively."""
+        return any(
+            name.replace("_", "-") == "speculative-config" and value is not None
+            for name, value in self.vllm_args.items()
+        )
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -10,10 +10,11 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from replica.speculation import DraftCounts, DraftTime
 from replica.state_table import RowUpdate, StateTable, TableFullError
 from replica.transfer.counts import TransferCounts
 from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
@@ -64,8 +65,9 @@ class TrackedRequest:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A batch that the engine is running. ``preempted`` lists the requests that lost their KV, and
-    ``record`` is its line in the batch log."""
+    """A batch that the engine is running. ``preempted`` lists the requests that lost their KV,
+    ``record`` is its line in the batch log, ``checked`` the drafted tokens among its own, and
+    ``drafted`` the most that a model drafts in it for one request, ``None`` where no model does."""
 
     started_s: float
     plan: BatchPlan
@@ -73,6 +75,8 @@ class StepInFlight:
     uncorrected_s: float
     preempted: Sequence[str] = ()
     record: dict[str, object] | None = None
+    checked: Mapping[str, int] = field(default_factory=dict)
+    drafted: int | None = None
 
 
 class BatchLog:
@@ -131,6 +135,9 @@ class LocalScheduler:
         self._base_model = model
         self._model = model
         self._correction = OnlineCorrection()
+        self._draft_time = DraftTime()
+        self.drafts = DraftCounts()
+        """What became of drafted tokens."""
         self._lengths = TaskLengths()
         self._log = log
         self._steps = 0
@@ -148,6 +155,11 @@ class LocalScheduler:
     def model(self) -> LatencyModel:
         """The latency model in use, with its online correction and its head-room."""
         return self._model
+
+    @property
+    def draft_s(self) -> float:
+        """Time in which a model drafts one token for every decode of a batch, as learned so far."""
+        return self._draft_time.seconds
 
     def track(
         self,
@@ -243,13 +255,19 @@ class LocalScheduler:
         ran: Sequence[tuple[str, int, int]],
         now_s: float,
         preempted: Sequence[str] = (),
+        checked: Mapping[str, int] | None = None,
+        drafted: int | None = None,
     ) -> StepInFlight:
-        """The engine starts a batch. ``ran`` holds (engine id, new tokens, computed before).
+        """The engine starts a batch. ``ran`` holds (engine id, new tokens, computed before),
+        ``checked`` how many of the new tokens are drafted ones, for each request for which there
+        were some; ``drafted`` is that of :class:`StepInFlight`.
 
         A batch that was planned empty and is empty is no step: it is neither counted nor logged.
         """
         self._preemptions += len(preempted)
-        work = StepSample.of((tokens, computed) for _, tokens, computed in ran)
+        work = StepSample.of(
+            ((tokens, computed) for _, tokens, computed in ran), spec_steps=drafted or 0
+        )
         # Without head-room: what is learned and published is how right the model is.
         uncorrected = self._base_model.step_s(work) / self._base_model.headroom
         if not ran and not plan.entries:
@@ -260,8 +278,11 @@ class LocalScheduler:
         if planned != actual:
             self._mismatches += 1
         # Made now, as requests that end with the batch are forgotten before it is over.
-        record = self._record(plan, ran, now_s, preempted) if self._log is not None else None
-        return StepInFlight(now_s, plan, work, uncorrected, preempted, record)
+        checked = {} if checked is None else checked
+        record = None
+        if self._log is not None:
+            record = self._record(plan, ran, now_s, preempted, checked)
+        return StepInFlight(now_s, plan, work, uncorrected, preempted, record, checked, drafted)
 
     def end_step(
         self,
@@ -284,13 +305,17 @@ class LocalScheduler:
         self._last_end_s = now_s
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "seconds": seconds})
-        predicted_s = step.uncorrected_s * self._correction.factor
+        undrafted_s = step.uncorrected_s * self._correction.factor
+        drafting_s = self._draft_time.seconds * (step.drafted or 0)
+        predicted_s = undrafted_s + drafting_s
         if step.work.new_tokens > 0 and seconds > 0:
             ratio = seconds / predicted_s
             self._ratio_sum += ratio
             self._table.count("step_ratio_histogram", bisect_left(STEP_RATIO_BUCKETS, ratio))
             self._table.add_sample(step.work._replace(seconds=seconds))
-            self._correction.observe(step.uncorrected_s, seconds)
+            self._correction.observe(step.uncorrected_s, seconds - drafting_s)
+            if step.drafted is not None:
+                self._draft_time.observe(undrafted_s, step.drafted, seconds)
         if self._rowless:
             updates = [update for update in updates if update.slot != _NO_SLOT]
         # An empty batch says nothing of how long a step takes.
@@ -317,6 +342,8 @@ class LocalScheduler:
             plan_mismatches=self._mismatches,
             plan_seconds_sum=self._plan_seconds,
             step_ratio_sum=self._ratio_sum,
+            draft_s=self._draft_time.seconds,
+            **self.drafts.summary(),
             **self.transfers.summary(),
         )
 
@@ -326,6 +353,7 @@ class LocalScheduler:
         ran: Sequence[tuple[str, int, int]],
         now_s: float,
         preempted: Sequence[str],
+        checked: Mapping[str, int],
     ) -> dict[str, object]:
         def name(engine_id: str) -> str:
             tracked = self.requests.get(engine_id)
@@ -338,5 +366,6 @@ class LocalScheduler:
             "plan": [[name(entry.request_id), entry.tokens] for entry in plan.entries],
             "ran": [[name(engine_id), tokens, computed] for engine_id, tokens, computed in ran],
             "preempted": [name(engine_id) for engine_id in preempted],
+            "checked": {name(engine_id): drafts for engine_id, drafts in checked.items()},
             "live": len(self.requests),
         }

@@ -21,7 +21,13 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from scheduling.roles import Role
-from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, STOP_BUCKETS_S, EngineState
+from scheduling.state import (
+    DRAFT_LENGTHS,
+    PLAN_BUCKETS_S,
+    STEP_RATIO_BUCKETS,
+    STOP_BUCKETS_S,
+    EngineState,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +46,8 @@ _COUNTERS = {
         "plan_mismatches",
         "Batches in which the engine ran other tokens than planned.",
     ),
+    "sluice_drafts_checked": ("drafts_checked", "Drafted tokens that were checked."),
+    "sluice_drafts_accepted": ("drafts_accepted", "Drafted tokens that were right."),
     "sluice_prefill_rounds": ("rounds", "Rounds of loops that can suspend prefills."),
     "sluice_prefill_suspensions": (
         "suspensions",
@@ -68,6 +76,10 @@ _GAUGES = {
     "sluice_best_effort_patience_seconds": (
         "patience_s",
         "Wait after which best-effort requests have a share of the engine.",
+    ),
+    "sluice_draft_seconds": (
+        "draft_s",
+        "Learned time to draft one token for every decode, where a model does.",
     ),
     "sluice_suspended_prefills": ("suspended", "Prefills that are suspended now."),
     "sluice_suspended_prefills_reserved_bytes": (
@@ -145,6 +157,13 @@ class ReplicaCollector(Collector):
             STEP_RATIO_BUCKETS,
             summary["step_ratio_histogram"],
             float(summary["step_ratio_sum"]),
+        )
+        yield _histogram(
+            "sluice_draft_length",
+            "Drafted tokens checked in a decode's step, of those for which there were some.",
+            DRAFT_LENGTHS,
+            summary["draft_lengths"],
+            float(summary["drafts_checked"]),
         )
         yield _histogram(
             "sluice_prefill_stop_seconds",

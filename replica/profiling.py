@@ -100,6 +100,9 @@ def profile_key(vllm_config: Any, config: EngineConfig) -> str:
     }
     if config.preemption.granularity != "off":
         parts["preemption"] = config.preemption.granularity
+    drafts = vllm_config.speculative_config
+    if drafts is not None:
+        parts["speculation"] = f"{drafts.method} {drafts.model} {drafts.num_speculative_tokens}"
     if model.runner_type != "generate":
         parts["runner"] = model.runner_type
     if vllm_config.lora_config is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -33,6 +34,7 @@ from replica.local_scheduler import BatchLog, LocalScheduler, StepInFlight
 from replica.prefix_hits import PrefixHits
 from replica.state_table import RowUpdate, StateTable
 from replica.vllm_args import RequestArgs, SchedulerSettings, from_xargs
+from replica.vllm_drafts import PlannedDrafts
 from replica.vllm_support import (
     UnsupportedVllmError,
     check_config,
@@ -95,6 +97,8 @@ class PlanMixin(_Base):
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
         most: int | None = getattr(self, "max_num_active_reqs", None)  # from 0.32
         self._most_running: int = self.max_num_running_reqs if most is None else most
+        speculates = self.vllm_config.speculative_config is not None
+        self._drafts = PlannedDrafts(self) if speculates else None
         self._garbage = GarbageCollector()
         if hook_name() == "_mamba_block_aligned_split":
             self._enable_old_hook()
@@ -149,7 +153,10 @@ class PlanMixin(_Base):
         plan = self._plan(views, queue, start_s) if views else _EMPTY
         self._garbage.before_batch(queue, plan.predicted_s)
         planned = bool(plan.entries) and not self._stalled
+        drafts = self._drafts
         if planned:
+            if drafts is not None:
+                drafts.planned(plan.entries)
             output = self._schedule_planned(plan, *args, **kwargs)
         else:
             output = super().schedule(*args, **kwargs)
@@ -163,7 +170,14 @@ class PlanMixin(_Base):
         self._stalled = len(plan) > 0 and not ran and not evicted
         # With those that were evicted before the call.
         preempted = tuple(output.preempted_req_ids or ())
-        step = self._local.begin_step(plan, ran, time.monotonic(), preempted)
+        step = self._local.begin_step(
+            plan,
+            ran,
+            time.monotonic(),
+            preempted,
+            None if drafts is None else drafts.checked(output),
+            None if drafts is None else drafts.drafted,
+        )
         self._in_flight[id(output)] = step
         self._busy_until_s = max(step.started_s, start_s) + plan.predicted_s
         return output
@@ -171,9 +185,11 @@ class PlanMixin(_Base):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Take the result of a batch, learn its time, and publish the new state."""
         self._note_computed(scheduler_output)
+        step = self._in_flight.pop(id(scheduler_output))
+        if self._drafts is not None:
+            self._drafts.learn(step.checked, model_runner_output, self._local)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._held.publish()
-        step = self._in_flight.pop(id(scheduler_output))
         now_s = time.monotonic()
         for client in outputs.values():
             for output in client.outputs:
@@ -254,6 +270,9 @@ class PlanMixin(_Base):
         views = []
         hits = self._hits
         hits.begin_pass()
+        drafts = self._drafts
+        if drafts is not None:
+            drafts.begin_pass()
         tracked_requests = self._local.requests
         longest = self.max_model_len - 1
         block = self.block_size
@@ -286,6 +305,13 @@ class PlanMixin(_Base):
                 # They leave when the batches in flight are through.
                 last_s = self._busy_until_s
                 first_s = last_s if first_s is None else first_s
+            drafted, acceptance = 0, nan
+            if drafts is not None and running:
+                held = drafts.held_blocks(request_id)
+                if pending == 1:
+                    drafted = drafts.offer(request)
+                if drafted:
+                    acceptance = self._local.drafts.rates.rate(tracked.slo.service_class)
             emitted = request.num_output_tokens + promised
             if emitted >= tracked.expected_tokens:
                 self._local.prolong(tracked, emitted)
@@ -304,18 +330,25 @@ class PlanMixin(_Base):
                     last_s,
                     tracked.expected_tokens,
                     tracked.best_effort,
+                    drafted,
+                    acceptance,
                 )
             )
         return views
 
     def _budget(self, views: list[RequestView]) -> BatchBudget:
         unseen = len(self.running) - sum(view.running for view in views)
+        tokens, drafts = self.max_num_scheduled_tokens, self._drafts
+        if drafts is not None:
+            tokens = drafts.tokens(tokens, min(len(views), self._most_running))
         return BatchBudget(
-            tokens=self.max_num_scheduled_tokens,
+            tokens=tokens,
             sequences=self._most_running - unseen,
             kv_blocks=self._pool.get_num_free_blocks() // self._groups,
             block_tokens=self.block_size,
             reserve_prompt=self._reserve_prompt,
+            lookahead_tokens=0 if drafts is None else drafts.lookahead,
+            draft_s=self._local.draft_s,
         )
 
     def _schedule_planned(self, plan: BatchPlan, *args: Any, **kwargs: Any) -> Any:

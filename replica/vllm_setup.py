@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
 from replica.engine import Endpoint
+from replica.speculation import with_all_lengths
 from replica.vllm_args import SchedulerSettings
 from replica.vllm_serving import Serving, servings
 
@@ -34,6 +35,9 @@ RESERVED_ARGUMENTS = frozenset(
     }
 )
 """vLLM arguments that Sluice sets, or that have no meaning under it."""
+
+_SHORTHANDS = frozenset({"spec-method", "spec-model", "spec-tokens"})
+"""vLLM's arguments for parts of its speculative configuration."""
 
 _MAX_REASON = 500
 """Most characters of vLLM's reason for refusing its arguments that are told."""
@@ -120,6 +124,7 @@ def parse_arguments(
             if arguments.get(name, value) != value:
                 raise ValueError(f"vllm_args: with preemption, {name} must be {value}")
         arguments |= needed
+    arguments |= _speculation_arguments(arguments)
     if _on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
     arguments |= {
@@ -209,6 +214,22 @@ def _preemption_arguments(given: dict[str, Any]) -> dict[str, Any]:
         "distributed-executor-backend": executor(_ranks(given)),
         "async-scheduling": False,
     }
+
+
+def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """vLLM arguments under which the plan can choose how many drafted tokens are checked."""
+    shorthands = sorted(_SHORTHANDS & given.keys())
+    if shorthands:
+        raise ValueError(f"vllm_args: use speculative-config in place of {', '.join(shorthands)}")
+    if given.get("speculative-config") is None:
+        return {}
+    if given.get("async-scheduling"):
+        raise ValueError("vllm_args: with speculative-config, async-scheduling must be False")
+    try:
+        config = with_all_lengths(given["speculative-config"])
+    except ValueError as error:
+        raise ValueError(f"vllm_args: {error}") from error
+    return {"speculative-config": config, "async-scheduling": False}
 
 
 def _ranks(given: dict[str, Any]) -> int:

@@ -23,6 +23,9 @@ SUPPORTED: Versions = ((0, 26), (0, 32))
 WITH_PREEMPTION: Versions = ((0, 29), (0, 32))
 """Those in which running prefills can be preempted."""
 
+WITH_SPECULATION: Versions = ((0, 29), (0, 32))
+"""Those in which drafted tokens can be checked by the plan."""
+
 _SCHEDULER_NAMES = (
     "add_request",
     "get_request_counts",
@@ -45,6 +48,7 @@ _INSTANCE_NAMES = (
     "running",
     "waiting",
 )
+_SPECULATION_NAMES = ("dynamic_sd_lookup", "num_lookahead_tokens", "num_spec_tokens")
 _LOOKUP_NAMES = ("find_longest_cache_hit",)
 _POOL_NAMES = ("get_cached_block", "_emit_block_removed_events")
 _MANAGER_NAMES = ("block_pool", "coordinator", "enable_caching")
@@ -105,7 +109,7 @@ def check_vllm(version: str = vllm.__version__) -> None:
         UnsupportedVllmError: what is missing, and which versions are supported.
     """
     check_version(version, SUPPORTED, "Sluice")
-    made = set(Scheduler.__init__.__code__.co_names)
+    made = _made_by_scheduler()
     request = set(Request.__init__.__code__.co_names)
     pool = set(BlockPool.__init__.__code__.co_names)
     manager = set(KVCacheManager.__init__.__code__.co_names)
@@ -124,6 +128,11 @@ def check_vllm(version: str = vllm.__version__) -> None:
         )
 
 
+def _made_by_scheduler() -> frozenset[str]:
+    """What the scheduler's constructor names: its attributes are among them."""
+    return frozenset(Scheduler.__init__.__code__.co_names)
+
+
 def check_config(vllm_config: Any) -> None:
     """Check that the engine is configured in a way in which plans can be carried out.
 
@@ -139,8 +148,40 @@ def check_config(vllm_config: Any) -> None:
         (parallel.pipeline_parallel_size == 1, "pipeline-parallel-size must be 1"),
         # Every engine process of one client would write the same state table.
         (parallel.data_parallel_size == 1, "data-parallel-size must be 1"),
-        (vllm_config.speculative_config is None, "speculative decoding must be off"),
     )
     for kept, rule in rules:
         if not kept:
             raise UnsupportedVllmError(f"Sluice's scheduler cannot run here: {rule}")
+    if vllm_config.speculative_config is not None:
+        _check_speculation(vllm_config)
+
+
+def _check_speculation(vllm_config: Any) -> None:
+    """Check that drafted tokens can be checked by the plan.
+
+    Raises:
+        UnsupportedVllmError: the setting, and what is allowed.
+    """
+    check_version(vllm.__version__, WITH_SPECULATION, "speculative decoding by the plan")
+    made = _made_by_scheduler()
+    missing = [f"Scheduler.{name}" for name in _SPECULATION_NAMES if name not in made]
+    if missing:
+        raise UnsupportedVllmError(
+            f"vLLM {vllm.__version__} lacks {', '.join(missing)}; {_range(WITH_SPECULATION)}"
+        )
+    config = vllm_config.speculative_config
+    rules = (
+        # It would schedule placeholders, before it is known how much was drafted.
+        (not vllm_config.scheduler_config.async_scheduling, "async-scheduling must be off"),
+        (
+            config.uses_dynamic_speculative_decoding(),
+            "it must be configured by `speculative-config` in `vllm_args`",
+        ),
+        # A chunk of the plan could end where such a drafter still needs the tokens behind it.
+        (not config.use_multi_module_mtp(), "a drafter of several MTP layers may draft one token"),
+        (config.method != "extract_hidden_states", "extract_hidden_states drafts nothing"),
+        (not config.enable_adaptive_verification, "enable_adaptive_verification must be off"),
+    )
+    for kept, rule in rules:
+        if not kept:
+            raise UnsupportedVllmError(f"speculative decoding cannot run here: {rule}")

@@ -48,6 +48,10 @@ STEP_RATIO_BUCKETS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0)
 STOP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Upper bounds of the histogram of times until a prefill has stopped; one more counts the rest."""
 
+DRAFT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10)
+"""Upper bounds of the histogram of drafted tokens that a decode's step checks; one more counts the
+rest."""
+
 SUMMARY = np.dtype(
     [
         ("updated_s", "<f8"),  # when this summary was written
@@ -70,6 +74,11 @@ SUMMARY = np.dtype(
         ("step_ratio_sum", "<f8"),
         ("plan_histogram", "<i8", (len(PLAN_BUCKETS_S) + 1,)),
         ("step_ratio_histogram", "<i8", (len(STEP_RATIO_BUCKETS) + 1,)),
+        # Of engines that decode speculatively:
+        ("drafts_checked", "<i8"),  # drafted tokens
+        ("drafts_accepted", "<i8"),  # those that were right
+        ("draft_s", "<f8"),  # learned time to draft one token for every decode; 0 where it is free
+        ("draft_lengths", "<i8", (len(DRAFT_LENGTHS) + 1,)),  # decode steps, by drafts checked
         # Of engines that suspend running prefills for more urgent ones:
         ("rounds", "<i8"),  # of the engine's loop
         ("suspended", "<i8"),  # prefills, now

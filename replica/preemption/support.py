@@ -81,6 +81,7 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
         (not model.is_attention_free, "models without attention are not supported"),
         (model.runner_type == "generate", "only models that generate are supported"),
         (vllm_config.lora_config is None, "LoRA must be off"),
+        (vllm_config.speculative_config is None, "speculative decoding must be off"),
         (vllm_config.kv_transfer_config is None, "KV connectors must be off"),
         (vllm_config.ec_transfer_config is None, "encoder connectors must be off"),
         (backend == executor(ranks), f"distributed-executor-backend must be {executor(ranks)}"),

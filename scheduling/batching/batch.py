@@ -29,6 +29,9 @@ class BatchBudget(NamedTuple):
         kv_blocks: free KV blocks (cached blocks that may be evicted count as free).
         block_tokens: tokens per KV block.
         reserve_prompt: a waiting request is admitted only if its whole sequence would fit.
+        lookahead_tokens: so many tokens behind its own a planned request needs blocks for, too: a
+            drafting model writes there.
+        draft_s: time to draft one token for all decodes of a batch, seconds; 0 where that is free.
     """
 
     tokens: int
@@ -36,6 +39,8 @@ class BatchBudget(NamedTuple):
     kv_blocks: int
     block_tokens: int
     reserve_prompt: bool = True
+    lookahead_tokens: int = 0
+    draft_s: float = 0.0
 
 
 class Tiers(NamedTuple):
@@ -195,6 +200,7 @@ class BatchBuilder:
             budget.block_tokens,
             budget.reserve_prompt,
             len(self._table) if tiers is None else tiers.promised,
+            budget.lookahead_tokens,
         )
 
     @property

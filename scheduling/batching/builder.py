@@ -37,7 +37,8 @@ RESERVE_PROMPT = 9
 SPARE_BLOCKS = 10  # free blocks that admission leaves while anything runs
 PROMISED = 11  # rows below draw on each other
 SHOWN = 12  # rows below may be taken
-COUNTERS = 13
+LOOKAHEAD = 13  # tokens for which a planned request needs blocks beyond its own
+COUNTERS = 14
 
 
 @compiled
@@ -50,6 +51,7 @@ def begin(
     block_tokens: int,
     reserve_prompt: bool,
     promised: int,
+    lookahead: int,
 ) -> tuple[Ints, Floats, Ints, Ints]:
     """An empty plan: counters, costs, granted tokens and order."""
     running = 0
@@ -67,6 +69,7 @@ def begin(
     state[BLOCK_TOKENS] = block_tokens
     state[RESERVE_PROMPT] = reserve_prompt
     state[PROMISED] = promised
+    state[LOOKAHEAD] = lookahead
     state[SHOWN] = table.shape[0]
     granted = np.zeros(table.shape[0], np.int64)
     return state, pieces[:, FIXED].copy(), granted, np.empty(table.shape[0], np.int64)
@@ -76,19 +79,19 @@ def begin(
 def extend(state: Ints, draws: bool, held: int, computed: int, tokens: int) -> int:
     """Take the blocks for ``tokens`` of a running request; return how many tokens fit. One that
     ``draws`` may take them from others that do."""
-    block = state[BLOCK_TOKENS]
+    block, lookahead = state[BLOCK_TOKENS], state[LOOKAHEAD]
     others = state[RECLAIMABLE]
     room = state[FREE_BLOCKS]
     if draws:
         others -= held
         if not state[ADMITTED]:
             room += others
-    blocks = max(0, -(-(computed + tokens) // block) - held)
+    blocks = max(0, -(-(computed + tokens + lookahead) // block) - held)
     if blocks > room:
         if room < 0:
             return 0
         blocks = room
-        tokens = (held + blocks) * block - computed
+        tokens = (held + blocks) * block - computed - lookahead
         if tokens <= 0:
             return 0
     state[RECLAIMABLE] = others
@@ -104,11 +107,11 @@ def admit(state: Ints, held: int, computed: int, pending: int, tokens: int) -> i
         free -= state[SPARE_BLOCKS]
     if state[CLOSED] or state[SEQUENCES_LEFT] <= 0 or free < 0:
         return 0
-    block = state[BLOCK_TOKENS]
-    upto = computed + (pending if state[RESERVE_PROMPT] else tokens)
+    block, lookahead = state[BLOCK_TOKENS], state[LOOKAHEAD]
+    upto = computed + (pending if state[RESERVE_PROMPT] else tokens) + lookahead
     blocks = max(0, -(-upto // block) - held)
     if blocks > free:
-        fit = (held + free) * block - computed
+        fit = (held + free) * block - computed - lookahead
         if state[RESERVE_PROMPT] or fit <= 0:
             state[CLOSED] = state[SEQUENCES_RUNNING] > 0
             return 0
