@@ -1,8 +1,8 @@
-"""One attempt's answer on its way from a replica, and how an attempt fails."""
+"""Answers on their way from replicas, and how an attempt at one fails."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from replica.engine import EVENT_STREAM, ResponseChunk, ResponseHead, ResponseItem, ResponseTail
@@ -51,16 +51,24 @@ class Piece(NamedTuple):
     tokens: int
 
 
-class Answer:
-    """An open response of one replica. Iterate over it for the pieces; then :attr:`tail` is set.
+class Attempt:
+    """One replica's answer. Iterate over it for the pieces; then :attr:`tail` is set.
 
     Close it in any case.
 
     Attributes:
         waited_s: the request's age when it was sent to the replica.
-        tier: ``GUARANTEED`` if its objective was promised.
-        predicted_ttft_s: from the request's arrival to the first token, where that was promised.
+        head: of the response; before there is one, a status of 500.
+        tail: once the response has ended by itself.
+        tier: ``GUARANTEED`` if the objective was promised where it was sent. Where admission is off
+            nothing is promised, so it is best effort, too.
+        predicted_ttft_s: from the call's arrival to the first token, where that was promised.
+        prefill_id: the replica that has computed the prompt, where that is another one.
         span: of this attempt, where the request is traced; it ends with :meth:`close`.
+
+    Args:
+        close: ends the replica's work and the controller's reservation.
+        take: what to hand on of a chunk.
     """
 
     def __init__(
@@ -69,16 +77,20 @@ class Answer:
         waited_s: float,
         close: Callable[[], None],
         span: Span | None = None,
+        take: Callable[[ResponseChunk], Piece] | None = None,
     ) -> None:
         self.head = ResponseHead(500, "application/json")
         self.tail: ResponseTail | None = None
         self.waited_s = waited_s
         self.tier = Tier.BEST_EFFORT
         self.predicted_ttft_s: float | None = None
+        self.prefill_id: str | None = None
         self.span = span
         self._items = stream.__aiter__()
         self._ready: list[Piece] = []
         self._close: Callable[[], None] | None = close
+        self._taken = take or _all_of
+        self._untold_tokens = 0
 
     async def begin(self) -> None:
         """Wait for the first bytes of an event stream, or for all of any other response.
@@ -141,11 +153,74 @@ class Answer:
 
     def _take(self, items: Sequence[ResponseItem]) -> Piece:
         """Join the chunks of one delivery, so that they cost one send."""
-        data, tokens = [], 0
+        data, tokens = [], self._untold_tokens
         for item in items:
             if isinstance(item, ResponseChunk):
-                data.append(item.data)
-                tokens += item.tokens
+                piece = self._taken(item)
+                data.append(piece.data)
+                tokens += piece.tokens
             elif isinstance(item, ResponseTail):
                 self.tail = item
-        return Piece(b"".join(data), tokens)
+        joined = b"".join(data)
+        # Tokens of which no text has come yet leave with the next bytes.
+        self._untold_tokens = 0 if joined else tokens
+        return Piece(joined, tokens)
+
+
+def _all_of(chunk: ResponseChunk) -> Piece:
+    return Piece(chunk.data, chunk.tokens)
+
+
+class Answer:
+    """A call's response: of one attempt, or of several where a stream is resumed. Iterate over it
+    for the pieces; then :attr:`tail` is set.
+
+    Close it in any case.
+
+    Args:
+        attempt: the first one that has opened.
+        resume: opens one that goes on where the last one broke off, or raises the failure.
+
+    Attributes:
+        head, waited_s, tier, predicted_ttft_s, prefill_id: of the first attempt, as the client was
+            told.
+        resumes: how often another replica has gone on.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        resume: Callable[[Attempt, ReplicaFailedError], Awaitable[Attempt]],
+    ) -> None:
+        self.head = attempt.head
+        self.waited_s = attempt.waited_s
+        self.tier = attempt.tier
+        self.predicted_ttft_s = attempt.predicted_ttft_s
+        self.prefill_id = attempt.prefill_id
+        self.resumes = 0
+        self._attempt = attempt
+        self._resume = resume
+
+    @property
+    def tail(self) -> ResponseTail | None:
+        """Set once the response has ended by itself."""
+        return self._attempt.tail
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The pieces, in order.
+
+        Raises:
+            ReplicaFailedError: it broke off, and nobody can go on with it.
+        """
+        while True:
+            try:
+                async for piece in self._attempt:
+                    yield piece
+                return
+            except ReplicaFailedError as failure:
+                self._attempt = await self._resume(self._attempt, failure)
+                self.resumes += 1
+
+    def close(self) -> None:
+        """Stop the work if the response has not ended by itself. Idempotent."""
+        self._attempt.close()

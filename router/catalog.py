@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from router.answer import ReplicaFailedError
-from router.dispatch import Replicas
 from router.errors import ApiError, Reason
+from router.legs import Replicas
 
 TTL_S = 1.0
 """How long an answer, or its failure, is kept, seconds."""

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from router.admin.config import AdminConfig, is_loopback
 from router.batches.config import BatchesConfig
 from router.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
+from router.retry_budget import RetryBudgetConfig
 from router.trust import OutputLimit, PromptLimit
 from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
@@ -173,7 +174,11 @@ class RouterConfig(BaseModel):
         default=3,
         ge=1,
         le=10,
-        description="Replicas tried for a request that has sent nothing yet.",
+        description="Attempts at a request, those that go on with its stream included.",
+    )
+    retry_budget: RetryBudgetConfig = Field(
+        default_factory=RetryBudgetConfig,
+        description="Bounds the attempts after first ones of all requests together.",
     )
     batches: BatchesConfig = Field(
         default_factory=BatchesConfig, description="OpenAI's files and batches."

@@ -14,6 +14,7 @@ from router.metrics import Fallback, RouterMetrics
 from router.prompt_size import TokenEstimator
 from router.waiting import Line, may_wait
 from scheduling.job import UNATTAINABLE
+from scheduling.roles import Role
 
 _ANY_TIER = frozenset(Tier)
 _GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})
@@ -41,11 +42,15 @@ class Destination(NamedTuple):
         tier: as the controller decided. ``None``: it did not, because it is away or admission is
             off; then the call is served like a promised one, and nothing is promised.
         predicted_ttft_s: from the call's arrival to its first token, where that was promised.
+        role: of that replica.
+        prefill_id: the replica that computes the prompt first; ``None``: the one that answers.
     """
 
     replica_id: str | None = None
     tier: Tier | None = None
     predicted_ttft_s: float | None = None
+    role: Role = "mixed"
+    prefill_id: str | None = None
 
 
 class Destinations:
@@ -78,15 +83,26 @@ class Destinations:
             if entry.when_unattainable == "queue"
         }
 
-    async def find(self, call: Call, key: int, failed: Sequence[str]) -> Destination:
+    async def find(
+        self,
+        call: Call,
+        key: int,
+        failed: Sequence[str],
+        prefill_key: int = 0,
+        begun: bool = False,
+    ) -> Destination:
         """Where ``call`` goes under this key, but to none of ``failed`` by the controller's choice.
+
+        Args:
+            prefill_key: the key of its prompt's computation, where another replica may do that.
+            begun: some of the answer is sent already: it is served, promised or not.
 
         Raises:
             ApiError: 429; no replica can promise its objective, and it may not be served without.
         """
         if not call.scheduled:
             return Destination()
-        decision = await self._decide(call, key)
+        decision = await self._decide(call, key, prefill_key, begun)
         if decision is None:
             self._metrics.fallback(Fallback.NO_ANSWER)
             return Destination()
@@ -95,23 +111,38 @@ class Destinations:
         if decision.replica_id is None:
             self._metrics.fallback(Fallback.NO_DECISION)
             return Destination()
-        if decision.replica_id in failed:
-            self._controller.release(key)
-            self._metrics.fallback(Fallback.REPEATED)
-            # What was promised there is promised nowhere else.
-            return Destination(tier=None if decision.tier is Tier.GUARANTEED else decision.tier)
-        return Destination(decision.replica_id, decision.tier, decision.predicted_ttft_s)
+        return self._but_failed(decision, key, prefill_key, failed)
 
-    async def _decide(self, call: Call, key: int) -> RouteDecision | None:
+    def _but_failed(
+        self, decision: RouteDecision, key: int, prefill_key: int, failed: Sequence[str]
+    ) -> Destination:
+        """The decision without the replicas that have failed the call."""
+        replica_id, prefill_id = decision.replica_id, decision.prefill_id
+        tier, predicted_s = decision.tier, decision.predicted_ttft_s
+        if replica_id not in failed and prefill_id not in failed:
+            return Destination(replica_id, tier, predicted_s, decision.role, prefill_id)
+        self._metrics.fallback(Fallback.REPEATED)
+        # What was promised there is promised nowhere else.
+        tier = None if tier is Tier.GUARANTEED else tier
+        if prefill_id is not None:
+            self._controller.release(prefill_key)
+        if replica_id not in failed:
+            return Destination(replica_id, tier, role=decision.role)
+        self._controller.release(key)
+        return Destination(tier=tier)
+
+    async def _decide(
+        self, call: Call, key: int, prefill_key: int, begun: bool
+    ) -> RouteDecision | None:
         """The controller's decision, where the class queues after a wait in line.
 
         Raises:
             ApiError: 429; it waited for too long.
         """
-        tiers = self._tiers(call)
+        tiers = self._tiers(call, begun)
 
         async def ask() -> RouteDecision | None:
-            return await self._ask(call, key, tiers)
+            return await self._ask(call, key, prefill_key, tiers)
 
         line = self._lines.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
         if line is None:
@@ -125,14 +156,18 @@ class Destinations:
         ttft_s, _, e2e_s, _ = call.slo.columns
         return await line.wait(ask, call.received_s + min(ttft_s, e2e_s), refused)
 
-    def _tiers(self, call: Call) -> frozenset[Tier]:
+    def _tiers(self, call: Call, begun: bool) -> frozenset[Tier]:
         if call.best_effort:
             return _BEST_EFFORT_ONLY
+        if begun:
+            return _ANY_TIER
         # Without an objective there is nothing to promise, whatever the class wants.
         promised_only = call.slo.stated and call.slo.service_class in self._promised_only
         return _GUARANTEED_ONLY if promised_only else _ANY_TIER
 
-    async def _ask(self, call: Call, key: int, tiers: frozenset[Tier]) -> RouteDecision | None:
+    async def _ask(
+        self, call: Call, key: int, prefill_key: int, tiers: frozenset[Tier]
+    ) -> RouteDecision | None:
         """The decision as of now, its predicted TTFT counted from the call's arrival."""
         asked_s = self._clock()
         waited_s = asked_s - call.received_s
@@ -146,6 +181,7 @@ class Destinations:
             call.session,
             call.prefix.hashes,
             call.request_id,
+            prefill_key,
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)

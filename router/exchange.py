@@ -193,6 +193,8 @@ class Exchange(Response):
             return headers
         if answer.head.replica_id:
             headers[wire.REPLICA_HEADER] = answer.head.replica_id
+        if answer.prefill_id is not None:
+            headers[wire.PREFILL_REPLICA_HEADER] = answer.prefill_id
         if call.scheduled:
             headers[wire.ADMISSION_HEADER] = answer.tier.value
         if answer.predicted_ttft_s is not None:

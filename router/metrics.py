@@ -58,6 +58,15 @@ class Fallback(enum.StrEnum):
     """Serve did not know the chosen replica, or that one had no room."""
 
 
+class Leg(enum.StrEnum):
+    """A part of the way of a request whose prompt another replica computes."""
+
+    PREFILL = "prefill"
+    """Until the prompt is computed, the way there and the wait included."""
+    HANDOVER = "handover"
+    """From then to the first token."""
+
+
 class RouterMetrics:
     """The edge's metrics, in a registry of their own.
 
@@ -120,6 +129,23 @@ class RouterMetrics:
         self.retries = Counter(
             "sluice_retries", "Attempts after a first one that failed.", registry=registry
         )
+        self.retries_refused = Counter(
+            "sluice_retries_refused",
+            "Attempts that were not made because the retry budget was spent.",
+            registry=registry,
+        )
+        self.resumes = Counter(
+            "sluice_resumes",
+            "Streams that another replica went on with after theirs had failed.",
+            registry=registry,
+        )
+        self._legs = Histogram(
+            "sluice_leg_seconds",
+            "Time of requests whose prompt another replica computes, by part of their way.",
+            ["leg"],
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
         self.in_flight = Gauge(
             "sluice_in_flight_requests", "Requests inside the edge.", registry=registry
         )
@@ -138,6 +164,10 @@ class RouterMetrics:
     def fallback(self, reason: Fallback) -> None:
         """Count a request that did not go where the controller said."""
         self._fallbacks.labels(reason.value).inc()
+
+    def leg(self, leg: Leg, seconds: float) -> None:
+        """Observe a part of the way of a request."""
+        self._legs.labels(leg.value).observe(seconds)
 
     def first_token(self, service_class: str, ttft_s: float) -> None:
         """Observe a first token."""

@@ -132,6 +132,8 @@ def _figures(
         "priority": slo.priority,
         "admission": answer.tier.value if answer is not None else None,
         "replica": (answer.head.replica_id or None) if answer is not None else None,
+        "prefill_replica": answer.prefill_id if answer is not None else None,
+        "resumes": (answer.resumes or None) if answer is not None else None,
         "predicted_ttft_ms": _ms(answer.predicted_ttft_s if answer is not None else None),
         "ttft_ms": _ms(clock.ttft_s),
         "tpot_ms": _ms(clock.tpot_s),

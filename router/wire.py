@@ -48,6 +48,9 @@ SLO_HEADER_ALIASES: Final = {
 REPLICA_HEADER: Final = "x-sluice-replica"
 """Response: the replica that served the request."""
 
+PREFILL_REPLICA_HEADER: Final = "x-sluice-prefill-replica"
+"""Response: the replica that computed the prompt, where that is another one."""
+
 REQUEST_ID_HEADER: Final = "x-sluice-request-id"
 """Response: our id of the request. It is never the client's."""
 

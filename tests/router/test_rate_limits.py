@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from controller.messages import QuotaUse
 from controller.quotas import Quotas
 from replica.engine import ResponseItem, ResponseTail
-from router.answer import Answer
+from router.answer import Answer, Attempt, ReplicaFailedError
 from router.errors import ApiError, Reason
 from router.rate_limits import NO_CHARGE, RateLimiter
 from router.trust import ANYONE, Caps, Client
@@ -97,9 +97,13 @@ class NoStream:
 
 
 def answered(*tokens: int) -> Answer:
-    answer = Answer(NoStream(), 0.0, lambda: None)
-    answer.tail = ResponseTail(*tokens) if tokens else None
-    return answer
+    attempt = Attempt(NoStream(), 0.0, lambda: None)
+    attempt.tail = ResponseTail(*tokens) if tokens else None
+    return Answer(attempt, nobody_resumes)
+
+
+async def nobody_resumes(attempt: Attempt, failure: ReplicaFailedError) -> Attempt:
+    raise failure
 
 
 @pytest.mark.parametrize(

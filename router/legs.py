@@ -1,0 +1,316 @@
+"""One attempt at a call: the controller's decision, the replica that computes the prompt where
+that is another one, and the one that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from controller.messages import Tier
+from replica.engine import EVENT_STREAM, EngineRequest, ResponseChunk, request_key
+from router.answer import Attempt, Piece, ReplicaFailedError, ReplicaStream
+from router.call import Call
+from router.destinations import Controller, Destination, Destinations
+from router.errors import ApiError, Reason
+from router.handover import may_split, rest_of
+from router.metrics import Fallback, Leg, RouterMetrics
+from router.transcript import Transcript
+from scheduling.prefix import NO_PREFIX
+from scheduling.roles import Role
+from telemetry.tracing import Kind, Span
+
+_BUSY = 503
+_UNTRACED: Mapping[str, str] = {}
+
+
+class Replicas(Protocol):
+    """The way to the replicas, in pools by their roles."""
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """The pools that there are, in the order in which they are to be asked to serve a request
+        whole: mixed, decode, prefill. At least one."""
+
+    def generate(
+        self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
+    ) -> ReplicaStream:
+        """Send a request to ``target`` in the pool of ``role``, one of :attr:`roles`; or where that
+        is ``None`` or unknown to any replica of that pool, if possible none of ``avoid``.
+
+        The stream fails with ``NO_REPLICA`` where the pool has none; another pool is asked next.
+        """
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body of any replica.
+
+        Raises:
+            ReplicaFailedError: none answered.
+        """
+
+
+@dataclass(slots=True)
+class Course:
+    """What has become of a call so far.
+
+    Attributes:
+        transcript: what its client has of the stream; ``None`` where that cannot be resumed.
+        attempts: made so far, the one under way included.
+        failed: replicas that have failed it.
+        empty: pools that had nobody for it.
+    """
+
+    call: Call
+    transcript: Transcript | None
+    attempts: int = 0
+    failed: list[str] = field(default_factory=list)
+    empty: set[Role] = field(default_factory=set)
+
+
+class Legs:
+    """Makes attempts. One per router process.
+
+    Args:
+        clock: monotonic seconds; the one of :attr:`~router.call.Call.received_s`.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        replicas: Replicas,
+        destinations: Destinations,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._controller = controller
+        self._replicas = replicas
+        self._destinations = destinations
+        self._metrics = metrics
+        self._clock = clock
+        self._splits = {"prefill", "decode"} <= set(replicas.roles)
+
+    def whole(self, course: Course) -> list[Role]:
+        """The pools that may still serve the call whole, in their order."""
+        return [role for role in self._replicas.roles if role not in course.empty]
+
+    async def attempt(self, course: Course) -> Attempt:
+        """Make the next attempt: an event stream has sent its first new bytes when this returns,
+        and any other response is complete. It may be a refusal of the engine.
+
+        Each attempt has its own id: an engine may still hold the last one, and the ledger could
+        take the release of the last one for that of this one. Cancelling it stops all of it.
+
+        Raises:
+            ReplicaFailedError: it failed. Who failed it is noted.
+            ApiError: the objective cannot be promised, and the call may not be served without.
+        """
+        course.attempts += 1
+        call, transcript = course.call, course.transcript
+        request_id = call.request_id
+        if course.attempts > 1:
+            request_id += f"-{course.attempts}"
+        resume = transcript.begin(request_id) if transcript is not None else None
+        if resume is not None:
+            call = rest_of(call, len(resume.token_ids), self._clock() - call.received_s)
+        destination = await self._find(course, call, request_id, resume is not None)
+        span = None
+        if call.span is not None:
+            span = call.span.child("attempt", Kind.CLIENT)
+            span.set(sluice__attempt=course.attempts, sluice__hint=destination.replica_id)
+        request = EngineRequest(
+            request_id,
+            call.endpoint,
+            call.body,
+            call.slo,
+            self._clock() - call.received_s,
+            call.best_effort or destination.tier is Tier.BEST_EFFORT,
+            call.prefix if resume is None else NO_PREFIX,
+            _UNTRACED if span is None else span.context,
+            resume=resume,
+            resumable=transcript is not None,
+        )
+        call.charge.sent()
+        if destination.prefill_id is not None:
+            first = await self._prefill(course, request, destination, span)
+            if first.head.status >= 400:
+                return first
+            handoff = first.tail.handoff if first.tail is not None else None
+            waited_s = self._clock() - call.received_s
+            request = replace(request, waited_s=waited_s, handoff=handoff)
+        return await self._answer(course, request, destination, span)
+
+    async def _find(self, course: Course, call: Call, request_id: str, begun: bool) -> Destination:
+        """See :meth:`Destinations.find`; with a span of its own, the wait in a line included."""
+        key, prefill_key = request_key(request_id), 0
+        if self._splits and "prefill" not in course.empty and may_split(call):
+            prefill_key = request_key(_prefill_id(request_id))
+        if call.span is None:
+            return await self._destinations.find(call, key, course.failed, prefill_key, begun)
+        span = call.span.child("decision")
+        try:
+            found = await self._destinations.find(call, key, course.failed, prefill_key, begun)
+            predicted_s = found.predicted_ttft_s
+            span.set(
+                sluice__replica=found.replica_id,
+                sluice__prefill_replica=found.prefill_id,
+                sluice__tier=found.tier and found.tier.value,
+                sluice__predicted_ttft_ms=None if predicted_s is None else 1000 * predicted_s,
+            )
+            return found
+        except ApiError as error:
+            span.set(error__type=error.reason.value)
+            raise
+        finally:
+            span.end()
+
+    async def _prefill(
+        self, course: Course, request: EngineRequest, destination: Destination, span: Span | None
+    ) -> Attempt:
+        """Have the prompt computed by the replica that was chosen for it.
+
+        Raises:
+            ReplicaFailedError: it failed.
+        """
+        started_s = self._clock()
+        own_id = _prefill_id(request.request_id)
+        leg = replace(request, request_id=own_id, prefill_only=True, resumable=False)
+        own_span = None
+        if span is not None:
+            own_span = span.child("prefill", Kind.CLIENT)
+            own_span.set(sluice__hint=destination.prefill_id)
+            leg = replace(leg, trace=own_span.context)
+        try:
+            first = await self._send(course, leg, destination.prefill_id, "prefill", own_span)
+        except BaseException as error:
+            self._controller.release(request_key(request.request_id))
+            _end(span, error)
+            raise
+        first.close()
+        refused = first.head.status >= 400
+        if refused:
+            self._controller.release(request_key(own_id))
+            self._controller.release(request_key(request.request_id))
+            _end(span, None)
+        else:
+            self._metrics.leg(Leg.PREFILL, self._clock() - started_s)
+            if self._has_moved(first, destination.prefill_id):
+                self._controller.release(request_key(own_id))
+        return first
+
+    async def _answer(
+        self, course: Course, request: EngineRequest, destination: Destination, span: Span | None
+    ) -> Attempt:
+        """Have the call answered by the replica that was chosen, or by any.
+
+        Raises:
+            ReplicaFailedError: it failed.
+        """
+        started_s = self._clock()
+        target, key = destination.replica_id, request_key(request.request_id)
+        rest = self.whole(course) or list(self._replicas.roles)
+        role = destination.role if target is not None and destination.role in rest else rest[0]
+        take = course.transcript.take if course.transcript is not None else None
+        attempt = await self._send(course, request, target, role, span, take)
+        if destination.prefill_id is not None:
+            self._note_handover(attempt, self._clock() - started_s)
+            attempt.prefill_id = destination.prefill_id
+        if self._has_moved(attempt, target):
+            self._controller.release(key)
+            return attempt
+        if attempt.head.status >= 400:
+            self._controller.release(key)
+        if destination.tier is Tier.GUARANTEED:
+            attempt.tier = Tier.GUARANTEED
+            attempt.predicted_ttft_s = destination.predicted_ttft_s
+        return attempt
+
+    async def _send(
+        self,
+        course: Course,
+        request: EngineRequest,
+        target: str | None,
+        role: Role,
+        span: Span | None,
+        take: Callable[[ResponseChunk], Piece] | None = None,
+    ) -> Attempt:
+        """Send a request to one replica, and wait until its answer has begun.
+
+        Raises:
+            ReplicaFailedError: it failed. Its reservation is given up, and who failed is noted.
+        """
+        stream = self._replicas.generate(request, target, course.failed, role)
+
+        def close() -> None:
+            stream.cancel()
+            self._controller.release(request_key(request.request_id))
+
+        attempt = Attempt(stream, request.waited_s, close, span, take)
+        try:
+            await attempt.begin()
+            if attempt.head.status == _BUSY:
+                raise ReplicaFailedError(Reason.REPLICAS_FULL, "Every replica tried is full.")
+            if request.resume is not None and not request.prefill_only:
+                _check_resumed(course, attempt)
+        except BaseException as error:
+            close()
+            if isinstance(error, ReplicaFailedError):
+                if error.reason is Reason.NO_REPLICA:
+                    course.empty.add(role)
+                self.note_failure(course, attempt.head.replica_id or target, error)
+            attempt.end_span(_name_of(error))
+            raise
+        return attempt
+
+    def note_failure(
+        self, course: Course, replica_id: str | None, failure: ReplicaFailedError
+    ) -> None:
+        """A replica has failed a call."""
+        if replica_id is None:
+            return
+        course.failed.append(replica_id)
+        if failure.dead:
+            self._controller.replica_gone([replica_id])
+
+    def _has_moved(self, attempt: Attempt, target: str | None) -> bool:
+        """Whether another replica serves than the one that was chosen: none will confirm the
+        reservation, and what was promised there is not promised here."""
+        moved = target is not None and attempt.head.replica_id not in ("", target)
+        if moved:
+            self._metrics.fallback(Fallback.MOVED)
+        return moved
+
+    def _note_handover(self, attempt: Attempt, seconds: float) -> None:
+        """From the prompt's end to the first token, or to its bytes where they stream."""
+        if attempt.tail is not None and attempt.tail.token_offsets_s:
+            seconds = attempt.tail.token_offsets_s[0]
+        elif attempt.tail is not None and attempt.head.media_type != EVENT_STREAM:
+            return
+        self._metrics.leg(Leg.HANDOVER, seconds)
+
+
+def _prefill_id(request_id: str) -> str:
+    return f"{request_id}.prefill"
+
+
+def _check_resumed(course: Course, attempt: Attempt) -> None:
+    """Refuse an answer that is not the rest of what was sent.
+
+    Raises:
+        ReplicaFailedError: it is not.
+    """
+    repeated = course.transcript is not None and course.transcript.repeated
+    if attempt.head.status != 200 or attempt.head.media_type != EVENT_STREAM or not repeated:
+        raise ReplicaFailedError(
+            Reason.INTERNAL, "Another replica did not go on with the stream.", retry=False
+        )
+
+
+def _name_of(error: BaseException) -> str:
+    return error.reason.value if isinstance(error, ReplicaFailedError) else "cancelled"
+
+
+def _end(span: Span | None, error: BaseException | None) -> None:
+    if span is not None:
+        if error is not None:
+            span.fail(_name_of(error))
+        span.end()
