@@ -46,7 +46,6 @@ _COUNTERS = {
         "plan_mismatches",
         "Batches in which the engine ran other tokens than planned.",
     ),
-    "sluice_drafts_checked": ("drafts_checked", "Drafted tokens that were checked."),
     "sluice_drafts_accepted": ("drafts_accepted", "Drafted tokens that were right."),
     "sluice_prefill_rounds": ("rounds", "Rounds of loops that can suspend prefills."),
     "sluice_prefill_suspensions": (
