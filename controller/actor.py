@@ -18,7 +18,7 @@ from typing import Any
 import ray.util
 
 from controller.channel import Endpoint, RouteServer
-from controller.checks import MAX_KEYS, check_keys, check_query, check_text
+from controller.checks import MAX_KEYS, check_keys, check_query, check_role, check_text
 from controller.config import ControllerConfig
 from controller.decision_log import DECISIONS, DecisionLog
 from controller.drains import Drains
@@ -43,6 +43,7 @@ from scheduling.autoscaling import Load
 from scheduling.fleet import Fleet, FleetSettings
 from scheduling.job import INVALID_QUERY
 from scheduling.placement import Placer
+from scheduling.roles import Role
 
 MAX_QUERIES = 1024
 """Most queries in one call."""
@@ -205,14 +206,20 @@ class Controller:
         families = families_of(self._instruments.registry) + self._hub.families(now_s)
         return await asyncio.to_thread(text_of, families)
 
-    async def load(self) -> Load:
-        """What all replicas together have to do, for who decides on their number. ``O(replicas +
-        series of metrics by class)``."""
+    async def load(self, role: Role | None = None) -> Load:
+        """What all replicas together have to do, or those of a role, for who decides on their
+        number. ``O(replicas + series of metrics by class)``.
+
+        Raises:
+            ValueError: no such role.
+        """
+        if role is not None:
+            check_role(role)
         now_s = self._hear()
         self._forget_silent(now_s)
         self._fleet.expire(now_s)
         judged, attained = self._history.objectives(self._hub)
-        return self._placer.demand.load(self._fleet, now_s, judged, attained)
+        return self._placer.demand.load(self._fleet, now_s, judged, attained, role)
 
     async def snapshot(self) -> dict[str, Any]:
         """What an operator wants to see: plain data that JSON can hold. ``O(live requests)``."""
@@ -330,6 +337,7 @@ class Controller:
         if decision.replica_id is not None:
             self._classes.note(query.key, query.slo.service_class)
         if decision.prefill_id is not None:
+            self._instruments.count_pair()
             self._classes.note(query.prefill_key, query.slo.service_class)
         return decision
 

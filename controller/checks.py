@@ -57,8 +57,7 @@ def check_hello(hello: ReplicaHello) -> None:
         raise ValueError(f"expected a ReplicaHello, got {type(hello).__name__}")
     for name in ("replica_id", "node_id", "model", "policy"):
         check_text(name, getattr(hello, name), empty=name != "replica_id")
-    if hello.role not in ROLES:
-        raise ValueError(f"role must be any of {', '.join(ROLES)}, got {_short(hello.role)}")
+    check_role(hello.role)
     for name in ("max_batch_tokens", "max_sequences", "block_tokens"):
         _check_integer(name, getattr(hello, name), 1, MAX_PROMPT_TOKENS)
     _check_integer("capacity", hello.capacity, 1, MAX_CAPACITY)
@@ -141,6 +140,16 @@ def check_text(name: str, value: Any, empty: bool = False) -> None:
         raise ValueError(
             f"{name} must be a string of {least} to {MAX_TEXT} characters, got {_short(value)}"
         )
+
+
+def check_role(role: Any) -> None:
+    """Check the role of a replica.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(f"role must be any of {', '.join(ROLES)}, got {_short(role)}")
 
 
 def check_keys(name: str, keys: Any, limit: int = MAX_KEYS) -> None:

@@ -33,6 +33,7 @@ from controller.messages import (
 )
 from controller.report_wire import fits
 from scheduling.autoscaling import Load
+from scheduling.roles import Role
 
 __all__ = [
     "ControllerClient",
@@ -235,9 +236,14 @@ class ControllerClient:
         told = await self._call("drain", replica_id, drain, timeout_s=SCRAPE_TIMEOUT_S)
         return told
 
-    async def load(self) -> Load | None:
-        """What all replicas together have to do, for who decides on their number."""
-        load: Load | None = await self._answer("load", timeout_s=REPORT_TIMEOUT_S)
+    async def load(self, role: Role | None = None) -> Load | None:
+        """What all replicas together have to do, or those of a role, for who decides on their
+        number.
+
+        Raises:
+            ValueError: no such role.
+        """
+        load: Load | None = await self._answer("load", role, timeout_s=REPORT_TIMEOUT_S)
         return load
 
     def release(self, key: int) -> None:

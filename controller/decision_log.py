@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from scheduling.admission.base import Promises
 from scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from scheduling.pairs import Second
 from scheduling.placement import Weighed
 from scheduling.routing.base import RoutingPolicy
 
@@ -128,6 +130,9 @@ class DecisionLog:
             "outcome": decision.reason,
             "tier": None if decision.tier is None else decision.tier.value,
             "replica_id": decision.replica_id,
+            "role": None if decision.replica_id is None else decision.role,
+            "prefill_id": decision.prefill_id,
+            "handover_ms": None if decision.prefill_id is None else _ms(decision.handover_s),
             "predicted_ttft_ms": _ms(decision.predicted_ttft_s),
             "retry_after_ms": _ms(decision.retry_after_s),
             "took_ms": _ms(entry.took_s),
@@ -138,12 +143,24 @@ class DecisionLog:
             "why": self._why(entry),
             "chosen": None,
             "others": [],
+            "second": None,
         }
         if weighed is not None:
             self._compare(told, decision, weighed)
+            if weighed.second is not None:
+                told["second"] = self._second(weighed, weighed.second)
         return told
 
     def _why(self, entry: Entry) -> str:
+        """Why it went where it went, and if two replicas serve it, both."""
+        why, weighed = self._why_there(entry), entry.weighed
+        if entry.decision.prefill_id is None or weighed is None or weighed.second is None:
+            return why
+        of, able = len(weighed.second.job.rows), _count(weighed.second.promises)
+        able_words = "" if able is None else f", of which {able} can promise its part"
+        return f"{why} Its prompt is computed there, and one of {of} others goes on{able_words}."
+
+    def _why_there(self, entry: Entry) -> str:
         decision, weighed = entry.decision, entry.weighed
         if decision.reason == NO_REPLICA or weighed is None:
             return "No replica may be chosen: none has reported lately, or all are drained."
@@ -169,7 +186,8 @@ class DecisionLog:
         job, promises = weighed.job, weighed.promises
         names = [weighed.ids[row] for row in job.rows.tolist()]
         count = len(names)
-        chosen = names.index(decision.replica_id) if decision.replica_id in names else None
+        first = decision.prefill_id or decision.replica_id
+        chosen = names.index(first) if first in names else None
         if decision.tier is Tier.BEST_EFFORT or promises is None:
             assert weighed.ahead_s is not None
             order = np.argsort(weighed.ahead_s, kind="stable")
@@ -184,6 +202,29 @@ class DecisionLog:
         if chosen is not None:
             told["chosen"] = _figures(weighed, names, chosen)
 
+    def _second(self, weighed: Weighed, second: Second) -> dict[str, Any]:
+        """Who would go on if one of the replicas computes the prompt only, and the best of the
+        others, each with its figures."""
+        job, promises = second.job, second.promises
+        names = [weighed.ids[row] for row in job.rows.tolist()]
+        holds = np.ones(len(names), bool) if promises is None else promises.holds
+        order = np.argsort(~holds, kind="stable").tolist()
+        places = [place for place in order[: OTHERS + 1] if place != second.chosen][:OTHERS]
+        figures = weighed._replace(job=job, promises=promises, ahead_s=None)
+        passed_over = self._routing.decode_passed_over
+        return {
+            "candidates": len(names),
+            "able": _count(promises),
+            "handover_ms": _ms(second.handover_s),
+            "chosen": _figures(figures, names, second.chosen),
+            "others": [
+                _figures(figures, names, place)
+                | {"why_not": passed_over if holds[place] else _CANNOT}
+                for place in places
+            ],
+            "others_left_out": len(names) - len(places) - 1,
+        }
+
     def _why_not(self, decision: RouteDecision, weighed: Weighed, place: int) -> str:
         if decision.tier is Tier.BEST_EFFORT:
             return _MORE_WORK
@@ -193,9 +234,12 @@ class DecisionLog:
 
 
 def _able(weighed: Weighed | None) -> int | None:
-    if weighed is None or weighed.promises is None:
-        return None
-    return int(weighed.promises.holds.sum())
+    return None if weighed is None else _count(weighed.promises)
+
+
+def _count(promises: Promises | None) -> int | None:
+    """How many can promise; ``None`` where nothing was asked."""
+    return None if promises is None else int(promises.holds.sum())
 
 
 def _figures(weighed: Weighed, names: list[str], place: int) -> dict[str, Any]:
@@ -203,9 +247,12 @@ def _figures(weighed: Weighed, names: list[str], place: int) -> dict[str, Any]:
     job, promises, ahead_s = weighed.job, weighed.promises, weighed.ahead_s
     return {
         "replica_id": names[place],
+        "prompt_only": bool(job.splits[place]),
         "prefill_ms": _ms(job.work_s[place]),
         "cached_tokens": int(job.cached_tokens[place]),
-        "ahead_ms": None if ahead_s is None else _ms(ahead_s[place] - job.work_s[place]),
+        "ahead_ms": (
+            None if ahead_s is None else _ms(ahead_s[place] - job.work_s[place] - job.lead_s[place])
+        ),
         "can_promise": None if promises is None else bool(promises.holds[place]),
         "predicted_ttft_ms": None if promises is None else _ms(promises.ttft_s[place]),
         "could_promise_in_ms": (

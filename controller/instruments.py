@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,6 +17,7 @@ from scheduling.autoscaling import Demand
 from scheduling.fleet import CONDITIONS, Fleet
 from scheduling.job import INVALID_QUERY, NO_REPLICA, PLACED, UNATTAINABLE
 from scheduling.kernels import Floats
+from scheduling.roles import ROLES
 
 DECISION_BUCKETS_S = (
     0.00001,
@@ -82,11 +85,11 @@ _LOAD_COUNTERS: dict[str, tuple[str, str]] = {
 }
 _LOAD_GAUGES: dict[str, tuple[str, str]] = {
     "sluice_decode_load": (
-        "Replicas' time per second that promised decodes take, over all replicas.",
+        "Replicas' time per second that promised decodes take, over all replicas of a role.",
         "decode_share",
     ),
     "sluice_head_room_ratio": (
-        "Prefill admission budget over that of an idle replica, mean over the replicas.",
+        "Prefill admission budget over that of an idle replica, mean over the replicas of a role.",
         "head_room",
     ),
 }
@@ -135,12 +138,21 @@ class Instruments(Collector):
             buckets=DECISION_BUCKETS_S,
             registry=self.registry,
         )
+        self._pairs = Counter(
+            "sluice_split_decisions",
+            "Requests that were placed on two replicas: one for the prompt, one to go on.",
+            registry=self.registry,
+        )
         self.registry.register(self)
 
     def count_decision(self, outcome: str, seconds: float) -> None:
         """One decision was made in ``seconds``."""
         self._decisions[outcome].inc()
         self._seconds.observe(seconds)
+
+    def count_pair(self) -> None:
+        """A decision placed a request on two replicas."""
+        self._pairs.inc()
 
     def count_report(self, outcome: str) -> None:
         """One message of a replica was ``hello``, ``applied`` or ``resync``."""
@@ -159,27 +171,28 @@ class Instruments(Collector):
         """The gauges, as of now."""
         now_s = self._clock()
         fleet = self._fleet
-        found = [fleet.condition(row, now_s) for row in fleet.row_of.values()]
-        states = GaugeMetricFamily(
-            "sluice_replicas", "Replicas by what the controller thinks of them.", labels=("state",)
+        found = Counts(
+            (fleet.condition(row, now_s), fleet.role_of(row)) for row in fleet.row_of.values()
         )
-        for condition in CONDITIONS:
-            states.add_metric((condition,), found.count(condition))
+        states = GaugeMetricFamily(
+            "sluice_replicas",
+            "Replicas by what the controller thinks of them, and by role.",
+            labels=("state", "role"),
+        )
+        for state in product(CONDITIONS, ROLES):
+            states.add_metric(state, found[state])
         yield states
         yield GaugeMetricFamily(
             "sluice_reservations",
             "Decisions that no replica has confirmed yet.",
             value=len(fleet.ledger),
         )
-        load = self._demand.load(fleet, now_s)
-        for name, (documentation, field) in _LOAD_COUNTERS.items():
-            yield CounterMetricFamily(name, documentation, value=getattr(load, field))
-        for name, (documentation, field) in _LOAD_GAUGES.items():
-            yield GaugeMetricFamily(name, documentation, value=getattr(load, field))
+        yield from self._loads(now_s)
         for name, (documentation, read) in _REPLICA_GAUGES.items():
-            gauge = GaugeMetricFamily(name, documentation, labels=("replica",))
+            gauge = GaugeMetricFamily(name, documentation, labels=("replica", "role"))
             for replica_id, row in fleet.row_of.items():
-                gauge.add_metric((replica_id,), float(read(fleet.figures[row])))
+                labels = (replica_id, fleet.role_of(row))
+                gauge.add_metric(labels, float(read(fleet.figures[row])))
             yield gauge
         ages = GaugeMetricFamily(
             "sluice_replica_report_age_seconds",
@@ -189,3 +202,18 @@ class Instruments(Collector):
         for replica_id, replica in self._mirror.replicas.items():
             ages.add_metric((replica_id,), now_s - replica.received_s)
         yield ages
+
+    def _loads(self, now_s: float) -> Iterator[Metric]:
+        """What each role has to do."""
+        loads = {role: self._demand.load(self._fleet, now_s, role=role) for role in ROLES}
+        for name, (documentation, field) in _LOAD_COUNTERS.items():
+            counter = CounterMetricFamily(name, documentation, labels=("role",))
+            for role, load in loads.items():
+                counter.add_metric((role,), getattr(load, field))
+            yield counter
+        for name, (documentation, field) in _LOAD_GAUGES.items():
+            gauge = GaugeMetricFamily(name, documentation, labels=("role",))
+            for role, load in loads.items():
+                if load.ready:
+                    gauge.add_metric((role,), getattr(load, field))
+            yield gauge

@@ -26,6 +26,8 @@ class RoutingPolicy(ABC):
     source: ClassVar[str]
     passed_over: ClassVar[str] = "the policy preferred another"
     """Why it leaves out a replica that it might have chosen, for people."""
+    decode_passed_over: ClassVar[str] = "fewer KV blocks are free there"
+    """The same of :meth:`choose_decode`."""
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
 
     def __init__(self, options: PolicyOptions | None = None) -> None:

@@ -193,15 +193,16 @@ async def test_the_page_shows_decisions_replicas_and_refusals() -> None:
     assert page["sluice_decisions_total", unplaced] == 1
     assert page["sluice_decision_seconds_count", ()] == 3
     assert page["sluice_reports_total", (("outcome", "refused"),)] == 1
-    assert page["sluice_replicas", (("state", "fresh"),)] == 1
-    assert page["sluice_replicas", (("state", "draining"),)] == 1
+    assert page["sluice_replicas", (("role", "mixed"), ("state", "fresh"))] == 1
+    assert page["sluice_replicas", (("role", "mixed"), ("state", "draining"))] == 1
+    assert page["sluice_replicas", (("role", "decode"), ("state", "fresh"))] == 0
     assert page["sluice_reservations", ()] == 2
-    replica = (("replica", "a"),)
+    replica = (("replica", "a"), ("role", "mixed"))
     assert page["sluice_replica_waiting_requests", replica] == 1
     assert page["sluice_replica_running_requests", replica] == 1
     assert page["sluice_replica_pending_prefill_tokens", replica] == 314
     assert page["sluice_replica_kv_usage_ratio", replica] == pytest.approx(0.1)
-    assert page["sluice_replica_report_age_seconds", replica] == pytest.approx(0.5)
+    assert page["sluice_replica_report_age_seconds", replica[:1]] == pytest.approx(0.5)
     clock.advance(40)
     assert ("sluice_replica_waiting_requests", replica) not in await samples(controller)
 
@@ -223,7 +224,7 @@ async def test_the_page_of_the_largest_fleet_is_whole() -> None:
     for index in range(MAX_REPLICAS):
         await controller.hello(hello(f"replica-{index}", capacity=1))
     page = await samples(controller)
-    assert page["sluice_replicas", (("state", "fresh"),)] == MAX_REPLICAS
+    assert page["sluice_replicas", (("role", "mixed"), ("state", "fresh"))] == MAX_REPLICAS
     ages = [name for name, _ in page if name == "sluice_replica_report_age_seconds"]
     assert len(ages) == MAX_REPLICAS
     assert len(page) > MAX_PUSH_SAMPLES

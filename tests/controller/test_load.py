@@ -66,8 +66,8 @@ async def test_demand_is_what_was_asked_for_and_what_decodes_take() -> None:
     assert load.head_room < 0.2
     assert load.ongoing == 54
     text = (await controller.render_metrics()).decode()
-    assert "sluice_asked_requests_total 50.0" in text
-    assert f"sluice_unpromised_requests_total {load.unpromised}" in text
+    assert 'sluice_asked_requests_total{role="mixed"} 50.0' in text
+    assert f'sluice_unpromised_requests_total{{role="mixed"}} {load.unpromised}' in text
 
 
 async def test_objectives_count_from_the_controllers_beginning() -> None:

@@ -1,0 +1,154 @@
+"""Replicas with roles: pairs over the wire, their reservations, what is told of them, and loads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from controller.actor import Controller
+from controller.channel import _decision, _query, _row
+from controller.config import ControllerConfig
+from controller.messages import RouteDecision, RouteQuery
+from tests.controller.fleet import Clock, decode_row, delta, hello, query, summary, waiting_row
+
+MODES = {
+    "disaggregated": ("prefill", "decode"),
+    "both": ("mixed", "prefill", "decode"),
+}
+
+
+async def controller_of(*roles: Any) -> tuple[Controller, int]:
+    """A controller and its epoch; replicas go by their roles."""
+    controller = Controller(ControllerConfig(), Clock())
+    epoch = 0
+    for role in roles:
+        epoch = (await controller.hello(hello(role, role=role))).epoch
+    return controller, epoch
+
+
+def split(key: int, prompt_tokens: int = 100) -> RouteQuery:
+    return query(key, prompt_tokens)._replace(prefill_key=key + 10_000)
+
+
+async def placed(controller: Controller, asked: RouteQuery) -> RouteDecision:
+    (decision,) = (await controller.route([asked])).decisions
+    return decision
+
+
+async def reserved(controller: Controller) -> dict[str, int]:
+    replicas = (await controller.snapshot())["replicas"]
+    return {entry["role"]: entry["reserved"] for entry in replicas}
+
+
+async def test_each_side_of_a_pair_counts_until_its_own_replica_has_it() -> None:
+    controller, epoch = await controller_of("prefill", "decode")
+    made = await placed(controller, split(1))
+    assert (made.prefill_id, made.replica_id, made.role) == ("prefill", "decode", "decode")
+    assert made.predicted_ttft_s is not None
+    assert made.predicted_ttft_s > made.handover_s > 0
+    assert await reserved(controller) == {"prefill": 1, "decode": 1}
+    await controller.report(delta("prefill", epoch, 1, {0: waiting_row(10_001, 100)}))
+    assert await reserved(controller) == {"prefill": 0, "decode": 1}
+    await controller.report(delta("prefill", epoch, 2, finished=(10_001,)))
+    assert await reserved(controller) == {"prefill": 0, "decode": 1}
+    await controller.report(delta("decode", epoch, 1, {0: decode_row(1, 100)}))
+    assert await reserved(controller) == {"prefill": 0, "decode": 0}
+    # A router that gives up ends both.
+    await placed(controller, split(2))
+    await controller.release([2, 10_002])
+    assert await reserved(controller) == {"prefill": 0, "decode": 0}
+
+
+async def test_a_drained_or_lost_replica_is_in_no_pair() -> None:
+    controller, epoch = await controller_of("mixed", "prefill", "decode")
+    await controller.report(delta("mixed", epoch, 1, {0: waiting_row(5, 9_000)}))
+    assert (await placed(controller, split(1))).prefill_id == "prefill"
+    await controller.drain("prefill", True)
+    made = await placed(controller, split(2))
+    assert (made.replica_id, made.role, made.prefill_id) == ("mixed", "mixed", None)
+    await controller.drain("prefill", False)
+    assert (await placed(controller, split(3))).prefill_id == "prefill"
+    await controller.replica_gone(["decode"])
+    assert (await placed(controller, split(4))).prefill_id is None
+    assert (await reserved(controller))["decode"] == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_may_not_be_split_is_served_whole(mode: str) -> None:
+    controller, _ = await controller_of(*MODES[mode])
+    made = await placed(controller, query(1))
+    assert made.prefill_id is None
+    assert made.role == ("mixed" if mode == "both" else "decode")
+
+
+async def test_the_log_tells_both_sides_and_why() -> None:
+    controller, _ = await controller_of("prefill", "decode")
+    await controller.hello(hello("full", role="decode")._replace(summary=summary(2)))
+    await placed(controller, split(1))
+    await placed(controller, query(2))
+    whole, pair = json.loads(json.dumps(await controller.decisions(2), allow_nan=False))
+    assert (pair["replica_id"], pair["prefill_id"], pair["role"]) == ("decode", "prefill", "decode")
+    assert pair["handover_ms"] == pair["second"]["handover_ms"] > 0
+    assert (pair["chosen"]["replica_id"], pair["chosen"]["prompt_only"]) == ("prefill", True)
+    assert (pair["second"]["candidates"], pair["second"]["able"]) == (2, 1)
+    assert pair["second"]["chosen"]["replica_id"] == "decode"
+    (other,) = pair["second"]["others"]
+    assert (other["replica_id"], other["can_promise"]) == ("full", False)
+    assert "cannot promise" in other["why_not"]
+    assert "one of 2 others goes on, of which 1 can promise" in pair["why"]
+    assert (whole["prefill_id"], whole["handover_ms"], whole["second"]) == (None, None, None)
+    assert whole["chosen"]["prompt_only"] is False
+
+
+async def test_each_role_has_a_load_of_its_own() -> None:
+    controller, _ = await controller_of("prefill", "decode")
+    await placed(controller, split(1, 1_000))
+    prefill, decode, both = [await controller.load(role) for role in ("prefill", "decode", None)]
+    assert (prefill.ready, decode.ready, both.ready) == (1, 1, 2)
+    assert prefill.asked == decode.asked == both.asked == 1
+    assert prefill.asked_s == both.asked_s > decode.asked_s > 0
+    text = (await controller.render_metrics()).decode()
+    assert 'sluice_asked_requests_total{role="decode"} 1.0' in text
+    assert 'sluice_replicas{role="prefill",state="fresh"} 1.0' in text
+    assert 'sluice_head_room_ratio{role="mixed"}' not in text
+    assert "sluice_split_decisions_total 1.0" in text
+    with pytest.raises(ValueError, match="role must be any of mixed, prefill, decode, got 'both'"):
+        await controller.load("both")  # type: ignore[arg-type]
+
+
+async def test_what_is_no_role_or_no_key_is_refused() -> None:
+    controller, _ = await controller_of("prefill", "decode")
+    for role in ("both", "", None, ["mixed"]):
+        with pytest.raises(ValueError, match="role must be any of mixed, prefill, decode"):
+            await controller.hello(hello("x")._replace(role=role))  # type: ignore[arg-type]
+    for key in (-1, 1 << 63, "7", 1.5, True, 1):
+        asked = query(1)._replace(prefill_key=key)  # type: ignore[arg-type]
+        assert (await placed(controller, asked)).reason == "invalid_query"
+
+
+async def test_learnt_transfers_are_in_the_next_promise() -> None:
+    controller, epoch = await controller_of("prefill", "decode")
+    before = (await placed(controller, split(1))).handover_s
+    told = np_summary(transfers=100, transfer_seconds=20.0, transfer_tokens=10_000)
+    await controller.report(delta("decode", epoch, 1)._replace(summary=told))
+    assert (await placed(controller, split(2))).handover_s == pytest.approx(before + 0.19, abs=0.02)
+    bad = np_summary(transfers=-1)
+    with pytest.raises(ValueError, match="transfers must be from 0"):
+        await controller.report(delta("decode", epoch, 2)._replace(summary=bad))
+
+
+def np_summary(**fields: float) -> Any:
+    """An engine's counters, with these."""
+    record = summary()
+    for name, value in fields.items():
+        record[name] = value
+    return record
+
+
+def test_pairs_travel_over_the_connection() -> None:
+    asked = split(1)
+    assert _query(json.loads(json.dumps(_row(asked)))) == asked
+    made = RouteDecision("d", "placed", None, 0.2, None, "decode", "p", 0.05)
+    assert _decision(json.loads(json.dumps(made))) == made
