@@ -110,6 +110,11 @@ class EngineRequest:
     resume: Resume | None = None
     resumable: bool = False
 
+    @property
+    def resumed_tokens(self) -> int:
+        """Output tokens that its client has already."""
+        return 0 if self.resume is None else len(self.resume.token_ids)
+
     def __post_init__(self) -> None:
         if not 0 <= self.waited_s < inf:
             raise ValueError(f"waited_s must be finite and at least 0, got {self.waited_s}")

@@ -252,11 +252,11 @@ class ResponseWriter:
             for choice in range(self._call.choices)
         ).encode()
 
-    def delta(self, choice: int, start: int, stop: int, last: bool) -> bytes:
-        """Chunk with tokens ``start`` to ``stop`` of a choice; ``last`` ends the choice."""
+    def delta(self, choice: int, start: int, stop: int) -> bytes:
+        """Chunk with tokens ``start`` to ``stop`` (exclusive, from 0) of a choice."""
         text = output_text(self._seed(choice), choice, start, stop)
         content = f'"delta": {{"content": "{text}"}}' if self._chat else f'"text": "{text}"'
-        reason = '"length"' if last else "null"
+        reason = '"length"' if stop == self._call.max_tokens else "null"
         return (
             f'{self._chunk_head}, "choices": [{{"index": {choice}, {content}, '
             f'"logprobs": null, "finish_reason": {reason}}}]}}\n\n'

@@ -30,6 +30,7 @@ from replica.engine import (
 )
 from replica.local_scheduler import BatchLog, LocalScheduler
 from replica.openai_format import Call, RequestError, ResponseWriter, models_body, parse_call
+from replica.resume import check_resume
 from replica.simulated_core import SimulatedCore, SimulatedSequence, Transfer
 from replica.state_table import StateTable
 from replica.transfer.requests import check_transfer
@@ -63,6 +64,8 @@ class _LiveCall:
         "progress",
         "received_s",
         "request_id",
+        "resumable",
+        "resume",
         "sequences",
         "started_s",
         "stream",
@@ -74,7 +77,9 @@ class _LiveCall:
         self.stream = call.stream and not request.prefill_only
         self.received_s = received_s
         self.sequences: list[SimulatedSequence] = []
-        self.emitted = [0] * call.choices
+        self.resumable = request.resumable and call.choices == 1
+        self.resume = request.resume
+        self.emitted = [request.resumed_tokens] * call.choices
         self.left = call.choices
         self.first_choice_s: list[float] = []
         self.started_s: float | None = None
@@ -155,6 +160,7 @@ class SimulatedEngine:
         received_s = self._clock()
         try:
             check_transfer(request)
+            check_resume(request)
             call = parse_call(
                 request.endpoint, request.body, self._info.model, self._info.max_model_tokens
             )
@@ -165,9 +171,10 @@ class SimulatedEngine:
             yield ResponseTail(0, 0)
             return
         try:
-            writer = ResponseWriter(call, request.request_id, self._info.model, int(time.time()))
+            response_id = request.resume.response_id if request.resume else request.request_id
+            writer = ResponseWriter(call, response_id, self._info.model, int(time.time()))
             if live.prefill_only:
-                respond = self._prefill(live, call)
+                respond = self._prefill(live, self._handoff(call, request))
             elif live.stream:
                 respond = self._stream(live, writer)
             else:
@@ -191,14 +198,20 @@ class SimulatedEngine:
         arrival_s = received_s - request.waited_s
         key = request_key(request.request_id)
         transfer = self._transfer(call, request, received_s)
-        for choice in range(call.choices):
+        resumed = request.resumed_tokens
+        if resumed > call.max_tokens:
+            raise RequestError(f"{resumed} tokens were sent of {call.max_tokens}.", None)
+        if resumed == call.max_tokens:
+            live.left = 0
+            live.progress.set()
+        for choice in range(live.left):
             sequence = self._core.submit(
                 request.request_id,
                 key,
                 request.slo,
                 arrival_s,
-                call.prompts[choice // call.n].tokens,
-                1 if live.prefill_only else call.max_tokens,
+                call.prompts[choice // call.n].tokens + resumed,
+                1 if live.prefill_only else call.max_tokens - resumed,
                 live,
                 choice,
                 request.best_effort,
@@ -217,7 +230,7 @@ class SimulatedEngine:
         if handoff is None:
             return None
         if call.choices != 1 or handoff._replace(replica_id=self._replica_id) != self._handoff(
-            call
+            call, request
         ):
             self._scheduler.transfers.failed()
             return None
@@ -225,15 +238,14 @@ class SimulatedEngine:
         seconds = self._config.transfer_s + tokens * self._config.transfer_token_s
         return Transfer(now_s, now_s + seconds)
 
-    def _handoff(self, call: Call) -> Handoff:
+    def _handoff(self, call: Call, request: EngineRequest) -> Handoff:
         (prompt,) = call.prompts
         params = {"model": self._info.model, "prompt": prompt.seed}
-        return Handoff(self._replica_id, params, prompt.tokens)
+        return Handoff(self._replica_id, params, prompt.tokens + request.resumed_tokens)
 
-    async def _prefill(self, live: _LiveCall, call: Call) -> AsyncIterator[ResponseItem]:
+    async def _prefill(self, live: _LiveCall, handoff: Handoff) -> AsyncIterator[ResponseItem]:
         await self._progress(live)
         if not live.aborted:
-            handoff = self._handoff(call)
             yield ResponseHead(200, "application/json")
             tokens = handoff.prompt_tokens
             yield ResponseTail(tokens, 0, queued_s=_queued_s(live), handoff=handoff)
@@ -244,6 +256,9 @@ class SimulatedEngine:
         if opening:
             yield ResponseChunk(opening)
         sent = [0] * len(live.emitted)
+        for tokens in filter(None, live.resume.chunks if live.resume else ()):
+            yield self._chunk(live, writer, 0, sent[0], sent[0] + tokens)
+            sent[0] += tokens
         unfinished = True
         while unfinished:
             await self._progress(live)
@@ -252,12 +267,17 @@ class SimulatedEngine:
                 start = sent[choice]
                 if emitted > start:
                     sent[choice] = emitted
-                    last = emitted == live.sequences[choice].output_tokens
-                    data = writer.delta(choice, start, emitted, last)
-                    yield ResponseChunk(data, 0 if choice else emitted - start)
+                    yield self._chunk(live, writer, choice, start, emitted)
             if live.aborted:
                 return
         yield ResponseChunk(writer.closing())
+
+    def _chunk(
+        self, live: _LiveCall, writer: ResponseWriter, choice: int, start: int, stop: int
+    ) -> ResponseChunk:
+        """Tokens ``start`` to ``stop`` of a choice; a token's id is its place."""
+        ids = tuple(range(start, stop)) if live.resumable else ()
+        return ResponseChunk(writer.delta(choice, start, stop), 0 if choice else stop - start, ids)
 
     async def _respond(
         self, live: _LiveCall, writer: ResponseWriter

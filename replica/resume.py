@@ -1,0 +1,31 @@
+"""Going on with a stream that another replica began: what any engine must be asked for it."""
+
+from __future__ import annotations
+
+from replica.engine import EngineRequest
+from replica.openai_format import RequestError
+
+
+def check_resume(request: EngineRequest) -> None:
+    """Check what a request says of its answer so far.
+
+    Raises:
+        RequestError: it is no stream with one prompt and one choice, or does not add up.
+    """
+    resume = request.resume
+    if resume is None:
+        return
+    body = request.body
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    choices = body.get("n") or 1
+    if request.endpoint not in ("chat", "completions") or several or choices != 1:
+        raise RequestError("Only a stream with one prompt and one choice can be resumed.", None)
+    if not body.get("stream"):
+        raise RequestError("Only a stream can be resumed.", "stream")
+    if sum(resume.chunks) != len(resume.token_ids) or min(resume.chunks, default=0) < 0:
+        raise RequestError(
+            f"The chunks of a stream to resume carry {sum(resume.chunks)} tokens, but "
+            f"{len(resume.token_ids)} are given.",
+            None,
+        )
