@@ -128,7 +128,7 @@ class ReplicaServer:
         await self._replica.abort(request_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What all replicas together have to do, as the controller knows it
+        """What all replicas of this one's role have to do together, as the controller knows it
         (:class:`~scheduling.autoscaling.Load`), by its fields. Serve calls this now and then where
         replicas autoscale, and hands it to the policy.
 
@@ -138,7 +138,7 @@ class ReplicaServer:
         rank = serve.get_replica_context().rank
         if rank is not None and rank.rank >= LOAD_REPORTERS:
             return {}
-        load = await self._client.load()
+        load = await self._client.load(self._replica.role)
         return {} if load is None else load._asdict()
 
     async def engine_snapshot(self) -> dict[str, Any]:
