@@ -44,6 +44,7 @@ class Destination(NamedTuple):
         predicted_ttft_s: from the call's arrival to its first token, where that was promised.
         role: of that replica.
         prefill_id: the replica that computes the prompt first; ``None``: the one that answers.
+        handover_s: predicted time from the end of that to the first token.
     """
 
     replica_id: str | None = None
@@ -51,6 +52,7 @@ class Destination(NamedTuple):
     predicted_ttft_s: float | None = None
     role: Role = "mixed"
     prefill_id: str | None = None
+    handover_s: float = 0.0
 
 
 class Destinations:
@@ -120,7 +122,9 @@ class Destinations:
         replica_id, prefill_id = decision.replica_id, decision.prefill_id
         tier, predicted_s = decision.tier, decision.predicted_ttft_s
         if replica_id not in failed and prefill_id not in failed:
-            return Destination(replica_id, tier, predicted_s, decision.role, prefill_id)
+            return Destination(
+                replica_id, tier, predicted_s, decision.role, prefill_id, decision.handover_s
+            )
         self._metrics.fallback(Fallback.REPEATED)
         # What was promised there is promised nowhere else.
         tier = None if tier is Tier.GUARANTEED else tier

@@ -10,9 +10,14 @@ from dataclasses import replace
 
 from router.call import Call
 from router.prompt_size import PromptSize
+from scheduling.objective import SLO
 
 _WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
 _TEXT = ("text", "input_text", "output_text", "refusal")
+
+
+LEAST_SHARE = 0.1
+"""Of the time to the first token, what is left for the computation of the prompt at the least."""
 
 
 def may_split(call: Call) -> bool:
@@ -31,6 +36,14 @@ def may_split(call: Call) -> bool:
 def may_resume(call: Call) -> bool:
     """Whether its stream may go on elsewhere. ``O(1)``."""
     return bool(call.body.get("stream")) and not call.body.get("echo") and _is_single(call)
+
+
+def prompt_slo(slo: SLO, handover_s: float) -> SLO:
+    """The objective of a prompt's computation, where the first token comes ``handover_s`` after it:
+    its end is due so much earlier, if that leaves any time."""
+    if slo.ttft_s is None:
+        return slo
+    return replace(slo, ttft_s=max(slo.ttft_s - handover_s, LEAST_SHARE * slo.ttft_s))
 
 
 def rest_of(call: Call, tokens: int, waited_s: float) -> Call:

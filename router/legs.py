@@ -13,7 +13,7 @@ from router.answer import Attempt, Piece, ReplicaFailedError, ReplicaStream
 from router.call import Call
 from router.destinations import Controller, Destination, Destinations
 from router.errors import ApiError, Reason
-from router.handover import may_split, rest_of
+from router.handover import may_split, prompt_slo, rest_of
 from router.metrics import Fallback, Leg, RouterMetrics
 from router.transcript import Transcript
 from scheduling.prefix import NO_PREFIX
@@ -173,7 +173,8 @@ class Legs:
         """
         started_s = self._clock()
         own_id = _prefill_id(request.request_id)
-        leg = replace(request, request_id=own_id, prefill_only=True, resumable=False)
+        slo = prompt_slo(request.slo, destination.handover_s)
+        leg = replace(request, request_id=own_id, slo=slo, prefill_only=True, resumable=False)
         own_span = None
         if span is not None:
             own_span = span.child("prefill", Kind.CLIENT)
