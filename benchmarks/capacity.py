@@ -253,7 +253,7 @@ def measure(run: Run) -> Measured:
     result = simulate_cluster(
         workload,
         batch,
-        lambda role: routing.make_policy(fleet.routing, routing_options),
+        routing.make_policy(fleet.routing, routing_options),
         Truth(fleet.model, NOISE),
         Belief(fleet.model.with_headroom(fleet.headroom)),
         fleet.engine,

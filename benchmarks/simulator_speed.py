@@ -78,7 +78,7 @@ def clustered(workload: Workload, policy: str, router: str) -> Speed:
     result = simulate_cluster(
         workload,
         lambda role: batching.make_policy(policy),
-        lambda role: routing.make_policy(router),
+        routing.make_policy(router),
         TRUTH,
         cluster=ClusterConfig(replicas=REPLICAS),
     )

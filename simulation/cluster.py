@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf, nan
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import numpy as np
 from scheduling.admission import AdmissionPolicy
 from scheduling.batching import BatchPolicy
 from scheduling.job import UNATTAINABLE
+from scheduling.kernels import ARRIVAL
 from scheduling.latency import LatencyModel
 from scheduling.length import LengthPredictor
 from scheduling.roles import Role
@@ -28,7 +29,7 @@ from simulation.config import (
 from simulation.engine import Engine
 from simulation.events import Events
 from simulation.judged import Judged
-from simulation.mirror import Mirror
+from simulation.mirror import PREFILL_KEYS, Mirror
 from simulation.replica import Replica
 from simulation.requests import Requests
 from simulation.run import TOO_LONG, Result, Size, result_of, sides
@@ -36,7 +37,6 @@ from simulation.scaling import Scaler
 from simulation.truth import Belief, Truth
 from simulation.workload import Workload
 
-REPLICA_FAILED = "its replica failed after the output had begun"
 NO_ATTEMPT_LEFT = "the last replica that it was given failed"
 NO_REPLICA = "no replica was there for too long"
 REFUSED = "refused at admission"
@@ -61,39 +61,26 @@ class Node(NamedTuple):
     engine: EngineConfig
 
 
-class _Pool:
-    """The replicas of one role, and the router's way to them."""
-
-    def __init__(
-        self,
-        role: Role,
-        config: ClusterConfig,
-        routing: RoutingPolicy,
-        depths: Mapping[int, int],
-        admission: AdmissionPolicy | None = None,
-    ) -> None:
-        self.role = role
-        self.mirror = Mirror(config, routing, admission, depths)
-        self.replicas: dict[str, Replica] = {}
-
-
 class Cluster:
     """Places requests by a routing policy, runs the engines, and loses no request.
 
-    A request whose replica fails before its first token left is placed again, up to
-    ``max_attempts``; one whose output has begun ends with an explicit failure, because a client has
-    part of an answer (production does the same). While no replica is there at all, requests wait at
-    the router, for a bounded time.
+    A request whose replica fails is placed again, up to ``max_attempts``. What it has emitted by
+    then stays emitted: the next replica computes the prompt and those tokens, and goes on (as the
+    router of production resumes a stream). While no replica is there at all, requests wait at the
+    router, for a bounded time.
 
-    With disaggregated roles a request runs to its first token on a prefill replica. Then its KV is
-    sent to a decode replica, which takes the time of its prompt's tokens; the prefill replica keeps
-    the blocks until that ends, and the decode replica finds blocks when it admits the request. What
-    later stages add to the prompt is prefilled where the request decodes.
+    Where replicas have roles, a decision may name a pair. The prefill replica computes the prompt,
+    and keeps its blocks while the KV is sent to the decode replica, which takes the time of its
+    tokens; the decode replica finds blocks when it admits the request, computes the last token of
+    the prompt again, and emits all of the output. What later stages add to the prompt is prefilled
+    there, too. Where the prefill replica fails while the KV is on its way, the decode replica
+    computes the prompt itself; where the decode replica is not there any more, the request is
+    placed again.
 
     Args:
         requests: of the run.
         make_engine: a new engine for a role and a replica's number in order of start.
-        make_route: a new routing policy for a role.
+        routing: a new policy.
         config: the cluster.
         rng: source of lost reports.
         admission: tells which replicas can promise a request its objective; default: nothing is
@@ -107,7 +94,7 @@ class Cluster:
         self,
         requests: Requests,
         make_engine: Callable[[Role, int], Engine],
-        make_route: Callable[[Role], RoutingPolicy],
+        routing: RoutingPolicy,
         config: ClusterConfig,
         rng: np.random.Generator,
         admission: AdmissionPolicy | None = None,
@@ -115,6 +102,7 @@ class Cluster:
     ) -> None:
         self.events = Events()
         self.moved = 0
+        self.split = 0
         self.ended = 0
         self.replicas: list[Replica] = []
         """Every replica that there was, in order of start."""
@@ -122,20 +110,17 @@ class Cluster:
         self._make_engine = make_engine
         self._config = config
         self._rng = rng
+        self._mirror = Mirror(config, routing, admission, requests.depths)
+        self._named: dict[str, Replica] = {}
         self._attempts: dict[int, int] = {}
         # Since when there has been no replica for a request.
         self._waiting_since: dict[int, float] = {}
-        # Whose KV is on its way: from where, and the blocks that it has there.
-        self._sending: dict[int, tuple[Replica, int]] = {}
+        # Whose prompt is being computed for another replica: which.
+        self._targets: dict[int, Replica] = {}
         self._arrived = 0
-        entry: Role = "prefill" if config.decoders else "mixed"
-        depths = requests.depths
-        self._entry = _Pool(entry, config, make_route(entry), depths, admission)
-        self._pools: dict[Role, _Pool] = {entry: self._entry}
-        self._grow(self._entry, config.replicas)
-        if config.decoders:
-            self._pools["decode"] = _Pool("decode", config, make_route("decode"), depths)
-            self._grow(self._pools["decode"], config.decoders)
+        self._roles = [role for role, count in config.counts.items() if count]
+        for role in self._roles:
+            self._grow(role, config.counts[role])
         self._judged = Judged(requests)
         self.scalers = self._autoscale(autoscaling) if autoscaling is not None else []
         """Who sizes each role, if anybody does."""
@@ -167,11 +152,11 @@ class Cluster:
                     raise ValueError(words)
                 return partial(self._slow_down, incident)
             case Resize():
-                if incident.role not in self._pools:
-                    known = ", ".join(self._pools)
+                if incident.role not in self._roles:
+                    known = ", ".join(self._roles)
                     words = f"no replica has the role {incident.role!r}; there are: {known}"
                     raise ValueError(words)
-                return partial(self._resize, incident)
+                return partial(self._change, incident.role, incident.change)
 
     # Arrival and placement.
 
@@ -184,43 +169,45 @@ class Cluster:
         self._place(key)
 
     def _place(self, key: int) -> None:
-        replica = self._choose(self._entry, key)
-        if replica is not None:
-            deliver = partial(self._deliver, replica, key)
-            self.events.after(self._config.dispatch_s, deliver)
-
-    def _choose(self, pool: _Pool, key: int) -> Replica | None:
-        """The router's choice. Where there is nobody to choose from, the request waits, and is
-        placed again or ended later."""
+        """Send a request where the router decides. Where there is nobody to choose from it waits,
+        and is placed again or ended later."""
         now_s = self.events.now_s
-        arrival = self._requests.arrivals[key]
-        entry = pool is self._entry
-        query = RouteQuery(
-            key,
-            arrival.slo,
-            arrival.prompt_tokens,
-            now_s - arrival.arrival_s,
-            self._tiers(key) if entry else frozenset(Tier),
-            prefix=arrival.block_hashes if entry else (),
-        )
-        placement = pool.mirror.place(query, now_s, moved=not entry)
-        if placement.replica_id is None:
-            if placement.reason == UNATTAINABLE:
-                limit_s, failure = self._patience_s(key), REFUSED
+        query = self._query(key)
+        placed = self._mirror.place(query, now_s)
+        if placed.replica_id is None:
+            if placed.reason == UNATTAINABLE:
+                self._wait(key, self._patience_s(key), REFUSED)
             else:
-                limit_s, failure = self._config.edge_wait_s, NO_REPLICA
-            self._wait(key, limit_s, failure, self._place if entry else self._hand_over)
-            return None
+                self._wait(key, self._config.edge_wait_s, NO_REPLICA)
+            return
         self._waiting_since.pop(key, None)
-        if entry:
-            ttft_s = placement.predicted_ttft_s
-            promised_s = nan if ttft_s is None else query.waited_s + ttft_s
-            self._requests.serve_as(key, placement.tier is Tier.BEST_EFFORT, promised_s)
-        return pool.replicas[placement.replica_id]
+        ttft_s = placed.predicted_ttft_s
+        promised_s = nan if ttft_s is None else query.waited_s + ttft_s
+        self._requests.serve_as(key, placed.tier is Tier.BEST_EFFORT, promised_s)
+        target = self._named[placed.replica_id]
+        deliver = partial(self._deliver, target, key)
+        if placed.prefill_id is not None:
+            source = self._named[placed.prefill_id]
+            deliver = partial(self._prefill, source, target, key, placed.handover_s)
+        self.events.after(self._config.dispatch_s, deliver)
+
+    def _query(self, key: int) -> RouteQuery:
+        requests, now_s = self._requests, self.events.now_s
+        return RouteQuery(
+            key,
+            requests.rest(key, now_s),
+            requests.context_tokens(key),
+            now_s - float(requests.rows[key, ARRIVAL]),
+            self._tiers(key),
+            prefix=requests.arrivals[key].block_hashes,
+            prefill_key=key + PREFILL_KEYS,
+        )
 
     def _tiers(self, key: int) -> frozenset[Tier]:
-        """Those that a request may be served in, by its class."""
-        return frozenset(Tier) if self._when(key) == "best_effort" else _PROMISED
+        """Those that a request may be served in, by its class; what has begun is not refused."""
+        if self._requests.begun(key) or self._when(key) == "best_effort":
+            return frozenset(Tier)
+        return _PROMISED
 
     def _patience_s(self, key: int) -> float:
         """How long a request waits that nobody can promise: not beyond its own first deadline."""
@@ -232,40 +219,45 @@ class Cluster:
         service_class = self._requests.arrivals[key].slo.service_class
         return self._config.when_unattainable.get(service_class, "best_effort")
 
-    def _wait(self, key: int, limit_s: float, failure: str, again: Callable[[int], None]) -> None:
-        """Do ``again`` soon what could not be done, or end the request after ``limit_s``."""
+    def _wait(self, key: int, limit_s: float, failure: str) -> None:
+        """Place a request again soon, or end it after ``limit_s``."""
         now_s = self.events.now_s
         if now_s - self._waiting_since.setdefault(key, now_s) >= limit_s:
             self._end(key, failure)
         else:
-            self.events.after(self._config.retry_s, partial(again, key))
+            self.events.after(self._config.retry_s, partial(self._place, key))
 
     def _deliver(self, replica: Replica, key: int) -> None:
         if not replica.alive:
-            self._pool(replica).mirror.forget(replica.name)
-            self._retry(key, self._place)
+            self._lost(replica, key)
         elif not replica.submit(key):
             self._end(key, TOO_LONG)
 
-    def _retry(self, key: int, again: Callable[[int], None]) -> None:
-        """Do ``again`` what a failed replica has undone, after a pause, if attempts are left."""
+    def _lost(self, replica: Replica, key: int) -> None:
+        """A request came to a replica that is not there."""
+        self._mirror.forget(replica.name)
+        self._retry(key)
+
+    def _retry(self, key: int) -> None:
+        """Place a request again that a replica has lost, after a pause, if attempts are left."""
         tried = self._attempts.get(key, 1)
         if tried >= self._config.max_attempts:
             self._end(key, NO_ATTEMPT_LEFT)
             return
         self._attempts[key] = tried + 1
         self.moved += 1
-        self.events.after(self._config.retry_s * 2 ** (tried - 1), partial(again, key))
+        self._mirror.release(key)
+        self.events.after(self._config.retry_s * 2 ** (tried - 1), partial(self._place, key))
 
     def _finished(self, replica: Replica, keys: list[int]) -> None:
         for key in keys:
-            if replica.role == "prefill" and not self._requests.one_token(key):
-                self._send(replica, key)
-            else:
+            target = self._targets.pop(key, None)
+            if target is None:
                 self._end(key)
+            else:
+                self._send(replica, target, key)
 
     def _end(self, key: int, failure: str | None = None) -> None:
-        self._stop_sending(key)
         if failure is not None:
             self._requests.failures[key] = failure
         if self.scalers:
@@ -274,65 +266,62 @@ class Cluster:
 
     # From prefill to decode.
 
-    def _send(self, source: Replica, key: int) -> None:
-        self._sending[key] = (source, source.keep(self._requests.arrivals[key].prompt_tokens))
-        self._hand_over(key)
-
-    def _hand_over(self, key: int) -> None:
-        target = self._choose(self._pools["decode"], key)
-        if target is not None:
-            tokens = self._requests.arrivals[key].prompt_tokens
-            seconds = self._config.transfer_s + tokens / self._config.transfer_tokens_per_s
-            self.events.after(seconds, partial(self._sent, target, key))
-
-    def _sent(self, target: Replica, key: int) -> None:
-        if not self._sending[key][0].alive:
-            # The KV went with its replica.
-            self._end(key, REPLICA_FAILED)
-        elif not target.alive:
-            self._pool(target).mirror.forget(target.name)
-            self._retry(key, self._hand_over)
+    def _prefill(self, source: Replica, target: Replica, key: int, handover_s: float) -> None:
+        """A request comes to the replica that computes its prompt for ``target``."""
+        if not source.alive:
+            self._lost(source, key)
+        elif source.prefill(key, handover_s):
+            self._targets[key] = target
         else:
-            self._stop_sending(key)
-            if not target.take_over(key, self._requests.first_token_s(key)):
-                self._end(key, TOO_LONG)
+            self._end(key, TOO_LONG)
 
-    def _stop_sending(self, key: int) -> None:
-        sending = self._sending.pop(key, None)
-        if sending is not None:
-            source, blocks = sending
-            source.let_go(blocks)
+    def _send(self, source: Replica, target: Replica, key: int) -> None:
+        """Tell ``target``, which fetches the KV; ``source`` keeps it meanwhile."""
+        tokens = self._requests.context_tokens(key)
+        blocks = source.keep(tokens)
+        seconds = self._config.transfer_s + tokens / self._config.transfer_tokens_per_s
+        sent = partial(self._sent, source, target, key, blocks, seconds)
+        self.events.after(self._config.dispatch_s + seconds, sent)
+
+    def _sent(
+        self, source: Replica, target: Replica, key: int, blocks: int, seconds: float
+    ) -> None:
+        source.let_go(blocks)
+        if not target.alive:
+            self._lost(target, key)
+            return
+        if source.alive:
+            self.split += 1
+            taken = target.take_over(key, self._requests.context_tokens(key), seconds)
+        else:
+            taken = target.submit(key)  # The KV went with its replica.
+        if not taken:
+            self._end(key, TOO_LONG)
 
     # What happens to replicas.
 
-    def _pool(self, replica: Replica) -> _Pool:
-        return self._pools[replica.role]
-
-    def _grow(self, pool: _Pool, count: int) -> None:
+    def _grow(self, role: Role, count: int) -> None:
         for _ in range(count):
-            name = f"{pool.role}-{len(self.replicas)}"
+            name = f"{role}-{len(self.replicas)}"
             replica = Replica(
                 name,
-                pool.role,
-                self._make_engine(pool.role, len(self.replicas)),
+                role,
+                self._make_engine(role, len(self.replicas)),
                 self.events,
-                pool.mirror,
+                self._mirror,
                 self._config,
                 self._rng,
                 self._finished,
             )
             self.replicas.append(replica)
-            pool.replicas[name] = replica
+            self._named[name] = replica
 
-    def _resize(self, resize: Resize) -> None:
-        self._change(self._pools[resize.role], resize.change)
-
-    def _change(self, pool: _Pool, change: int) -> None:
-        """Let so many replicas join, or the youngest leave."""
+    def _change(self, role: Role, change: int) -> None:
+        """Let so many replicas of a role join, or the youngest leave."""
         if change >= 0:
-            self._grow(pool, change)
+            self._grow(role, change)
             return
-        serving = [r for r in pool.replicas.values() if r.alive and not r.draining]
+        serving = [r for r in self.replicas if r.role == role and r.alive and not r.draining]
         for replica in serving[change:]:
             replica.drain()
 
@@ -342,11 +331,11 @@ class Cluster:
                 autoscaling,
                 role,
                 self.events,
-                partial(pool.mirror.load, self._judged),
-                partial(self._change, pool),
-                len(pool.replicas),
+                partial(self._mirror.load, self._judged, role),
+                partial(self._change, role),
+                self._config.counts[role],
             )
-            for role, pool in self._pools.items()
+            for role in self._roles
         ]
 
     def _alive(self, number: int) -> Replica | None:
@@ -366,22 +355,20 @@ class Cluster:
         keys = replica.fail()
         self.events.after(self._config.detect_s, partial(self._noticed, replica, keys))
         if failure.down_s is not None:
-            grow = partial(self._grow, self._pool(replica), 1)
+            grow = partial(self._grow, replica.role, 1)
             self.events.after(failure.down_s, grow)
 
     def _noticed(self, replica: Replica, keys: list[int]) -> None:
-        self._pool(replica).mirror.forget(replica.name)
+        self._mirror.forget(replica.name)
         for key in keys:
-            if self._requests.begun(key):
-                self._end(key, REPLICA_FAILED)
-            else:
-                self._retry(key, self._place)
+            self._targets.pop(key, None)
+            self._retry(key)
 
 
 def simulate_cluster(
     workload: Workload,
     make_batch: Callable[[Role], BatchPolicy],
-    make_route: Callable[[Role], RoutingPolicy],
+    routing: RoutingPolicy,
     truth: Truth | LatencyModel,
     belief: Belief | LatencyModel | None = None,
     engine: EngineConfig | None = None,
@@ -401,7 +388,7 @@ def simulate_cluster(
     Args:
         workload: what arrives.
         make_batch: gives each engine its policy, by its role.
-        make_route: gives the router its policy, by the role of the replicas that it chooses from.
+        routing: the router's policy, a new one; policies keep state.
         truth: of an engine; each has its own noise.
         belief: of an engine; each corrects its own.
         engine: limits of an engine.
@@ -427,13 +414,13 @@ def simulate_cluster(
     def make_engine(role: Role, number: int) -> Engine:
         rng = np.random.default_rng(seeds.spawn(1)[0])
         node = nodes[number] if number < len(nodes) else usual
-        policy, prefill_only = make_batch(role), role == "prefill"
-        return Engine(node.engine, policy, node.belief, node.truth, requests, rng, prefill_only)
+        policy = make_batch(role)
+        return Engine(node.engine, policy, node.belief, node.truth, requests, rng)
 
     run = Cluster(
         requests,
         make_engine,
-        make_route,
+        routing,
         cluster or ClusterConfig(),
         network,
         admission,
@@ -449,4 +436,4 @@ def simulate_cluster(
         sizes[scaler.role] = tuple(scaler.sizes)
     started_s = sum(scaler.started_s(end_s) for scaler in run.scalers)
     engines = [replica.engine for replica in run.replicas]
-    return result_of(requests, engines, end_s, up_s, run.moved, started_s, sizes)
+    return result_of(requests, engines, end_s, up_s, run.moved, run.split, started_s, sizes)

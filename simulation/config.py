@@ -71,14 +71,19 @@ class ClusterConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     replicas: int = Field(
-        default=2, ge=1, le=4096, description="Replicas; the prefill ones if there are decoders."
+        default=2, ge=0, le=4096, description="Replicas that do both phases of a request."
+    )
+    prefillers: int = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description="Replicas that compute prompts for those that decode; only with `decoders`.",
     )
     decoders: int = Field(
         default=0,
         ge=0,
         le=4096,
-        description="Replicas that only decode what the others prefilled; 0: every replica does "
-        "both.",
+        description="Replicas that decode what others prefilled; only with `prefillers`.",
     )
     dispatch_s: float = Field(
         default=0.002, ge=0, description="From a decision until its replica has the request."
@@ -125,7 +130,11 @@ class ClusterConfig(BaseModel):
     retry_s: float = Field(
         default=0.02, gt=0, description="Pause before a request is placed again; then it doubles."
     )
-    max_attempts: int = Field(default=3, ge=1, description="Most replicas that a request is given.")
+    max_attempts: int = Field(
+        default=3,
+        ge=1,
+        description="Most times that a request is placed, also after its output has begun.",
+    )
     edge_wait_s: float = Field(
         default=5.0, gt=0, description="Longest wait while there is no replica at all."
     )
@@ -135,6 +144,22 @@ class ClusterConfig(BaseModel):
     transfer_tokens_per_s: float = Field(
         default=200_000.0, gt=0, description="Tokens of KV that a transfer moves per second."
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not any(self.counts.values()):
+            raise ValueError("a cluster needs at least one replica of some role")
+        if bool(self.prefillers) != bool(self.decoders):
+            raise ValueError(
+                f"prefillers ({self.prefillers}) and decoders ({self.decoders}) need each other: "
+                "state both, or neither"
+            )
+        return self
+
+    @property
+    def counts(self) -> dict[Role, int]:
+        """Replicas at the start, by role, in the order of their start."""
+        return {"mixed": self.replicas, "prefill": self.prefillers, "decode": self.decoders}
 
 
 class Autoscaling(NamedTuple):

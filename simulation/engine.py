@@ -7,12 +7,10 @@ import numpy as np
 from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
 from scheduling.kernels import (
     COMPUTED,
-    EMITTED,
-    FIRST_TOKEN,
+    EXPECTED,
     KV_BLOCKS,
-    LAST_TOKEN,
     PENDING,
-    PROMPT,
+    TTFT,
     Floats,
     Ints,
 )
@@ -23,6 +21,9 @@ from simulation.prefix_cache import PrefixCache
 from simulation.requests import Requests
 from simulation.rows import Rows
 from simulation.truth import Belief, Noise, Planner, Truth
+
+_LEAST_TTFT_S = 1e-3
+"""Objective of a prefill that should have been done before it came."""
 
 
 class StuckError(RuntimeError):
@@ -53,7 +54,6 @@ class Engine:
         truth: how long its steps take.
         requests: the requests of the run; their emission times are written there.
         rng: source of its noise and of accepted drafts.
-        prefill_only: whether requests end here with their first token, to go on elsewhere.
 
     Raises:
         ValueError: the workload's hashed blocks do not fit the KV blocks.
@@ -67,7 +67,6 @@ class Engine:
         truth: Truth,
         requests: Requests,
         rng: np.random.Generator,
-        prefill_only: bool = False,
     ) -> None:
         self.config = config
         self.planner = Planner(belief)
@@ -83,7 +82,8 @@ class Engine:
         self._requests = requests
         self._noise = Noise(truth.noise, rng)
         self._rng = rng
-        self._prefill_only = prefill_only
+        # Requests of which only the context is computed here.
+        self._prefills: set[int] = set()
         self._fallback = make_policy("fcfs")
         self._rows = Rows()
         self._counters = self._rows.counters
@@ -156,46 +156,44 @@ class Engine:
     def submit(self, key: int) -> bool:
         """Queue a request of the run. ``False``: it is longer than the KV and can never run."""
         requests = self._requests
-        tokens = requests.whole_tokens(key)
-        if self._prefill_only:
-            tokens = requests.arrivals[key].prompt_tokens + 1
-        if tokens > self.config.kv_tokens:
+        if requests.whole_tokens(key) > self.config.kv_tokens:
             return False
-        row = self._rows.append(key, requests.rows[key], requests.private[key])
-        if self._prefill_only:
-            self._rows.private[row, steps.TARGET] = 1
-            self._rows.private[row, steps.STAGES_LEFT] = 0
-        self._entered(row)
+        self._enter(key, requests.rows[key], requests.private[key])
         return True
 
-    def take_over(self, key: int, first_token_s: float, begun_s: float) -> bool:
-        """Queue a request whose first token came from another engine, with the KV of its prompt.
+    def prefill(self, key: int, handover_s: float) -> bool:
+        """Queue a request whose context alone is computed here, for another engine: it ends with a
+        token that nobody gets. That is due ``handover_s`` before its first token is. ``False``: the
+        context is longer than the KV."""
+        requests = self._requests
+        if requests.context_tokens(key) >= self.config.kv_tokens:
+            return False
+        row, private = requests.rows[key].copy(), requests.private[key].copy()
+        private[steps.TARGET] = row[EXPECTED] = 1
+        row[TTFT] = max(row[TTFT] - handover_s, _LEAST_TTFT_S)
+        private[steps.STAGES_LEFT] = 0
+        private[steps.OFFSET] = len(requests.emitted_s)
+        self._prefills.add(key)
+        self._enter(key, row, private)
+        return True
 
-        Args:
-            key: which.
-            first_token_s: when that token left.
-            begun_s: now; where that token was a whole stage, the next one begins.
-
-        Returns:
-            ``False`` if it is longer than the KV and can never run.
-        """
+    def take_over(self, key: int) -> bool:
+        """Queue a request whose context another engine has computed and sent. Its last token is
+        computed again, as that gives the next one. ``False``: it can never run."""
         requests = self._requests
         if requests.whole_tokens(key) > self.config.kv_tokens:
             return False
         row = requests.rows[key].copy()
-        private = requests.private[key].copy()
-        row[COMPUTED] = row[PROMPT]
-        row[EMITTED] = row[PENDING] = 1.0
-        row[FIRST_TOKEN] = row[LAST_TOKEN] = first_token_s
-        if private[steps.TARGET] == 1:
-            requests.next_stage(key, row, private, begun_s)
-        self._entered(self._rows.append(key, row, private))
+        row[COMPUTED] = requests.context_tokens(key) - 1
+        row[PENDING] = 1.0
+        self._enter(key, row, requests.private[key], brought=True)
         return True
 
-    def _entered(self, row: int) -> None:
-        self._shown_keys = self._rows.keys[: row + 1].copy()
+    def _enter(self, key: int, row: Floats, private: Ints, brought: bool = False) -> None:
+        place = self._rows.append(key, row, private)
+        self._shown_keys = self._rows.keys[: place + 1].copy()
         if self.cache is not None:
-            self.cache.enter(self._rows, row)
+            self.cache.enter(self._rows, place, brought)
 
     def begin(self, now_s: float) -> float:
         """Plan and start a step; return its real seconds. It needs a live request.
@@ -278,7 +276,7 @@ class Engine:
             rows.accepted,
             self.config.block_tokens,
             now_s,
-            self._requests.emitted_s,
+            self._requests.times,
             rows.turns,
         )
         self._ran_count = 0
@@ -299,7 +297,9 @@ class Engine:
         for key, turn in turns:
             if turn == steps.FINISHED:
                 finished.append(key)
-                if not self._prefill_only or requests.one_token(key):
+                if key in self._prefills:
+                    self._prefills.remove(key)
+                else:
                     requests.finished(key)
                 continue
             row = int(np.flatnonzero(keys == key)[0])
@@ -324,4 +324,8 @@ class Engine:
 
     def fail(self) -> list[int]:
         """End it; return the keys of the requests that it had. It must not be used any more."""
-        return self._rows.clear()
+        rows = self._rows
+        for place, key in enumerate(rows.keys[: self.live].tolist()):
+            if key not in self._prefills:
+                self._requests.interrupted(key, rows.table[place], rows.private[place])
+        return rows.clear()

@@ -20,10 +20,17 @@ from scheduling.fleet import Fleet, FleetSettings, Report
 from scheduling.job import NO_REPLICA, PLACED, RouteDecision
 from scheduling.kernels import Floats
 from scheduling.placement import Placer
+from scheduling.roles import Role
 from scheduling.routing import RouteQuery, RoutingPolicy
 from scheduling.state import ROW, RUNNING, WAITING
 from simulation.config import ClusterConfig
 from simulation.judged import Judged
+
+_WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
+"""Who serves a request whole where nobody decides, the first that is there."""
+
+PREFILL_KEYS = 1 << 40
+"""Added to the key of a request: that of the computation of its prompt for another replica."""
 
 
 class Sent(NamedTuple):
@@ -32,7 +39,7 @@ class Sent(NamedTuple):
     Attributes:
         table: the replica's live requests, a copy.
         report: the rest of it, without rows.
-        received: how many requests the replica had been given until then.
+        received: how many keys the replica had been given until then.
         held: hashes of the blocks of prompts in its prefix cache.
     """
 
@@ -50,11 +57,12 @@ class _Known:
         self.confirmed = 0
         self.held: frozenset[int] = frozenset()
         self.draining = False
+        self.role: Role = "mixed"
         self.news: tuple[Sent, float] | None = None
 
 
 class Mirror:
-    """The replicas of one role, and the decisions about them.
+    """The replicas of all roles, and the decisions about them.
 
     Reports are taken in when the next decision is made, so those that no decision looks at cost
     nothing but their copy.
@@ -95,7 +103,7 @@ class Mirror:
         """A report arrives; one of a replica that is not known is ignored."""
         known = self._known.get(name)
         if known is not None:
-            known.draining = sent.report.draining
+            known.draining, known.role = sent.report.draining, sent.report.role
             known.news = (sent, now_s)
 
     def forget(self, name: str) -> None:
@@ -103,25 +111,35 @@ class Mirror:
         if self._known.pop(name, None) is not None:
             self.fleet.leave(name)
 
-    def place(self, query: RouteQuery, now_s: float, moved: bool = False) -> RouteDecision:
+    def release(self, key: int) -> None:
+        """The router gives up what it had decided for a request."""
+        self.fleet.release((key, key + PREFILL_KEYS))
+
+    def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
         """The decision on a request, see :meth:`scheduling.placement.Placer.place`.
 
         Where no replica has been heard of lately, those that are merely silent take turns, as
-        Serve's own routing would take over there.
+        Serve's own routing would take over there: of the ones that do both phases, or that decode.
         """
         self._take_in()
-        placement = self._placer.place(query, now_s, moved)
+        placement = self._placer.place(query, now_s)
         if placement.reason == NO_REPLICA:
-            willing = [name for name, known in self._known.items() if not known.draining]
-            if willing:
-                self._turn += 1
-                return RouteDecision(willing[self._turn % len(willing)], PLACED)
+            for role in _WHOLE:
+                willing = [
+                    name
+                    for name, known in self._known.items()
+                    if known.role == role and not known.draining
+                ]
+                if willing:
+                    self._turn += 1
+                    return RouteDecision(willing[self._turn % len(willing)], PLACED, role=role)
         return placement
 
-    def load(self, judged: Judged, now_s: float) -> Load:
-        """What the replicas have to do, for who decides on their number."""
+    def load(self, judged: Judged, role: Role, now_s: float) -> Load:
+        """What the replicas of a role have to do, for who decides on their number."""
         self._take_in()
-        return self._placer.demand.load(self.fleet, now_s, judged.count, judged.attained)
+        demand = self._placer.demand
+        return demand.load(self.fleet, now_s, judged.count, judged.attained, role)
 
     def _take_in(self) -> None:
         for name, known in self._known.items():

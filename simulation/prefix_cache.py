@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduling.kernels import COMPUTED, EMITTED, KV_BLOCKS, PENDING, PROMPT, RUNNING, Floats, Ints
+from scheduling.kernels import COMPUTED, EMITTED, KV_BLOCKS, PENDING, PROMPT, RUNNING, Ints
 from simulation.rows import Rows
 from simulation.steps import FREE_BLOCKS, SHARED, SOLE, VICTIMS
 from simulation.workload import Arrival
@@ -61,12 +61,17 @@ class PrefixCache:
         self._held: dict[int, list[int]] = {}
         # How many blocks of a running request's prefix have been looked at, held or not.
         self._seen: dict[int, int] = {}
+        # Requests that came with the KV of their prompts and have not lost it.
+        self._brought: set[int] = set()
         self._changed = False
 
-    def enter(self, rows: Rows, row: int) -> None:
-        """A request has come: write what is cached of it into its row."""
+    def enter(self, rows: Rows, row: int, brought: bool = False) -> None:
+        """A request has come: write what is cached of it into its row. One that has ``brought`` the
+        KV of its prompt, from another engine, looks for no more."""
         key = int(rows.keys[row])
-        if not self._handed_over(rows.table[row], key):
+        if brought:
+            self._brought.add(key)
+        else:
             self._show(rows, row, self._hits(key))
 
     def refresh(self, rows: Rows) -> None:
@@ -77,7 +82,7 @@ class PrefixCache:
         waiting = np.flatnonzero(rows.table[: rows.live, RUNNING] == 0.0)
         for row in waiting[:_REFRESHED].tolist():
             key = int(rows.keys[row])
-            if not self._handed_over(rows.table[row], key):
+            if key not in self._brought:
                 self._show(rows, row, self._hits(key))
 
     def admit(
@@ -98,7 +103,7 @@ class PrefixCache:
                 need += -(-upto // self._block_tokens) - int(table[KV_BLOCKS])
                 continue
             key = int(rows.keys[row])
-            if not self._prefix(key) or self._handed_over(table, key):
+            if not self._prefix(key) or key in self._brought:
                 continue
             shown = int(table[COMPUTED]) // self._tokens
             self._hold(rows, row, key, min(shown, self._hits(key)))
@@ -174,10 +179,6 @@ class PrefixCache:
         arrival = self._arrivals[key]
         return arrival.block_hashes[: arrival.prompt_tokens // self._tokens]
 
-    def _handed_over(self, row: Floats, key: int) -> bool:
-        """Whether a waiting request came with the KV of its prompt, from another engine."""
-        return bool(row[COMPUTED] >= self._arrivals[key].prompt_tokens)
-
     def _hits(self, key: int) -> int:
         """Cached blocks at the beginning of a prompt, of which one token must be left to compute:
         it gives the first output."""
@@ -221,6 +222,7 @@ class PrefixCache:
 
     def _release(self, rows: Rows, key: int) -> None:
         self._seen.pop(key, None)
+        self._brought.discard(key)
         for block in reversed(self._held.pop(key, [])):
             self._users[block] -= 1
             if not self._users[block]:

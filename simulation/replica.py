@@ -10,10 +10,11 @@ import numpy as np
 from scheduling.fleet import Report
 from scheduling.roles import Role
 from scheduling.state import ROW
+from scheduling.transfer import NO_TRANSFERS, Transfers
 from simulation.config import ClusterConfig
 from simulation.engine import Engine, StuckError
 from simulation.events import Events
-from simulation.mirror import Mirror, Sent
+from simulation.mirror import PREFILL_KEYS, Mirror, Sent
 
 _NO_ROWS = np.zeros(0, ROW)
 _NOTHING_HELD: frozenset[int] = frozenset()
@@ -30,7 +31,8 @@ class Replica:
         mirror: where its reports go.
         config: times and losses of the reports.
         rng: source of the losses.
-        on_finished: told which requests have all the output that its engine gives.
+        on_finished: told which requests have all that they get here: their output, or the KV of
+            their context for another replica.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Replica:
         self._stepping = False
         self._waking = False
         self._kept = 0
+        self._transfers = NO_TRANSFERS
         self._made_s = self._stepped_s = events.now_s
         self._timer = 0
         mirror.register(name, self.given, self._report(), events.now_s)
@@ -69,9 +72,17 @@ class Replica:
         """Take a request; ``False`` if it can never run here."""
         return self._took(key, self.engine.submit(key))
 
-    def take_over(self, key: int, first_token_s: float) -> bool:
-        """Take a request with the KV of its prompt; ``False`` if it can never run here."""
-        return self._took(key, self.engine.take_over(key, first_token_s, self._events.now_s))
+    def prefill(self, key: int, handover_s: float) -> bool:
+        """Take a request whose context is to be computed for another replica, to which it goes in
+        ``handover_s`` as far as is known; ``False`` if that can never be done here."""
+        return self._took(key + PREFILL_KEYS, self.engine.prefill(key, handover_s))
+
+    def take_over(self, key: int, tokens: int, seconds: float) -> bool:
+        """Take a request with the KV of its context of so many tokens, which took that long to
+        come; ``False`` if it can never run here."""
+        count, all_seconds, all_tokens = self._transfers
+        self._transfers = Transfers(count + 1, all_seconds + seconds, all_tokens + tokens)
+        return self._took(key, self.engine.take_over(key))
 
     def _took(self, key: int, accepted: bool) -> bool:
         self.given.append(key)
@@ -184,6 +195,8 @@ class Replica:
             engine.config.block_tokens,
             engine.config.max_sequences,
             self.draining,
+            role=self.role,
+            transfers=self._transfers,
         )
         held = engine.cache.held if engine.cache is not None else _NOTHING_HELD
         return Sent(engine.queue.table.copy(), report, len(self.given), held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, isnan, nan
 
 import numpy as np
@@ -10,14 +11,17 @@ from numpy.typing import NDArray
 from scheduling.kernels import (
     ARRIVAL,
     BEST_EFFORT,
+    COMPUTED,
     EMITTED,
     EXPECTED,
     FIELDS,
     FIRST_TOKEN,
+    KV_BLOCKS,
     LAST_TOKEN,
     PENDING,
     PRIORITY,
     PROMPT,
+    RUNNING,
     TPOT,
     TTFT,
     Floats,
@@ -26,7 +30,7 @@ from scheduling.kernels import (
 from scheduling.length import LengthPredictor, TaskLengths
 from scheduling.objective import SLO
 from scheduling.request import row_of
-from simulation.steps import OFFSET, PRIVATE, STAGES_LEFT, TARGET
+from simulation.steps import ADMISSION, OFFSET, PRIVATE, STAGES_LEFT, TARGET
 from simulation.workload import Stage, Workload
 
 _LEAST_STEP = 1 / 16
@@ -49,13 +53,15 @@ class Requests:
 
     Attributes:
         slos: by key, the objective that a policy sees now.
-        rows: ``float64[requests, FIELDS]``, each as it arrives.
+        rows: ``float64[requests, FIELDS]``, each as an engine gets it: as it arrived, or as it was
+            when its engine failed, without KV.
         private: ``int64[requests, PRIVATE]``, the same.
         first_stage: ``int64[requests + 1]``, where a request's stages begin.
         stage_slos: objective of every stage.
         stage_request, stage_tokens: by stage, its request and its output tokens.
         offsets: ``int64[stages + 1]``, where a stage's emission times begin.
         emitted_s: ``float64[all output tokens]``, when each token left; nan before.
+        times: ``emitted_s`` with one place more, for tokens that nobody gets.
         failures: why a request ended without its output, by key.
         promised_s: ``float64[requests]``, the time to the first token that was predicted when the
             objective was promised, seconds from the arrival; nan where nothing was.
@@ -86,7 +92,8 @@ class Requests:
         self.stage_request: Ints = np.repeat(np.arange(len(stages)), counts)
         self.first_stage: Ints = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
         self.offsets: Ints = np.concatenate(([0], np.cumsum(self.stage_tokens)))
-        self.emitted_s: Floats = np.full(int(self.offsets[-1]), nan)
+        self.times: Floats = np.full(int(self.offsets[-1]) + 1, nan)
+        self.emitted_s: Floats = self.times[:-1]
         rows = [row_of(a.slo, a.arrival_s, a.prompt_tokens) for a in self.arrivals]
         self.rows: Floats = np.array(rows).reshape(len(rows), FIELDS)
         self.private: Ints = np.zeros((len(rows), PRIVATE), np.int64)
@@ -112,9 +119,10 @@ class Requests:
         """Whether its first token has left."""
         return not isnan(self.first_token_s(key))
 
-    def one_token(self, key: int) -> bool:
-        """Whether its first token is its last."""
-        return self.arrivals[key].output_tokens == 1
+    def context_tokens(self, key: int) -> int:
+        """What must be computed before its next token: its prompt, and what engines that failed
+        have emitted."""
+        return int(self.rows[key, PROMPT])
 
     def predict(self, key: int) -> None:
         """Write the predicted length of an arriving request into its row."""
@@ -123,9 +131,11 @@ class Requests:
         self.rows[key, EXPECTED] = expected
 
     def serve_as(self, key: int, best_effort: bool, promised_s: float = nan) -> None:
-        """Write what an engine is told of a request that was placed, before it gets it."""
+        """Write what an engine is told of a request that was placed, before it gets it. What was
+        promised of a first token that has left stays."""
         self.rows[key, BEST_EFFORT] = best_effort
-        self.promised_s[key] = promised_s
+        if not self.begun(key):
+            self.promised_s[key] = promised_s
 
     @property
     def best_effort(self) -> NDArray[np.bool_]:
@@ -144,6 +154,35 @@ class Requests:
             if lengths is not None:
                 longer = max(longer, lengths.given(emitted))
         row[EXPECTED] = longer - before
+
+    def interrupted(self, key: int, row: Floats, private: Ints) -> None:
+        """A request's engine has failed, with these rows of it: another one can go on from there,
+        as with a request that has what was emitted in its prompt."""
+        emitted = int(row[EMITTED])
+        rest, own = self.rows[key], self.private[key]
+        rest[:] = row
+        rest[PROMPT] = rest[PENDING] = row[PROMPT] + emitted
+        rest[EXPECTED] = max(row[EXPECTED] - emitted, 1.0)
+        rest[COMPUTED] = rest[EMITTED] = rest[KV_BLOCKS] = rest[RUNNING] = 0.0
+        rest[FIRST_TOKEN] = rest[LAST_TOKEN] = nan
+        own[:] = private
+        own[TARGET] -= emitted
+        own[OFFSET] += emitted
+        own[ADMISSION:PRIVATE] = 0
+
+    def rest(self, key: int, now_s: float) -> SLO:
+        """The objective of what is left of a request, as the router has it for a stream that goes
+        on: the next token is due when the objective says or, as that may have passed, as soon as
+        the first of a new request. Its row gets it, too."""
+        slo, row = self.slos[key], self.rows[key]
+        ttft_s, tpot_s = slo.columns[:2]
+        stage = int(self.first_stage[key + 1] - 1 - self.private[key, STAGES_LEFT])
+        emitted = int(self.private[key, OFFSET] - self.offsets[stage])
+        if ttft_s == inf or not self.begun(key):
+            return slo
+        due_s = ttft_s + emitted * tpot_s if tpot_s < inf else 0.0
+        row[TTFT] = max(due_s, now_s - float(row[ARRIVAL]) + ttft_s)
+        return replace(slo, ttft_s=float(row[TTFT]))
 
     def finished(self, key: int) -> None:
         """A request has all its output: the predictor learns from it."""

@@ -41,6 +41,7 @@ class Result:
         dropped: planned entries that the engine could not run.
         correction: mean of the engines' learnt corrections at the end.
         moved: times that a request was placed again after a replica failed.
+        split: times that a replica took over the KV of a prompt that another one had computed.
         starting_s: sum of the times for which replicas were started that served nothing yet.
         sizes: by role, how many replicas were wanted and why, from when on; empty where nobody
             sized the cluster.
@@ -59,6 +60,7 @@ class Result:
     dropped: int
     correction: float
     moved: int
+    split: int
     starting_s: float
     sizes: Mapping[str, tuple[Size, ...]]
 
@@ -88,6 +90,7 @@ def result_of(
     end_s: float,
     up_s: float,
     moved: int = 0,
+    split: int = 0,
     starting_s: float = 0.0,
     sizes: Mapping[str, tuple[Size, ...]] = MappingProxyType({}),
 ) -> Result:
@@ -106,6 +109,7 @@ def result_of(
         dropped=sum(engine.dropped for engine in engines),
         correction=fmean(engine.planner.latency.correction for engine in engines),
         moved=moved,
+        split=split,
         starting_s=starting_s,
         sizes=sizes,
     )

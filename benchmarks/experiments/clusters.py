@@ -66,7 +66,7 @@ class Layout(NamedTuple):
     @property
     def size(self) -> int:
         """Replicas at the start."""
-        return self.cluster.replicas + self.cluster.decoders
+        return sum(self.cluster.counts.values())
 
 
 def colocated(replicas: int, **changes: Any) -> Layout:
@@ -74,11 +74,17 @@ def colocated(replicas: int, **changes: Any) -> Layout:
     return Layout("co-located", ClusterConfig(replicas=replicas, **changes))
 
 
+def of_roles(name: str, mixed: int = 0, prefillers: int = 0, decoders: int = 0) -> Layout:
+    """So many replicas of each role."""
+    cluster = ClusterConfig(replicas=mixed, prefillers=prefillers, decoders=decoders)
+    return Layout(name, cluster)
+
+
 def disaggregated(replicas: int) -> Layout:
     """So many replicas, a quarter of which only decode: with the workloads here that leaves the
     prefill side the busier one, as in the papers' runs."""
     decoders = max(1, replicas // 4)
-    return Layout("disaggregated", ClusterConfig(replicas=replicas - decoders, decoders=decoders))
+    return of_roles("disaggregated", prefillers=replicas - decoders, decoders=decoders)
 
 
 class System(NamedTuple):
@@ -105,15 +111,10 @@ def local_policies(names: Sequence[str], make: Make, setup: Setup) -> list[Conte
     ]
 
 
-def make_router(name: str, role: Role, seed: int) -> routing.RoutingPolicy:
-    """A router with its default options. One that draws gets the run's seed; GoRouting on prefill
-    replicas estimates without decodes, as the paper has it."""
-    options: dict[str, Any] = {}
-    if "seed" in routing.POLICIES[name].Options.model_fields:
-        options["seed"] = seed
-    if name == "go_routing" and role == "prefill":
-        options["boundary"] = "phi_p"
-    return routing.make_policy(name, options)
+def make_router(name: str, seed: int) -> routing.RoutingPolicy:
+    """A router with its default options; one that draws gets the run's seed."""
+    draws = "seed" in routing.POLICIES[name].Options.model_fields
+    return routing.make_policy(name, {"seed": seed} if draws else {})
 
 
 def node_of(setup: Setup) -> Node:
@@ -155,7 +156,7 @@ def run(
     result = simulate_cluster(
         workload,
         make_batch,
-        lambda role: make_router(system.router, role, seed),
+        make_router(system.router, seed),
         usual.truth,
         usual.belief,
         usual.engine,

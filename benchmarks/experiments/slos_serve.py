@@ -19,7 +19,6 @@ from benchmarks.workloads.settings import SLOS_SERVE_SCENARIOS, TIGHT_TPOT_S, sl
 from scheduling.batching import BatchPolicy, make_policy
 from scheduling.length import OracleLengths
 from scheduling.roles import Role
-from scheduling.routing import RoutingPolicy
 from scheduling.routing import make_policy as make_router
 from simulation.cluster import simulate_cluster
 from simulation.config import ClusterConfig, Speculation
@@ -148,14 +147,11 @@ def _cluster(
     def make_batch(role: Role) -> BatchPolicy:
         return make_policy(policy)
 
-    def make_route(role: Role) -> RoutingPolicy:
-        return make_router(router)
-
     lengths = (arrival.output_tokens for arrival in workload.arrivals)
     result = simulate_cluster(
         workload,
         make_batch,
-        make_route,
+        make_router(router),
         Truth(setup.truth, NOISE),
         Belief(setup.believed.with_headroom(HEADROOM)),
         setup.engine,

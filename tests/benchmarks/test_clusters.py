@@ -97,13 +97,7 @@ class TestRuns:
         assert ttft_s(slow)[0] == pytest.approx(plain[0], rel=0.2)
 
     def test_routers_that_draw_do_so_by_the_seed(self) -> None:
-        options = make_router("power_of_two", "mixed", 7).options
-        assert options.model_dump() == {"seed": 7}
-
-    def test_go_routing_leaves_decodes_out_where_there_are_none(self) -> None:
-        for role, boundary in (("mixed", "phi_a"), ("prefill", "phi_p")):
-            options = make_router("go_routing", role, 7).options
-            assert options.model_dump()["boundary"] == boundary
+        assert make_router("power_of_two", 7).options.model_dump() == {"seed": 7}
 
     def test_what_nobody_can_promise_is_refused_where_that_is_said(self) -> None:
         # Ten prompts of 0.33 s each at once on one replica, each due after 0.9 s.

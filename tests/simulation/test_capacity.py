@@ -113,7 +113,7 @@ def attainment_of(load: Workload, replicas: int) -> float:
     result = simulate_cluster(
         load,
         lambda role: batching.make_policy("fcfs"),
-        lambda role: routing.make_policy("round_robin"),
+        routing.make_policy("round_robin"),
         Truth(SERVICE, noise=0.0),
         engine=EngineConfig(max_sequences=1),
         cluster=ClusterConfig(replicas=replicas, dispatch_s=0.0, report_interval_s=0.5),

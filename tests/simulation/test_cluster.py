@@ -1,7 +1,7 @@
 """Clusters: nothing is lost whatever happens, and what is exact is exact."""
 
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -21,9 +21,9 @@ from scheduling.latency import LinearLatency
 from scheduling.roles import Role
 from scheduling.routing import RoutingPolicy
 from simulation.cluster import (
+    NO_ATTEMPT_LEFT,
     NO_REPLICA,
     REFUSED,
-    REPLICA_FAILED,
     Cluster,
     Node,
     simulate_cluster,
@@ -51,9 +51,14 @@ def batch(name: str = "fcfs") -> Callable[[Role], BatchPolicy]:
     return lambda role: make_policy(name)
 
 
-def route(name: str = "least_tokens") -> Callable[[Role], RoutingPolicy]:
-    options = {"seed": 1} if name == "power_of_two" else {}
-    return lambda role: routing.make_policy(name, options)
+def route(name: str = "least_tokens") -> RoutingPolicy:
+    return routing.make_policy(name, {"seed": 1} if name == "power_of_two" else {})
+
+
+def pools(
+    prefillers: int = 1, decoders: int = 1, replicas: int = 0, **config: Any
+) -> ClusterConfig:
+    return ClusterConfig(replicas=replicas, prefillers=prefillers, decoders=decoders, **config)
 
 
 def steady(count: int = 200, gap_s: float = 0.01, prompt: int = 300, output: int = 10) -> Workload:
@@ -93,7 +98,12 @@ incidents = st.lists(
             replica=st.integers(0, 5),
             factor=st.sampled_from([0.5, 5.0]),
         ),
-        st.builds(Resize, at_s=st.floats(0, 1.5), change=st.integers(-2, 2), role=st.just("entry")),
+        st.builds(
+            Resize,
+            at_s=st.floats(0, 1.5),
+            change=st.integers(-2, 2),
+            role=st.sampled_from(["mixed", "prefill", "decode"]),
+        ),
     ),
     max_size=5,
 )
@@ -104,8 +114,7 @@ incidents = st.lists(
     load=st.one_of(workloads, families()),
     what_happens=incidents,
     router=st.sampled_from(sorted(routing.POLICIES)),
-    replicas=st.integers(1, 3),
-    decoders=st.sampled_from([0, 0, 1, 2]),
+    sizes=st.sampled_from([(1, 0, 0), (3, 0, 0), (0, 1, 1), (0, 2, 2), (1, 1, 1), (2, 1, 2)]),
     loss=st.sampled_from([0.0, 0.5, 0.95]),
     delay_s=st.sampled_from([0.0, 0.3]),
     admission=st.sampled_from([None, *sorted(ADMISSIONS)]),
@@ -116,27 +125,28 @@ def test_every_request_ends_exactly_once(
     load: Workload,
     what_happens: list[Failure | Resize | Slowdown],
     router: str,
-    replicas: int,
-    decoders: int,
+    sizes: tuple[int, int, int],
     loss: float,
     delay_s: float,
     admission: str | None,
     when: WhenUnattainable,
     seed: int,
 ) -> None:
-    entry: Role = "prefill" if decoders else "mixed"
-    happening = [
-        incident._replace(role=entry) if isinstance(incident, Resize) else incident
-        for incident in what_happens
-    ]
-    cluster = ClusterConfig(
-        replicas=replicas,
-        decoders=decoders,
+    replicas, prefillers, decoders = sizes
+    cluster = pools(
+        prefillers,
+        decoders,
+        replicas,
         report_loss=loss,
         report_delay_s=delay_s,
         edge_wait_s=1.0,
         when_unattainable={"standard": when},
     )
+    happening = [
+        incident
+        for incident in what_happens
+        if not isinstance(incident, Resize) or cluster.counts[incident.role]
+    ]
     engine = EngineConfig(kv_blocks=40, max_batch_tokens=200, max_sequences=6)
     result = simulate_cluster(
         load,
@@ -160,32 +170,33 @@ def test_every_request_ends_exactly_once(
         left = times[~np.isnan(times)]
         assert (np.diff(left) > 0).all()
         assert len(left) == 0 or left[0] > load.arrivals[key].arrival_s
-        if key in requests.failures and requests.failures[key] == REPLICA_FAILED:
-            assert 0 < len(left) < len(times)
+        # What left is the beginning of the output, also where replicas failed in between.
+        assert not np.isnan(times[: len(left)]).any()
         if requests.whole_tokens(key) > engine.kv_tokens:
             assert key in requests.failures
     if not happening:
         refusing = admission is not None and when != "best_effort"
         assert set(requests.failures.values()) <= {TOO_LONG} | ({REFUSED} if refusing else set())
         assert result.moved == 0
-    # What was promised is not best effort, and without admission nothing is either.
-    assert not (requests.best_effort & ~np.isnan(requests.promised_s)).any()
+    # What was promised is not best effort, but where a replica failed in between; and without
+    # admission nothing is either.
+    if not happening:
+        assert not (requests.best_effort & ~np.isnan(requests.promised_s)).any()
     if admission is None:
         assert not requests.best_effort.any()
         assert np.isnan(requests.promised_s).all()
 
 
-@pytest.mark.parametrize("decoders", [0, 2])
-def test_engines_are_empty_when_all_has_ended(decoders: int) -> None:
+@pytest.mark.parametrize("cluster_config", [ClusterConfig(replicas=2), pools(2, 2)])
+def test_engines_are_empty_when_all_has_ended(cluster_config: ClusterConfig) -> None:
     requests = Requests(steady(120))
     config = EngineConfig(kv_blocks=60)
 
     def make_engine(role: Role, number: int) -> Engine:
         rng = np.random.default_rng(3)
         policy, belief = make_policy("fcfs"), Belief(MODEL)
-        return Engine(config, policy, belief, EXACT, requests, rng, role == "prefill")
+        return Engine(config, policy, belief, EXACT, requests, rng)
 
-    cluster_config = ClusterConfig(replicas=2, decoders=decoders)
     cluster = Cluster(requests, make_engine, route(), cluster_config, np.random.default_rng(0))
     cluster.run()
     assert not requests.failures
@@ -218,18 +229,37 @@ def test_reservations_spread_a_burst_that_no_report_has_shown_yet() -> None:
     assert result.steps == (2, 2, 2, 2)
 
 
-def test_a_request_that_had_not_begun_moves_and_one_that_had_ends_with_an_error() -> None:
+def test_what_a_dead_replica_had_goes_on_elsewhere() -> None:
     # One long answer is under way on each replica when the first of them dies.
     load = workload((0.0, 100, 400), (0.0, 100, 400), (0.5, 30_000, 3), (0.5, 30_000, 3))
     cluster = ClusterConfig(replicas=2)
     engine = EngineConfig(max_batch_tokens=2_000)
-    result = simulate_cluster(
-        load, batch(), route("round_robin"), EXACT, None, engine, cluster, [Failure(0.6, 0)]
-    )
-    assert result.requests.failures == {0: REPLICA_FAILED}
-    assert ended_well(result).tolist() == [False, True, True, True]
-    assert result.moved == 1
-    assert not attained(result.requests, stages(result.requests), TPOTMetric.MEAN)[0]
+
+    def run(*incidents: Failure) -> Result:
+        return simulate_cluster(
+            load, batch(), route("round_robin"), EXACT, None, engine, cluster, incidents
+        )
+
+    whole, result = run(), run(Failure(0.6, 0))
+    assert not result.requests.failures
+    assert ended_well(result).all()
+    assert result.moved == 2
+    before, after = whole.requests.emitted_s[:400], result.requests.emitted_s[:400]
+    had = int((after < 0.6).sum())
+    assert had > 50
+    assert np.array_equal(before[:had], after[:had]), "what has left stays"
+    # Its prompt and what it had emitted were computed again, which gave the next token.
+    assert result.computed_tokens >= whole.computed_tokens + 100 + had - 1
+
+
+def test_a_request_is_given_up_after_so_many_replicas() -> None:
+    load = workload((0.0, 100, 400))
+    failing = [Failure(0.3 * (1 + number), number, down_s=0.0) for number in range(3)]
+    for attempts, failures in ((3, {0: NO_ATTEMPT_LEFT}), (4, {})):
+        cluster = ClusterConfig(replicas=1, max_attempts=attempts)
+        result = simulate_cluster(load, batch(), route(), EXACT, None, None, cluster, failing)
+        assert result.requests.failures == failures
+        assert ended_well(result)[0] == (not failures)
 
 
 def test_without_a_replica_requests_wait_at_the_router_for_a_bounded_time() -> None:
@@ -246,13 +276,13 @@ def test_without_a_replica_requests_wait_at_the_router_for_a_bounded_time() -> N
 
 
 def test_the_wait_for_a_replica_counts_from_its_begin_and_not_from_the_arrival() -> None:
-    # The prompt is computed after 5 s, and nobody can decode it for 1 s.
+    # The only replica dies while it computes the prompt, 5 s after the arrival.
     load = workload((0.0, 10_000, 3))
     slow = LinearLatency(a=0.0, b=5e-4)
-    cluster = ClusterConfig(replicas=1, decoders=1, edge_wait_s=2.0, stale_after_s=9.0)
+    cluster = ClusterConfig(replicas=1, edge_wait_s=2.0)
     engine = EngineConfig(max_batch_tokens=10_000)
     for back_s, expected in ((6.0, {}), (8.0, {0: NO_REPLICA})):
-        happening = [Failure(4.0, 1, down_s=back_s - 4.0)]
+        happening = [Failure(4.0, 0, down_s=back_s - 4.0)]
         result = simulate_cluster(
             load, batch(), route(), Truth(slow, 0), None, engine, cluster, happening
         )
@@ -277,24 +307,44 @@ def test_new_replicas_serve_and_leaving_ones_finish_what_they_have() -> None:
     assert shrunk.moved > 0
 
 
-def test_a_disaggregated_request_pays_for_its_transfer_once() -> None:
-    cluster = ClusterConfig(
-        replicas=1, decoders=1, dispatch_s=0, transfer_s=0.003, transfer_tokens_per_s=100_000
-    )
+PAIR = pools(dispatch_s=0, transfer_s=0.003, transfer_tokens_per_s=100_000)
+
+
+def test_a_pair_pays_for_its_transfer_and_for_the_last_token_of_the_prompt() -> None:
     load = workload((0.0, 1_000, 3))
-    result = simulate_cluster(load, batch(), route(), EXACT, None, None, cluster)
+    result = simulate_cluster(load, batch(), route(), EXACT, None, None, PAIR)
     alone = simulate(load, make_policy("fcfs"), EXACT).requests.emitted_s
+    again_s = MODEL.fixed_s + MODEL.work_s(1, 999)
     times = result.requests.emitted_s
-    assert times[0] == alone[0]
-    assert times[1] - times[0] == pytest.approx(0.003 + 0.010 + alone[1] - alone[0])
-    assert times[2] - times[1] == pytest.approx(alone[2] - alone[1])
-    assert result.steps == (1, 2)
-    assert result.computed_tokens == 1_002, "nothing is computed twice"
+    # The decode replica makes the first token.
+    assert times[0] == pytest.approx(alone[0] + 0.003 + 0.010 + again_s)
+    assert np.diff(times) == pytest.approx(np.diff(alone))
+    assert result.steps == (1, 3)
+    assert result.split == 1
+    assert result.computed_tokens == 1_000 + 1 + 2
+
+
+def test_requests_go_whole_to_a_replica_of_any_role_where_a_role_has_nobody() -> None:
+    load = steady(20)
+    for dead in (0, 1):
+        result = simulate_cluster(
+            load, batch(), route(), EXACT, None, None, pools(edge_wait_s=9.0), [Failure(0.0, dead)]
+        )
+        assert not result.requests.failures
+        assert ended_well(result).all()
+        assert result.split == 0
+
+
+def test_mixed_replicas_beside_pairs_take_their_part() -> None:
+    load = steady(300, gap_s=0.005)
+    result = simulate_cluster(load, batch(), route(), EXACT, None, None, pools(1, 1, replicas=1))
+    assert not result.requests.failures
+    assert 30 < result.split < 270
 
 
 def test_prefill_replicas_stall_while_their_kv_is_being_sent_and_then_go_on() -> None:
     # Six blocks hold one prompt; sending it takes a second.
-    cluster = ClusterConfig(replicas=1, decoders=1, transfer_s=1.0, dispatch_s=0)
+    cluster = pools(transfer_s=1.0, dispatch_s=0)
     load = workload((0.0, 90, 2), (0.0, 90, 2))
     engine = EngineConfig(kv_blocks=6)
     result = simulate_cluster(load, batch(), route(), EXACT, None, engine, cluster)
@@ -303,17 +353,44 @@ def test_prefill_replicas_stall_while_their_kv_is_being_sent_and_then_go_on() ->
     assert second - first > 1.0
 
 
-def test_a_dying_prefill_replica_takes_the_kv_in_flight_with_it() -> None:
-    cluster = ClusterConfig(replicas=2, decoders=1, transfer_s=1.0, dispatch_s=0)
-    load = workload((0.0, 90, 2), (0.01, 90, 2))
-    result = simulate_cluster(
-        load, batch(), route("round_robin"), EXACT, None, None, cluster, [Failure(0.5, 0)]
-    )
-    assert result.requests.failures == {0: REPLICA_FAILED}
+def test_where_the_kv_in_flight_dies_with_its_replica_the_other_side_computes_the_prompt() -> None:
+    cluster = pools(transfer_s=1.0, dispatch_s=0)
+    load = workload((0.0, 90, 2))
+    result = simulate_cluster(load, batch(), route(), EXACT, None, None, cluster, [Failure(0.5, 0)])
+    assert not result.requests.failures
+    assert (result.split, result.moved) == (0, 0)
+    assert result.steps == (1, 2)
+    assert result.computed_tokens == 90 + 90 + 1
+    assert result.requests.emitted_s[0] > 1.0
+
+
+def test_where_the_decode_replica_dies_before_the_kv_is_there_a_new_pair_is_chosen() -> None:
+    cluster = pools(1, 2, transfer_s=0.2, dispatch_s=0)
+    load = workload((0.0, 90, 5))
+    for victim in (1, 2):
+        result = simulate_cluster(
+            load, batch(), route(), EXACT, None, None, cluster, [Failure(0.1, victim)]
+        )
+        assert not result.requests.failures
+        assert result.split == 1
+        # It was the target of the pair, or the other one.
+        assert (result.moved, result.steps[0]) in ((1, 2), (0, 1))
+
+
+def test_an_answer_that_a_decode_replica_had_begun_is_resumed_by_another_pair() -> None:
+    cluster = pools(1, 2)
+    load = workload((0.0, 90, 200))
+    died = [
+        simulate_cluster(load, batch(), route(), EXACT, None, None, cluster, [Failure(0.4, victim)])
+        for victim in (1, 2)
+    ]
+    assert all(ended_well(result).all() for result in died)
+    # One of the two had the request. Its prompt and what it had emitted went another way again.
+    assert sorted((result.moved, result.split) for result in died) == [(0, 1), (1, 2)]
 
 
 def test_a_leaving_prefill_replica_stays_until_its_kv_has_been_sent() -> None:
-    cluster = ClusterConfig(replicas=2, decoders=1, transfer_s=0.5, dispatch_s=0)
+    cluster = pools(2, 1, transfer_s=0.5, dispatch_s=0)
     load = workload((0.0, 90, 200), (0.0, 90, 200))
     leaving = [Resize(0.1, -1, "prefill")]
     result = simulate_cluster(
@@ -321,7 +398,8 @@ def test_a_leaving_prefill_replica_stays_until_its_kv_has_been_sent() -> None:
     )
     assert not result.requests.failures
     left_s = result.up_s - 2 * result.end_s
-    assert left_s == pytest.approx(result.requests.emitted_s[0] + 0.5 + 90 / 200_000)
+    computed_s = MODEL.fixed_s + MODEL.work_s(90, 0)
+    assert left_s == pytest.approx(computed_s + 0.5 + 90 / 200_000)
     assert left_s < result.end_s
 
 
@@ -453,3 +531,7 @@ def test_impossible_clusters_are_refused() -> None:
         simulate_cluster(steady(), batch(), route(), MODEL, incidents=[Resize(1.0, 1, "decode")])
     with pytest.raises(ValueError, match="less than 1"):
         ClusterConfig(report_loss=1.0)
+    with pytest.raises(ValueError, match="at least one replica of some role"):
+        ClusterConfig(replicas=0)
+    with pytest.raises(ValueError, match=r"prefillers \(2\) and decoders \(0\) need each other"):
+        ClusterConfig(prefillers=2)

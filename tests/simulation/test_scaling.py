@@ -53,7 +53,7 @@ def run_with(
     return simulate_cluster(
         workload,
         lambda role: batching.make_policy("fcfs"),
-        lambda role: routing.make_policy("least_work"),
+        routing.make_policy("least_work"),
         MODEL,
         cluster=ClusterConfig(replicas=replicas),
         autoscaling=Autoscaling(lambda role: policy, 1, 10, **{"interval_s": 1.0, **config}),
@@ -115,7 +115,7 @@ class TestCluster:
         done = simulate_cluster(
             arrivals([0.2] * 20),
             lambda role: batching.make_policy("fcfs"),
-            lambda role: routing.make_policy("least_work"),
+            routing.make_policy("least_work"),
             MODEL,
             cluster=ClusterConfig(replicas=3),
         )
@@ -131,9 +131,9 @@ class TestCluster:
         done = simulate_cluster(
             arrivals([0.1] * 100),
             lambda role: batching.make_policy("fcfs"),
-            lambda role: routing.make_policy("least_work"),
+            routing.make_policy("least_work"),
             MODEL,
-            cluster=ClusterConfig(replicas=1, decoders=1),
+            cluster=ClusterConfig(replicas=0, prefillers=1, decoders=1),
             autoscaling=Autoscaling(make, 1, 4, 1.0, 1.0),
         )
         assert {role: sizes[-1].replicas for role, sizes in done.sizes.items()} == {
