@@ -153,6 +153,9 @@ def count_prefill(
 ) -> float:
     """Count a reported prefill that was promised; return its work, seconds."""
     pending, computed, tpot_s = row.pending_tokens, row.computed_tokens, float(row.tpot_s)
+    if expected <= row.emitted_tokens + 1.0:
+        # It ends with that token, or goes on at another replica.
+        tpot_s = inf
     # Early enough that its output can end by its end-to-end objective.
     later_s = (expected - row.emitted_tokens - 1.0) * (tpot_s if tpot_s < inf else unpaced_s)
     due_s = min(due_s, row.arrival_s + row.e2e_s + offset_s - later_s)

@@ -80,6 +80,13 @@ def test_a_pair_is_chosen_and_reserved_on_both_sides() -> None:
     assert 1_001 in fleet.ledger
 
 
+def test_a_prompt_that_another_replica_goes_on_with_brings_no_decode_later() -> None:
+    # What a prefill replica reports of it: one token is all that it will make.
+    fleet = fleet_of(report(row(EASY, PROMPT, expected=1), role="prefill"), report(row(EASY)))
+    assert fleet.figures[:2, figure.LOADS].tolist() == [0, 1]
+    assert fleet.figures[:2, figure.QUEUED].tolist() == [1, 1]
+
+
 def test_each_side_ends_by_the_report_of_its_own_replica() -> None:
     fleet = roles("prefill", "decode")
     placer(fleet).place(query(), 0.0)
