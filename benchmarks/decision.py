@@ -1,9 +1,11 @@
 """Cost of the controller's decisions, for every routing policy: inside the actor's code, and over
 the connection to a real actor.
 
-Run with ``sluice bench decision``. Every replica has 64 requests in the mirror. The floor is round
-robin without admission through the same code: checks, mirror, ledger, counters, and next to no
-policy. Everything else is with the default admission.
+Run with ``sluice bench decision``. Every replica has 64 requests in the mirror. In the fleet with
+roles each that decodes has so many, and each that prefills what it is behind with; there every
+request is split, and its decision chooses and reserves two replicas. The floor is round robin
+without admission through the same code: checks, mirror, ledger, counters, and next to no policy.
+Everything else is with the default admission.
 
 Inside, the code runs as fast as it can, and time is put together afterwards: queries come by a
 Poisson process and reports at a steady rate, each takes the processor time that it really took, one
@@ -32,7 +34,9 @@ from benchmarks.decision_fleet import Voices
 from controller.config import NO_ADMISSION, ControllerConfig
 from scheduling.routing import POLICIES
 
-FLEET_SIZES = (64, 512)
+FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
+"""Replicas, and whether so many prefill and so many decode."""
+
 ACTOR_REPLICAS = 64
 QUERIES_PER_S = 500.0
 REPORTS_PER_S = 64 * 50.0
@@ -76,16 +80,16 @@ class Times(NamedTuple):
 class Inside:
     """A controller with a fleet in its mirror, called in this process."""
 
-    def __init__(self, config: ControllerConfig, replicas: int) -> None:
+    def __init__(self, config: ControllerConfig, replicas: int, split: bool = False) -> None:
         # It imports Ray, which must not happen before `sluice serve` has set Ray's environment.
         from controller.actor import Controller
 
         self._rng = random.Random(replicas)
-        self._voices = Voices(replicas)
+        self._voices = Voices(replicas, split=split)
         self._controller = Controller(config)
         self._keys = itertools.count(_FIRST_KEY)
         self._placed: list[int] = []
-        for index in range(replicas):
+        for index in range(self._voices.replicas):
             reply = finish(self._controller.hello(self._voices.hello(index)))
         self._epoch = reply.epoch
 
@@ -99,6 +103,8 @@ class Inside:
             if decision.replica_id is None:
                 raise RuntimeError(f"nothing was placed: {decision.reason}")
             self._placed.append(query.key)
+            if decision.prefill_id is not None:
+                self._placed.append(query.prefill_key)
         return took
 
     def report(self) -> int:
@@ -143,9 +149,11 @@ class Inside:
         return times
 
 
-def measure_inside(config: ControllerConfig, replicas: int, decisions: int) -> Cell:
+def measure_inside(
+    config: ControllerConfig, replicas: int, decisions: int, split: bool = False
+) -> Cell:
     """The cell of one policy and fleet."""
-    fleet = Inside(config, replicas)
+    fleet = Inside(config, replicas, split)
     fleet.line(200, reports=True)
     gc.collect()
     # The collector stays on, as in the actor.
@@ -215,6 +223,8 @@ def decision(
 ) -> None:
     """Time the controller's decisions, with 64 requests in each replica.
 
+    64 + 64: so many that prefill and so many that decode, and each request gets one of both.
+
     The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, per_second of batched ones;
     the same with reports from the fleet, and over the connection to a real actor.
 
@@ -224,7 +234,10 @@ def decision(
     """
     configs = contenders(names)
     results: dict[str, dict[str, Cell]] = {
-        label: {str(size): measure_inside(config, size, decisions) for size in FLEET_SIZES}
+        label: {
+            name: measure_inside(config, size, decisions, split)
+            for name, (size, split) in FLEETS.items()
+        }
         for label, config in configs.items()
     }
     if actor:

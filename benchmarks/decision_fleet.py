@@ -7,7 +7,7 @@ and holds beginnings of some conversations. All of it is drawn by a seed.
 from __future__ import annotations
 
 import random
-from math import inf, nan
+from math import ceil, inf, nan
 from typing import Final
 
 import numpy as np
@@ -17,6 +17,7 @@ from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
 from scheduling.prefix import HELD
+from scheduling.roles import Role
 from scheduling.state import ROW, RUNNING, SUMMARY, WAITING
 
 QUEUED: Final = 64
@@ -32,31 +33,35 @@ _PROFILE = LatencyProfile.of("benchmark", LinearLatency(a=0.004, b=0.000_02, c=0
 
 
 class Voices:
-    """Messages of ``replicas`` replicas, and queries, drawn by ``seed``."""
+    """Messages of ``replicas`` replicas that serve requests whole, or with ``split`` of so many
+    that prefill and as many that decode; and queries. All drawn by ``seed``."""
 
-    def __init__(self, replicas: int, seed: int = 1) -> None:
-        self.replicas = replicas
+    def __init__(self, replicas: int, seed: int = 1, split: bool = False) -> None:
+        self.replicas = 2 * replicas if split else replicas
+        roles: tuple[Role, ...] = ("prefill", "decode") if split else ("mixed",)
+        self._roles = [role for role in roles for _ in range(replicas)]
+        self._split = split
         self._rng = random.Random(seed)
         self._conversations = [
             tuple(self._rng.getrandbits(62) + 1 for _ in range(_CHUNKS))
             for _ in range(_CONVERSATIONS)
         ]
-        self._seq = [0] * replicas
+        self._seq = [0] * self.replicas
         # How far behind a replica is: the share of its queue that has no token yet.
-        self._behind = [self._rng.uniform(0.02, 0.6) for _ in range(replicas)]
+        self._behind = [self._rng.uniform(0.02, 0.6) for _ in self._roles]
         self._changed_slots = np.arange(CHANGED, dtype=np.int32)
         # Of each replica once: who takes them cannot know, and making them is slow.
-        self._changed_rows = [self._rows(index, CHANGED) for index in range(replicas)]
+        self._changed_rows = [self._rows(index, CHANGED) for index in range(self.replicas)]
 
     def hello(self, index: int) -> ReplicaHello:
         """Replica ``index`` registers with a full queue."""
-        held = self._held()
+        held, rows = self._held(), self._rows(index, QUEUED)
         return ReplicaHello(
             replica_id=f"replica-{index}",
             node_id="node",
             model="model",
             policy="deadline_triage",
-            role="mixed",
+            role=self._roles[index],
             max_batch_tokens=8_192,
             max_sequences=256,
             block_tokens=16,
@@ -64,8 +69,8 @@ class Voices:
             profile=_PROFILE,
             seq=self._seq[index],
             now_s=0.0,
-            slots=np.arange(QUEUED, dtype=np.int32),
-            rows=self._rows(index, QUEUED),
+            slots=np.arange(len(rows), dtype=np.int32),
+            rows=rows,
             summary=_summary(),
             held_slots=np.arange(len(held), dtype=np.int32),
             held=held,
@@ -79,7 +84,7 @@ class Voices:
             epoch=epoch,
             seq=self._seq[index],
             now_s=0.0,
-            slots=self._changed_slots,
+            slots=self._changed_slots[: len(self._changed_rows[index])],
             rows=self._changed_rows[index],
             summary=_summary(),
             finished=finished,
@@ -99,13 +104,18 @@ class Voices:
             output_tokens=rng.randint(1, 512),
             session=conversation + 1 if known else 0,
             prefix=self._conversations[conversation] if known else (),
+            prefill_key=(1 << 51) + key if self._split else 0,
         )
 
     def _rows(self, index: int, count: int) -> np.ndarray:
-        rng = self._rng
+        """The first rows of a replica's table. One that only prefills has what the others are
+        behind with, and one that only decodes is not behind."""
+        rng, role, behind = self._rng, self._roles[index], self._behind[index]
+        if role == "prefill":
+            count = ceil(count * behind)
         rows = np.zeros(count, ROW)
         for slot, row in enumerate(rows):
-            decoding = slot >= count * self._behind[index]
+            decoding = role == "decode" or (role == "mixed" and slot >= count * behind)
             prompt = rng.randint(32, 4_096)
             row["key"] = (1 << 40) + index * QUEUED + slot
             row["arrival_s"] = -rng.uniform(0, 2)
@@ -119,7 +129,7 @@ class Voices:
             row["pending_tokens"] = 1 if decoding else prompt
             row["emitted_tokens"] = rng.randint(1, 400) if decoding else 0
             row["kv_blocks"] = -(-prompt // 16) if decoding else 0
-            row["expected_tokens"] = 500
+            row["expected_tokens"] = 1 if role == "prefill" else 500
             row["best_effort"] = rng.random() < 0.2
             row["phase"] = RUNNING if decoding else WAITING
         return rows

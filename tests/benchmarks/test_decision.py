@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.decision import FLEET_SIZES, Inside, contenders, finish
+from benchmarks.decision import FLEETS, Inside, contenders, finish
 from benchmarks.decision_figures import figures
 from benchmarks.decision_fleet import CHANGED, QUEUED, Voices
 from controller.actor import Controller
@@ -30,7 +30,7 @@ def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports(
     found = run("--policy", "most_gain", "--decisions", "100", "--seconds", "0.5")
     assert "most_gain" in found
     for cells in found.values():
-        assert list(cells) == [str(size) for size in FLEET_SIZES]
+        assert list(cells) == list(FLEETS)
         for cell in cells.values():
             assert 0 < cell["p50_ms"] <= cell["p99_ms"]
             assert cell["per_second"] > 0
@@ -66,6 +66,14 @@ def test_what_is_measured_leaves_no_reservation_behind() -> None:
     assert times.report_ns
     # An answer takes at least as long as its decision.
     assert all(a >= d - 1 for d, a in zip(times.decision_ns, times.answer_ns, strict=True))
+    fleet.report()
+    assert fleet.reservations() == 0
+
+
+def test_a_fleet_with_roles_splits_every_request() -> None:
+    fleet = Inside(ControllerConfig(), 4, split=True)
+    fleet.decide(8)
+    assert fleet.reservations() == 16
     fleet.report()
     assert fleet.reservations() == 0
 
