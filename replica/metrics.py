@@ -47,6 +47,14 @@ _COUNTERS = {
         "Batches in which the engine ran other tokens than planned.",
     ),
     "sluice_drafts_accepted": ("drafts_accepted", "Drafted tokens that were right."),
+    "sluice_kv_transfers": ("transfers", "Prompts whose KV came from another replica."),
+    "sluice_kv_transfer_seconds": ("transfer_seconds", "Time that those took."),
+    "sluice_kv_transfer_tokens": ("transfer_tokens", "Their tokens that were moved."),
+    "sluice_kv_transfer_bytes": ("transfer_bytes", "Bytes of KV that were moved, to one worker."),
+    "sluice_kv_transfer_failures": (
+        "transfer_failures",
+        "Prompts whose KV could not be had; they were computed anew.",
+    ),
     "sluice_prefill_rounds": ("rounds", "Rounds of loops that can suspend prefills."),
     "sluice_prefill_suspensions": (
         "suspensions",
