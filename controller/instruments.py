@@ -172,7 +172,7 @@ class Instruments(Collector):
         now_s = self._clock()
         fleet = self._fleet
         found = Counts(
-            (fleet.condition(row, now_s), fleet.role_of(row)) for row in fleet.row_of.values()
+            (fleet.condition(row, now_s), fleet.roles[row]) for row in fleet.row_of.values()
         )
         states = GaugeMetricFamily(
             "sluice_replicas",
@@ -191,7 +191,7 @@ class Instruments(Collector):
         for name, (documentation, read) in _REPLICA_GAUGES.items():
             gauge = GaugeMetricFamily(name, documentation, labels=("replica", "role"))
             for replica_id, row in fleet.row_of.items():
-                labels = (replica_id, fleet.role_of(row))
+                labels = (replica_id, fleet.roles[row])
                 gauge.add_metric(labels, float(read(fleet.figures[row])))
             yield gauge
         ages = GaugeMetricFamily(

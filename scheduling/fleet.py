@@ -142,7 +142,9 @@ class Fleet:
         self._heard_s: Floats = np.zeros(0)
         self._gone_until_s: Floats = np.zeros(0)
         self._willing: NDArray[np.bool_] = np.zeros(0, bool)
-        self._roles: Ints = np.zeros(0, np.int64)
+        self.roles: list[Role] = []
+        """Role of each row's replica; ``mixed`` where the row is free."""
+        self._codes: Ints = np.zeros(0, np.int64)
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -156,7 +158,8 @@ class Fleet:
         if row is None:
             row = self._join(replica_id)
         self._heard_s[row] = now_s
-        self._set_role(row, _CODES[report.role])
+        if self.roles[row] != report.role:
+            self._set_role(row, report.role)
         if report.transfers.done:
             self._learn(self._reports[row], report.transfers)
         self._willing[row] = not report.draining and replica_id not in self._closed
@@ -178,7 +181,7 @@ class Fleet:
         self._rooms[row] = 0
         self._reports[row] = None
         self._willing[row] = False
-        self._set_role(row, 0)
+        self._set_role(row, "mixed")
         self._free.append(row)
         return True
 
@@ -239,12 +242,8 @@ class Fleet:
 
     def are(self, rows: Ints, role: Role) -> NDArray[np.bool_]:
         """Which of ``rows`` have a role."""
-        own: NDArray[np.bool_] = self._roles[rows] == _CODES[role]
+        own: NDArray[np.bool_] = self._codes[rows] == _CODES[role]
         return own
-
-    def role_of(self, row: int) -> Role:
-        """The role of a row's replica."""
-        return ROLES[int(self._roles[row])]
 
     def condition(self, row: int, now_s: float) -> Condition:
         """Whether a replica may be chosen (``fresh``), or why not, or only where no other is left
@@ -306,10 +305,10 @@ class Fleet:
         for replica_id in self.ledger.expire(now_s):
             self._again(replica_id)
 
-    def _set_role(self, row: int, code: int) -> None:
-        if self._roles[row] != code:
-            self._roles[row] = code
-            self.has_roles = bool(self._roles.any())
+    def _set_role(self, row: int, role: Role) -> None:
+        self.roles[row] = role
+        self._codes[row] = _CODES[role]
+        self.has_roles = bool(self._codes.any())
 
     def _learn(self, before: Report | None, now: Transfers) -> None:
         """A replica has taken over ``now`` since its start: learn from what came since ``before``,
@@ -338,7 +337,8 @@ class Fleet:
         self._free.extend(range(rows - 1, len(self.ids) - 1, -1))
         self.ids = self.ids + [""] * more
         self._reports.extend([None] * more)
-        for name in ("figures", "pieces", "starts", "_rooms", "_roles"):
+        self.roles.extend(["mixed"] * more)
+        for name in ("figures", "pieces", "starts", "_rooms", "_codes"):
             array = getattr(self, name)
             room = np.zeros((more, *array.shape[1:]), array.dtype)
             setattr(self, name, np.concatenate((array, room)))

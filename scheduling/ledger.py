@@ -102,7 +102,7 @@ class Ledger:
         elif len(self._entries) >= self._limit:
             changed.add(self._end_next())
         self._entries[key] = made
-        heapq.heappush(self._ends, (self._ends_s(made), key))
+        heapq.heappush(self._ends, (max(made.made_s, made.awaited_s) + self._ttl_s, key))
         if len(self._ends) > 2 * len(self._entries) + _MOST_STALE:
             self._ends = [(self._ends_s(each), own) for own, each in self._entries.items()]
             heapq.heapify(self._ends)
@@ -127,8 +127,10 @@ class Ledger:
     def expire(self, now_s: float) -> set[str]:
         """End the reservations whose time is up."""
         changed: set[str] = set()
-        while self._next() is not None and self._ends[0][0] <= now_s:
-            changed.add(self._end_next())
+        # What is on top may have ended: only when its time is up does that matter.
+        while self._ends and self._ends[0][0] <= now_s:
+            if self._next() is not None and self._ends[0][0] <= now_s:
+                changed.add(self._end_next())
         return changed
 
     def _ends_s(self, made: Reservation) -> float:

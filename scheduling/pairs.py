@@ -35,6 +35,11 @@ class Second(NamedTuple):
         return int(self.job.rows[self.chosen])
 
     @property
+    def work_s(self) -> float:
+        """Predicted time of its first step's work."""
+        return float(self.job.work_s[self.chosen])
+
+    @property
     def able(self) -> bool:
         """Whether it can promise its part, as far as that was asked."""
         return self.promises is None or bool(self.promises.holds[self.chosen])

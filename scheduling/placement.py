@@ -180,10 +180,10 @@ class Placer:
         if not holds.any() or self._fleet.condition(int(job.rows[0]), job.now_s) == "aged":
             return self._unpromised(job, promises, second)
         self._tell(job, promises, None, second)
-        able = job.of(holds)
-        chosen = self._choose(able)
-        ttft_s = float(promises.ttft_s[holds][chosen])
-        return self._place(able, chosen, second, Tier.GUARANTEED, ttft_s)
+        places = np.flatnonzero(holds)
+        chosen = int(places[self._choose(job if len(places) == len(holds) else job.of(places))])
+        ttft_s = float(promises.ttft_s[chosen])
+        return self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
 
     def _unpromised(self, job: Job, promises: Promises, second: Second | None) -> RouteDecision:
         if Tier.BEST_EFFORT in job.query.tiers:
@@ -263,7 +263,7 @@ class Placer:
         """Send it there, and then to ``second`` where it is split, and reserve at both."""
         fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
         made = self._reservation(job, chosen, promised=tier is not Tier.BEST_EFFORT)
-        name, role = fleet.ids[row], fleet.role_of(row)
+        name, role = fleet.ids[row], fleet.roles[row]
         if second is None or not job.splits[chosen]:
             if query.prefill_key:
                 # Of an earlier decision on it.
@@ -287,7 +287,7 @@ class Placer:
             PLACED,
             tier,
             ttft_s,
-            role=fleet.role_of(second.row),
+            role=fleet.roles[second.row],
             prefill_id=name,
             handover_s=handover_s,
         )

@@ -138,25 +138,24 @@ class Demand:
         else:
             place = int(np.searchsorted(job.rows, fleet.row_of[placed]))
         work_s = float(job.work_s[place])
-        parts = {fleet.role_of(int(job.rows[place])): work_s}
-        split = second if job.splits[place] else None
-        if split is not None:
-            parts[fleet.role_of(split.row)] = float(split.job.work_s[split.chosen])
+        role, second = fleet.roles[job.rows[place]], second if job.splits[place] else None
         self._all.ask(work_s)
-        for role, part_s in parts.items():
-            self._of_role[role].ask(part_s)
+        self._of_role[role].ask(work_s)
+        if second is not None:
+            self._of_role["decode"].ask(second.work_s)
         if placed is not None and decision.tier is not Tier.BEST_EFFORT:
             return
         fixed_s = float(fleet.figures[job.rows, figure.FIXED_S].min())
         # What is too long even for an idle replica does not ask for more of them.
         if job.now_s + fixed_s + work_s > job.due_s - float(job.lead_s[place]):
             return
-        if split is not None and not split.able and split.wait_s == inf:
+        if second is None or second.able:
+            self._of_role[role].turn_down(work_s)
+        elif second.wait_s < inf:
+            self._of_role["decode"].turn_down(second.work_s)
+        else:
             return
         self._all.turn_down(work_s)
-        first, *rest = parts
-        lacks = first if split is None or split.able else rest[0]
-        self._of_role[lacks].turn_down(parts[lacks])
 
     def load(
         self,
