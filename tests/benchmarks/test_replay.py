@@ -1,26 +1,32 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.replay import PLAIN, _config, _settings
+from benchmarks.replay import replay as replay_command
 from benchmarks.replay_client import End, Outcome, replay
 from benchmarks.replay_load import CLASSES, ENGINE, SHARES, make_load, objectives
 from benchmarks.replay_report import of_class, predictions, summary, tables
 from benchmarks.resources import Meter, Usage, Used
 from benchmarks.workloads.traces import TraceError
+from controller.config import NO_ADMISSION
+from deploy.config import SluiceConfig
+from deploy.local import deploy
 from scheduling.objective import SLO
 from simulation.workload import Arrival, Workload
-from tests.documents import ROOT, newcomer
+from tests.own_ray import shared_ray
 
 SLOW = SLO(ttft_s=60.0, tpot_s=60.0, service_class="standard")
 
@@ -241,26 +247,46 @@ def test_the_meter_sees_what_this_process_does() -> None:
     assert client.cores > 0 and client.memory_mib > 10
 
 
+def test_the_default_is_compared_with_plain_controllers() -> None:
+    settings = _settings(())
+    assert list(settings) == ["default", *PLAIN] and settings["default"] == {}
+    assert list(_settings(("min_load",))) == ["default", "min_load"]
+    for name, controller in settings.items():
+        config = _config(controller, 2, 1).controller
+        assert (config.admission == NO_ADMISSION) == (name != "default")
+
+
+@contextmanager
+def _on_the_shared_ray(config: SluiceConfig, *_: object) -> Iterator[None]:
+    """In place of a Ray of its own, which takes long to start."""
+    try:
+        deploy(config, threading.Event(), report=print)
+        yield
+    finally:
+        shared_ray.clear()
+
+
 @pytest.mark.ray
-def test_a_short_replay_serves_every_request_on_real_ray() -> None:
-    command = ["-m", "benchmarks.replay", "--json", "--minutes", "0.1"]
-    command += ["--replicas", "2", "--routers", "1", "--policies", "round_robin"]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        # Without it Serve waits half a minute for each cluster's connections to drain.
-        env=newcomer() | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.2"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_short_replay_serves_every_request_on_real_ray(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def on_its_port(*given: Any) -> SluiceConfig:
+        config = _config(*given)
+        router = config.router.model_copy(update={"port": shared_ray.serve_port()})
+        return config.model_copy(update={"router": router})
+
+    monkeypatch.setattr("benchmarks.replay.PLAIN", ())
+    monkeypatch.setattr("benchmarks.replay.running", _on_the_shared_ray)
+    monkeypatch.setattr("benchmarks.replay._config", on_its_port)
+    traces = ["--traces", str(write_trace(tmp_path / "trace.csv", 100))]
+    command = ["--json", "--minutes", "0.05", "--rate", "2", "--replicas", "2", "--routers", "1"]
+    done = CliRunner().invoke(replay_command, [*traces, *command])
+    assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)["settings"]
-    assert set(found) == {"default", "round_robin"}
-    for entry in found.values():
-        every = entry["all"]
-        assert every["sent"] == every["answered"] + every["refused"]
-        assert every["sent"] == 12
-        assert {"client", "controller", "replicas", "routers"} <= set(entry["processes"])
-        assert entry["step_ratio"] > 0.9
+    assert set(found) == {"default"}
+    entry = found["default"]
+    every = entry["all"]
+    assert every["sent"] == every["answered"] + every["refused"]
+    assert every["sent"] == 12
+    assert {"client", "controller", "replicas", "routers"} <= set(entry["processes"])
+    assert entry["step_ratio"] > 0.9
