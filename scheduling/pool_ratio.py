@@ -72,38 +72,49 @@ def demand_of_tokens(
     """
     if not 0 < tokens_per_s < inf:
         raise ValueError(f"tokens_per_s must be positive and finite, got {tokens_per_s}")
-    prefill_s, decode_s = prompt_tokens / tokens_per_s, output_tokens / tokens_per_s
-    return demand_of_work(prefill_s, decode_s, tpot_s, overhead_s)
+    prefill_s, token_s = prompt_tokens / tokens_per_s, 1.0 / tokens_per_s
+    return demand_of_work(prefill_s, output_tokens, token_s, tpot_s, overhead_s)
 
 
 def demand_of_work(
-    prefill_s: float, decode_s: float, tpot_s: float, overhead_s: float, kv_s: float = 0.0
+    prefill_s: float,
+    output_tokens: float,
+    token_s: float,
+    tpot_s: float,
+    overhead_s: float,
+    most_decodes: float = inf,
 ) -> PoolDemand:
     """The same where tokens differ in their time, as with attention over a long context.
 
-    A step of ``tpot_s`` has ``tpot_s - overhead_s`` for its tokens, so a decode device works in
-    that share of its time. Where decodes fill the KV before they fill that, the KV decides.
+    A step of ``tpot_s`` has ``tpot_s - overhead_s`` for its decodes. Where fewer find room, a step
+    is shorter, and each token has a larger part of the overhead; the paper takes room as ample.
 
     Args:
-        prefill_s, decode_s: device time of a mean request's prompt and of its output tokens, beyond
-            the fixed time of steps.
+        prefill_s: device time of a mean request's prompt, beyond the fixed time of steps.
+        output_tokens: mean length of an output.
+        token_s: device time of one output token, likewise.
         tpot_s, overhead_s: as in :func:`demand_of_tokens`.
-        kv_s: share of a device's KV that a mean request holds while it decodes, times the seconds
-            for which it does; 0: the KV is ample.
+        most_decodes: how many a device has room for, by its KV or by its places.
 
     Raises:
-        ValueError: a time that is not positive and finite, or a step that takes ``tpot_s`` before
+        ValueError: a number that is not positive and finite, or a step that takes ``tpot_s`` before
             any token is in it, so that no number of devices keeps the pace.
     """
-    for name, value in (("prefill_s", prefill_s), ("decode_s", decode_s)):
+    for name, value in (
+        ("prefill_s", prefill_s),
+        ("output_tokens", output_tokens),
+        ("token_s", token_s),
+    ):
         if not 0 < value < inf:
             raise ValueError(f"{name} must be positive and finite, got {value}")
-    for name, value in (("overhead_s", overhead_s), ("kv_s", kv_s)):
-        if not 0 <= value < inf:
-            raise ValueError(f"{name} must be finite and >= 0, got {value}")
+    if not 0 <= overhead_s < inf:
+        raise ValueError(f"overhead_s must be finite and >= 0, got {overhead_s}")
+    if not most_decodes > 0:
+        raise ValueError(f"most_decodes must be positive, got {most_decodes}")
     if not tpot_s > overhead_s:
         raise ValueError(
             f"a time per token of {tpot_s} s cannot be kept by steps whose fixed time is "
             f"{overhead_s} s; it must be longer"
         )
-    return PoolDemand(prefill_s, max(decode_s / (1.0 - overhead_s / tpot_s), kv_s))
+    decodes = min((tpot_s - overhead_s) / token_s, most_decodes)
+    return PoolDemand(prefill_s, output_tokens * (token_s + overhead_s / decodes))

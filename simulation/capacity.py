@@ -1,4 +1,4 @@
-"""How many replicas a service needs: the search, and where it starts."""
+"""How many replicas a service needs, of one role or of two: the searches, and where they start."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from math import ceil
 from typing import NamedTuple
 
 from scheduling.latency import LatencyModel
-from simulation.workload import Workload
+from scheduling.pool_ratio import PoolDemand, demand_of_work
+from simulation.config import EngineConfig
+from simulation.workload import Arrival, Workload
 
 MOST_REPLICAS = 4096
 """Most replicas of a simulated cluster, see :class:`~simulation.config.ClusterConfig`."""
+
+_MOST_FIXED = 0.9
+"""Share of the pace that steps without tokens may take, as far as the formula goes."""
+
+_ONE_LESS = ((-1, 0), (0, -1), (1, -2), (-2, 1))
+_AS_MANY = ((1, -1), (-1, 1))
+"""Steps from pools to their neighbours."""
 
 
 class Search(NamedTuple):
@@ -104,10 +113,121 @@ def least_busy(workload: Workload, model: LatencyModel) -> int:
     between_s = workload.duration_s - (workload.arrivals[0].arrival_s if len(workload) else 0.0)
     if between_s <= 0:
         return 1
-    work_s = 0.0
-    for arrival in workload.arrivals:
-        # Decodes cost a line over the context, so their mean is that of the middle one.
-        middle = arrival.prompt_tokens + arrival.output_tokens // 2
-        work_s += model.work_s(arrival.prompt_tokens, 0)
-        work_s += (arrival.output_tokens - 1) * model.work_s(1, middle)
+    work_s = sum(sum(_work_s(arrival, model)) for arrival in workload.arrivals)
     return min(max(ceil(work_s / between_s), 1), MOST_REPLICAS)
+
+
+def _work_s(arrival: Arrival, model: LatencyModel) -> tuple[float, float]:
+    """Time of a request's prompt, and of the rest of it: the later output tokens, and what later
+    stages add to the prompt."""
+    prompt_s = model.work_s(arrival.prompt_tokens, 0)
+    later, context = 0.0, arrival.prompt_tokens
+    for stage in arrival.stages:
+        if stage.prompt_tokens:
+            later += model.work_s(stage.prompt_tokens, context)
+        context += stage.prompt_tokens
+    # Decodes cost a line over the context, so their mean is that of the middle one.
+    middle = context + arrival.output_tokens // 2
+    return prompt_s, later + (arrival.output_tokens - 1) * model.work_s(1, middle)
+
+
+def pool_demand(workload: Workload, model: LatencyModel, engine: EngineConfig) -> PoolDemand:
+    """What a request per second of a workload needs of each role, by the formula of SLOs-Serve.
+
+    The pace is the least TPOT that a request states; a decode replica makes every token, the first
+    one included, and what later stages add to a prompt is computed there. ``O(requests)``.
+
+    Args:
+        workload: its mean request; it has at least one.
+        model: step times of a replica.
+        engine: its limits: its KV, and its places.
+
+    Raises:
+        ValueError: a workload without requests.
+    """
+    if not len(workload):
+        raise ValueError(f"workload {workload.name} has no request to measure")
+    prefill_s = decode_s = tokens = held_tokens = 0.0
+    for arrival in workload.arrivals:
+        prompt_s, later_s = _work_s(arrival, model)
+        prefill_s += prompt_s
+        decode_s += later_s + model.work_s(1, arrival.prompt_tokens)
+        tokens += arrival.output_tokens
+        held_tokens += arrival.output_tokens * (arrival.prompt_tokens + arrival.output_tokens / 2)
+    tpot_s = min(arrival.slo.columns[1] for arrival in workload.arrivals)
+    # Where steps are too slow for the pace, nothing attains with any number of replicas.
+    fixed_s = min(model.fixed_s, _MOST_FIXED * tpot_s)
+    count = len(workload)
+    return demand_of_work(
+        prefill_s / count,
+        tokens / count,
+        decode_s / tokens,
+        tpot_s,
+        fixed_s,
+        min(engine.max_sequences, engine.kv_tokens * tokens / held_tokens),
+    )
+
+
+Pools = tuple[int, int]
+"""Numbers of prefill and of decode replicas."""
+
+
+class PoolSearch(NamedTuple):
+    """What a search for the sizes of two pools found.
+
+    Attributes:
+        pools: the sizes; ``None`` if the most that were allowed do not reach the target.
+        attainment: of all sizes that were tried, in the order of trying.
+    """
+
+    pools: Pools | None
+    attainment: dict[Pools, float]
+
+
+def search_pools(
+    attainment: Callable[[Pools], float], target: float, demand: PoolDemand, start: int, most: int
+) -> PoolSearch:
+    """Search for the fewest prefill and decode replicas together that reach ``target``.
+
+    First as :func:`search` does, over totals that are split by the formula. The formula knows
+    neither bursts nor the TTFT, so then, as long as one of its neighbours with a replica less in
+    all also reaches the target, that is taken; at last the neighbours of the same total are tried,
+    and the best is the answer. Each step of that costs at most four runs.
+
+    Args:
+        attainment: share of requests that meet their objectives with such pools; nan counts as
+            below any target. Called once per pair of sizes.
+        target: share that is wanted, above 0 and at most 1.
+        demand: what the formula is given.
+        start: total to begin with; it is moved into the range.
+        most: largest total that may be tried, >= 2.
+
+    Raises:
+        ValueError: a target or bound that is not allowed. What ``attainment`` raises passes
+            through.
+    """
+    if most < 2:
+        raise ValueError(f"most must be at least 2, one replica of each role, got {most}")
+    tried: dict[Pools, float] = {}
+
+    def reached(pools: Pools) -> float:
+        if pools not in tried:
+            tried[pools] = attainment(pools)
+        return tried[pools]
+
+    def beside(pools: Pools, steps: tuple[Pools, ...]) -> list[Pools]:
+        moved = [(pools[0] + step[0], pools[1] + step[1]) for step in steps]
+        return [own for own in moved if min(own) >= 1]
+
+    # One replica of each role is the least, so totals are counted from 2 on.
+    totals = search(lambda less: reached(demand.split(less + 1)), target, start - 1, most - 1)
+    if totals.replicas is None:
+        return PoolSearch(None, tried)
+    found = demand.split(totals.replicas + 1)
+    while True:
+        fewer = next((own for own in beside(found, _ONE_LESS) if reached(own) >= target), None)
+        if fewer is None:
+            break
+        found = fewer
+    equal = [found, *beside(found, _AS_MANY)]
+    return PoolSearch(max((p for p in equal if reached(p) >= target), key=reached), tried)

@@ -174,7 +174,7 @@ def run(
 
 def cluster_figures(done: Run) -> dict[str, float]:
     """Those of one engine (:func:`benchmarks.experiments.engines.figures`), the TDG ratio of first
-    tokens alone, and what was promised.
+    tokens alone, the requests in time per second of a replica, and what was promised.
 
     ``promised``, ``best_effort``: shares of all requests; ``kept``, ``best_effort_met``: of these,
     the shares that attained; ``ttft_over_p50``, ``ttft_over_p90``: quantiles of the time to the
@@ -185,6 +185,7 @@ def cluster_figures(done: Run) -> dict[str, float]:
     first = deadline_gain(requests, measured, GainWeights(first=1.0, later=0.0))
     found = {**figures(done), "tdg_first": first.ratio, "moved": float(done.result.moved)}
     met = attained(requests, measured, TPOTMetric.MEAN)
+    found["goodput"] = float(met.sum()) / done.result.up_s
     ttft_s = measured.ttft_s[requests.first_stage[:-1]]
     promised = ~np.isnan(requests.promised_s)
     for name, kept, tier in (

@@ -52,10 +52,13 @@ def test_devices_for_a_rate_are_whole() -> None:
     assert CHAT.least(51) == (5, 2)
 
 
-def test_kv_decides_where_it_is_short() -> None:
-    # Half of the KV for 2 s: at most one request a second.
-    assert demand_of_work(0.1, 0.2, inf, 0.0, kv_s=1.0) == (0.1, 1.0)
-    assert demand_of_work(0.1, 0.2, inf, 0.0, kv_s=0.1) == (0.1, 0.2)
+def test_where_few_decodes_find_room_each_token_has_more_of_the_overhead() -> None:
+    # Steps of 10 ms and 0.1 ms a token: 400 tokens in 50 ms, or 100 in 20 ms.
+    ample = demand_of_work(0.08, 200, 1e-4, tpot_s=0.05, overhead_s=0.01)
+    assert ample == pytest.approx(CHAT)
+    assert demand_of_work(0.08, 200, 1e-4, 0.05, 0.01, most_decodes=1_000) == ample
+    short = demand_of_work(0.08, 200, 1e-4, 0.05, 0.01, most_decodes=100)
+    assert short == pytest.approx((0.08, 200 * 0.02 / 100))
 
 
 @given(
@@ -76,10 +79,12 @@ def test_splits_serve_what_they_say(demand: PoolDemand, devices: int, rate: floa
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
-        ("prefill_s must be positive and finite, got 0", (0.0, 1.0, 0.05, 0.01)),
-        ("decode_s must be positive and finite, got inf", (1.0, inf, 0.05, 0.01)),
-        ("overhead_s must be finite and >= 0, got -0.1", (1.0, 1.0, 0.05, -0.1)),
-        ("a time per token of 0.01 s cannot be kept", (1.0, 1.0, 0.01, 0.01)),
+        ("prefill_s must be positive and finite, got 0", (0.0, 1.0, 1.0, 0.05, 0.01)),
+        ("output_tokens must be positive and finite, got inf", (1.0, inf, 1.0, 0.05, 0.01)),
+        ("token_s must be positive and finite, got 0", (1.0, 1.0, 0.0, 0.05, 0.01)),
+        ("overhead_s must be finite and >= 0, got -0.1", (1.0, 1.0, 1.0, 0.05, -0.1)),
+        ("most_decodes must be positive, got 0", (1.0, 1.0, 1.0, 0.05, 0.01, 0)),
+        ("a time per token of 0.01 s cannot be kept", (1.0, 1.0, 1.0, 0.01, 0.01)),
     ],
 )
 def test_what_cannot_be_is_refused(words: str, arguments: tuple[float, ...]) -> None:

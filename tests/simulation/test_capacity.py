@@ -10,12 +10,21 @@ from hypothesis import strategies as st
 from scheduling import batching, routing
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
-from simulation.capacity import MOST_REPLICAS, Search, least_busy, search
+from scheduling.pool_ratio import PoolDemand
+from simulation.capacity import (
+    MOST_REPLICAS,
+    Pools,
+    Search,
+    least_busy,
+    pool_demand,
+    search,
+    search_pools,
+)
 from simulation.cluster import simulate_cluster
 from simulation.config import ClusterConfig, EngineConfig
 from simulation.metrics import TPOTMetric, attained, stages
 from simulation.truth import Truth
-from simulation.workload import Arrival, Workload
+from simulation.workload import Arrival, Stage, Workload
 from tests.simulation.loads import workload
 
 SERVICE = LinearLatency(a=0.05, b=5e-5)
@@ -106,6 +115,70 @@ def test_the_search_starts_at_the_engines_that_the_work_fills() -> None:
     assert least_busy(even, SERVICE) == 3
     assert least_busy(workload((5.0, 10_000, 1)), SERVICE) == 1
     assert least_busy(Workload("none", ()), SERVICE) == 1
+
+
+def test_pools_are_what_the_mean_request_takes_of_each_phase() -> None:
+    # A prompt of 1,000 tokens is 50 ms; each of 100 tokens 50 us, of which 0.2 s hold 3,000, but
+    # there are places for 100: steps of 55 ms.
+    slo = SLO(ttft_s=1.0, tpot_s=0.2)
+    load = workload(*((0.1 * index, 1_000, 100) for index in range(5)), slo=slo)
+    config = EngineConfig(max_sequences=100)
+    assert pool_demand(load, SERVICE, config) == pytest.approx((0.05, 100 * 0.055 / 100))
+    # KV for 50 of them, 1,050 tokens each at the middle of the output.
+    small = EngineConfig(kv_blocks=52_500, block_tokens=1)
+    assert pool_demand(load, SERVICE, small) == pytest.approx((0.05, 100 * 0.0525 / 50))
+    # What a tool answers is prefilled where the request decodes.
+    tool = Arrival.of_stages(0.0, 1_000, [Stage(50, slo), Stage(50, slo, 2_000)])
+    loop = Workload("loop", (tool,))
+    assert pool_demand(loop, SERVICE, config) == pytest.approx((0.05, 0.1 + 100 * 0.055 / 100))
+    with pytest.raises(ValueError, match="workload none has no request to measure"):
+        pool_demand(Workload("none", ()), SERVICE, config)
+
+
+def test_a_pace_that_steps_cannot_keep_still_gives_a_start() -> None:
+    fast = workload((0.0, 1_000, 100), slo=SLO(tpot_s=0.01))
+    assert pool_demand(fast, SERVICE, EngineConfig()).decode > 0
+
+
+@given(
+    needed=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    demand=st.builds(PoolDemand, prefill=st.floats(0.01, 1), decode=st.floats(0.01, 1)),
+    start=st.integers(0, 60),
+    most=st.integers(2, 60),
+)
+def test_the_fewest_replicas_of_both_roles_are_found_whatever_the_formula_says(
+    needed: Pools, demand: PoolDemand, start: int, most: int
+) -> None:
+    asked: list[Pools] = []
+
+    def attainment(pools: Pools) -> float:
+        assert min(pools) >= 1
+        assert sum(pools) <= most
+        assert pools not in asked
+        asked.append(pools)
+        return 0.96 if pools[0] >= needed[0] and pools[1] >= needed[1] else 0.5
+
+    found = search_pools(attainment, 0.95, demand, start, most)
+    assert list(found.attainment) == asked
+    if found.pools is not None:
+        assert found.pools == needed
+    else:
+        # Only sizes in the formula's ratio are tried until one reaches the target.
+        split = demand.split(most)
+        assert split[0] < needed[0] or split[1] < needed[1]
+
+
+def test_of_pools_of_one_size_the_best_is_taken() -> None:
+    def attainment(pools: Pools) -> float:
+        return 0.5 if sum(pools) < 6 else 1.0 - abs(pools[0] - 4) / 100
+
+    demand = PoolDemand(1.0, 1.0)
+    assert search_pools(attainment, 0.95, demand, 2, 20).pools == (4, 2)
+
+
+def test_pools_need_two_replicas() -> None:
+    with pytest.raises(ValueError, match="at least 2, one replica of each role, got 1"):
+        search_pools(lambda pools: 1.0, 0.9, PoolDemand(1.0, 1.0), 2, 1)
 
 
 def attainment_of(load: Workload, replicas: int) -> float:

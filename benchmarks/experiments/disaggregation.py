@@ -1,0 +1,245 @@
+"""Prefill and decode on replicas of their own: against replicas that do both, and in which ratio
+(SLOs-Serve Fig. 4 and appendix A)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from benchmarks.experiments.base import (
+    Cell,
+    Experiment,
+    Findings,
+    Plan,
+    Row,
+    Value,
+    chart,
+    estimate,
+    grouped,
+    pivot,
+)
+from benchmarks.experiments.capacity import CAPACITY_WORDS, greatest_loads
+from benchmarks.experiments.clusters import (
+    DEFAULT,
+    LOAD_WORDS,
+    Layout,
+    System,
+    cluster_cells,
+    colocated,
+    of_roles,
+    run,
+)
+from benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from benchmarks.experiments.engines import SETUPS, Contender, figures
+from benchmarks.experiments.loads import SAMPLE, Make, Span, full_load_rate, of_scenario
+from benchmarks.report import Table
+from scheduling.pool_ratio import PoolDemand
+from simulation.capacity import pool_demand
+
+SETUP = SETUPS["8b"]
+
+OURS = Contender(LOCAL, LOCAL)
+STRICT = Contender(f"{LOCAL}, last token", LOCAL, {"anchor": "last_token"})
+"""Its pace counts from each token to the next, so that no window of tokens is late: what it gives
+at the same objectives when TPOT is judged by windows."""
+
+METRICS = {
+    "attainment_mean": "SLO attainment, mean TPOT",
+    "attainment_window": "SLO attainment, TPOT by 10-token windows",
+    "tdg": "TDG ratio",
+    "goodput": "requests/s in time (mean TPOT) of a replica",
+}
+
+DISTSERVE = System("least_tokens", Contender("fcfs", "fcfs"))
+"""First come, first served on both sides, the prefill side by the shortest queue."""
+
+SHARE = 0.9
+CAPACITY_SPAN = Span(20.0, 60, 120)
+
+SETTING = {
+    "TPOT": "as each table says",
+    "Arrivals": f"generated: Poisson, or bursts for the coder; {LOAD_WORDS}",
+    "Objectives and priorities": "SLOs-Serve Tables 1 and 3: TTFT 3 or 5 times the idle engine's, "
+    "at least 0.2 s; TPOT 50 or 100 ms; one priority",
+    "Latency": "setup 8b of benchmarks/experiments/engines.py; nothing ran on an accelerator",
+    "Transfer": "2 ms to tell the decode replica, 1 ms and 5 us a token of the prompt to fetch; "
+    "the decode replica computes the last token of the prompt again and makes every output token",
+}
+
+
+def ratio_name(prefillers: int, decoders: int) -> str:
+    """A layout of two roles, as it stands in tables."""
+    return f"{prefillers}P {decoders}D"
+
+
+def split_in(prefillers: int, decoders: int, mixed: int = 0) -> Layout:
+    """Replicas of two roles, beside some that do both."""
+    name = ratio_name(prefillers, decoders)
+    return of_roles(f"{mixed} both + {name}" if mixed else name, mixed, prefillers, decoders)
+
+
+def demand_of(make: Make) -> PoolDemand:
+    """What the formula says of a workload on the experiments' replicas."""
+    return pool_demand(make(SETUP, 1.0, SAMPLE, 0), SETUP.truth, SETUP.engine)
+
+
+def layout_cells(plan: Plan) -> list[Cell]:
+    """Workloads x layouts of the same size x loads x policies."""
+    size = plan.pick(4, 8, 8)
+    half = size // 2
+    splits = [(size - own, own) for own in plan.pick((1,), (1, 2, 3, 4, 6), (1, 2, 3, 4, 5, 6))]
+    layouts = [colocated(size), *(split_in(*own) for own in splits)]
+    layouts.append(split_in(half - half // 2, half // 2, mixed=half))
+    systems = [
+        System(DEFAULT, local) for local in plan.pick((OURS,), (OURS, STRICT), (OURS, STRICT))
+    ]
+    loads = plan.pick([0.6], [0.6, 0.9], [0.4, 0.6, 0.8, 1.0, 1.2])
+    span = plan.pick(Span(1.0, 5, 8), Span(15.0, 40, 120), Span(120.0, 100, 2_000))
+    scenarios = ("chatbot", "coder", "summarizer", "mixed")
+    grid = []
+    for scenario in plan.pick(scenarios[:1], scenarios, scenarios):
+        make = of_scenario(scenario)
+        for layout in layouts:
+            labels: dict[str, Value] = {"workload": scenario, "layout": layout.name}
+            grid += cluster_cells(labels, make, SETUP, layout, loads, systems, span)
+    return grid
+
+
+def layout_findings(rows: Sequence[Row]) -> Findings:
+    """Every figure by workload and load, a column per layout; the formula's ratios."""
+    tables = []
+    for (policy,), own in grouped(rows, "policy").items():
+        for figure, words in METRICS.items():
+            title = f"{words}; {policy}"
+            tables.append(pivot(title, own, ["workload", "load"], "layout", figure))
+    first = grouped(rows, "policy").get((LOCAL,), [])
+    charts = [chart(words, first, "layout", "load", f, words) for f, words in METRICS.items()]
+    return Findings(
+        [*tables, _formula([str(name) for (name,) in grouped(rows, "workload")])], charts
+    )
+
+
+def _formula(scenarios: Sequence[str]) -> Table:
+    lines = []
+    for scenario in scenarios:
+        demand = demand_of(of_scenario(scenario))
+        lines.append(
+            (
+                scenario,
+                f"{demand.ratio:.2f}",
+                ratio_name(*demand.split(8)),
+                f"{demand.best_goodput:.2f}",
+                f"{full_load_rate(of_scenario(scenario), SETUP):.2f}",
+            )
+        )
+    return Table(
+        "The formula (SLOs-Serve appendix A) with this setup's step times",
+        ("workload", "prefill per decode", "of 8", "requests/s of a replica", "load 1, requests/s"),
+        lines,
+    )
+
+
+def _capacity(make: Make, layout: Layout, system: System, seed: int) -> Mapping[str, float]:
+    """The greatest rate, per replica, at which enough requests attain."""
+    full = full_load_rate(make, SETUP)
+
+    def attainment(load: float) -> float:
+        requests = CAPACITY_SPAN.requests(load * full) * layout.size
+        workload = make(SETUP, load * full * layout.size, requests, seed)
+        return figures(run(workload, system, SETUP, layout, seed))["attainment_window"]
+
+    return {"rate": full * greatest_loads(attainment, (SHARE,))[SHARE]}
+
+
+def ratio_cells(plan: Plan) -> list[Cell]:
+    """Workloads x ratios x systems; the layouts of one table have equally many replicas."""
+    layouts = [split_in(*own) for own in plan.pick(((1, 1),), ((4, 2), (3, 3), (2, 4)), RATIOS)]
+    systems = [DISTSERVE, System(DEFAULT, STRICT)]
+    scenarios = ("chatbot", "coder", "summarizer")
+    return [
+        Cell(
+            {
+                "workload": scenario,
+                "policy": f"{system.local.label} + {system.router}",
+                "layout": layout.name,
+            },
+            partial(_capacity, of_scenario(scenario), layout, system),
+        )
+        for scenario in plan.pick(scenarios[:1], scenarios, (*scenarios, "mixed"))
+        for system in plan.pick(systems[:1], systems, systems)
+        for layout in [*layouts, colocated(layouts[0].size)]
+    ]
+
+
+RATIOS = ((5, 1), (4, 2), (3, 3), (2, 4), (1, 5))
+
+
+def ratio_findings(rows: Sequence[Row]) -> Findings:
+    """Fig. 4: capacity over that of as many prefill as decode replicas, and by the formula."""
+    relative: list[Row] = []
+    for own in grouped(rows, "workload", "policy", "seed").values():
+        even = next((float(row["rate"]) for row in own if _is_even(str(row["layout"]))), 0.0)
+        relative += [{**row, "times": float(row["rate"]) / max(even, 1e-9)} for row in own]
+    layouts = [str(name) for (name,) in grouped(rows, "layout") if "P" in str(name)]
+    lines = []
+    for (scenario,), own in grouped(rows, "workload").items():
+        demand = demand_of(of_scenario(str(scenario)))
+        goodputs = {name: demand.goodput(*_counts(name)) for name in layouts}
+        even = next(goodputs[name] for name in layouts if _is_even(name))
+        rates = {
+            str(name): estimate(cell, "rate").mean
+            for (name,), cell in grouped(own, "layout").items()
+        }
+        best = max(layouts, key=lambda name: rates[name])
+        shown = [f"{goodputs[name] / even:.2f}" for name in layouts]
+        lines.append((str(scenario), f"{demand.ratio:.2f}", *shown, best))
+    down = ["workload", "policy"]
+    return Findings(
+        [
+            pivot(
+                "Fig. 4: capacity over that of an even split", relative, down, "layout", "times", 2
+            ),
+            pivot("Capacity per replica, requests/s", rows, down, "layout", "rate", 2),
+            Table(
+                "The same by the formula (SLOs-Serve appendix A), and the best that was measured",
+                ("workload", "prefill per decode", *layouts, "best measured"),
+                lines,
+            ),
+        ]
+    )
+
+
+def _counts(name: str) -> tuple[int, int]:
+    prefillers, decoders = (int(part[:-1]) for part in name.split())
+    return prefillers, decoders
+
+
+def _is_even(name: str) -> bool:
+    return "P" in name and len(set(_counts(name))) == 1
+
+
+LAYOUTS = Experiment(
+    name="disaggregation",
+    source="ours; SLOs-Serve §2.3",
+    question="Do separate prefill and decode replicas serve more than as many that do both?",
+    setting={**SETTING, "Replicas": "8, behind the default router"},
+    seeds=2,
+    cells=layout_cells,
+    findings=layout_findings,
+)
+
+RATIO = Experiment(
+    name="disaggregation_ratio",
+    source="SLOs-Serve Fig. 4 and appendix A",
+    question="Which ratio of prefill to decode replicas is right for which workload?",
+    setting={
+        **SETTING,
+        "TPOT": "the largest mean over 10 tokens",
+        "Capacity": f"{SHARE:.0%} of the requests attain; {CAPACITY_WORDS}",
+        "Replicas": "6, in place of 2 and 3 H100 with OPT-13B",
+        "DistServe": "first come, first served on both sides, the shortest queue",
+    },
+    seeds=1,
+    cells=ratio_cells,
+    findings=ratio_findings,
+)
