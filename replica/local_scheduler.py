@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,6 +31,8 @@ DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 _BATCH_LOG_LINES = 100_000
 _NO_SLOT = -1
 _LEAST_STEP = 1 / 16
+_MOST_UNLEARNED = 64
+"""Disturbed steps in a row that teach nothing. More of them are how this engine runs."""
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +152,7 @@ class LocalScheduler:
         self._ratio_sum = 0.0
         self._last_end_s = 0.0
         self._rowless = 0
+        self._unlearned = 0
 
     @property
     def model(self) -> LatencyModel:
@@ -257,8 +260,11 @@ class LocalScheduler:
         preempted: Sequence[str] = (),
         checked: Mapping[str, int] | None = None,
         drafted: int | None = None,
+        *,
+        fetched: Collection[str] = (),
     ) -> StepInFlight:
-        """The engine starts a batch. ``ran`` holds (engine id, new tokens, computed before),
+        """The engine starts a batch. ``fetched`` are planned requests that run later, as the engine
+        now fetches their KV. ``ran`` holds (engine id, new tokens, computed before),
         ``checked`` how many of the new tokens are drafted ones, for each request for which there
         were some; ``drafted`` is that of :class:`StepInFlight`.
 
@@ -273,7 +279,11 @@ class LocalScheduler:
         if not ran and not plan.entries:
             return StepInFlight(now_s, plan, work, uncorrected, preempted)
         self._steps += 1
-        planned = {entry.request_id: entry.tokens for entry in plan.entries}
+        planned = {
+            entry.request_id: entry.tokens
+            for entry in plan.entries
+            if entry.request_id not in fetched
+        }
         actual = {request_id: tokens for request_id, tokens, _ in ran}
         if planned != actual:
             self._mismatches += 1
@@ -294,8 +304,12 @@ class LocalScheduler:
         free_blocks: int,
         total_blocks: int,
         seconds: float | None = None,
+        *,
+        disturbed: bool = False,
     ) -> None:
         """The engine finished ``step``: learn its time and publish the state.
+
+        A step that was ``disturbed`` by other work of the engine says nothing of its own length.
 
         With two steps in flight the second one's time starts where the first ended, unless the
         engine says how many ``seconds`` it took.
@@ -312,6 +326,9 @@ class LocalScheduler:
             ratio = seconds / predicted_s
             self._ratio_sum += ratio
             self._table.count("step_ratio_histogram", bisect_left(STEP_RATIO_BUCKETS, ratio))
+            self._unlearned = self._unlearned + 1 if disturbed else 0
+            disturbed = disturbed and self._unlearned <= _MOST_UNLEARNED
+        if step.work.new_tokens > 0 and seconds > 0 and not disturbed:
             self._table.add_sample(step.work._replace(seconds=seconds))
             self._correction.observe(step.uncorrected_s, seconds - drafting_s)
             if step.drafted is not None:

@@ -43,6 +43,10 @@ class ApiCall:
         aborted: it was stopped from outside.
         trace: the W3C trace context for vLLM's own span; empty: it makes none.
         xargs: Sluice's arguments of its engine requests.
+        transfer: vLLM's parameters of the hand-over of its prompt's KV, to this engine or from it;
+            ``None``: nothing is handed over.
+        prefill_only: the engine computes its prompt and no more than a token, which nobody sees.
+        offer: what the engine says of the KV that it keeps of its prompt.
         stats: vLLM's times of its first prompt, where vLLM keeps them.
     """
 
@@ -56,6 +60,9 @@ class ApiCall:
     aborted: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
     xargs: Mapping[str, str | int | float] = field(default_factory=dict)
+    transfer: Mapping[str, Any] | None = None
+    prefill_only: bool = False
+    offer: Mapping[str, Any] | None = None
     stats: Any = None
 
     @property
@@ -98,6 +105,8 @@ class WatchedLLM(AsyncLLM):
             if plain:
                 sampling_params = copy(sampling_params)
                 sampling_params.output_kind = RequestOutputKind.CUMULATIVE
+            if call.transfer is not None:
+                sampling_params = _with_transfer(sampling_params, call)
         source = super().generate(prompt, sampling_params, request_id, *args, **kwargs)
         first = call is not None and len(call.engine_ids) == 1
         watched = source if call is None else _watch(source, call, plain, first)
@@ -155,6 +164,8 @@ async def _watch(
                 call.prompt_tokens += len(output.prompt_token_ids or ())
                 if first_prompt:
                     call.stats = output.metrics
+            if first_prompt and output.kv_transfer_params:
+                call.offer = output.kv_transfer_params
             for choice in output.outputs:
                 before = counted.get(choice.index, 0)
                 # Cumulative outputs repeat the tokens before, deltas do not.
@@ -175,6 +186,23 @@ async def _watch(
     except Exception as error:
         call.failure = error
         raise
+
+
+def _with_transfer(sampling_params: Any, call: ApiCall) -> Any:
+    """The parameters of a request whose KV comes from another engine, or is for one."""
+    sampling_params = copy(sampling_params)
+    extra = sampling_params.extra_args or {}
+    # The engine makes notes in it.
+    sampling_params.extra_args = {**extra, "kv_transfer_params": dict(call.transfer or {})}
+    if call.prefill_only:
+        # Its token is thrown away, so nothing must be made of it.
+        sampling_params.max_tokens = 1
+        sampling_params.min_tokens = 0
+        sampling_params.stop = []
+        sampling_params.detokenize = False
+        sampling_params.logprobs = None
+        sampling_params.structured_outputs = None
+    return sampling_params
 
 
 async def _watch_encoded(source: Any, call: ApiCall, first: bool) -> AsyncGenerator[Any, None]:

@@ -25,6 +25,7 @@ from replica.engine import (
     EngineDeadError,
     EngineInfo,
     EngineRequest,
+    Handoff,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
@@ -35,6 +36,7 @@ from replica.local_model import local_model
 from replica.openai_format import RequestError
 from replica.profiling import latency_profile
 from replica.state_table import StateTable
+from replica.transfer.requests import check_transfer, refuse_transfer_fields
 from replica.vllm_args import RequestArgs, SchedulerSettings, reserved_keys, to_xargs
 from replica.vllm_serving import Serving, event_bytes, response_bytes
 from replica.vllm_setup import (
@@ -144,7 +146,9 @@ class VllmEngine:
                 batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
                 cpu_core=self._cpu_core,
             )
-            arguments = parse_arguments(config.vllm_args, model, name, settings, self._traced)
+            arguments = parse_arguments(
+                config.vllm_args, model, name, settings, self._traced, config.transfer
+            )
             return await launch(arguments)
 
     async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:
@@ -233,7 +237,11 @@ class VllmEngine:
         Raises:
             RequestError: the body is not allowed.
         """
+        check_transfer(request)
         body = dict(request.body)
+        if request.prefill_only:
+            body.pop("stream_options", None)
+            body["stream"] = False
         if request.request_id in self._llm.calls:
             raise RequestError(f"request id {request.request_id!r} is in use", None, 409)
         if body.get("use_beam_search"):
@@ -241,6 +249,7 @@ class VllmEngine:
         extra = body.get("vllm_xargs")
         if extra is not None and not isinstance(extra, dict):
             raise RequestError("vllm_xargs must be an object.", "vllm_xargs")
+        refuse_transfer_fields(extra or {})
         reserved = reserved_keys(extra)
         if reserved:
             raise RequestError(
@@ -254,6 +263,8 @@ class VllmEngine:
             request.prefix,
         )
         call.xargs = to_xargs(args)
+        call.prefill_only = request.prefill_only
+        call.transfer = _transfer(request)
         if serving.generates:
             body["vllm_xargs"] = {**(extra or {}), **call.xargs}
         if request.endpoint not in UNSCHEDULED:
@@ -279,11 +290,20 @@ class VllmEngine:
 
         CURRENT_CALL.set(call)
         response = await self._create(serving.layer, serving.create(body, None), call)
+        if call.offer is not None and call.prefill_only:
+            if not call.aborted:
+                for item in self._handed_over(call):
+                    yield item
+            return
         error = getattr(response, "error", None)
         if error is not None:
             if not call.aborted:
                 for item in _refusal(int(error.code), response.model_dump_json().encode()):
                     yield item
+            return
+        if call.prefill_only and not call.aborted:
+            for item in self._handed_over(call):
+                yield item
             return
         if hasattr(response, "__aiter__"):
             async for item in self._stream(response, call):
@@ -295,6 +315,14 @@ class VllmEngine:
             yield ResponseTail(
                 call.prompt_tokens, call.output_tokens, tuple(call.offsets_s), call.queued_s
             )
+
+    def _handed_over(self, call: ApiCall) -> tuple[ResponseItem, ...]:
+        """The answer to a request for its prompt only. What the layer made of it is of no use."""
+        handoff = Handoff(self._replica_id, call.offer or {}, call.prompt_tokens)
+        return (
+            ResponseHead(200, "application/json"),
+            ResponseTail(call.prompt_tokens, 0, (), call.queued_s, handoff),
+        )
 
     async def _create(self, serving: Any, creation: Any, call: ApiCall) -> Any:
         """vLLM's response, or its error response.
@@ -308,6 +336,9 @@ class VllmEngine:
         except asyncio.CancelledError:
             raise
         except Exception as error:
+            if call.prefill_only and call.offer is not None:
+                # It wanted more of the answer than a prompt has; the prompt is computed.
+                return None
             self._raise_if_dead(error)
             response = serving.create_error_response(error)
             if int(response.error.code) >= 500:
@@ -427,6 +458,15 @@ class VllmEngine:
             # In this thread, though it takes seconds: beside a running event loop vLLM would take
             # its own shutdown for the engine's death, and log it as such.
             llm.shutdown()
+
+
+def _transfer(request: EngineRequest) -> dict[str, Any] | None:
+    """What vLLM is told of a request's KV."""
+    if request.handoff is not None:
+        return {**request.handoff.params, "do_remote_prefill": True, "do_remote_decode": False}
+    if request.prefill_only:
+        return {"do_remote_prefill": False, "do_remote_decode": True}
+    return None
 
 
 def _shared_memory() -> Path | None:

@@ -33,6 +33,7 @@ from replica.kv_events import PooledBlocks
 from replica.local_scheduler import BatchLog, LocalScheduler, StepInFlight
 from replica.prefix_hits import PrefixHits
 from replica.state_table import RowUpdate, StateTable
+from replica.transfer.incoming import IncomingKv, hands_over
 from replica.vllm_args import RequestArgs, SchedulerSettings, from_xargs
 from replica.vllm_drafts import PlannedDrafts
 from replica.vllm_support import (
@@ -90,6 +91,9 @@ class PlanMixin(_Base):
         # With several groups of layers, each takes a block of its own for the same tokens.
         self._groups = max(1, len(self.kv_cache_config.kv_cache_groups))
         self._hits = PrefixHits(self.kv_cache_manager, self._groups, self.block_size)
+        self._incoming = IncomingKv(self, self._local.transfers)
+        if hasattr(self.connector, "read_blocks_by"):
+            self.connector.read_blocks_by(self.kv_cache_manager.get_block_ids)
         blocks = PooledBlocks(self._pool)
         table.idle(self._pool.get_num_free_blocks(), self._pool.num_gpu_blocks)
         self._held = HeldPrefixes(table, blocks.holds, self.block_size, self._pool.hash_block_size)
@@ -128,15 +132,22 @@ class PlanMixin(_Base):
             args.best_effort,
         )
         self._held.begin(request_id, args.prefix, request.num_prompt_tokens)
+        if self._incoming.begin(request):
+            # Whoever reads the table must not take it for a prefill.
+            tracked = self._local.requests[request_id]
+            computed, expected = request.num_prompt_tokens - 1, tracked.expected_tokens
+            row = RowUpdate(tracked.slot, computed, 1, 0, 0, False, None, None, expected)
+            self._local.update([row])
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         tracked = self._local.requests.get(request.request_id)
         if tracked is not None:
             self._names.discard(tracked.name)
-            ended = request.status in _ENDED_BY_ITSELF
+            ended = request.status in _ENDED_BY_ITSELF and not hands_over(request)
             self._local.forget(request.request_id, request.num_output_tokens if ended else None)
             self._hits.forget(request.request_id)
             self._held.forget(request.request_id)
+            self._incoming.forget(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,10 +175,13 @@ class PlanMixin(_Base):
             (request_id, tokens, self.requests[request_id].num_computed_tokens - tokens)
             for request_id, tokens in output.num_scheduled_tokens.items()
         ]
+        fetched = self._incoming.note_started(now_s)
+        if fetched:
+            self._local.update(self._updates(fetched))
         # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
         # freed less than was counted, as others share its blocks, is followed by the next one.
         evicted = planned and len(plan.evicted) > 0
-        self._stalled = len(plan) > 0 and not ran and not evicted
+        self._stalled = len(plan) > 0 and not ran and not evicted and not fetched
         # With those that were evicted before the call.
         preempted = tuple(output.preempted_req_ids or ())
         step = self._local.begin_step(
@@ -177,6 +191,7 @@ class PlanMixin(_Base):
             preempted,
             None if drafts is None else drafts.checked(output),
             None if drafts is None else drafts.drafted,
+            fetched=fetched,
         )
         self._in_flight[id(output)] = step
         self._busy_until_s = max(step.started_s, start_s) + plan.predicted_s
@@ -196,7 +211,9 @@ class PlanMixin(_Base):
                 tracked = self._local.requests.get(output.request_id)
                 if tracked is not None and output.new_token_ids:
                     tracked.emitted(now_s)
-        changed = [*scheduler_output.num_scheduled_tokens, *step.preempted]
+        disturbed = self._incoming.under_way
+        loaded = self._incoming.note_ended(now_s)
+        changed = [*scheduler_output.num_scheduled_tokens, *step.preempted, *loaded]
         running, waiting = self.get_request_counts()
         self._local.end_step(
             step,
@@ -207,6 +224,7 @@ class PlanMixin(_Base):
             self._pool.get_num_free_blocks(),
             self._pool.num_gpu_blocks,
             self._seconds_of(scheduler_output),
+            disturbed=disturbed,
         )
         return outputs
 
@@ -263,9 +281,10 @@ class PlanMixin(_Base):
     def _views(self) -> list[RequestView]:
         """Every request that could run now, in order of arrival at the engine.
 
-        What the prefix cache holds of a waiting request counts as computed. Of a running one all
-        blocks count as its own: those that it shares come free only with their last user, so where
-        a plan draws on them vLLM may have to preempt more than was planned.
+        What the prefix cache holds of a waiting request counts as computed, and so does what
+        another engine hands over of it. Of a running one all blocks count as its own: those that it
+        shares come free only with their last user, so where a plan draws on them vLLM may have to
+        preempt more than was planned.
         """
         views = []
         hits = self._hits
@@ -274,19 +293,26 @@ class PlanMixin(_Base):
         if drafts is not None:
             drafts.begin_pass()
         tracked_requests = self._local.requests
+        incoming = self._incoming
         longest = self.max_model_len - 1
         block = self.block_size
-        running_status, waiting_status = RequestStatus.RUNNING, RequestStatus.WAITING
-        preempted_status = RequestStatus.PREEMPTED
+        running_status = RequestStatus.RUNNING
+        could_run = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         for request_id, request in self.requests.items():
             status = request.status
             running = status == running_status
-            if not running and status != waiting_status and status != preempted_status:
+            if not running and status not in could_run and not incoming.arrived(request):
                 continue
             computed = request.num_computed_tokens
             held = -(-computed // block) if running else 0
             if not running and computed == 0:
                 computed, held = hits.of(request)
+                if incoming.awaits(request, computed):
+                    computed = request.num_tokens - 1
+            elif not running:
+                # Its KV came from another engine: it holds its blocks.
+                held = -(-computed // block)
+                computed = min(computed, request.num_tokens - 1)
             promised = request.num_output_placeholders
             prompt = request.num_prompt_tokens
             pending = request.num_tokens + promised - computed
@@ -357,7 +383,8 @@ class PlanMixin(_Base):
         A cap of 0 makes vLLM pass over a running request, but stop at a waiting one. So running
         requests that are left out stay in the list, at its end, where they can be preempted, and
         waiting ones are hidden for the call. Requests that wait for something other than a place
-        (a grammar, remote KV) must stay visible: vLLM looks there whether they are ready.
+        (a grammar, remote KV) must stay visible: vLLM looks there whether they are ready. Those
+        whose KV is known to be there wait for a place like others.
         """
         self._evict(plan)
         rank = {entry.request_id: position for position, entry in enumerate(plan.entries)}
@@ -376,7 +403,9 @@ class PlanMixin(_Base):
             shown: list[Request] = []
             rest: list[Request] = []
             for request in queue:
-                visible = request.request_id in rank or blocked(request.status)
+                visible = request.request_id in rank or (
+                    blocked(request.status) and not self._incoming.arrived(request)
+                )
                 (shown if visible else rest).append(request)
             queue.clear()
             queue.extend(sorted(shown, key=key))
@@ -422,7 +451,7 @@ class PlanMixin(_Base):
                     computed,
                     max(1, request.num_tokens + promised - computed),
                     request.num_output_tokens + promised,
-                    -(-computed // self.block_size) if running else 0,
+                    -(-computed // self.block_size),
                     running,
                     tracked.first_token_s,
                     tracked.last_token_s,

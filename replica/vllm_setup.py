@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -13,6 +14,7 @@ from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
 from replica.engine import Endpoint
 from replica.speculation import with_all_lengths
+from replica.transfer.config import TransferConfig
 from replica.vllm_args import SchedulerSettings
 from replica.vllm_serving import Serving, servings
 
@@ -35,6 +37,8 @@ RESERVED_ARGUMENTS = frozenset(
     }
 )
 """vLLM arguments that Sluice sets, or that have no meaning under it."""
+
+_TRANSFER = "kv-transfer-config"
 
 _SHORTHANDS = frozenset({"spec-method", "spec-model", "spec-tokens"})
 """vLLM's arguments for parts of its speculative configuration."""
@@ -98,11 +102,13 @@ def parse_arguments(
     served_name: str,
     settings: SchedulerSettings,
     keep_times: bool = False,
+    transfer: TransferConfig | None = None,
 ) -> Any:
     """vLLM's parsed arguments from those ``given``, by command-line name without dashes.
 
     Args:
         keep_times: have vLLM note of each request when it was first scheduled.
+        transfer: how the KV of prompts is handed over; ``None``: it is not.
 
     Raises:
         ValueError: an argument that vLLM refuses, or that is reserved.
@@ -125,6 +131,10 @@ def parse_arguments(
                 raise ValueError(f"vllm_args: with preemption, {name} must be {value}")
         arguments |= needed
     arguments |= _speculation_arguments(arguments)
+    if transfer is not None:
+        if arguments.get(_TRANSFER) is not None:
+            raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
+        arguments[_TRANSFER] = transfer_argument(transfer)
     if _on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
     arguments |= {
@@ -230,6 +240,28 @@ def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"vllm_args: {error}") from error
     return {"speculative-config": config, "async-scheduling": False}
+
+
+def transfer_argument(transfer: TransferConfig) -> dict[str, Any]:
+    """vLLM's configuration of the hand-over: every engine gives KV away and takes it.
+
+    Raises:
+        ValueError: the connector cannot run here.
+    """
+    shared = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    has_nixl = importlib.util.find_spec("nixl") is not None
+    if transfer.connector == "nixl" and not has_nixl:
+        raise ValueError("engine.transfer.connector is nixl, but its package is not installed")
+    if transfer.connector == "nixl" or (
+        transfer.connector == "auto" and has_nixl and not _on_cpu()
+    ):
+        return {"kv_connector": "NixlConnector", **shared}
+    return {
+        "kv_connector": "TcpConnector",
+        "kv_connector_module_path": "replica.transfer.connector",
+        "kv_connector_extra_config": {"sluice": transfer.model_dump(mode="json")},
+        **shared,
+    }
 
 
 def _ranks(given: dict[str, Any]) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class TransferConfig(BaseModel):
@@ -20,10 +21,8 @@ class TransferConfig(BaseModel):
     )
     host: str | None = Field(
         default=None,
-        min_length=1,
-        max_length=255,
-        description="Address on which an engine offers KV; default: the node's own, as vLLM finds "
-        "it (`VLLM_HOST_IP` overrides that).",
+        description="IP address on which an engine offers KV; default: the node's own, as vLLM "
+        "finds it (`VLLM_HOST_IP` overrides that).",
     )
     keep_s: float = Field(
         default=30.0,
@@ -45,3 +44,11 @@ class TransferConfig(BaseModel):
         description="Longest time to fetch the KV of one prompt, seconds. After it the prompt is "
         "computed anew.",
     )
+
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, host: str | None) -> str | None:
+        # Another engine connects to it: 0.0.0.0 would be its own host.
+        if host is not None and ip_address(host).is_unspecified:
+            raise ValueError(f"must be an address that other nodes can reach, got {host}")
+        return host

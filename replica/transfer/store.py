@@ -1,0 +1,106 @@
+"""The KV of finished prompts, kept in bounded memory until it is fetched."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hmac import compare_digest
+from typing import NamedTuple
+
+from replica.transfer.wire import Handle
+
+
+class Kept(NamedTuple):
+    """The KV of one prompt.
+
+    Attributes:
+        secret: of its handle.
+        layers: the bytes of each layer, block after block.
+        blocks: how many.
+        until_s: when it goes, monotonic.
+    """
+
+    secret: bytes
+    layers: tuple[memoryview, ...]
+    blocks: int
+    until_s: float
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+class KeptPrompts:
+    """KV by handle. Each is given away once. Where memory or time runs out the oldest goes.
+
+    Thread-safe.
+
+    Args:
+        max_bytes: most memory; what is being sent counts until :meth:`sent`.
+        keep_s: how long one is kept, seconds.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, max_bytes: int, keep_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._keep_s = keep_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Kept] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, handle: Handle, layers: Sequence[memoryview], blocks: int) -> bool:
+        """Keep a prompt's KV; whether there is room for it at all."""
+        kept = Kept(handle.secret, tuple(layers), blocks, self._clock() + self._keep_s)
+        with self._lock:
+            self._drop_expired()
+            while self._kept and self._bytes + kept.nbytes > self._max_bytes:
+                self._drop_oldest()
+            if self._bytes + kept.nbytes > self._max_bytes:
+                return False
+            self._kept[handle.name] = kept
+            self._bytes += kept.nbytes
+        return True
+
+    def take(self, handle: Handle) -> Kept | None:
+        """Give the KV of ``handle`` away; ``None``: there is none, or the secret is wrong. Its
+        memory counts until :meth:`sent` is called with it."""
+        with self._lock:
+            self._drop_expired()
+            kept = self._kept.get(handle.name)
+            if kept is None or not compare_digest(kept.secret, handle.secret):
+                return None
+            return self._kept.pop(handle.name)
+
+    def sent(self, kept: Kept) -> None:
+        """What :meth:`take` gave is needed no more."""
+        with self._lock:
+            self._bytes -= kept.nbytes
+
+    def drop_expired(self) -> None:
+        """Free what was kept for too long. Taking and keeping do that, too."""
+        with self._lock:
+            self._drop_expired()
+
+    def _drop_expired(self) -> None:
+        now_s = self._clock()
+        # All are kept for as long, so the oldest goes first.
+        while self._kept and next(iter(self._kept.values())).until_s <= now_s:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, kept = self._kept.popitem(last=False)
+        self._bytes -= kept.nbytes

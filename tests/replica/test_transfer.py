@@ -1,0 +1,358 @@
+"""KV over TCP, without vLLM: who gets it, how often, and what it costs those who should not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from replica.transfer.client import MemoryLimit, Source, fetch
+from replica.transfer.config import TransferConfig
+from replica.transfer.offer import Offer, prompt_digest
+from replica.transfer.server import TransferServer
+from replica.transfer.store import KeptPrompts
+from replica.transfer.wire import (
+    ANSWER,
+    HANDLE_BYTES,
+    MAGIC,
+    MALFORMED,
+    OK,
+    PROTOCOL,
+    QUESTION,
+    UNKNOWN,
+    Handle,
+    TransferError,
+)
+
+LAYOUT = b"a model's layout"
+SIZES = [6, 10]
+"""Bytes of a block in each of two layers."""
+
+LONG_S = 3600.0
+"""A time-out that no test waits for."""
+
+
+def layers(blocks: int, seed: int = 0) -> list[bytes]:
+    return [bytes((seed + i) % 251 for i in range(blocks * size)) for size in SIZES]
+
+
+def keep(store: KeptPrompts, blocks: int, seed: int = 0) -> Handle:
+    handle = Handle.new()
+    assert store.keep(handle, [memoryview(layer) for layer in layers(blocks, seed)], blocks)
+    return handle
+
+
+@contextmanager
+def serving(timeout_s: float = LONG_S, max_bytes: int = 1 << 20) -> Iterator[TransferServer]:
+    server = TransferServer(KeptPrompts(max_bytes, LONG_S), LAYOUT, "127.0.0.1", timeout_s)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def source(server: TransferServer, handle: Handle, layout: bytes = LAYOUT) -> Source:
+    return Source("127.0.0.1", server.port, layout, handle)
+
+
+def soon() -> float:
+    return time.monotonic() + 30.0
+
+
+def ask(server: TransferServer, data: bytes) -> bytes:
+    """What the server says to raw bytes until it hangs up."""
+    with socket.create_connection(("127.0.0.1", server.port), 30) as peer:
+        peer.sendall(data)
+        peer.shutdown(socket.SHUT_WR)
+        answer = b""
+        while piece := peer.recv(4096):
+            answer += piece
+        return answer
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.data())
+def test_whoever_has_the_handle_gets_the_blocks_asked_for_once(blocks: int, data: Any) -> None:
+    first = data.draw(st.integers(0, blocks))
+    count = data.draw(st.integers(0, blocks - first))
+    with serving() as server:
+        where = source(server, keep(server._store, blocks))
+        got = fetch(where, first, count, SIZES, soon())
+        for layer, size, whole in zip(got, SIZES, layers(blocks), strict=True):
+            assert bytes(layer) == whole[first * size : (first + count) * size]
+        with pytest.raises(TransferError, match="not kept"):
+            fetch(where, first, count, SIZES, soon())
+
+
+@pytest.mark.parametrize("part", ["name", "secret"])
+def test_a_wrong_handle_gets_nothing_and_takes_nothing(part: str) -> None:
+    with serving() as server:
+        handle = keep(server._store, 3)
+        wrong = handle._replace(**{part: bytes(len(getattr(handle, part)))})
+        with pytest.raises(TransferError, match="not kept"):
+            fetch(source(server, wrong), 0, 3, SIZES, soon())
+        assert len(fetch(source(server, handle), 0, 3, SIZES, soon())) == 2
+
+
+def test_another_layout_gets_nothing_and_takes_nothing() -> None:
+    with serving() as server:
+        handle = keep(server._store, 3)
+        with pytest.raises(TransferError, match="another model"):
+            fetch(source(server, handle, b"an other layout!"), 0, 3, SIZES, soon())
+        assert len(fetch(source(server, handle), 0, 3, SIZES, soon())) == 2
+
+
+def test_blocks_that_are_not_there_are_refused() -> None:
+    with serving() as server, pytest.raises(TransferError, match="malformed"):
+        fetch(source(server, keep(server._store, 3)), 2, 2, SIZES, soon())
+
+
+def test_memory_is_taken_only_for_what_was_asked() -> None:
+    """The one who asks expects blocks of other sizes: nothing is read."""
+    with serving() as server, pytest.raises(TransferError, match="48 bytes are offered where 51"):
+        fetch(source(server, keep(server._store, 3)), 0, 3, [7, 10], soon())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=2 * QUESTION.size))
+def test_garbage_is_answered_with_an_error_or_not_at_all(data: bytes) -> None:
+    with serving() as server:
+        handle = keep(server._store, 1)
+        answer = ask(server, data)
+        if len(data) < QUESTION.size:
+            assert answer == b""
+        else:
+            magic, status, nbytes = ANSWER.unpack(answer)
+            assert (magic, nbytes) == (MAGIC, 0)
+            assert status != OK
+        # It still serves.
+        assert len(fetch(source(server, handle), 0, 1, SIZES, soon())) == 2
+
+
+def test_an_older_protocol_is_refused() -> None:
+    with serving() as server:
+        question = QUESTION.pack(MAGIC, PROTOCOL + 1, LAYOUT, bytes(HANDLE_BYTES), 0, 1)
+        assert ANSWER.unpack(ask(server, question)) == (MAGIC, MALFORMED, 0)
+        question = QUESTION.pack(MAGIC, PROTOCOL, LAYOUT, bytes(HANDLE_BYTES), 0, 1)
+        assert ANSWER.unpack(ask(server, question)) == (MAGIC, UNKNOWN, 0)
+
+
+def test_a_peer_that_says_nothing_holds_nobody_up_and_is_left() -> None:
+    with serving(timeout_s=0.05) as server:
+        handle = keep(server._store, 1)
+        with socket.create_connection(("127.0.0.1", server.port), 30) as silent:
+            assert len(fetch(source(server, handle), 0, 1, SIZES, soon())) == 2
+            assert silent.recv(1) == b""
+
+
+def test_a_peer_that_reads_nothing_is_left_and_its_memory_freed() -> None:
+    size = 32 << 20
+    store = KeptPrompts(64 << 20, LONG_S)
+    server = TransferServer(store, LAYOUT, "127.0.0.1", 0.2)
+    try:
+        handle = Handle.new()
+        assert store.keep(handle, [memoryview(bytes(size))], 1)
+        with socket.create_connection(("127.0.0.1", server.port), 30) as stuck:
+            stuck.sendall(QUESTION.pack(MAGIC, PROTOCOL, LAYOUT, bytes(handle), 0, 1))
+            with pytest.raises(OSError):
+                while stuck.send(b"x"):
+                    pass
+        deadline_s = soon()
+        while store.nbytes and time.monotonic() < deadline_s:
+            threading.Event().wait(0.01)
+        assert store.nbytes == 0
+    finally:
+        server.close()
+
+
+class Impostor:
+    """Answers one question with bytes of a test's choice."""
+
+    def __init__(self, answer: bytes, hang: bool = False) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(answer, hang), daemon=True)
+        self._thread.start()
+
+    def _serve(self, answer: bytes, hang: bool) -> None:
+        peer, _ = self._listener.accept()
+        with peer:
+            peer.recv(QUESTION.size, socket.MSG_WAITALL)
+            peer.sendall(answer)
+            if hang:
+                self._done.wait()
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join()
+        self._listener.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"", "ended after 0 of"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "no engine of this kind"),
+        (ANSWER.pack(MAGIC, OK, 1 << 60), "bytes are offered"),
+        (ANSWER.pack(MAGIC, 77, 0), "unknown status 77"),
+        (ANSWER.pack(MAGIC, OK, 48) + bytes(20), "ended after 2 of 30"),
+    ],
+)
+def test_a_peer_that_answers_wrongly_is_an_error(answer: bytes, reason: str) -> None:
+    peer = Impostor(answer)
+    where = Source("127.0.0.1", peer.port, LAYOUT, Handle.new())
+    with pytest.raises(TransferError, match=reason):
+        fetch(where, 0, 3, SIZES, soon())
+    peer.close()
+
+
+def test_a_peer_that_stops_in_the_middle_is_an_error_in_time() -> None:
+    peer = Impostor(ANSWER.pack(MAGIC, OK, 48) + bytes(20), hang=True)
+    where = Source("127.0.0.1", peer.port, LAYOUT, Handle.new())
+    with pytest.raises(TransferError, match="timed out"):
+        fetch(where, 0, 3, SIZES, time.monotonic() + 0.1)
+    peer.close()
+
+
+def test_nobody_there_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(TransferError, match="refused"):
+        fetch(Source("127.0.0.1", port, LAYOUT, Handle.new()), 0, 1, SIZES, soon())
+
+
+# What is kept.
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("keep"), st.integers(1, 30)),
+            st.tuples(st.just("take"), st.integers(0, 30)),
+            st.tuples(st.just("sent"), st.integers(0, 30)),
+            st.tuples(st.just("wait"), st.integers(1, 8)),
+        ),
+        max_size=60,
+    )
+)
+def test_memory_is_bounded_and_the_oldest_goes_first(steps: list[tuple[str, int]]) -> None:
+    now = [0.0]
+    store = KeptPrompts(100, 10.0, lambda: now[0])
+    handles: list[tuple[Handle, float]] = []
+    sending = []
+    for what, number in steps:
+        if what == "keep":
+            handle = Handle.new()
+            in_flight = sum(kept.nbytes for kept in sending)
+            held = store.keep(handle, [memoryview(bytes(number))], 1)
+            assert held == (in_flight + number <= 100)
+            if held:
+                handles.append((handle, now[0]))
+        elif what == "take" and handles:
+            handle, since_s = handles.pop(number % len(handles))
+            kept = store.take(handle)
+            assert kept is None or now[0] - since_s < 10
+            if kept is not None:
+                sending.append(kept)
+        elif what == "sent" and sending:
+            store.sent(sending.pop(number % len(sending)))
+        elif what == "wait":
+            now[0] += number
+        assert store.nbytes <= 100
+    # Of those that are left, none is older than one that went.
+    there = [store.take(handle) is not None for handle, _ in handles]
+    assert there == sorted(there)
+
+
+def test_what_is_kept_for_too_long_is_freed_unasked() -> None:
+    now = [0.0]
+    store = KeptPrompts(100, 10.0, lambda: now[0])
+    store.keep(Handle.new(), [memoryview(bytes(50))], 1)
+    now[0] = 10.0
+    store.drop_expired()
+    assert (len(store), store.nbytes) == (0, 0)
+
+
+def test_memory_on_the_way_is_bounded() -> None:
+    limit = MemoryLimit(100)
+    with limit.taken(60, soon()):
+        with pytest.raises(TransferError, match="no memory"), limit.taken(41, time.monotonic()):
+            pass
+        with limit.taken(40, soon()):
+            pass
+    with pytest.raises(TransferError, match="more than the limit"), limit.taken(101, soon()):
+        pass
+
+
+# What is handed on.
+
+OFFER = Offer((("10.0.0.1", 80), ("fd00::1", 9)), LAYOUT, Handle.new(), 77, bytes(16))
+
+
+def test_an_offer_comes_back_as_it_went() -> None:
+    assert Offer.of(OFFER.to_params()) == OFFER
+    assert OFFER.source(1) == Source("fd00::1", 9, LAYOUT, OFFER.handle)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"addresses": []}, "addresses must be"),
+        ({"addresses": [["host.example", 80]]}, "does not appear to be an IPv4 or IPv6"),
+        ({"addresses": [["10.0.0.1", 70_000]]}, "an IP address and a port"),
+        ({"addresses": [["10.0.0.1", True]]}, "an IP address and a port"),
+        ({"addresses": "10.0.0.1"}, "addresses must be"),
+        ({"handle": "00"}, "a handle has 24 bytes"),
+        ({"handle": 5}, "handle must be hexadecimal"),
+        ({"layout": "zz"}, "non-hexadecimal"),
+        ({"layout": "00"}, "layout must be 16 bytes, got 1"),
+        ({"prompt": None}, "prompt must be hexadecimal"),
+        ({"prompt_tokens": 0}, "prompt_tokens must be at least 1"),
+        ({"prompt_tokens": True}, "prompt_tokens must be at least 1"),
+    ],
+)
+def test_what_is_no_offer_is_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Offer.of({**OFFER.to_params(), **change})
+
+
+def test_a_secret_is_not_shown() -> None:
+    assert OFFER.handle.secret.hex() not in repr(OFFER)
+    assert repr(OFFER.handle.secret) not in repr(OFFER)
+
+
+def test_prompts_differ_by_tokens_adapter_and_salt() -> None:
+    def request(**own: Any) -> SimpleNamespace:
+        plain = {"prompt_token_ids": [1, 2, 3], "lora_request": None, "cache_salt": None}
+        return SimpleNamespace(**(plain | own))
+
+    lora = SimpleNamespace(lora_name="adapter")
+    asked = [
+        request(),
+        request(prompt_token_ids=[1, 2, 4]),
+        request(prompt_token_ids=[1, 2]),
+        request(lora_request=lora),
+        request(cache_salt="adapter"),
+    ]
+    assert len({prompt_digest(each) for each in asked}) == len(asked)
+    assert prompt_digest(request()) == prompt_digest(request())
+    assert prompt_digest(request(mm_features=["an image"])) is None
+    assert prompt_digest(request(prompt_embeds=object())) is None
+    assert prompt_digest(request(prompt_token_ids=None)) is None
+
+
+def test_an_address_that_only_this_host_knows_is_refused() -> None:
+    for host in ("0.0.0.0", "::", "node-1"):
+        with pytest.raises(ValidationError, match="host"):
+            TransferConfig(host=host)

@@ -1,0 +1,296 @@
+"""Prompts that one real vLLM engine computes and another one goes on with: two engine processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from replica.config import EngineConfig
+from replica.engine import (
+    EVENT_STREAM,
+    EngineDeadError,
+    EngineRequest,
+    Handoff,
+    ResponseChunk,
+    ResponseHead,
+    ResponseTail,
+)
+from replica.local_model import local_model
+from replica.transfer.config import TransferConfig
+from replica.vllm_engine import VllmEngine
+from scheduling.latency import LinearLatency
+from scheduling.latency_profile import LatencyProfile
+from scheduling.objective import SLO
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+BLOCK = 32
+CHUNK = 96
+"""Most tokens of a batch: prompts of more are computed in chunks."""
+
+WORDS = ("the", "river", "was", "quiet", "in", "a", "morning", "and", "nobody", "spoke", "of", "it")
+
+
+def words(count, seed=0):
+    chance = random.Random(seed)
+    return " ".join(chance.choice(WORDS) for _ in range(count))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("engines")
+    profile = directory / "profile.json"
+    model = LinearLatency(a=0.003, b=0.0001, c=0.000001)
+    profile.write_text(LatencyProfile.of("test", model, None).to_json(), encoding="utf-8")
+    config = EngineConfig(
+        model=str(local_model(directory, layers=2, hidden=128)),
+        served_model_name="small",
+        cache_dir=directory,
+        latency_profile=profile,
+        batch_log=directory / "batches",
+        transfer=TransferConfig(host="127.0.0.1", max_bytes=16 << 20),
+        vllm_args={
+            "max-model-len": 1024,
+            "max-num-batched-tokens": CHUNK,
+            "kv-cache-memory-bytes": 64 << 20,
+            "block-size": BLOCK,
+            "dtype": "float32",
+        },
+    )
+    both = [VllmEngine(config, name, 32) for name in ("prefill", "decode")]
+    await asyncio.gather(*(engine.start() for engine in both))
+    yield both
+    for engine in both:
+        await engine.stop()
+
+
+def request(request_id, endpoint="completions", **body):
+    prompt = {} if body.keys() & {"messages", "prompt"} else {"prompt": words(60)}
+    fixed = {"model": "small", "temperature": 0, "max_tokens": 10, "ignore_eos": True}
+    return EngineRequest(request_id, endpoint, fixed | prompt | body, SLO(ttft_s=5.0, tpot_s=1.0))
+
+
+async def items(engine, request):
+    return [item async for item in engine.generate(request)]
+
+
+async def prefill(engine, request):
+    asked = replace(request, request_id=f"{request.request_id}.prefill", prefill_only=True)
+    head, tail = await items(engine, asked)
+    assert (head, tail.output_tokens) == (ResponseHead(200, "application/json"), 0)
+    assert tail.handoff.prompt_tokens == tail.prompt_tokens
+    assert tail.handoff.replica_id == "prefill"
+    return tail.handoff
+
+
+def content(items):
+    """What a client sees, without names and times."""
+    head, *chunks, tail = items
+    assert isinstance(tail, ResponseTail)
+    data = b"".join(chunk.data for chunk in chunks if isinstance(chunk, ResponseChunk)).decode()
+    pieces = [piece.removeprefix("data: ") for piece in data.split("\n\n") if piece]
+    bodies = [json.loads(piece) for piece in pieces if piece != "[DONE]"]
+    for body in bodies:
+        for name in ("id", "created", "system_fingerprint"):  # of the engine
+            body.pop(name, None)
+    if head.media_type == EVENT_STREAM:
+        # Which tokens share an event is chance.
+        bodies = ["".join(map(said, bodies)), bodies[-1].get("usage"), len(pieces) - len(bodies)]
+    tokens = sum(chunk.tokens for chunk in chunks)
+    return head, bodies, tokens, tail.prompt_tokens, tail.output_tokens
+
+
+def said(event):
+    """The text of one event."""
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        for choice in event["choices"]
+    )
+
+
+async def split(engines, request):
+    handoff = await prefill(engines[0], request)
+    return await items(engines[1], replace(request, handoff=handoff))
+
+
+def counts(engine):
+    summary = engine.state().summary
+    return {name: summary[name].item() for name in summary.dtype.names if "transfer" in name}
+
+
+SAME = {
+    "shorter than a block": {"prompt": "One two"},
+    "exactly some blocks": {"prompt": [300 + i for i in range(2 * BLOCK)]},
+    "in chunks": {"prompt": words(150)},
+    "a stream": {"prompt": words(80, 1), "stream": True, "stream_options": {"include_usage": True}},
+    "log probabilities": {"prompt": words(30, 2), "logprobs": 3},
+    "a stop string": {"prompt": words(40, 3), "max_tokens": 40, "stop": ["a", "e"]},
+    "sampled with a seed": {"prompt": words(50, 4), "temperature": 1.0, "seed": 7},
+    "structured": {
+        "prompt": words(20, 5),
+        "response_format": {"type": "json_object"},
+        "ignore_eos": False,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+async def test_the_answer_is_that_of_one_engine(engines, kind):
+    asked = request(f"same {kind}", **SAME[kind])
+    whole = await items(engines[0], replace(asked, request_id="whole"))
+    before = counts(engines[1])
+    parts = await split(engines, asked)
+    assert content(parts) == content(whole)
+    after = counts(engines[1])
+    assert after["transfers"] == before["transfers"] + 1
+    assert after["transfer_failures"] == before["transfer_failures"]
+    assert after["transfer_bytes"] > before["transfer_bytes"]
+
+
+async def test_a_chat_with_tools(engines):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    asked = request(
+        "chat",
+        "chat",
+        messages=[{"role": "user", "content": words(70, 6)}],
+        tools=[tool],
+        tool_choice="none",
+        stream=True,
+    )
+    whole = await items(engines[0], replace(asked, request_id="whole"))
+    assert content(await split(engines, asked)) == content(whole)
+
+
+def batches(engine):
+    """Its batch log so far."""
+    path = engine._config.batch_log / f"{engine._replica_id}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_only_what_the_decode_side_lacks_is_moved_and_one_token_is_computed(engines):
+    prompt = words(100, 8)
+    await items(engines[1], request("warm", prompt=words(60, 8), max_tokens=1))
+    before, steps = counts(engines[1]), len(batches(engines[1]))
+    asked = request("prefix", prompt=prompt)
+    whole = await items(engines[0], replace(asked, request_id="whole"))
+    tail = (await split(engines, asked))[-1]
+    moved = counts(engines[1])["transfer_tokens"] - before["transfer_tokens"]
+    assert 0 < moved < tail.prompt_tokens - BLOCK
+    ran = [entry for batch in batches(engines[1])[steps:] for entry in batch["ran"]]
+    assert [tokens for _, tokens, _ in ran] == [1] * 10
+    assert ran[0] == ["prefix", 1, tail.prompt_tokens - 1]
+    # Again, with all whole blocks there: only the last one is moved.
+    before = counts(engines[1])
+    assert content(await split(engines, replace(asked, request_id="again"))) == content(whole)
+    assert counts(engines[1])["transfer_tokens"] - before["transfer_tokens"] < BLOCK
+    assert counts(engines[1])["transfer_failures"] == before["transfer_failures"]
+
+
+async def test_several_at_once_beside_decodes(engines):
+    asked = [
+        request(f"many-{i}", prompt=words(20 + 17 * i, 20 + i), max_tokens=12) for i in range(8)
+    ]
+    long = request("long", prompt=words(10, 9), max_tokens=200)
+    beside = [
+        content(await items(engines[0], replace(each, request_id=f"whole {each.request_id}")))
+        for each in (*asked, long)
+    ]
+    before = counts(engines[1])
+    running = asyncio.create_task(items(engines[1], long))
+    parts = await asyncio.gather(*(split(engines, each) for each in asked))
+    assert [content(each) for each in (*parts, await running)] == beside
+    after = counts(engines[1])
+    assert after["transfers"] == before["transfers"] + len(asked)
+    assert after["transfer_failures"] == before["transfer_failures"]
+    for engine in engines:
+        await engine.drain()
+        assert not len(engine.state().rows)
+
+
+def changed(handoff, **params):
+    return handoff._replace(params={**handoff.params, **params})
+
+
+async def test_kv_that_cannot_be_had_is_computed(engines):
+    asked = request("wrong", prompt=words(70, 10), max_tokens=6)
+    whole = content(await items(engines[0], replace(asked, request_id="whole")))
+    for what in ("fetched", "layout", "prompt", "tokens", "garbage", "nothing", "address"):
+        handoff = await prefill(engines[0], replace(asked, request_id=f"wrong {what}"))
+        match what:
+            case "fetched":
+                first = replace(asked, request_id="first", handoff=handoff)
+                assert content(await items(engines[1], first)) == whole
+                await engines[1]._llm.reset_prefix_cache()
+            case "layout":
+                handoff = changed(handoff, layout="00" * 16)
+            case "prompt":
+                handoff = changed(handoff, prompt="00" * 16)
+            case "tokens":
+                handoff = changed(handoff, prompt_tokens=7)
+            case "garbage":
+                handoff = changed(handoff, addresses=[[5]], handle="x")
+            case "nothing":
+                handoff = Handoff("prefill", {}, handoff.prompt_tokens)
+            case "address":
+                # Of the range that is for documentation: nobody answers.
+                handoff = changed(handoff, addresses=[["192.0.2.1", 9]])
+        before = counts(engines[1])
+        given = await items(engines[1], replace(asked, request_id=what, handoff=handoff))
+        assert content(given) == whole, what
+        after = counts(engines[1])
+        assert after["transfer_failures"] == before["transfer_failures"] + 1, what
+        assert after["transfers"] == before["transfers"], what
+        await engines[1]._llm.reset_prefix_cache()
+
+
+async def test_clients_cannot_name_kv(engines):
+    for own in (
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"vllm_xargs": {"kv_transfer_params": "x"}},
+    ):
+        head, _, _ = await items(engines[1], request("named", **own))
+        assert head == ResponseHead(400, "application/json")
+
+
+async def test_an_aborted_hand_over_leaves_nothing(engines):
+    handoff = await prefill(engines[0], request("left", prompt=words(90, 11)))
+    given = request("left", prompt=words(90, 11), max_tokens=500)
+    stream = engines[1].generate(replace(given, handoff=handoff))
+    waiting = asyncio.ensure_future(anext(stream))
+    async with asyncio.timeout(60):
+        while "left" not in engines[1]._llm.calls:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await engines[1].drain()
+    # The engine still serves, and in time all blocks are free.
+    total = engines[1].state().summary["total_kv_blocks"]
+    asked = request("after", prompt=words(5))
+    async with asyncio.timeout(60):
+        while True:
+            await items(engines[1], asked)
+            if engines[1].state().summary["free_kv_blocks"] >= total - 1:
+                break
+
+
+async def test_a_prefill_replica_that_died_costs_the_prompt_only(engines):
+    """The last test: it ends the first engine."""
+    asked = request("killed", prompt=words(120, 12))
+    whole = content(await items(engines[0], replace(asked, request_id="whole")))
+    handoff = await prefill(engines[0], asked)
+    process = engines[0]._llm.engine_core.resources.engine_manager.processes[0]
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    before = counts(engines[1])
+    assert content(await items(engines[1], replace(asked, handoff=handoff))) == whole
+    assert counts(engines[1])["transfer_failures"] == before["transfer_failures"] + 1
+    with pytest.raises(EngineDeadError):
+        await prefill(engines[0], replace(asked, request_id="dead"))
