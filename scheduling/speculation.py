@@ -1,27 +1,54 @@
-"""Speculation lengths by TPOT objective: how many tokens of each decode to check in a step.
+"""Speculative decoding: how often drafts are right, and how many of them a batch checks.
 
 Source: SLOs-Serve §3.2.3 and appendix D. More tokens per decode step let a batch take longer within
 the decodes' TPOT, so that more of it is prefill, at the price of tokens that are not accepted.
+:mod:`scheduling.speculation_solver` finds the lengths; which batches they are for, and what becomes
+of requests that fell behind, is here.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from scheduling.kernels import FIXED, PREFILL_TOKENS, work_s
+from scheduling.kernels import (
+    ACCEPTANCE,
+    BEST_EFFORT,
+    COMPUTED,
+    DRAFTED,
+    EMITTED,
+    LAST_TOKEN,
+    RUNNING,
+    TPOT,
+    Floats,
+    Ints,
+    deadlines_s,
+    is_prefill,
+)
 from scheduling.latency import LatencyModel
+from scheduling.objective import Anchor
+from scheduling.request import QueueView
+from scheduling.speculation_solver import (
+    MOST_LENGTH,
+    accepted_all,
+    for_decodes,
+    for_prefills,
+    lengths_work_s,
+    longest_lengths,
+)
 
-MOST_LENGTH = 10
-"""Most tokens of one decode in a step, as in appendix D."""
+Mask = NDArray[np.bool_]
 
 PRIOR_ACCEPTANCE = 0.5
 """Taken for the acceptance of which nothing is known, so that something gets known."""
+
+MOST_ALPHA = 0.99
+"""Largest acceptance that is planned with."""
 
 PRIOR_TRIALS = 8.0
 """As many drafted tokens that were right or wrong weigh as much as the prior."""
@@ -86,132 +113,230 @@ class AcceptanceRates:
         known[1] = kept * known[1] + trials
 
 
-def accepted_tokens(length: int, alpha: float) -> float:
-    """Expected output of a step that checks ``length`` tokens of a decode, ``Acc(length)``: the
-    first is certain, and each later one is accepted with probability ``alpha`` if those before it
-    were. ``(1 - alpha**length) / (1 - alpha)``."""
-    return (1.0 - alpha**length) / (1.0 - alpha)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTier:
-    """Decodes of one TPOT objective.
-
-    Args:
-        requests: how many, >= 0.
-        tpot_s: their objective, seconds.
-        context_tokens: their mean context.
-
-    Raises:
-        ValueError: a negative number, or a TPOT that is not positive and finite.
-    """
-
-    requests: int
-    tpot_s: float
-    context_tokens: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.requests < 0 or not 0 <= self.context_tokens < inf:
-            raise ValueError(
-                "requests and context_tokens must be finite and >= 0, got "
-                f"{self.requests} and {self.context_tokens}"
-            )
-        if not 0 < self.tpot_s < inf:
-            raise ValueError(f"tpot_s must be positive and finite, got {self.tpot_s}")
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """How to decode.
+class Lengths(NamedTuple):
+    """How many drafted tokens a batch may check, by row of a queue.
 
     Attributes:
-        lengths: tokens to check per step, by tier; 1 is no speculation.
-        batch_s: time of a batch, ``T``, in which every tier keeps its TPOT.
-        prefill_tokens_per_s: what is left for prefill, tokens per second; below zero where the
-            decodes alone take longer than ``batch_s``.
+        drafts: ``int64[n]``, drafted tokens that the row's decode step checks; 0 for a prefill.
+        output: ``float64[n]``, tokens that the step is expected to give: 1 without drafts.
+        credit_s: ``float64[n]``, how much later than its next token the step of a decode may end
+            and be expected to keep its pace: a TPOT for each token beyond the first, less what a
+            short window is behind. May be negative; 0 where no pace is stated.
+        work_s: ``float64[n]``, predicted marginal time of the step; 0 for a prefill.
     """
 
-    lengths: tuple[int, ...]
-    batch_s: float
-    prefill_tokens_per_s: float
+    drafts: Ints
+    output: Floats
+    credit_s: Floats
+    work_s: Floats
 
+    @classmethod
+    def none(cls, rows: int) -> Lengths:
+        """Those of a queue of ``rows`` without drafts and without work."""
+        zeros = np.zeros(rows)
+        return cls(np.zeros(rows, np.int64), np.ones(rows), zeros, zeros.copy())
 
-def speculation_lengths(
-    tiers: Sequence[DecodeTier], alpha: float, latency: LatencyModel, draft_s: float = 0.0
-) -> Speculation:
-    """The lengths, up to :data:`MOST_LENGTH`, that leave most prefill tokens per second.
+    def of(self, rows: Ints) -> Lengths:
+        """Those of ``rows``, in that order."""
+        return Lengths(self.drafts[rows], self.output[rows], self.credit_s[rows], self.work_s[rows])
 
-    Maximises ``(time2bs(T) - sum n_l sl_l) / T`` with ``T = min_l TPOT_l Acc(sl_l)``. Some tier
-    binds ``T``; each other one takes the least length that keeps its pace at that ``T``, as longer
-    ones only cost. So it tries each tier and length as the binding one: ``O(tiers**2)``.
-
-    Our readings: the tokens that fit ``T`` are those of the latency model, in which a decode's
-    tokens cost what a prefill chunk of that length on its context costs; the model's overhead of
-    speculation, ``k2 #SpecStep``, is ``draft_s`` for each drafted token of the longest length.
-
-    Args:
-        tiers: those that decode; one without requests has length 1 and binds nothing.
-        alpha: probability that a drafted token is accepted, from 0 to below 1.
-        latency: of the checking model.
-        draft_s: time of one step of the drafting model, seconds.
-
-    Raises:
-        ValueError: ``alpha`` or ``draft_s`` out of range, or no tier with a request.
-    """
-    if not 0 <= alpha < 1:
-        raise ValueError(f"alpha must be from 0 to below 1, got {alpha}")
-    if not 0 <= draft_s < inf:
-        raise ValueError(f"draft_s must be finite and >= 0, got {draft_s}")
-    if not any(tier.requests for tier in tiers):
-        raise ValueError("speculation needs a tier with at least one request")
-    accepted = [accepted_tokens(length, alpha) for length in range(1, MOST_LENGTH + 1)]
-    best: Speculation | None = None
-    paces = [[tier.tpot_s * tokens for tokens in accepted] for tier in tiers]
-    for binding, index in product(range(len(tiers)), range(MOST_LENGTH)):
-        batch_s = paces[binding][index]
-        lengths = _keeping(tiers, paces, batch_s)
-        if not tiers[binding].requests or lengths is None:
-            continue
-        tokens = _prefill_tokens(tiers, lengths, batch_s, latency, draft_s)
-        found = Speculation(lengths, batch_s, tokens / batch_s)
-        if best is None or found.prefill_tokens_per_s > best.prefill_tokens_per_s:
-            best = found
-    # The tightest tier at length 1 is kept by every tier.
-    assert best is not None
-    return best
-
-
-def _keeping(
-    tiers: Sequence[DecodeTier], paces: Sequence[Sequence[float]], batch_s: float
-) -> tuple[int, ...] | None:
-    """Per tier, the least length that keeps its pace in batches of ``batch_s``; ``None`` where one
-    has none."""
-    lengths = [
-        1 + int(np.searchsorted(pace, batch_s)) if tier.requests else 1
-        for tier, pace in zip(tiers, paces, strict=True)
-    ]
-    return tuple(lengths) if max(lengths) <= MOST_LENGTH else None
-
-
-def _prefill_tokens(
-    tiers: Sequence[DecodeTier],
-    lengths: Sequence[int],
-    batch_s: float,
-    latency: LatencyModel,
-    draft_s: float,
-) -> float:
-    """Prefill tokens that fit beside the decodes; negative where the decodes do not fit."""
-    left_s = batch_s - draft_s * (max(lengths) - 1)
-    fewest = inf
-    for piece in latency.pieces:
-        decodes_s = sum(
-            tier.requests * work_s(piece, float(length), tier.context_tokens)
-            for tier, length in zip(tiers, lengths, strict=True)
+    def before(self, others: Lengths) -> Lengths:
+        """These, in place of as many at the head of ``others``."""
+        count = len(self.drafts)
+        return Lengths(
+            np.concatenate((self.drafts, others.drafts[count:])),
+            np.concatenate((self.output, others.output[count:])),
+            np.concatenate((self.credit_s, others.credit_s[count:])),
+            np.concatenate((self.work_s, others.work_s[count:])),
         )
-        spare_s = left_s - piece[FIXED] - decodes_s
-        per_token_s = piece[PREFILL_TOKENS]
-        if per_token_s > 0:
-            fewest = min(fewest, spare_s / per_token_s)
-        elif spare_s < 0:
-            fewest = -inf
-    return float(fewest)
+
+
+class Speculation(ABC):
+    """Chooses lengths for the batches of one policy. It keeps the recent pace of decodes."""
+
+    def __init__(self) -> None:
+        self._paces = RecentPaces()
+
+    def choose(
+        self,
+        queue: QueueView,
+        now_s: float,
+        latency: LatencyModel,
+        tokens: int,
+        draft_s: float,
+        anchor: Anchor,
+        useful_s: float = 0.0,
+        held: Mask | None = None,
+    ) -> Lengths:
+        """Lengths for the next batch of ``queue``.
+
+        Where prefill waits, drafts take at most half of the tokens that the decodes' own ones leave
+        of the batch. ``O(n)``, and ``O(m log m)`` for ``m`` running decodes.
+
+        Args:
+            queue: the live requests.
+            now_s: on the clock of the queue's times.
+            latency: of the checking model.
+            tokens: the engine's token limit of a batch.
+            draft_s: time that a batch takes for each drafted token of its longest length, seconds.
+            anchor: where the deadlines of later tokens start.
+            useful_s: a TPOT below it can be held in no useful batch and counts for nothing.
+            held: rows whose TPOT the batch's time goes by; default: none.
+        """
+        table = queue.table
+        prefill = is_prefill(table)
+        rows = np.flatnonzero(~prefill & (table[:, RUNNING] > 0))
+        decodes = table[rows]
+        tpot_s = decodes[:, TPOT].copy()
+        left_s = deadlines_s(decodes, anchor.code) - now_s
+        behind_s = np.zeros(len(rows))
+        if anchor is Anchor.LAST_TOKEN:
+            behind_s = self._paces.behind_s(queue.keys[rows], decodes)
+            left_s -= behind_s
+        alpha = np.clip(decodes[:, ACCEPTANCE], 0.0, MOST_ALPHA)
+        alpha[np.isnan(alpha)] = PRIOR_ACCEPTANCE
+        pace_s = np.where(np.isfinite(tpot_s), tpot_s, 0.0)
+        if held is None:
+            tpot_s[:] = inf
+        else:
+            tpot_s[~held[rows] | (decodes[:, BEST_EFFORT] > 0)] = inf
+        waits = bool(prefill.any())
+        # Copied, as compiled loops know one layout.
+        drafted, context = decodes[:, DRAFTED].copy(), decodes[:, COMPUTED].copy()
+        work = _Decodes(alpha, drafted, context, left_s, tpot_s)
+        room = len(rows) + max(0, tokens - len(rows)) // (1 + waits)
+        lengths = _within(self._lengths(work, waits, latency, draft_s, useful_s), room)
+        found = Lengths.none(len(table))
+        found.drafts[rows] = lengths - 1
+        found.output[rows] = output = accepted_all(lengths, alpha)
+        found.credit_s[rows] = (output - 1) * pace_s - behind_s
+        found.work_s[rows] = lengths_work_s(latency.pieces, lengths, work.context)
+        return found
+
+    @abstractmethod
+    def _lengths(
+        self,
+        decodes: _Decodes,
+        waits: bool,
+        latency: LatencyModel,
+        draft_s: float,
+        useful_s: float,
+    ) -> Ints:
+        """Tokens of each decode, at least 1; ``waits``: whether prefill does."""
+
+
+class _Decodes(NamedTuple):
+    """Running decodes, one entry for each: acceptance, drafted tokens, computed tokens, time until
+    the next one is due, and TPOT, infinite where it does not count."""
+
+    alpha: Floats
+    drafted: Floats
+    context: Floats
+    left_s: Floats
+    tpot_s: Floats
+
+
+class AdaptiveLengths(Speculation):
+    """The lengths that leave most to prefill, or where none waits, that give most output.
+
+    - While prefill waits, the solver of SLOs-Serve
+      (:func:`~scheduling.speculation_solver.for_prefills`) finds the batch time and the lengths
+      that keep the pace of those whose TPOT counts. One that is behind has less time left, so it
+      binds the batch earlier or takes a longer length: that is its tighter objective. One that
+      could not be held with its longest length, or states a TPOT that no useful batch could hold,
+      binds nothing; it takes a length that catches up if there is one.
+    - A decode without a pace, and every one under a policy that goes by none, takes the length that
+      costs the least per expected token. That is often no draft at all: a drafted token costs what
+      another's prompt token does, and only the reading of the context is saved.
+    - While no prefill waits, all get the lengths of most output per second
+      (:func:`~scheduling.speculation_solver.for_decodes`), or longer ones where a pace needs it.
+    """
+
+    def _lengths(
+        self,
+        decodes: _Decodes,
+        waits: bool,
+        latency: LatencyModel,
+        draft_s: float,
+        useful_s: float,
+    ) -> Ints:
+        alpha, drafted, context, left_s, tpot_s = decodes
+        pieces = latency.pieces
+        most = longest_lengths(alpha, drafted)
+        stated = (tpot_s >= useful_s) & (tpot_s < inf)
+        floor_s = float(tpot_s[stated].min(initial=inf))
+        alone_s = latency.fixed_s + lengths_work_s(pieces, np.ones_like(most), context)
+        latest_s = left_s + (accepted_all(most, alpha) - 1) * np.where(stated, tpot_s, 0.0)
+        binds = stated & (latest_s >= alone_s)
+        tpot_s = np.where(stated, tpot_s, inf)
+        left_s = np.where(binds, left_s, np.where(stated, np.maximum(left_s, 0.0), inf))
+        if floor_s == inf:
+            floor_s = useful_s
+        best, chosen = -inf, np.ones_like(most)
+        for cap in range(1, MOST_LENGTH + 1) if draft_s else (MOST_LENGTH,):
+            capped = np.minimum(most, cap)
+            if waits:
+                rate, lengths = for_prefills(
+                    pieces, left_s, tpot_s, alpha, context, capped, binds, floor_s, draft_s
+                )
+            else:
+                rate, lengths = for_decodes(
+                    pieces, left_s, tpot_s, alpha, context, capped, binds, draft_s
+                )
+            if rate > best:
+                best, chosen = rate, lengths
+        return chosen
+
+
+class AllDrafts(Speculation):
+    """Checks all that is drafted, as an engine does by itself: for comparison."""
+
+    def _lengths(
+        self,
+        decodes: _Decodes,
+        waits: bool,
+        latency: LatencyModel,
+        draft_s: float,
+        useful_s: float,
+    ) -> Ints:
+        return 1 + decodes.drafted.astype(np.int64)
+
+
+class RecentPaces:
+    """How far decodes are behind their TPOT over their latest tokens.
+
+    A deadline of one TPOT after the latest token forgets a slow step at once, while a window of
+    several tokens does not. So what each token or group of tokens came too late is summed up, and
+    what came early pays it off, down to nothing: a decode is behind by the largest lateness of any
+    run of tokens that ends with its latest one. Memory is that of the decodes last seen.
+    """
+
+    def __init__(self) -> None:
+        self._keys: Ints = np.empty(0, np.int64)
+        self._seen: Floats = np.empty((3, 0))
+
+    def behind_s(self, keys: Ints, decodes: Floats) -> Floats:
+        """Seconds, 0 where nothing is late, of the decodes that are rows of a queue's table. Asking
+        again changes nothing."""
+        emitted, last_s = decodes[:, EMITTED], decodes[:, LAST_TOKEN]
+        behind_s = np.zeros(len(keys))
+        if len(self._keys):
+            place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+            before, at_s, owed_s = self._seen[:, place]
+            tpot_s = np.where(np.isinf(decodes[:, TPOT]), 0.0, decodes[:, TPOT])
+            late_s = np.maximum(0.0, owed_s + last_s - at_s - (emitted - before) * tpot_s)
+            same = (self._keys[place] == keys) & (tpot_s > 0.0) & np.isfinite(late_s)
+            behind_s[same] = late_s[same]
+        order = np.argsort(keys)
+        self._keys = keys[order]
+        self._seen = np.stack((emitted, last_s, behind_s))[:, order]
+        return behind_s
+
+
+def _within(lengths: Ints, room: int) -> Ints:
+    """``lengths``, cut to the longest common length with which their sum is within ``room``."""
+    for cap in range(MOST_LENGTH, 1, -1):
+        if lengths.sum() <= room:
+            break
+        lengths = np.minimum(lengths, cap - 1)
+    return lengths

@@ -16,6 +16,7 @@ from scheduling.batching import builder
 from scheduling.kernels import COMPUTED, Floats, Ints
 from scheduling.latency import UNBOUNDED_TOKENS, LatencyModel
 from scheduling.request import QueueView
+from scheduling.speculation import Lengths
 
 _NONE: Ints = np.empty(0, np.int64)
 
@@ -141,7 +142,8 @@ class BatchBuilder:
     """Collects a plan and holds its invariants.
 
     Each planned request is in the queue and appears once; a request gets at most its pending
-    tokens, so a decode gets one; the sums stay within the budget's tokens, sequences and KV blocks.
+    tokens, so a decode gets one, and with it up to as many drafted ones as ``lengths`` says; the
+    sums stay within the budget's tokens, sequences and KV blocks.
 
     KV blocks, so that every plan is one that the engine can run:
 
@@ -153,6 +155,8 @@ class BatchBuilder:
       the drawing on others.
     - The first waiting request that does not fit ends admission while anything runs. Otherwise
       small prompts could keep taking the blocks that a long one waits for.
+    - Drafted tokens draw on nobody, and leave the blocks that those that run need for what is
+      pending; where blocks, tokens or time are short, fewer are checked.
     - A best-effort request draws on nobody, and nobody draws on it: those that must give way are
       named in the plan, and preempted before the batch.
 
@@ -164,10 +168,12 @@ class BatchBuilder:
         latency: predicts the batch's time.
         tiers: in which order :mod:`scheduling.batching.best_effort` has the rows; rows are then
             numbered by it, and the budget is that of the promised ones.
+        lengths: what decodes may check, by row of ``queue``; default: nothing is drafted.
     """
 
     __slots__ = (
         "_costs",
+        "_drafts",
         "_granted",
         "_order",
         "_pieces",
@@ -176,6 +182,7 @@ class BatchBuilder:
         "_table",
         "_tiers",
         "budget",
+        "lengths",
     )
 
     def __init__(
@@ -184,9 +191,12 @@ class BatchBuilder:
         budget: BatchBudget,
         latency: LatencyModel,
         tiers: Tiers | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
         self.budget = budget
         """The limits that the plan began with."""
+        self.lengths: Lengths | None = None
+        """What decodes may check, by row as numbered here; ``None`` where nothing is drafted."""
         self._queue = queue
         self._tiers = tiers
         self._table = queue.table if tiers is None else queue.table[tiers.order]
@@ -202,6 +212,9 @@ class BatchBuilder:
             len(self._table) if tiers is None else tiers.promised,
             budget.lookahead_tokens,
         )
+        self._drafts = _NONE
+        if lengths is not None:
+            self.speculate(lengths if tiers is None else lengths.of(tiers.order))
 
     @property
     def table(self) -> Floats:
@@ -248,6 +261,15 @@ class BatchBuilder:
         """Whether a waiting request is planned."""
         return bool(self._state[builder.ADMITTED])
 
+    def speculate(self, lengths: Lengths) -> None:
+        """Have decodes that are taken from now on check up to so many drafts; ``lengths`` is of the
+        first rows, those of the others stay."""
+        before = int(self._drafts.max(initial=0))
+        if self.lengths is not None:
+            lengths = lengths.before(self.lengths)
+        self.lengths, self._drafts = lengths, lengths.drafts
+        self._costs += self.budget.draft_s * (int(self._drafts.max(initial=0)) - before)
+
     def show(self, rows: int) -> None:
         """Have only the first ``rows`` rows be taken from now on."""
         self._state[builder.SHOWN] = rows
@@ -256,6 +278,7 @@ class BatchBuilder:
         """Count ``running`` best-effort requests that hold ``blocks`` as staying; until then they
         are taken for gone."""
         self._state[builder.FREE_BLOCKS] -= blocks
+        self._state[builder.NEEDED] -= blocks
         self._state[builder.SEQUENCES_LEFT] -= running
         self._state[builder.SEQUENCES_RUNNING] += running
 
@@ -304,6 +327,7 @@ class BatchBuilder:
             self._costs,
             self._granted,
             self._order,
+            self._drafts,
         )
 
     def ensure_progress(self, rows: Iterable[int]) -> None:
@@ -322,7 +346,11 @@ class BatchBuilder:
         """The plan collected so far; ``evicted`` and ``kept`` are rows as numbered here."""
         rows = self._order[: self._state[builder.COUNT]]
         tokens = self._granted[rows]
+        predicted_s = self.cost_s
+        if self.lengths is not None and self.budget.draft_s:
+            checked = np.minimum(tokens - 1, self._drafts[rows]).max(initial=0)
+            predicted_s -= self.budget.draft_s * float(self._drafts.max(initial=0) - checked)
         if self._tiers is not None:
             order = self._tiers.order
             rows, evicted, kept = order[rows], order[evicted], order[kept]
-        return BatchPlan(self._queue, rows, tokens, self.cost_s, evicted, kept)
+        return BatchPlan(self._queue, rows, tokens, predicted_s, evicted, kept)

@@ -38,6 +38,7 @@ from scheduling.kernels import (
 from scheduling.latency import LatencyModel
 from scheduling.policy import PolicyOptions
 from scheduling.request import QueueView
+from scheduling.speculation import Lengths
 
 Fill = Callable[[BatchBuilder, QueueView, float, LatencyModel], None]
 """A policy's plan of the promised requests."""
@@ -135,8 +136,10 @@ class BestEffort:
         now_s: float,
         latency: LatencyModel,
         budget: BatchBudget,
+        lengths: Lengths | None = None,
     ) -> BatchPlan:
-        """Plan ``queue``, whose promised requests ``fill`` plans."""
+        """Plan ``queue``, whose promised requests ``fill`` plans, with ``lengths`` where something
+        is drafted."""
         table = queue.table
         apart = table[:, BEST_EFFORT] > 0
         running = table[:, RUNNING] > 0
@@ -151,7 +154,7 @@ class BestEffort:
         )
         count = len(promised)
         order = np.concatenate((promised, lane, yielding))
-        batch = BatchBuilder(queue, free, latency, Tiers(order, count))
+        batch = BatchBuilder(queue, free, latency, Tiers(order, count), lengths)
         # From here on rows are numbered as the builder has them.
         lane = np.arange(count, count + len(lane))
         holders = np.flatnonzero(running[order])

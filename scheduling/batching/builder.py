@@ -4,6 +4,9 @@ What it keeps between calls are four arrays: its counters, the predicted time by
 latency model, the tokens granted per row, and the planned rows in order.
 """
 
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
 from __future__ import annotations
 
 from math import inf
@@ -38,7 +41,8 @@ SPARE_BLOCKS = 10  # free blocks that admission leaves while anything runs
 PROMISED = 11  # rows below draw on each other
 SHOWN = 12  # rows below may be taken
 LOOKAHEAD = 13  # tokens for which a planned request needs blocks beyond its own
-COUNTERS = 14
+NEEDED = 14  # blocks that drafts must leave to others that run
+COUNTERS = 15
 
 
 @compiled
@@ -54,12 +58,18 @@ def begin(
     lookahead: int,
 ) -> tuple[Ints, Floats, Ints, Ints]:
     """An empty plan: counters, costs, granted tokens and order."""
-    running = 0
+    running, needed = 0, 0
     held = 0.0
     for row in range(promised):
         if table[row, RUNNING] > 0.0:
             running += 1
             held += table[row, KV_BLOCKS]
+            needed += pending_blocks(table[row], block_tokens, lookahead)
+    for row in range(promised, table.shape[0]):
+        if table[row, RUNNING] > 0.0:
+            # Drafts are no reason to evict anybody.
+            needed += int(table[row, KV_BLOCKS])
+            needed += pending_blocks(table[row], block_tokens, lookahead)
     state = np.zeros(COUNTERS, np.int64)
     state[TOKENS_LEFT] = tokens
     state[SEQUENCES_LEFT] = sequences - running
@@ -69,10 +79,18 @@ def begin(
     state[BLOCK_TOKENS] = block_tokens
     state[RESERVE_PROMPT] = reserve_prompt
     state[PROMISED] = promised
+    state[NEEDED] = needed
     state[LOOKAHEAD] = lookahead
     state[SHOWN] = table.shape[0]
     granted = np.zeros(table.shape[0], np.int64)
     return state, pieces[:, FIXED].copy(), granted, np.empty(table.shape[0], np.int64)
+
+
+@compiled
+def pending_blocks(row: Floats, block_tokens: int, lookahead: int) -> int:
+    """Blocks that the pending tokens of a row need beyond those that it holds."""
+    upto = int(row[COMPUTED]) + int(row[PENDING]) + lookahead
+    return max(0, -(-upto // block_tokens) - int(row[KV_BLOCKS]))
 
 
 @compiled
@@ -97,6 +115,19 @@ def extend(state: Ints, draws: bool, held: int, computed: int, tokens: int) -> i
     state[RECLAIMABLE] = others
     state[FREE_BLOCKS] -= blocks
     return tokens
+
+
+@compiled
+def extend_drafts(state: Ints, held: int, computed: int, drafts: int) -> int:
+    """Take the blocks for drafted tokens behind the one of a decode that was just taken; return how
+    many fit without a block that somebody needs."""
+    block = state[BLOCK_TOKENS]
+    room = max(0, state[FREE_BLOCKS] - state[SPARE_BLOCKS] - state[NEEDED])
+    upto = computed + 1 + state[LOOKAHEAD]
+    own = max(held, -(-upto // block))
+    blocks = min(room, max(0, -(-(upto + drafts) // block) - own))
+    state[FREE_BLOCKS] -= blocks
+    return max(0, min(drafts, (own + blocks) * block - upto))
 
 
 @compiled
@@ -135,8 +166,10 @@ def take(
     costs: Floats,
     granted: Ints,
     order: Ints,
+    drafts: Ints,
 ) -> int:
-    """Take ``rows`` in order; return the tokens taken. ``O(rows * pieces)``."""
+    """Take ``rows`` in order; return the tokens taken. ``drafts`` are the drafted tokens that come
+    with each row, empty where there are none. ``O(rows * pieces)``."""
     taken = 0
     for row in rows:
         if state[TOKENS_LEFT] <= 0 or taken >= tokens or costs.max() >= until_s:
@@ -144,14 +177,22 @@ def take(
         if row < 0 or row >= state[SHOWN] or granted[row] > 0:
             continue
         pending, computed = int(table[row, PENDING]), int(table[row, COMPUTED])
-        wanted = pending
+        extra = drafts[row] if drafts.shape[0] > 0 else 0
+        wanted = pending + extra
         if until_s < inf:
-            wanted = tokens_within(pieces, costs, until_s, computed, pending)
+            wanted = tokens_within(pieces, costs, until_s, computed, wanted)
         asked = min(wanted, tokens - taken, state[TOKENS_LEFT])
         if asked > 0:
             held = int(table[row, KV_BLOCKS])
             if table[row, RUNNING] > 0.0:
-                asked = extend(state, row < state[PROMISED], held, computed, asked)
+                checked = max(0, asked - pending)
+                asked = extend(state, row < state[PROMISED], held, computed, asked - checked)
+                if row < state[PROMISED] and asked > 0:
+                    state[NEEDED] -= pending_blocks(
+                        table[row], state[BLOCK_TOKENS], state[LOOKAHEAD]
+                    )
+                if checked > 0 and asked == pending:
+                    asked += extend_drafts(state, held, computed, checked)
             else:
                 asked = admit(state, held, computed, pending, asked)
         if asked > 0:

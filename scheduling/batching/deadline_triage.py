@@ -163,6 +163,10 @@ class DeadlineTriage(BatchPolicy):
        :class:`~scheduling.batching.aged_lane.AgedLane`. A decode that has been late for longer
        than ``patience_s`` is in every batch.
 
+    Speculation (SLOs-Serve §3.2.3): a decode's step that checks drafts is due when the last of the
+    tokens that it is expected to give is, takes the time of all that it checks, and comes the less
+    often; so the time budget grows with what is accepted, and is short for those that fell behind.
+
     An end-to-end deadline is turned into earlier ones for the tokens by the expected length.
     Requests without any deadline are the tail's, and never late there. Decodes without TPOT are due
     a token a second.
@@ -186,6 +190,10 @@ class DeadlineTriage(BatchPolicy):
         self._least_ttft_s = inf
         self._least_seen_s = -inf
 
+    def paced(self, queue: QueueView) -> Mask:
+        """All of them."""
+        return np.ones(len(queue), np.bool_)
+
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
@@ -198,7 +206,14 @@ class DeadlineTriage(BatchPolicy):
         work_s = pending_work_s(table, latency.pieces)
         prefill = is_prefill(table)
         left_s = self._left_s(table, prefill, work_s, now_s, latency)
-        decodes = self._decodes(table, np.flatnonzero(~prefill), left_s, work_s, latency)
+        output = None
+        if batch.lengths is not None:
+            # A step that gives several tokens is due later, and has more work.
+            lengths = batch.lengths.of(np.arange(len(table)))
+            output = lengths.output
+            left_s += lengths.credit_s
+            work_s = np.maximum(work_s, lengths.work_s)
+        decodes = self._decodes(table, np.flatnonzero(~prefill), left_s, work_s, latency, output)
         prefills = by_deadline(np.flatnonzero(prefill), left_s)
 
         running = table[:, RUNNING] > 0
@@ -262,7 +277,13 @@ class DeadlineTriage(BatchPolicy):
         return left_s
 
     def _decodes(
-        self, table: Floats, rows: Ints, left_s: Floats, work_s: Floats, latency: LatencyModel
+        self,
+        table: Floats,
+        rows: Ints,
+        left_s: Floats,
+        work_s: Floats,
+        latency: LatencyModel,
+        output: Floats | None,
     ) -> _Decodes:
         rows = by_deadline(rows, left_s)
         left_s, work_s, tpot_s = left_s[rows], work_s[rows], table[rows, TPOT]
@@ -275,6 +296,9 @@ class DeadlineTriage(BatchPolicy):
         if live.any():
             first_s, least_s = float(left_s[live][0]), float(tpot_s[live].min())
             budget_s = max(first_s, least_s) * self._usable
+        if output is not None:
+            tpot_s = tpot_s * output[rows]
+            least_s = float(tpot_s[live].min(initial=inf))
         pace_s = np.maximum(tpot_s, alone_s)
         return _Decodes(rows, left_s, work_s, pace_s, live, budget_s, first_s, least_s)
 

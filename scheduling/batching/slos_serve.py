@@ -86,8 +86,15 @@ class SLOsServe(BatchPolicy):
     before prefills, each in order of arrival. While promises take every batch whole, they wait:
     the paper has no rule against that, and neither has this policy.
 
+    Speculation (§3.2.3, appendix D): where something is drafted, ``t0`` is the batch time of the
+    solver (:class:`~scheduling.speculation.AdaptiveLengths`), and a decode is due when the last of
+    the tokens that its step is expected to give is.
+
     Our readings:
 
+    - Promises count decodes without speculation. Appendix D has its prefill budget in the dynamic
+      program, too; but acceptance is a mean of the past, a promise holds until the request's end,
+      and what speculation wins is for those that have none.
     - ``time2bs(t0)`` is ``t0`` itself: the builder fills a batch by predicted seconds. With tokens
       ``n`` that is the same batch, and the context counts.
     - A token is due for scheduling where, left out, it would come too late in the next batch:
@@ -146,12 +153,18 @@ class SLOsServe(BatchPolicy):
         claims = self._claims(table, length)
         self._promise(queue.keys, table, due_s - now_s, claims, latency)
         promised, prefill = self._promised, is_prefill(table)
+        if batch.lengths is not None:
+            batch.speculate(self.lengths(queue, now_s, latency, batch.budget, promised))
 
         decodes = by_deadline(np.flatnonzero(promised & ~prefill), due_s)
         prefills = by_deadline(np.flatnonzero(promised & prefill), due_s)
-        tpot_s = table[decodes, TPOT]
-        tpot_s = tpot_s[tpot_s >= least_useful_s(latency.fixed_s, latency)]
-        tightest_s = float(tpot_s.min(initial=inf))
+        paced = decodes[table[decodes, TPOT] >= least_useful_s(latency.fixed_s, latency)]
+        tightest_s = float(table[paced, TPOT].min(initial=inf))
+        if batch.lengths is not None:
+            due_s = due_s + batch.lengths.credit_s[: len(table)]
+            decodes = by_deadline(decodes, due_s)
+            paced = paced[table[paced, TPOT] < inf]
+            tightest_s = max(tightest_s, float(due_s[paced].min(initial=inf)) - now_s)
         until_s = tightest_s * self._within
         urgent = int(np.searchsorted(due_s[decodes], now_s + until_s + tightest_s))
         growth = _blocks(table[:, COMPUTED] + table[:, PENDING], self._budget)

@@ -57,6 +57,8 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
         _best_effort(waiting),
         # The oldest of them is an aged prefill.
         [*decoding, *_best_effort(waiting)],
+        _drafting(decoding),
+        [*_drafting(decoding), *waiting],
     )
     for budget in _BUDGETS:
         for step, queue in enumerate(queues):
@@ -65,6 +67,10 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
 
 def _best_effort(views: list[RequestView]) -> list[RequestView]:
     return [view._replace(best_effort=True) for view in views]
+
+
+def _drafting(views: list[RequestView]) -> list[RequestView]:
+    return [view._replace(drafted_tokens=4, acceptance=0.7) for view in views]
 
 
 def _cases(group: int) -> list[tuple[str, tuple[SLO, float]]]:

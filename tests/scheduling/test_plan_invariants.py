@@ -27,6 +27,7 @@ from scheduling.latency import (
 )
 from scheduling.objective import SLO
 from scheduling.request import QueueView, RequestView
+from scheduling.speculation_solver import MOST_LENGTH
 from tests.scheduling.steps import run
 from tests.scheduling.views import (
     ROOMY,
@@ -132,7 +133,8 @@ def run_as_engine(queue: QueueView, plan: BatchPlan, budget: BatchBudget) -> Non
         tokens = planned.get(request.request_id, 0)
         if not tokens:
             break
-        need = blocks_for(request.computed_tokens + tokens, budget) - request.kv_blocks
+        ahead = tokens + budget.lookahead_tokens
+        need = blocks_for(request.computed_tokens + ahead, budget) - request.kv_blocks
         while need > free:
             victim = active.pop()
             assert victim is not request, "the engine would have to preempt a planned request"
@@ -148,10 +150,11 @@ def run_as_engine(queue: QueueView, plan: BatchPlan, budget: BatchBudget) -> Non
             continue
         assert not preempted, "an engine admits nothing in a step that preempted"
         assert len(active) < budget.sequences, "too many sequences"
-        whole = blocks_for(request.computed_tokens + request.pending_tokens, budget)
+        ahead = request.computed_tokens + budget.lookahead_tokens
+        whole = blocks_for(ahead + request.pending_tokens, budget)
         if budget.reserve_prompt:
             assert whole - request.kv_blocks <= free, "the whole prompt does not fit"
-        need = blocks_for(request.computed_tokens + tokens, budget) - request.kv_blocks
+        need = blocks_for(ahead + tokens, budget) - request.kv_blocks
         assert need <= free, "no blocks for an admitted request"
         free -= max(0, need)
         active.append(request)
@@ -159,6 +162,7 @@ def run_as_engine(queue: QueueView, plan: BatchPlan, budget: BatchBudget) -> Non
 
 def fits_alone(request: RequestView, queue: QueueView, budget: BatchBudget) -> bool:
     """Whether a plan of one token of this request could run, the best-effort ones evicted."""
+    ahead = request.computed_tokens + budget.lookahead_tokens
     running = [r for r in queue.requests if r.running and r is not request]
     gone = [r for r in running if r.best_effort]
     room = budget.kv_blocks + request.kv_blocks + sum(r.kv_blocks for r in gone)
@@ -166,11 +170,11 @@ def fits_alone(request: RequestView, queue: QueueView, budget: BatchBudget) -> b
         others = sum(r.kv_blocks for r in running if not r.best_effort)
         if request.best_effort:
             others = 0
-        return blocks_for(request.computed_tokens + 1, budget) <= room + others
+        return blocks_for(ahead + 1, budget) <= room + others
     if len(running) - len(gone) >= budget.sequences:
         return False
     tokens = request.pending_tokens if budget.reserve_prompt else 1
-    return blocks_for(request.computed_tokens + tokens, budget) <= room
+    return blocks_for(ahead + tokens, budget) <= room
 
 
 @settings(max_examples=120)
@@ -187,12 +191,15 @@ def test_every_plan_can_run_exactly_as_planned(
         assert set(ids) <= set(views), "an unknown request"
         assert sum(entry.tokens for entry in plan.entries) <= budget.tokens
         for entry in plan.entries:
-            assert 1 <= entry.tokens <= views[entry.request_id].pending_tokens
-            if not views[entry.request_id].is_prefill:
-                assert entry.tokens == 1
+            view = views[entry.request_id]
+            assert 1 <= entry.tokens <= view.pending_tokens + view.drafted_tokens
+            if not view.is_prefill:
+                assert entry.tokens <= MOST_LENGTH
         run_as_engine(queue, plan, budget)
         work = [(tokens, views[request_id].computed_tokens) for request_id, tokens in plan.entries]
-        assert plan.predicted_s == pytest.approx(latency.step_s(StepSample.of(work)))
+        checked = [t - views[rid].pending_tokens for rid, t in plan.entries]
+        predicted_s = latency.step_s(StepSample.of(work)) + budget.draft_s * max([0, *checked])
+        assert plan.predicted_s == pytest.approx(predicted_s)
 
 
 @settings(max_examples=120)
@@ -298,8 +305,11 @@ def test_everything_runs_when_everything_fits_the_limits(queue: QueueView) -> No
         static = "token_budget" in POLICIES[name].Options.model_fields
         policy = make_policy(name, {"token_budget": 100_000} if static else {})
         plan = policy.plan(queue, NOW_S, free, ROOMY)
-        pending = {r.request_id: r.pending_tokens for r in queue.requests}
-        assert dict(plan.entries) == pending, name
+        entries = dict(plan.entries)
+        assert len(entries) == len(queue), name
+        for request in queue.requests:
+            beyond = entries[request.request_id] - request.pending_tokens
+            assert 0 <= beyond <= request.drafted_tokens, name
 
 
 @settings(max_examples=30)

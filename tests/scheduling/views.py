@@ -112,6 +112,7 @@ def requests(draw: st.DrawFn, index: int) -> RequestView:
         computed = 0
     # A scheduler may hold a block more than the computed tokens fill.
     blocks = -(-computed // block) + (draw(st.integers(0, 1)) if running else 0)
+    drafts = emitted > 0 and running and computed == total - 1
     return RequestView(
         request_id=f"r{index}",
         slo=draw(slos),
@@ -126,6 +127,8 @@ def requests(draw: st.DrawFn, index: int) -> RequestView:
         last_token_s=draw(st.sampled_from([None, 99.0, 100.0])) if emitted else None,
         expected_tokens=draw(st.sampled_from([nan, 1.0, 40.0, 100_000.0])),
         best_effort=draw(st.sampled_from([False, False, True])),
+        drafted_tokens=draw(st.sampled_from([0, 1, 4, 12])) if drafts else 0,
+        acceptance=draw(st.sampled_from([nan, 0.0, 0.4, 0.9, 1.0])) if drafts else nan,
     )
 
 
@@ -147,4 +150,6 @@ def budgets(draw: st.DrawFn, queue: QueueView) -> BatchBudget:
         kv_blocks=draw(st.one_of(st.integers(0, 6), st.integers(0, 500))),
         block_tokens=16,
         reserve_prompt=draw(st.booleans()),
+        lookahead_tokens=draw(st.sampled_from([0, 0, 0, 5])),
+        draft_s=draw(st.sampled_from([0.0, 0.0, 0.002])),
     )
