@@ -7,7 +7,7 @@ allowed.
 
 from __future__ import annotations
 
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import numpy as np
@@ -121,9 +121,10 @@ def check_query(query: RouteQuery) -> None:
         raise ValueError(f"tiers must be any of {_short(_TIERS)}, got {_short(query.tiers)}")
     _check_integer("output_tokens", query.output_tokens, 0, MAX_PROMPT_TOKENS)
     _check_integer("session", query.session, 0, MAX_KEY)
-    _check_integer("prefill_key", query.prefill_key, 0, MAX_KEY)
-    if query.prefill_key and query.prefill_key == query.key:
-        raise ValueError("prefill_key must differ from key")
+    if query.prefill_key:
+        _check_integer("prefill_key", query.prefill_key, 0, MAX_KEY)
+        if query.prefill_key == query.key:
+            raise ValueError("prefill_key must differ from key")
     check_text("request_id", query.request_id, empty=True)
     if query.prefix:
         check_keys("prefix", query.prefix, MAX_CHUNKS)
@@ -256,8 +257,8 @@ def _check_summary(summary: Any) -> None:
         if summary[name] < 0:
             raise ValueError(f"{name} must be at least 0, got {summary[name]}")
     for name in _SUMMARY_TRANSFERS:
-        if not 0 <= summary[name] <= MAX_KEY:
-            raise ValueError(f"{name} must be from 0 to {MAX_KEY}, got {summary[name]}")
+        if not 0 <= summary[name].item() < inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {summary[name]}")
     if not 1 / MAX_CORRECTION <= summary["correction"] <= MAX_CORRECTION:
         raise ValueError(
             f"correction must be from {1 / MAX_CORRECTION} to {MAX_CORRECTION}, "

@@ -21,7 +21,7 @@ from controller.messages import ReplicaDelta, ReplicaHello
 from scheduling.fleet import Fleet, Report
 from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from scheduling.state import ROW, WAITING
-from scheduling.transfer import Transfers
+from scheduling.transfer import NO_TRANSFERS, Transfers
 
 MAX_REPLICAS = 4096
 
@@ -105,12 +105,15 @@ class MirroredReplica:
             draining,
             hello.preempts,
             hello.role,
-            Transfers(
-                int(summary["transfers"]),
-                float(summary["transfer_seconds"]),
-                int(summary["transfer_tokens"]),
-            ),
+            _transfers(summary),
         )
+
+
+def _transfers(summary: np.void) -> Transfers:
+    done = summary["transfers"].item()
+    if not done:
+        return NO_TRANSFERS
+    return Transfers(done, summary["transfer_seconds"].item(), summary["transfer_tokens"].item())
 
 
 class Mirror:

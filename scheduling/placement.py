@@ -128,8 +128,9 @@ class Placer:
 
     def _promise_wanted(self, query: RouteQuery) -> AdmissionPolicy | None:
         """Who tells whether it can be promised; ``None`` where nothing is to be."""
-        wanted = Tier.GUARANTEED in query.tiers and query.slo.stated
-        return self._admission if wanted else None
+        if self._admission is None or Tier.GUARANTEED not in query.tiers or not query.slo.stated:
+            return None
+        return self._admission
 
     def _by_role(self, query: RouteQuery, rows: Ints) -> tuple[Ints, Ints | None]:
         """Of ``rows`` those where it may begin, and those where it may go on, if it may be
@@ -269,7 +270,7 @@ class Placer:
                 # Of an earlier decision on it.
                 fleet.release((query.prefill_key,))
             fleet.reserve(query.key, made)
-            return RouteDecision(name, PLACED, tier, ttft_s, role=role)
+            return RouteDecision(name, PLACED, tier, ttft_s, None, role)
         handover_s = second.handover_s
         fleet.reserve(
             query.prefill_key,
@@ -281,15 +282,9 @@ class Placer:
         awaited_s = job.now_s + min(max(due_in_s, self._ahead_s(job)[chosen]), MOST_AWAITED_S)
         later = self._reservation(second.job, second.chosen, made.promised)
         fleet.reserve(query.key, later._replace(awaited_s=float(awaited_s)))
-        target = fleet.ids[second.row]
+        target = second.row
         return RouteDecision(
-            target,
-            PLACED,
-            tier,
-            ttft_s,
-            role=fleet.roles[second.row],
-            prefill_id=name,
-            handover_s=handover_s,
+            fleet.ids[target], PLACED, tier, ttft_s, None, fleet.roles[target], name, handover_s
         )
 
     def _reservation(self, job: Job, chosen: int, promised: bool) -> Reservation:

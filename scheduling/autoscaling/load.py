@@ -138,7 +138,9 @@ class Demand:
         else:
             place = int(np.searchsorted(job.rows, fleet.row_of[placed]))
         work_s = float(job.work_s[place])
-        role, second = fleet.roles[job.rows[place]], second if job.splits[place] else None
+        role = fleet.roles[job.rows[place]]
+        if second is not None and not job.splits[place]:
+            second = None
         self._all.ask(work_s)
         self._of_role[role].ask(work_s)
         if second is not None:

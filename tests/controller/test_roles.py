@@ -135,7 +135,7 @@ async def test_learnt_transfers_are_in_the_next_promise() -> None:
     await controller.report(delta("decode", epoch, 1)._replace(summary=told))
     assert (await placed(controller, split(2))).handover_s == pytest.approx(before + 0.19, abs=0.02)
     bad = np_summary(transfers=-1)
-    with pytest.raises(ValueError, match="transfers must be from 0"):
+    with pytest.raises(ValueError, match="transfers must be finite and at least 0"):
         await controller.report(delta("decode", epoch, 2)._replace(summary=bad))
 
 
