@@ -163,7 +163,8 @@ class Fleet(NamedTuple):
     Attributes:
         model: step times, which planners believe in and correct online; real ones have noise.
         engine: limits of a replica.
-        cluster: how the router learns of replicas; their number is set by the run.
+        cluster: how the router learns of replicas, and how long KV takes from one to another; the
+            numbers of replicas are set by the run.
         policy, policy_options: the replicas' batch policy.
         routing, routing_options: the routing policy.
         headroom: of the planners, a factor on the step times that they believe in.
@@ -179,13 +180,21 @@ class Fleet(NamedTuple):
     headroom: float
 
 
+class Sizes(NamedTuple):
+    """Replicas that do both phases of a request, that prefill, and that decode."""
+
+    both: int = 0
+    prefillers: int = 0
+    decoders: int = 0
+
+
 class Run(NamedTuple):
     """One simulated run.
 
     Attributes:
         traffic, fleet: what arrives, and what serves it.
         metric: which TPOT is judged.
-        replicas: how many.
+        sizes: how many replicas.
         seed: of all that is drawn.
         stop_at_s: on the host's monotonic clock; a run that lasts longer is given up.
     """
@@ -193,7 +202,7 @@ class Run(NamedTuple):
     traffic: Traffic
     fleet: Fleet
     metric: TPOTMetric
-    replicas: int
+    sizes: Sizes
     seed: int
     stop_at_s: float
 
@@ -242,6 +251,8 @@ def measure(run: Run) -> Measured:
         StuckError: a replica could run nothing, as when one request needs more KV than there is.
     """
     workload, fleet = run.traffic.workload(run.seed), run.fleet
+    both, prefillers, decoders = run.sizes
+    counts = {"replicas": both, "prefillers": prefillers, "decoders": decoders}
 
     def batch(role: Role) -> BatchPolicy:
         policy = batching.make_policy(fleet.policy, fleet.policy_options)
@@ -257,7 +268,7 @@ def measure(run: Run) -> Measured:
         Truth(fleet.model, NOISE),
         Belief(fleet.model.with_headroom(fleet.headroom)),
         fleet.engine,
-        fleet.cluster.model_copy(update={"replicas": run.replicas}),
+        fleet.cluster.model_copy(update=counts),
         seed=run.seed,
     )
     requests = result.requests

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import isfinite, isnan, nan
+from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.capacity import LATENCIES, NOISE, Fleet, Measured, SharedClass
-from benchmarks.experiments.estimate import METHOD, Estimate
+from benchmarks.capacity import LATENCIES, NOISE, Fleet, SharedClass
+from benchmarks.capacity_points import CapacityPoint, Group, Part, PoolAnswer, Status
+from benchmarks.experiments.estimate import METHOD
 from benchmarks.report import WIDE, Chart, Point, ReportError, draw
 from simulation.config import EngineConfig
 from simulation.metrics import TPOTMetric
 from simulation.workload import Workload
-
-Status = Literal["reached", "not_reachable", "out_of_time"]
 
 NOT_MODELLED = (
     "other traffic than this trace: the ranges are over drawn classes, scaling and step times only",
@@ -29,73 +27,11 @@ NOT_MODELLED = (
     "prefixes that prompts share, unless the trace names their blocks",
     "step times beyond what the latency profile holds and "
     f"{NOISE:.0%} of noise: interference, garbage collection, clock changes",
-    "speculative decoding, disaggregated prefill, and models of several engines",
+    "speculative decoding, and models of several engines",
 )
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Range(_Part):
-    """A mean over seeds and half of its 95 % range; null where nothing has the figure, or where one
-    seed alone gives no range."""
-
-    mean: float | None
-    half_width: float | None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """The range of one value per seed; nan means that a seed lacks the figure."""
-        estimate = Estimate.of(values)
-        return cls(mean=_known(estimate.mean), half_width=_known(estimate.half_width))
-
-    def shown(self, scale: float, digits: int) -> str:
-        """As it stands in a table."""
-        mean, half = (nan if v is None else v * scale for v in (self.mean, self.half_width))
-        return Estimate(mean, half, 0).shown(digits)
-
-
-def _known(value: float) -> float | None:
-    return None if isnan(value) else value
-
-
-class Group(_Part):
-    """Figures of a group of requests: how many, the share that met every objective, and quantiles
-    of those with a first token, and with two."""
-
-    requests: Range
-    attainment: Range
-    ttft_p50_ms: Range
-    ttft_p99_ms: Range
-    tpot_p50_ms: Range
-    tpot_p99_ms: Range
-
-
-class CapacityPoint(Group):
-    """One count of replicas."""
-
-    replicas: int
-    utilisation: Range = Field(description="Share of the replicas' time in steps.")
-    failed: Range = Field(description="Requests that ended without all their output.")
-    preemptions: Range = Field(description="Times that a request lost its KV.")
-    classes: dict[str, Group] = Field(description="By service class.")
-
-    @classmethod
-    def of(cls, replicas: int, runs: Sequence[Measured]) -> Self:
-        """The point of one run per seed."""
-        classes = {
-            name: Group(**_ranges([run.classes[name] for run in runs])) for name in runs[0].classes
-        }
-        whole = _ranges([run.whole for run in runs])
-        return cls(replicas=replicas, classes=classes, **whole)
-
-
-def _ranges(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    return {figure: Range.of([run[figure] for run in runs]) for figure in runs[0]}
-
-
-class TrafficFacts(_Part):
+class TrafficFacts(Part):
     """What arrived, by the first seed."""
 
     name: str
@@ -122,7 +58,7 @@ class TrafficFacts(_Part):
         )
 
 
-class ClassFacts(_Part):
+class ClassFacts(Part):
     """A service class, and its share of the requests."""
 
     name: str
@@ -148,7 +84,7 @@ class ClassFacts(_Part):
         return cls(name=slo.service_class, share=share, priority=slo.priority, **objectives)
 
 
-class FleetFacts(_Part):
+class FleetFacts(Part):
     """What a replica is, and the router."""
 
     policy: str
@@ -173,7 +109,7 @@ class FleetFacts(_Part):
         )
 
 
-class CapacityReport(_Part):
+class CapacityReport(Part):
     """The answer, and all that it rests on."""
 
     status: Status
@@ -186,6 +122,9 @@ class CapacityReport(_Part):
     fleet: FleetFacts
     seeds: tuple[int, ...]
     points: tuple[CapacityPoint, ...] = Field(description="Every count that was tried, ascending.")
+    disaggregated: PoolAnswer | None = Field(
+        default=None, description="The same with prefill and decode apart, where that was asked."
+    )
     method: str = METHOD
     not_modelled: tuple[str, ...] = NOT_MODELLED
 
@@ -197,8 +136,20 @@ class CapacityReport(_Part):
                 return point
         return max(self.points, key=lambda point: point.attainment.mean or 0.0, default=None)
 
+    @property
+    def answers(self) -> bool:
+        """Whether what was asked has an answer."""
+        asked = self if self.disaggregated is None else self.disaggregated
+        return asked.status == "reached"
+
     def verdict(self) -> str:
-        """The answer in a sentence or two."""
+        """The answer in a few sentences."""
+        words = self._verdict()
+        if self.disaggregated is None:
+            return words
+        return f"{words} {self.disaggregated.verdict(self.replicas)}"
+
+    def _verdict(self) -> str:
         best = self.best
         if best is None:
             return "The time limit was reached before any count of replicas was measured."
@@ -275,6 +226,8 @@ class CapacityReport(_Part):
             console.print(line, highlight=False, markup=False)
         if self.points:
             console.print(self._curve())
+        if self.disaggregated is not None and self.disaggregated.points:
+            console.print(_pools(self.disaggregated))
         best = self.best
         if best is not None and len(best.classes) > 1:
             console.print(_classes(best))
@@ -301,19 +254,44 @@ class CapacityReport(_Part):
         ]
 
     def _curve(self) -> Table:
-        headings = ("replicas", "attainment, %", *map(_heading, LATENCIES), "utilisation, %")
-        table = Table(*headings, "failed", "preemptions", title="Attainment over replicas")
+        table = Table("replicas", *_FIGURES, title="Attainment over replicas")
         for point in self.points:
-            table.add_row(
-                str(point.replicas),
-                point.attainment.shown(100, 2),
-                *(getattr(point, figure).shown(1, 0) for figure in LATENCIES),
-                point.utilisation.shown(100, 0),
-                point.failed.shown(1, 0),
-                point.preemptions.shown(1, 0),
-                style="bold" if point.replicas == self.replicas else None,
-            )
+            style = "bold" if point.replicas == self.replicas else None
+            table.add_row(str(point.replicas), *_figures(point), style=style)
         return table
+
+
+def _heading(figure: str) -> str:
+    kind, percentile, _ = figure.split("_")
+    return f"{kind.upper()} {percentile}, ms"
+
+
+_FIGURES = (
+    "attainment, %",
+    *map(_heading, LATENCIES),
+    "utilisation, %",
+    "failed",
+    "preemptions",
+)
+
+
+def _figures(point: CapacityPoint) -> list[str]:
+    return [
+        point.attainment.shown(100, 2),
+        *(getattr(point, figure).shown(1, 0) for figure in LATENCIES),
+        point.utilisation.shown(100, 0),
+        point.failed.shown(1, 0),
+        point.preemptions.shown(1, 0),
+    ]
+
+
+def _pools(answer: PoolAnswer) -> Table:
+    table = Table("prefill", "decode", *_FIGURES, title="Prefill and decode apart")
+    for point in answer.points:
+        sizes = (str(point.prefillers), str(point.decoders))
+        style = "bold" if point is answer.best and answer.status == "reached" else None
+        table.add_row(*sizes, *_figures(point), style=style)
+    return table
 
 
 def _counted(replicas: int) -> str:
@@ -327,11 +305,6 @@ def _classes(point: CapacityPoint) -> Table:
         figures = (getattr(group, figure).shown(1, 0) for figure in LATENCIES)
         table.add_row(name, group.requests.shown(1, 0), group.attainment.shown(100, 2), *figures)
     return table
-
-
-def _heading(figure: str) -> str:
-    kind, percentile, _ = figure.split("_")
-    return f"{kind.upper()} {percentile}, ms"
 
 
 def _words(each: ClassFacts) -> str:

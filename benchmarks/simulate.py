@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from math import isnan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import simulate_options
-from benchmarks.capacity import Fleet, Measured, OutOfTimeError, Run, Traffic, measuring
-from benchmarks.capacity_report import (
-    CapacityPoint,
-    CapacityReport,
-    ClassFacts,
-    FleetFacts,
-    Status,
-    TrafficFacts,
-)
+from benchmarks.capacity import Traffic
+from benchmarks.capacity_search import Question, answered
 from benchmarks.report import ReportError, require_matplotlib
 from benchmarks.simulate_options import OptionError
 from benchmarks.workloads.traces import MAX_REQUESTS, TraceError
 from deploy.config import load_config
 from scheduling import batching, routing
-from simulation.capacity import MOST_REPLICAS, least_busy, search
+from simulation.capacity import MOST_REPLICAS
+from simulation.config import ClusterConfig
 from simulation.engine import StuckError
 from simulation.metrics import TPOTMetric
 
@@ -45,82 +38,6 @@ _METRICS = {
     "window": TPOTMetric.WINDOW,
     "envelope": TPOTMetric.ENVELOPE,
 }
-
-
-class Question(NamedTuple):
-    """What is asked.
-
-    Attributes:
-        traffic, fleet: what arrives, and what serves it.
-        metric: which TPOT is judged.
-        target: attainment that is wanted, a share.
-        most: largest count of replicas that may be tried.
-        seeds: each count is simulated once for each.
-        time_limit_s: of the whole search.
-        jobs: processes.
-    """
-
-    traffic: Traffic
-    fleet: Fleet
-    metric: TPOTMetric
-    target: float
-    most: int
-    seeds: tuple[int, ...]
-    time_limit_s: float
-    jobs: int
-
-
-def answered(question: Question, progress: Progress) -> CapacityReport:
-    """Search for the answer, showing each count as it is tried.
-
-    Raises:
-        TraceError, ValueError, StuckError: the trace cannot be read or run.
-        BrokenProcessPool: a process was killed.
-    """
-    workload = question.traffic.workload(question.seeds[0])
-    stop_at_s = time.monotonic() + question.time_limit_s
-    points: dict[int, CapacityPoint] = {}
-    found: int | None = None
-    status: Status = "out_of_time"
-    with measuring(min(question.jobs, len(question.seeds))) as measure:
-
-        def attainment(replicas: int) -> float:
-            runs = [
-                Run(question.traffic, question.fleet, question.metric, replicas, seed, stop_at_s)
-                for seed in question.seeds
-            ]
-            task = progress.add_task(f"{replicas} replicas", total=len(runs))
-            done: list[Measured] = []
-            for measured in measure(runs):
-                done.append(measured)
-                progress.advance(task)
-            point = points[replicas] = CapacityPoint.of(replicas, done)
-            shown = point.attainment.shown(100, 2)
-            progress.update(task, description=f"{replicas} replicas: {shown} %")
-            assert point.attainment.mean is not None  # A workload has requests.
-            return point.attainment.mean
-
-        try:
-            start = least_busy(workload, question.fleet.model)
-            found = search(attainment, question.target, start, question.most).replicas
-            status = "reached" if found is not None else "not_reachable"
-            if found is not None and found < question.most and found + 1 not in points:
-                attainment(found + 1)  # What one replica more would give.
-        except OutOfTimeError:
-            pass
-    total = sum(each.share for each in question.traffic.classes)
-    return CapacityReport(
-        status=status,
-        replicas=found,
-        target=question.target,
-        max_replicas=question.most,
-        tpot_metric=question.metric,
-        traffic=TrafficFacts.of(workload),
-        classes=tuple(ClassFacts.of(each, total) for each in question.traffic.classes),
-        fleet=FleetFacts.of(question.fleet),
-        seeds=question.seeds,
-        points=tuple(points[count] for count in sorted(points)),
-    )
 
 
 def _question(
@@ -143,6 +60,8 @@ def _question(
     max_replicas: int,
     time_limit: float,
     jobs: int,
+    disaggregated: bool,
+    transfer_rate: float,
     **limits: int | None,
 ) -> Question:
     """The question that the command's options ask.
@@ -157,13 +76,18 @@ def _question(
     classes = simulate_options.classes(loaded, slos, shares)
     if not any(each.slo.stated for each in classes):
         raise OptionError("no class states an objective, so any number of replicas holds them")
+    if disaggregated and max_replicas < 2:
+        raise OptionError("--disaggregated needs --max-replicas of at least 2, one of each role")
     model = simulate_options.latency(loaded, profile, latency)
+    fleet = simulate_options.fleet(loaded, model, policy, policy_options, router, limits)
+    cluster = fleet.cluster.model_copy(update={"transfer_tokens_per_s": transfer_rate})
     return Question(
         Traffic(trace, requests, rate_scale, stretch, classes),
-        simulate_options.fleet(loaded, model, policy, policy_options, router, limits),
+        fleet._replace(cluster=cluster),
         _METRICS[metric],
         target,
         max_replicas,
+        disaggregated,
         tuple(range(first_seed, first_seed + seeds)),
         time_limit,
         jobs,
@@ -338,6 +262,19 @@ def _search_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @_fleet_options
 @_search_options
 @click.option(
+    "--disaggregated",
+    is_flag=True,
+    help="Find the sizes of a prefill and a decode pool, too, with the count of replicas that do "
+    "both for comparison.",
+)
+@click.option(
+    "--transfer-rate",
+    default=ClusterConfig().transfer_tokens_per_s,
+    show_default=True,
+    type=_NumberRange(1, 1e9),
+    help="Tokens of KV per second from a prefill to a decode replica.",
+)
+@click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for simulate.json and simulate.png.",
@@ -346,7 +283,8 @@ def _search_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def simulate(out: Path | None, as_json: bool, **options: Any) -> None:
     """Find how many replicas hold the objectives of recorded traffic, in the simulator.
 
-    Exit code 3 says that no count within --max-replicas and --time-limit does.
+    With --disaggregated also how many prefill and how many decode replicas do. Exit code 3 says
+    that nothing within --max-replicas and --time-limit does.
 
     \b
     Example:
@@ -372,7 +310,7 @@ def simulate(out: Path | None, as_json: bool, **options: Any) -> None:
         report.show()
     for path in written:
         click.echo(f"wrote {path}", err=True)
-    if report.status != "reached":
+    if not report.answers:
         if as_json:
             click.echo(report.verdict(), err=True)
         raise click.exceptions.Exit(NO_ANSWER)

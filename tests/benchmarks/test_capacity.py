@@ -14,6 +14,7 @@ from benchmarks.capacity import (
     OutOfTimeError,
     Run,
     SharedClass,
+    Sizes,
     Traffic,
     measure,
     measuring,
@@ -102,7 +103,7 @@ def trace(tmp_path: Path) -> Path:
 def run(trace: Path, replicas: int, seed: int = 1, stop_at_s: float = inf) -> Run:
     shared = (SharedClass(CHAT, 3.0), SharedClass(BATCH, 1.0))
     traffic = Traffic(trace, 200, 1.0, 1.0, shared)
-    return Run(traffic, FLEET, TPOTMetric.MEAN, replicas, seed, stop_at_s)
+    return Run(traffic, FLEET, TPOTMetric.MEAN, Sizes(replicas), seed, stop_at_s)
 
 
 def test_requests_are_drawn_into_classes_by_share(trace: Path) -> None:

@@ -9,8 +9,10 @@ import yaml
 from click.testing import CliRunner, Result
 from rich.progress import Progress
 
-from benchmarks.capacity_report import NOT_MODELLED, CapacityReport, Range
-from benchmarks.simulate import NO_ANSWER, Question, answered
+from benchmarks.capacity_points import Range
+from benchmarks.capacity_report import NOT_MODELLED, CapacityReport
+from benchmarks.capacity_search import Question, answered
+from benchmarks.simulate import NO_ANSWER
 from deploy.cli import main
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile
@@ -66,6 +68,7 @@ def test_json_has_the_documented_fields_and_no_other(trace: Path) -> None:
     printed = json.loads(simulate(trace, *ONE_EACH, *IN_TIME, "--json").stdout)
     schema = CapacityReport.model_json_schema()
     assert printed.keys() == schema["properties"].keys()
+    assert printed["disaggregated"] is None
     point = schema["$defs"]["CapacityPoint"]["properties"]
     assert all(each.keys() == point.keys() for each in printed["points"])
     assert all(each["classes"].keys() == {"class-1"} for each in printed["points"])
@@ -133,10 +136,67 @@ def test_an_answer_that_the_seeds_do_not_settle_says_so(trace: Path) -> None:
 
 def test_without_time_there_is_no_answer(trace: Path) -> None:
     run = one_run(trace, 1)
-    question = Question(run.traffic, run.fleet, run.metric, 0.95, 8, (1, 2), 0.0, 1)
+    question = Question(run.traffic, run.fleet, run.metric, 0.95, 8, True, (1, 2), 0.0, 1)
     found = answered(question, Progress(disable=True))
     assert (found.status, found.replicas, found.points) == ("out_of_time", None, ())
-    assert "time limit was reached" in found.verdict()
+    pools = found.disaggregated
+    assert pools is not None
+    assert (pools.status, pools.prefillers, pools.points) == ("out_of_time", None, ())
+    assert found.verdict().count("time limit was reached") == 2
+
+
+APART = [
+    "--latency",
+    "a=0.01,b=1e-4",
+    "--kv-blocks",
+    "16384",
+    "--routing",
+    "least_tokens",
+    "--slo",
+    "ttft_ms=400,tpot_ms=20",
+    "--disaggregated",
+    "--seeds",
+    "1",
+]
+"""Prompts of 0.1 s at 33 a second, and decodes that a single replica has time for."""
+
+
+@pytest.fixture
+def phases(tmp_path: Path) -> Path:
+    path = tmp_path / "phases.csv"
+    rows = [f"2024-05-10 00:00:{0.03 * i:09.6f},1000,10" for i in range(150)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return path
+
+
+def test_both_pools_are_sized_beside_the_replicas_that_do_both(phases: Path) -> None:
+    found = report(phases, *APART)
+    pools = found.disaggregated
+    assert pools is not None and found.answers
+    # 33 prompts a second of 0.1 s keep four busy; 333 tokens a second leave one at two thirds.
+    assert pools.prefill_per_decode == pytest.approx(0.1 / (10 * 1e-4 * 2), rel=0.01)
+    assert (pools.status, pools.prefillers, pools.decoders) == ("reached", 4, 1)
+    tried = {(point.prefillers, point.decoders): point for point in pools.points}
+    assert all(point.replicas == sum(pair) for pair, point in tried.items())
+    assert (tried[3, 1].attainment.mean or 0) < 0.95 <= (tried[4, 1].attainment.mean or 0)
+    assert found.replicas is not None
+    assert f"needs {found.replicas} replicas" in found.verdict()
+    assert "4 prefill and 1 decode, 5 in all" in found.verdict()
+
+
+def test_a_slow_network_needs_more_than_no_pools_can_give(phases: Path) -> None:
+    # Moving a prompt takes a second, more than its TTFT; replicas that do both do not mind.
+    arguments = [*APART, "--transfer-rate", "1000", "--max-replicas", "8"]
+    result = simulate(phases, *arguments)
+    assert result.exit_code == NO_ANSWER
+    words = " ".join(result.stdout.split())
+    assert "Prefill and decode apart" in words
+    assert "Disaggregated, it is not reached: at best 0.00" in words
+    as_json = simulate(phases, *arguments, "--json")
+    found = CapacityReport.model_validate_json(as_json.stdout)
+    assert found.status == "reached"
+    assert found.disaggregated is not None
+    assert (found.disaggregated.status, found.disaggregated.decoders) == ("not_reachable", None)
 
 
 def test_a_configuration_gives_classes_limits_policies_and_latency(
@@ -218,6 +278,8 @@ def test_a_profile_of_a_replica_gives_the_latency(trace: Path, tmp_path: Path) -
         ([*ONE_EACH, *IN_TIME, "--time-limit", "nan"], "'--time-limit': 'nan' is not a number"),
         ([*ONE_EACH, *IN_TIME, "--stretch", "inf"], "inf is not in the range"),
         ([*ONE_EACH, *IN_TIME, "--config", "missing.yaml"], "missing.yaml"),
+        ([*APART, "--max-replicas", "1"], "--disaggregated needs --max-replicas of at least 2"),
+        ([*APART, "--transfer-rate", "0"], "0 is not in the range"),
     ],
 )
 def test_wrong_options_are_refused_by_name(trace: Path, arguments: list[str], says: str) -> None:

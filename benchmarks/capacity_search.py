@@ -1,0 +1,171 @@
+"""The searches of ``sluice simulate``: how many replicas, and how many of each role."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from rich.progress import Progress
+
+from benchmarks.capacity import (
+    Fleet,
+    Measure,
+    Measured,
+    OutOfTimeError,
+    Run,
+    Sizes,
+    Traffic,
+    measuring,
+)
+from benchmarks.capacity_points import CapacityPoint, PoolAnswer, PoolPoint, Range, Status
+from benchmarks.capacity_report import CapacityReport, ClassFacts, FleetFacts, TrafficFacts
+from simulation.capacity import (
+    MOST_REPLICAS,
+    Pools,
+    least_busy,
+    pool_demand,
+    search,
+    search_pools,
+)
+from simulation.metrics import TPOTMetric
+from simulation.workload import Workload
+
+
+class Question(NamedTuple):
+    """What is asked.
+
+    Attributes:
+        traffic, fleet: what arrives, and what serves it.
+        metric: which TPOT is judged.
+        target: attainment that is wanted, a share.
+        most: largest count of replicas that may be tried.
+        disaggregated: whether prefill and decode are to be sized apart, too.
+        seeds: each count is simulated once for each.
+        time_limit_s: of the whole search.
+        jobs: processes.
+    """
+
+    traffic: Traffic
+    fleet: Fleet
+    metric: TPOTMetric
+    target: float
+    most: int
+    disaggregated: bool
+    seeds: tuple[int, ...]
+    time_limit_s: float
+    jobs: int
+
+
+def answered(question: Question, progress: Progress) -> CapacityReport:
+    """Search for the answer, showing each size as it is tried.
+
+    Raises:
+        TraceError, ValueError, StuckError: the trace cannot be read or run.
+        BrokenProcessPool: a process was killed.
+    """
+    workload = question.traffic.workload(question.seeds[0])
+    stop_at_s = time.monotonic() + question.time_limit_s
+    with measuring(min(question.jobs, len(question.seeds))) as measure:
+        trial = partial(_trial, question, progress, measure, stop_at_s)
+        status, found, points = _colocated(question, workload, trial)
+        pools = _pools(question, workload, trial) if question.disaggregated else None
+    total = sum(each.share for each in question.traffic.classes)
+    return CapacityReport(
+        status=status,
+        replicas=found,
+        target=question.target,
+        max_replicas=question.most,
+        tpot_metric=question.metric,
+        traffic=TrafficFacts.of(workload),
+        classes=tuple(ClassFacts.of(each, total) for each in question.traffic.classes),
+        fleet=FleetFacts.of(question.fleet),
+        seeds=question.seeds,
+        points=points,
+        disaggregated=pools,
+    )
+
+
+Trial = Callable[[Sizes, str], list[Measured]]
+
+
+def _trial(
+    question: Question,
+    progress: Progress,
+    measure: Measure,
+    stop_at_s: float,
+    sizes: Sizes,
+    words: str,
+) -> list[Measured]:
+    """Simulate a fleet of these sizes once for each seed."""
+    runs = [
+        Run(question.traffic, question.fleet, question.metric, sizes, seed, stop_at_s)
+        for seed in question.seeds
+    ]
+    task = progress.add_task(words, total=len(runs))
+    done: list[Measured] = []
+    for measured in measure(runs):
+        done.append(measured)
+        progress.advance(task)
+    shown = Range.of([each.whole["attainment"] for each in done]).shown(100, 2)
+    progress.update(task, description=f"{words}: {shown} %")
+    return done
+
+
+def _colocated(
+    question: Question, workload: Workload, trial: Trial
+) -> tuple[Status, int | None, tuple[CapacityPoint, ...]]:
+    """Search for the count of replicas that do both phases."""
+    points: dict[int, CapacityPoint] = {}
+    found: int | None = None
+    status: Status = "out_of_time"
+
+    def attainment(replicas: int) -> float:
+        done = trial(Sizes(replicas), f"{replicas} replicas")
+        points[replicas] = CapacityPoint.of(replicas, done)
+        return _mean(points[replicas])
+
+    try:
+        start = least_busy(workload, question.fleet.model)
+        found = search(attainment, question.target, start, question.most).replicas
+        status = "reached" if found is not None else "not_reachable"
+        if found is not None and found < question.most and found + 1 not in points:
+            attainment(found + 1)  # What one replica more would give.
+    except OutOfTimeError:
+        pass
+    return status, found, tuple(points[count] for count in sorted(points))
+
+
+def _pools(question: Question, workload: Workload, trial: Trial) -> PoolAnswer:
+    """Search for the sizes of a prefill and a decode pool."""
+    points: dict[Pools, PoolPoint] = {}
+    found: Pools | None = None
+    status: Status = "out_of_time"
+    fleet = question.fleet
+    demand = pool_demand(workload, fleet.model, fleet.engine)
+
+    def attainment(pools: Pools) -> float:
+        done = trial(Sizes(0, *pools), f"{pools[0]} prefill, {pools[1]} decode")
+        points[pools] = PoolPoint.of_pools(pools, done)
+        return _mean(points[pools])
+
+    try:
+        rate = min(workload.rate, MOST_REPLICAS / min(demand))
+        start = sum(demand.least(rate))
+        found = search_pools(attainment, question.target, demand, start, question.most).pools
+        status = "reached" if found is not None else "not_reachable"
+    except OutOfTimeError:
+        pass
+    return PoolAnswer(
+        status=status,
+        prefillers=found[0] if found is not None else None,
+        decoders=found[1] if found is not None else None,
+        prefill_per_decode=demand.ratio,
+        points=tuple(points[pools] for pools in sorted(points, key=lambda p: (sum(p), p[0]))),
+    )
+
+
+def _mean(point: CapacityPoint) -> float:
+    assert point.attainment.mean is not None  # A workload has requests.
+    return point.attainment.mean
