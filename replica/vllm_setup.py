@@ -176,6 +176,7 @@ async def launch(arguments: Any) -> Launched:
     from vllm.usage.usage_lib import UsageContext
 
     from replica.preemption.support import check_preemption, preempts
+    from replica.transfer.connector import check_model
     from replica.vllm_client import WatchedLLM
     from replica.vllm_support import check_config, check_vllm
 
@@ -192,6 +193,7 @@ async def launch(arguments: Any) -> Launched:
     check_config(vllm_config)
     if preempts(vllm_config):
         check_preemption(vllm_config)
+    check_model(vllm_config)
     llm = WatchedLLM.from_vllm_config(
         vllm_config=vllm_config,
         usage_context=context,
@@ -255,6 +257,7 @@ def transfer_argument(transfer: TransferConfig) -> dict[str, Any]:
     if transfer.connector == "nixl" or (
         transfer.connector == "auto" and has_nixl and not _on_cpu()
     ):
+        _prepare_nixl(transfer)
         return {"kv_connector": "NixlConnector", **shared}
     return {
         "kv_connector": "TcpConnector",
@@ -262,6 +265,14 @@ def transfer_argument(transfer: TransferConfig) -> dict[str, Any]:
         "kv_connector_extra_config": {"sluice": transfer.model_dump(mode="json")},
         **shared,
     }
+
+
+def _prepare_nixl(transfer: TransferConfig) -> None:
+    """Where an engine tells others how to read its memory: NIXL takes it from the environment."""
+    from vllm.utils.network_utils import get_ip, get_open_port
+
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", transfer.host or get_ip())
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(get_open_port()))
 
 
 def _ranks(given: dict[str, Any]) -> int:

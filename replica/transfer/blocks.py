@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -67,33 +68,23 @@ class BlockLayers:
         A thread beside the one that computes may do it: on a GPU the copies run on a stream of
         their own.
         """
-        with _own_stream(self._layers[0][1].device) as stream:
+        device = self._layers[0][1].device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             for (_, cache, dim), data in zip(self._layers, layers, strict=True):
                 ids = torch.tensor(block_ids, dtype=torch.long, device=cache.device)
                 plain = torch.frombuffer(data, dtype=torch.uint8).view(cache.dtype)
                 blocks = plain.view(len(block_ids), *_block_shape(cache, dim)).to(cache.device)
                 cache.index_copy_(dim, ids, blocks.movedim(0, dim))
-            if stream is not None:
-                stream.synchronize()
-
-
-def _own_stream(device: torch.device) -> Any:
-    """A context in which work of this thread is on a stream of its own, where there are streams."""
-    if device.type == "cuda":
-        return torch.cuda.stream(torch.cuda.Stream(device))
-    return _NoStream()
-
-
-class _NoStream:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *args: object) -> None:
-        return None
+        if stream is not None:
+            stream.synchronize()
 
 
 def _block_dimension(name: str, cache: torch.Tensor, blocks: int) -> int:
-    found = [dim for dim, size in enumerate(cache.shape) if size == blocks]
+    every = [dim for dim, size in enumerate(cache.shape) if size == blocks]
+    # It is the first one in vLLM's layouts, or the one after keys and values; sizes of heads and
+    # blocks, which may be the same number by chance, come later.
+    found = [dim for dim in every if dim < 2] or every
     if len(found) != 1:
         raise UnsupportedLayoutError(
             f"the KV cache of layer {name} has the shape {tuple(cache.shape)}, in which "

@@ -376,6 +376,27 @@ class _WorkerSide:
         self._fetchers.shutdown(wait=False, cancel_futures=True)
 
 
+def check_model(vllm_config: Any) -> None:
+    """Check, before an engine is started, that the KV of its model can be moved if it is to be.
+
+    Raises:
+        UnsupportedLayoutError: why it cannot.
+    """
+    transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+    if transfer is None or transfer.kv_connector != TcpConnector.__name__:
+        return
+    rules = (
+        (model.runner_type == "generate", "a model that generates no text"),
+        (not model.use_mla, "a model with multi-head latent attention"),
+        (not model.is_hybrid, "a model with layers other than attention"),
+        (not model.is_attention_free, "a model without attention"),
+        (not model.is_encoder_decoder, "an encoder-decoder model"),
+    )
+    for kept, kind in rules:
+        if not kept:
+            raise UnsupportedLayoutError(f"engine.transfer: the KV of {kind} cannot be handed over")
+
+
 def check_kv_cache(kv_cache_config: Any) -> None:
     """Check that the KV cache is one that can be moved.
 
