@@ -134,6 +134,9 @@ class Legs:
             first = await self._prefill(course, request, destination, span)
             if first.head.status >= 400:
                 return first
+            if first.head.replica_id not in ("", destination.prefill_id):
+                # What was promised of the one is not promised of the other.
+                destination = destination._replace(tier=None, predicted_ttft_s=None)
             handoff = first.tail.handoff if first.tail is not None else None
             waited_s = self._clock() - call.received_s
             request = replace(request, waited_s=waited_s, handoff=handoff)

@@ -30,6 +30,7 @@ from router.api import make_api
 from router.catalog import Catalog
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.errors import Reason
 from router.fleets import Fleet, Fleets
 from router.metrics import RouterMetrics
 from router.telemetry import Telemetry
@@ -138,7 +139,7 @@ class FarStream:
                 async for item in generator:
                     self._queue.put_nowait(item)
             self._queue.put_nowait(None)
-        except ReplicaFailedError as error:
+        except Exception as error:  # also one of the test itself, which must not hang
             self._queue.put_nowait(error)
         finally:
             self._side.live.discard(self._request_id)
@@ -169,6 +170,10 @@ class FarSide:
     def __init__(self, **behaviours: Behaviour) -> None:
         self.behaviours = behaviours
         self.roles: Sequence[Role] = ("mixed",)
+        self.pools: list[Role] = []
+        """The pool that each of :attr:`calls` went to."""
+        self.empty: set[Role] = set()
+        """Pools without a replica."""
         self.calls: list[tuple[str, EngineRequest]] = []
         self.live: set[str] = set()
         self.cancelled: list[str] = []
@@ -177,6 +182,10 @@ class FarSide:
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role = "mixed"
     ) -> FarStream:
+        self.pools.append(role)
+        if role in self.empty:
+            nobody = ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.", retry=False)
+            return FarStream(self, fail(nobody)(self, role, request), request.request_id)
         if target not in self.behaviours:
             rest = [name for name in self.behaviours if name not in avoid]
             target = rest[0] if rest else next(iter(self.behaviours))

@@ -1,0 +1,272 @@
+"""Calls whose prompt one replica computes and that another one answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from controller.messages import RouteDecision, Tier
+from replica.engine import (
+    EngineRequest,
+    Handoff,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+    request_key,
+)
+from router.answer import ReplicaFailedError
+from router.call import Call
+from router.errors import ApiError, Reason
+from router.handover import may_split
+from router.prompt_size import PromptSize
+from scheduling.objective import SLO
+from tests.router.far_side import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    Behaviour,
+    Clock,
+    Edge,
+    FarController,
+    FarSide,
+    answer,
+    fail,
+    hang,
+    serve,
+)
+
+UNREACHABLE = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
+DEAD = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
+PAIR = RouteDecision("d", "placed", Tier.GUARANTEED, 0.5, role="decode", prefill_id="p")
+OTHER_PAIR = PAIR._replace(replica_id="d2", prefill_id="p2")
+HANDOFF = Handoff("p", {"block": 7}, 5)
+FIRST, SECOND = request_key("r"), request_key("r.prefill")
+
+
+async def prefill(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    assert request.prefill_only and not request.resumable
+    yield ResponseHead(200, "application/json", name)
+    yield ResponseTail(5, 0, handoff=HANDOFF._replace(replica_id=name))
+
+
+def edge(*decisions: RouteDecision | None, **behaviours: Behaviour) -> tuple[Edge, FarSide]:
+    side = FarSide(**{"p": prefill, "d": serve} | behaviours)
+    side.roles = ("mixed", "decode", "prefill")
+    return Edge(side, FarController(*(decisions or (PAIR,))), clock=Clock()), side
+
+
+def call(**body: Any) -> Call:
+    return Call("r", "chat", {**CHAT_BODY, **body}, SLO(ttft_s=1), PromptSize(40, 4), 100.0)
+
+
+async def headers(router: Edge, **body: Any) -> dict[str, str]:
+    async with router.client() as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT_BODY, **body})
+    assert response.status_code == 200
+    assert "one" in response.text and "three" in response.text
+    return dict(response.headers)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_prompt_goes_to_one_replica_and_its_kv_to_another(stream: bool) -> None:
+    router, side = edge()
+    opened = await router.dispatcher.open(call(stream=stream))
+    (first, leg), (second, rest) = side.calls
+    assert (first, second) == ("p", "d")
+    assert side.pools == ["prefill", "decode"]
+    assert (leg.request_id, rest.request_id) == ("r.prefill", "r")
+    assert (leg.prefill_only, leg.handoff) == (True, None)
+    assert (rest.prefill_only, rest.handoff) == (False, HANDOFF)
+    assert leg.body == rest.body
+    (query,) = router.controller.queries
+    assert (query.key, query.prefill_key) == (FIRST, SECOND)
+    assert (opened.tier, opened.predicted_ttft_s) == (Tier.GUARANTEED, 0.5)
+    assert [piece async for piece in opened]
+    opened.close()
+    assert router.controller.released == []
+
+
+async def test_both_replicas_are_told_to_the_client() -> None:
+    router, _ = edge()
+    told = await headers(router)
+    assert told["x-sluice-replica"] == "d"
+    assert told["x-sluice-prefill-replica"] == "p"
+    whole, _ = edge(RouteDecision("d", "placed", role="decode"))
+    assert "x-sluice-prefill-replica" not in await headers(whole)
+
+
+async def test_the_time_of_both_parts_is_measured() -> None:
+    router, _ = edge()
+    for stream in (True, False):
+        await headers(router, stream=stream)
+    for leg in ("prefill", "handover"):
+        assert router.sample("sluice_leg_seconds_count", leg=leg) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "split"),
+    [
+        ({}, True),
+        ({"n": 1, "logprobs": True, "tools": []}, True),
+        ({"n": 2}, False),
+        ({"echo": True}, False),
+        ({"prompt_logprobs": 0}, False),
+        ({"prompt": ["one", "two"]}, False),
+        ({"prompt": ["one"]}, True),
+        ({"prompt": [1, 2, 3]}, True),
+    ],
+)
+def test_what_may_be_split(body: dict[str, Any], split: bool) -> None:
+    asked = Call("r", "completions", {**COMPLETION_BODY, **body}, SLO(), PromptSize(), 0.0)
+    assert may_split(asked) is split
+
+
+@pytest.mark.parametrize(
+    ("parts", "split"),
+    [
+        ([{"type": "text", "text": "hello"}], True),
+        ([{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": "data:"}], False),
+        ([{"type": "input_audio", "input_audio": {}}], False),
+    ],
+)
+def test_media_are_not_split(parts: list[Any], split: bool) -> None:
+    assert may_split(call(messages=[{"role": "user", "content": parts}])) is split
+
+
+async def test_what_may_not_be_split_is_not_asked_for() -> None:
+    router, _ = edge(RouteDecision("d", "placed", role="decode"))
+    await router.dispatcher.open(call(n=2))
+    assert router.controller.queries[0].prefill_key == 0
+    one_pool = Edge(FarSide(a=serve), clock=Clock())
+    await one_pool.dispatcher.open(call())
+    assert one_pool.controller.queries[0].prefill_key == 0
+
+
+@pytest.mark.parametrize("failure", [UNREACHABLE, DEAD])
+async def test_a_prompt_that_fails_is_tried_on_another_pair(failure: ReplicaFailedError) -> None:
+    router, side = edge(PAIR, OTHER_PAIR, p=fail(failure), p2=prefill, d2=serve)
+    opened = await router.dispatcher.open(call())
+    assert opened.head.replica_id == "d2"
+    assert [name for name, _ in side.calls] == ["p", "p2", "d2"]
+    assert [request.request_id for _, request in side.calls] == ["r.prefill", "r-2.prefill", "r-2"]
+    assert sorted(router.controller.released) == sorted([FIRST, SECOND])
+    assert router.controller.gone == (["p"] if failure.dead else [])
+
+
+async def test_a_prompt_that_fails_after_its_head_is_tried_elsewhere() -> None:
+    async def half(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        yield ResponseHead(200, "application/json", name)
+        await side.let_go()
+        raise UNREACHABLE
+
+    router, _ = edge(PAIR, OTHER_PAIR, p=half, p2=prefill, d2=serve)
+    assert (await router.dispatcher.open(call())).head.replica_id == "d2"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_fails_at_once_is_made_again_from_its_prompt(stream: bool) -> None:
+    router, side = edge(PAIR, OTHER_PAIR, d=fail(DEAD), p2=prefill, d2=serve)
+    opened = await router.dispatcher.open(call(stream=stream))
+    assert opened.head.replica_id == "d2"
+    ids = [(name, request.request_id) for name, request in side.calls]
+    assert ids == [("p", "r.prefill"), ("d", "r"), ("p2", "r-2.prefill"), ("d2", "r-2")]
+    assert router.controller.released == [FIRST]
+    assert router.controller.gone == ["d"]
+
+
+async def test_a_decision_for_a_pair_of_which_one_has_failed() -> None:
+    # Its prompt failed: the other one serves all of it, and nothing is promised.
+    router, side = edge(PAIR, p=fail(UNREACHABLE))
+    opened = await router.dispatcher.open(call())
+    assert [name for name, _ in side.calls] == ["p", "d"]
+    assert side.calls[1][1].handoff is None
+    assert (opened.tier, side.pools[-1]) == (Tier.BEST_EFFORT, "decode")
+    assert request_key("r-2.prefill") in router.controller.released
+    assert request_key("r-2") not in router.controller.released
+    # Its answer failed: anybody.
+    side = FarSide(m=serve, p=prefill, d=fail(UNREACHABLE))
+    side.roles = ("mixed", "decode", "prefill")
+    router = Edge(side, FarController(PAIR), clock=Clock())
+    opened = await router.dispatcher.open(call())
+    assert (opened.head.replica_id, side.pools[-1]) == ("m", "mixed")
+    assert {request_key("r-2.prefill"), request_key("r-2")} <= set(router.controller.released)
+
+
+async def test_a_mistake_that_shows_with_the_prompt_is_the_clients() -> None:
+    router, side = edge(p=answer(400, b'{"error": {"message": "too long"}}'))
+    opened = await router.dispatcher.open(call(stream=True))
+    assert opened.head.status == 400
+    assert b"too long" in b"".join([piece.data async for piece in opened])
+    assert [name for name, _ in side.calls] == ["p"]
+    assert sorted(router.controller.released) == sorted([FIRST, SECOND])
+
+
+async def test_a_full_replica_of_prompts_is_left_for_another() -> None:
+    full = answer(503, b"{}")
+    router, _ = edge(PAIR, OTHER_PAIR, p=full, p2=prefill, d2=serve)
+    assert (await router.dispatcher.open(call())).head.replica_id == "d2"
+
+
+async def test_without_a_handoff_the_other_replica_computes_the_prompt() -> None:
+    async def bare(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        yield ResponseHead(200, "application/json", name)
+        yield ResponseTail(5, 0)
+
+    router, side = edge(p=bare)
+    await headers(router)
+    assert side.calls[1][1].handoff is None
+
+
+async def test_reservations_of_replicas_that_another_one_stood_in_for_are_released() -> None:
+    router, side = edge(PAIR._replace(prefill_id="gone"))
+    opened = await router.dispatcher.open(call())
+    assert side.calls[0][0] == "p"
+    assert router.controller.released == [SECOND]
+    assert side.calls[1][1].handoff == HANDOFF
+    assert opened.tier is Tier.BEST_EFFORT, "it was promised of another replica"
+
+
+@pytest.mark.parametrize("stage", ["p", "d"])
+async def test_a_client_that_leaves_frees_both_replicas_in_every_stage(stage: str) -> None:
+    router, side = edge(**{stage: hang})
+    task = asyncio.create_task(router.dispatcher.open(call()))
+    live = "r.prefill" if stage == "p" else "r"
+    await side.until(lambda: side.live == {live})
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await side.until(lambda: not side.live)
+    assert side.cancelled == [live]
+    # What has ended is confirmed by its replica.
+    both = {FIRST, SECOND} if stage == "p" else {FIRST}
+    assert set(router.controller.released) == both
+
+
+async def test_a_pool_without_replicas_is_left_out() -> None:
+    router, side = edge(PAIR, None)
+    side.empty = {"prefill", "mixed"}
+    opened = await router.dispatcher.open(call())
+    assert side.pools == ["prefill", "mixed", "decode"]
+    assert opened.head.status == 200
+    assert [query.prefill_key != 0 for query in router.controller.queries] == [True, False, False]
+
+
+async def test_without_any_replica_it_says_so() -> None:
+    router, side = edge(None)
+    side.empty = {"prefill", "mixed", "decode"}
+    with pytest.raises(ApiError) as caught:
+        await router.dispatcher.open(call())
+    assert caught.value.reason is Reason.NO_REPLICA
+    assert side.pools == ["mixed", "decode", "prefill"]
+
+
+async def test_without_a_controller_any_replica_serves_it_whole() -> None:
+    router, side = edge(None, p=serve)
+    await router.dispatcher.open(call())
+    assert side.pools == ["mixed"]
+    assert not side.calls[0][1].prefill_only
+    side.roles = ("decode", "prefill")
+    await router.dispatcher.open(call())
+    assert side.pools[-1] == "decode"
