@@ -263,10 +263,10 @@ class LocalScheduler:
         *,
         fetched: Collection[str] = (),
     ) -> StepInFlight:
-        """The engine starts a batch. ``fetched`` are planned requests that run later, as the engine
-        now fetches their KV. ``ran`` holds (engine id, new tokens, computed before),
+        """The engine starts a batch. ``ran`` holds (engine id, new tokens, computed before),
         ``checked`` how many of the new tokens are drafted ones, for each request for which there
-        were some; ``drafted`` is that of :class:`StepInFlight`.
+        were some; ``drafted`` is that of :class:`StepInFlight`. ``fetched`` are planned requests
+        that run later, as the engine now fetches their KV.
 
         A batch that was planned empty and is empty is no step: it is neither counted nor logged.
         """
@@ -276,14 +276,14 @@ class LocalScheduler:
         )
         # Without head-room: what is learned and published is how right the model is.
         uncorrected = self._base_model.step_s(work) / self._base_model.headroom
-        if not ran and not plan.entries:
-            return StepInFlight(now_s, plan, work, uncorrected, preempted)
-        self._steps += 1
         planned = {
             entry.request_id: entry.tokens
             for entry in plan.entries
             if entry.request_id not in fetched
         }
+        if not ran and not planned:
+            return StepInFlight(now_s, plan, work, uncorrected, preempted)
+        self._steps += 1
         actual = {request_id: tokens for request_id, tokens, _ in ran}
         if planned != actual:
             self._mismatches += 1

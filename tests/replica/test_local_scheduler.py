@@ -101,6 +101,47 @@ def test_steps_slower_than_predicted_correct_the_model(table):
     assert scheduler.plan(queue("e1"), now_s, BUDGET).predicted_s == pytest.approx(0.030)
 
 
+def test_steps_beside_other_work_teach_nothing_unless_all_are(table):
+    scheduler = make_scheduler(table)
+
+    def run(steps, disturbed):
+        for _ in range(steps):
+            plan = scheduler.plan(queue("e1"), 0.0, BUDGET)
+            step = scheduler.begin_step(plan, [("e1", 10, 0)], 0.0)
+            scheduler.end_step(step, 0.0, [], 0, 0, 9, 9, seconds=0.060, disturbed=disturbed)
+
+    run(30, disturbed=True)
+    assert table.read().summary["correction"] == 1.0
+    assert not table.samples()
+    assert sum(table.read().summary["step_ratio_histogram"]) == 30
+    run(300, disturbed=True)
+    assert table.read().summary["correction"] > 2.0
+
+
+def test_a_request_whose_kv_is_fetched_is_no_mismatch_and_alone_no_step(table):
+    scheduler = make_scheduler(table)
+    plan = scheduler.plan(QueueView([view("e1"), view("e2", 1)]), 0.0, BUDGET)
+    step = scheduler.begin_step(plan, [("e1", 10, 0)], 0.0, fetched=["e2"])
+    finish(scheduler, step, 0.02)
+    plan = scheduler.plan(queue("e2"), 0.02, BUDGET)
+    finish(scheduler, scheduler.begin_step(plan, [], 0.02, fetched=["e2"]), 0.021)
+    summary = table.read().summary
+    assert (summary["steps"], summary["plan_mismatches"]) == (1, 0)
+
+
+def test_what_is_taken_over_is_published(table):
+    scheduler = make_scheduler(table)
+    scheduler.transfers.arrived(0.5, 70, 1000)
+    scheduler.transfers.arrived(0.25, 30, 500)
+    scheduler.transfers.failed()
+    finish(scheduler, scheduler.begin_step(BatchPlan.empty(), [], 0.0), 0.0)
+    summary = table.read().summary
+    assert summary["transfers"] == 2
+    assert summary["transfer_seconds"] == 0.75
+    assert (summary["transfer_tokens"], summary["transfer_bytes"]) == (100, 1500)
+    assert summary["transfer_failures"] == 1
+
+
 def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
     scheduler = make_scheduler(table, BatchLog(tmp_path / "r.jsonl"))
     step = scheduler.begin_step(scheduler.plan(QueueView(), 0.0, BUDGET), [], 0.0)
