@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
+from typing import NamedTuple
 
 LEAST_LOAD, MOST_LOAD = 0.05, 4.0
 STEPS = 7
@@ -15,8 +16,24 @@ CAPACITY_WORDS = (
 )
 
 
+class Loads(NamedTuple):
+    """Where to search.
+
+    Attributes:
+        least, most: ends of the range, above 0.
+        steps: halvings of its logarithm.
+    """
+
+    least: float = LEAST_LOAD
+    most: float = MOST_LOAD
+    steps: int = STEPS
+
+
+ALL_LOADS = Loads()
+
+
 def greatest_loads(
-    attainment: Callable[[float], float], shares: Sequence[float]
+    attainment: Callable[[float], float], shares: Sequence[float], loads: Loads = ALL_LOADS
 ) -> Mapping[float, float]:
     """By share: the greatest load at which at least that share attains; 0 if none does at the
     least load. Every run serves all searches.
@@ -24,6 +41,7 @@ def greatest_loads(
     Args:
         attainment: share of requests that attain at a load.
         shares: in (0, 1].
+        loads: where to search.
     """
     known: dict[float, float] = {}
 
@@ -32,16 +50,16 @@ def greatest_loads(
             known[load] = attainment(load)
         return known[load]
 
-    return {share: _search(at, share) for share in shares}
+    return {share: _search(at, share, loads) for share in shares}
 
 
-def _search(attainment: Callable[[float], float], share: float) -> float:
-    low, high = LEAST_LOAD, MOST_LOAD
+def _search(attainment: Callable[[float], float], share: float, loads: Loads) -> float:
+    low, high = loads.least, loads.most
     if attainment(high) >= share:
         return high
     if attainment(low) < share:
         return 0.0
-    for _ in range(STEPS):
+    for _ in range(loads.steps):
         middle = sqrt(low * high)
         if attainment(middle) >= share:
             low = middle

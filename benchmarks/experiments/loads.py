@@ -56,11 +56,6 @@ def _slos_serve(scenario: str, setup: Setup, rate: float, requests: int, seed: i
     return slos_serve(scenario, rate, requests, seed, alone_s(setup.truth))
 
 
-def of_scenario(scenario: str) -> Make:
-    """A scenario of SLOs-Serve."""
-    return partial(_slos_serve, scenario)
-
-
 def _bursty(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
     return proserve("sharegpt", rate, requests, seed, arrivals=partial(OnOff, on_s=8.0, off_s=12.0))
 
