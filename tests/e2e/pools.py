@@ -1,0 +1,148 @@
+"""What the tests of prefill and decode in pools of their own share: who does what, streams that
+must be whole, and replicas that die when told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+import ray
+
+from tests.e2e.conftest import System, wait_until
+
+
+def fresh(serving: System) -> list[dict[str, Any]]:
+    """The replicas that take requests, as the controller knows."""
+    return [each for each in serving.snapshot()["replicas"] if each["condition"] == "fresh"]
+
+
+def roles(serving: System) -> Counter[str]:
+    """Their number by role."""
+    return Counter(each["role"] for each in fresh(serving))
+
+
+def busy(serving: System, role: str) -> list[str]:
+    """The replicas of a role that have a request."""
+    return [
+        each["replica_id"]
+        for each in fresh(serving)
+        if each["role"] == role and each["waiting"] + each["running"]
+    ]
+
+
+def wait_until_busy(serving: System, role: str, idle: str | None = None) -> str:
+    """The replica of a role that has a request, once no replica of the role ``idle`` has one."""
+    found: list[str] = []
+
+    def look() -> bool:
+        found[:] = busy(serving, role)
+        return bool(found) and (idle is None or not busy(serving, idle))
+
+    wait_until(look, f"a request is at a {role} replica", show=serving.snapshot, every_s=0.005)
+    (replica_id,) = found
+    return replica_id
+
+
+@contextmanager
+def only(serving: System, *wanted: str) -> Iterator[None]:
+    """The replicas of other roles are drained meanwhile."""
+    others = [each["replica_id"] for each in fresh(serving) if each["role"] not in wanted]
+    drain = serving.controller().drain.remote
+    ray.get([drain(replica_id, True) for replica_id in others], timeout=10)
+    try:
+        yield
+    finally:
+        ray.get([drain(replica_id, False) for replica_id in others], timeout=10)
+
+
+class Process:
+    """A replica's process, with those that it has started."""
+
+    def __init__(self, replica_id: str) -> None:
+        (name,) = (
+            named["name"]
+            for named in ray.util.list_named_actors(all_namespaces=True)
+            if named["namespace"] == "serve" and named["name"].endswith(f"#{replica_id}")
+        )
+        actor = ray.get_actor(name, namespace="serve")
+        pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10)
+        self._replica = psutil.Process(pid)
+        self._engine = self._replica.children(recursive=True)
+
+    def freeze_engine(self) -> None:
+        """Let the engine stand still; the replica in front of it goes on."""
+        assert self._engine, "this engine has no process of its own"
+        for process in self._engine:
+            process.send_signal(signal.SIGSTOP)
+
+    def thaw_engine(self) -> None:
+        """Let it go on."""
+        for process in self._engine:
+            process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End all of it at once, as a lost machine does."""
+        for process in (*self._engine, self._replica):
+            process.kill()
+
+
+class Streamed(NamedTuple):
+    """A streamed answer that ended as it should."""
+
+    text: str
+    headers: httpx.Headers
+
+    def served_by(self, serving: System) -> tuple[str, str | None]:
+        """The roles of who answered, and of who computed the prompt if that was another."""
+        known = {each["replica_id"]: each["role"] for each in serving.snapshot()["replicas"]}
+        first = self.headers.get("x-sluice-prefill-replica")
+        return known[self.headers["x-sluice-replica"]], known[first] if first else None
+
+
+def stream(
+    serving: System, body: dict[str, Any], then: Callable[[int, str], None] = lambda *_: None
+) -> Streamed:
+    """Stream a completion, and check that nothing of it is missing and nothing there twice.
+
+    Args:
+        then: called with the number of events so far and who answers, after each.
+    """
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    events: list[dict[str, Any]] = []
+    done = False
+    url = f"{serving.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=120) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            assert not done or not line
+            if line == "data: [DONE]":
+                done = True
+            elif line.startswith("data: "):
+                events.append(json.loads(line[6:]))
+                then(len(events), answer.headers["x-sluice-replica"])
+    assert done and not [event for event in events if "error" in event], events[-2:]
+    assert len({event["id"] for event in events}) == 1
+    assert events[-1]["usage"]["completion_tokens"] == body["max_tokens"]
+    choices = [choice for event in events for choice in event["choices"]]
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons == [None] * (len(reasons) - 1) + ["length"]
+    return Streamed("".join(choice["text"] for choice in choices), answer.headers)
+
+
+def value(serving: System, name: str, label: str = "") -> float:
+    """The sum of a metric, as the page has it now, over the series that have ``label``, such as
+    ``outcome="ok"``."""
+    page = httpx.get(f"{serving.url}/metrics", timeout=30).text
+    lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
+    return sum(
+        float(figure)
+        for series, _, figure in lines
+        if series.partition("{")[0] == name and label in series
+    )
