@@ -172,7 +172,15 @@ class TokenClock:
         self._anchor = anchor
 
     def emit(self, tokens: int, now_s: float) -> None:
-        """Count ``tokens`` (>= 0) that left at ``now_s``."""
+        """Count ``tokens`` (>= 0) that left at ``now_s``.
+
+        Several at once, as speculation gives them, each have the deadline of their place in the
+        output; with :attr:`Anchor.LAST_TOKEN`, which knows no places, a group has one TPOT for each
+        of its tokens.
+        """
+        last_s = self.last_token_s
+        if last_s is not None and self.slo.tpot_s is not None:
+            last_s += (tokens - 1) * self.slo.tpot_s
         for _ in range(tokens):
             self.tokens += 1
             if self.first_token_s is None:
@@ -181,10 +189,11 @@ class TokenClock:
             weight *= self.slo.priority
             self.ideal_gain += weight
             due_s = self.slo.deadline_s(
-                self.tokens, self.arrival_s, self.first_token_s, self._anchor, self.last_token_s
+                self.tokens, self.arrival_s, self.first_token_s, self._anchor, last_s
             )
             if now_s < due_s:
                 self.gain += weight
+            last_s = now_s if last_s is None else last_s
             self.last_token_s = now_s
 
     @property

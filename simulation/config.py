@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -12,17 +12,23 @@ from scheduling.roles import Role
 
 
 class Speculation(BaseModel):
-    """Speculative decoding: ``length`` drafted tokens per decode step, each accepted with
-    probability ``alpha`` if those before it were (SLOs-Serve §3.2.3 and appendix D).
-
-    The latency models of a run must be those of such steps, see
-    :class:`simulation.truth.SpeculativeLatency`.
+    """Speculative decoding: up to ``length`` tokens are drafted for each decode step, of which the
+    policy has some checked; each is right with probability ``alpha`` if those before it were
+    (SLOs-Serve §3.2.3 and appendix D). A step that checks ``d`` costs what a prefill of ``1 + d``
+    tokens on that context costs, and drafting costs ``draft_s`` for each token of the longest draft
+    that the step checks: next to nothing for n-grams, a pass of its own for a drafting model.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    alpha: float = Field(ge=0, lt=1, description="Probability that a drafted token is accepted.")
-    length: int = Field(ge=1, le=10, description="Drafted tokens per decode step.")
+    alpha: float = Field(ge=0, lt=1, description="Probability that a drafted token is right.")
+    length: int = Field(default=9, ge=1, le=9, description="Most drafted tokens per decode step.")
+    draft_s: float = Field(
+        default=0.0, ge=0, description="Time of one pass of the drafting model, seconds."
+    )
+    alphas: dict[str, Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default_factory=dict, description="Another `alpha`, by service class."
+    )
 
 
 class EngineConfig(BaseModel):

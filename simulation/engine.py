@@ -17,6 +17,7 @@ from scheduling.kernels import (
 from scheduling.request import QueueView
 from simulation import steps
 from simulation.config import EngineConfig
+from simulation.drafts import Drafts
 from simulation.prefix_cache import PrefixCache
 from simulation.requests import Requests
 from simulation.rows import Rows
@@ -41,8 +42,7 @@ class Engine:
     counted in ``fallbacks``.
 
     It differs from vLLM in this: a preempted request computes everything again that the workload
-    has no hashes for, while vLLM's own hashes may still find some of it; and drafted tokens cost
-    time, but do not count against ``max_batch_tokens``.
+    has no hashes for, while vLLM's own hashes may still find some of it.
 
     A step costs the policy's plan and ``O(live)`` compiled, and with a prefix cache a little for
     each request that begins or ends.
@@ -92,7 +92,9 @@ class Engine:
         self._seconds: Floats = np.zeros(2)
         self._ran_count = 0
         self._begun_s = 0.0
-        self._lookahead = config.speculation.length if config.speculation is not None else 0
+        self.drafts: Drafts | None = None
+        if config.speculation is not None:
+            self.drafts = Drafts(config.speculation, requests, rng)
         if config.prefix_cache and requests.hashed:
             tokens = requests.workload.block_tokens
             self.cache = PrefixCache(requests.arrivals, tokens, config.block_tokens)
@@ -224,7 +226,10 @@ class Engine:
             int(self._counters[steps.FREE_BLOCKS]),
             config.block_tokens,
             config.reserve_prompt,
+            draft_s=self.drafts.config.draft_s if self.drafts is not None else 0.0,
         )
+        if self.drafts is not None:
+            self.drafts.show(self._rows.table[: self.live], self._rows.keys[: self.live])
         return policy.plan(self.queue, now_s, self.planner.latency, budget)
 
     def _start(self, plan: BatchPlan) -> int:
@@ -232,9 +237,7 @@ class Engine:
         rows, config = self._rows, self.config
         admitted: list[int] = []
         if self.cache is not None:
-            admitted = self.cache.admit(
-                rows, plan.rows, plan.tokens, self._lookahead, len(plan.evicted) > 0
-            )
+            admitted = self.cache.admit(rows, plan.rows, plan.tokens, len(plan.evicted) > 0)
         self._ran_count = steps.begin(
             rows.table,
             rows.private,
@@ -245,7 +248,6 @@ class Engine:
             plan.kept,
             config.block_tokens,
             config.max_sequences,
-            self._lookahead,
             self._truth_pieces,
             self.planner.pieces,
             rows.ran,
@@ -255,9 +257,10 @@ class Engine:
         if self.cache is not None:
             self.cache.settle(rows, admitted)
         self.dropped += int(rows.counters[steps.DROPPED])
-        if config.speculation is not None:
-            tries = self._rng.geometric(1 - config.speculation.alpha, self._ran_count)
-            rows.accepted[: self._ran_count] = np.minimum(tries - 1, self._lookahead)
+        if self.drafts is not None:
+            ran = rows.ran[: self._ran_count]
+            accepted = rows.accepted[: self._ran_count]
+            self._seconds += self.drafts.check(rows.table, rows.keys, ran, accepted)
         return self._ran_count
 
     def complete(self, now_s: float) -> list[int]:
@@ -274,7 +277,7 @@ class Engine:
             rows.ran,
             self._ran_count,
             rows.accepted,
-            self.config.block_tokens,
+            self.drafts.config.length if self.drafts is not None else 0,
             now_s,
             self._requests.times,
             rows.turns,

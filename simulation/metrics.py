@@ -34,7 +34,10 @@ class TPOTMetric(enum.StrEnum):
     token may the stream be behind its pace since the first one.
 
     ``WINDOW``: the largest mean over 10 tokens, ``(t_(i+10) - t_i) / 10``; SLOs-Serve. A stage of
-    fewer than 11 tokens is one window.
+    fewer than 11 tokens is one window. Where several tokens leave at once, as with speculation, a
+    window ends with such a group and begins with the last one that is at least 10 tokens before,
+    and its mean is over all tokens between: a window that ended within a group would count the
+    group's time, but not all of its tokens.
 
     ``ENVELOPE``: the largest ``(t_i - a - TTFT) / (i - 1)``, at least 0: the TPOT under which every
     token would have been within ``a + TTFT + (i - 1) TPOT``, the deadlines of TDG. It counts from
@@ -120,16 +123,35 @@ def _paces(requests: Requests, start_s: Floats, emitted: Ints) -> dict[TPOTMetri
     objective = column(requests, 0)
     base_s = np.where(np.isinf(objective), times[first], start_s + objective)
     envelope = np.maximum(most((times - base_s[stage]) / steps), 0.0)
-    whole = index >= WINDOW_TOKENS
-    before = times[np.maximum(np.arange(len(times)) - WINDOW_TOKENS, 0)]
-    windows = most(np.where(whole, (times - before) / WINDOW_TOKENS, nan))
-    window = np.where(emitted > WINDOW_TOKENS, windows, mean)
+    windows = most(_windows(times, index, first[stage] + emitted[stage] - 1))
+    window = np.where((emitted > WINDOW_TOKENS) & (windows > -np.inf), windows, mean)
     return {
         TPOTMetric.MEAN: mean,
         TPOTMetric.RUNNING_MAX: running,
         TPOTMetric.WINDOW: window,
         TPOTMetric.ENVELOPE: envelope,
     }
+
+
+def _windows(times: Floats, index: Ints, last: Ints) -> Floats:
+    """Per token, the mean time per token of the window that ends with its group; nan where that has
+    fewer than 10 tokens.
+
+    Args:
+        times: when each left.
+        index: of each in its stage.
+        last: place of the last one of its stage that left.
+    """
+    places = np.arange(len(times))
+    ends = np.append(times[1:] != times[:-1], True) | (places == last)
+    group_ends = np.flatnonzero(ends)
+    group = np.searchsorted(group_ends, places)
+    end = group_ends[group]
+    # The last group that ends at least a window before.
+    before = np.searchsorted(group_ends, end - WINDOW_TOKENS, side="right") - 1
+    begin = group_ends[np.maximum(before, 0)]
+    known = (before >= 0) & (begin >= places - index)
+    return np.where(known, (times - times[begin]) / np.maximum(end - begin, 1), nan)
 
 
 def column(requests: Requests, index: int) -> Floats:

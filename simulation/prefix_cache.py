@@ -85,21 +85,18 @@ class PrefixCache:
             if key not in self._brought:
                 self._show(rows, row, self._hits(key))
 
-    def admit(
-        self, rows: Rows, planned: Ints, tokens: Ints, lookahead: int, evicts: bool = False
-    ) -> list[int]:
+    def admit(self, rows: Rows, planned: Ints, tokens: Ints, evicts: bool = False) -> list[int]:
         """Before a step: hold the cached prefixes of the waiting requests in it; return their rows.
 
-        It holds no more than their rows show, which is what the plan is made for. ``lookahead``
-        are the tokens beyond its own for which the step gives a request blocks, and ``evicts`` says
-        whether it begins by taking some from others.
+        It holds no more than their rows show, which is what the plan is made for. ``evicts`` says
+        whether the step begins by taking blocks from others.
         """
         admitted = []
         need = 0
         for row, new in zip(planned.tolist(), tokens.tolist(), strict=True):
             table = rows.table[row]
             if table[RUNNING] > 0.0:
-                upto = int(table[COMPUTED]) + new + lookahead
+                upto = int(table[COMPUTED]) + new
                 need += -(-upto // self._block_tokens) - int(table[KV_BLOCKS])
                 continue
             key = int(rows.keys[row])

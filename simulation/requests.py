@@ -12,6 +12,7 @@ from scheduling.kernels import (
     ARRIVAL,
     BEST_EFFORT,
     COMPUTED,
+    DRAFTED,
     EMITTED,
     EXPECTED,
     FIELDS,
@@ -163,7 +164,7 @@ class Requests:
         rest[:] = row
         rest[PROMPT] = rest[PENDING] = row[PROMPT] + emitted
         rest[EXPECTED] = max(row[EXPECTED] - emitted, 1.0)
-        rest[COMPUTED] = rest[EMITTED] = rest[KV_BLOCKS] = rest[RUNNING] = 0.0
+        rest[COMPUTED] = rest[EMITTED] = rest[KV_BLOCKS] = rest[RUNNING] = rest[DRAFTED] = 0.0
         rest[FIRST_TOKEN] = rest[LAST_TOKEN] = nan
         own[:] = private
         own[TARGET] -= emitted
@@ -199,7 +200,7 @@ class Requests:
         row[PROMPT] += row[EMITTED] + stage.prompt_tokens
         row[PENDING] += stage.prompt_tokens
         row[EXPECTED] = max(row[EXPECTED] - row[EMITTED], 1.0)
-        row[EMITTED] = 0.0
+        row[EMITTED] = row[DRAFTED] = 0.0
         row[FIRST_TOKEN] = row[LAST_TOKEN] = nan
         row[ARRIVAL] = now_s
         row[TTFT : PRIORITY + 1] = slo.columns

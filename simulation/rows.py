@@ -24,7 +24,7 @@ class Rows:
         keys: which requests these are.
         counters: the engine's, ``int64[COUNTERS]``.
         ran: of the step under way, its rows and their tokens, ``int64[capacity, 2]``.
-        accepted: of that step, drafted tokens that were right, by place in ``ran``.
+        accepted: of that step, drafted tokens that are right, by place in ``ran``.
         victims: rows that it preempted.
         turns: keys of the requests to which its end was more than that of a step, and what it was.
     """

@@ -43,6 +43,8 @@ class Result:
         moved: times that a request was placed again after a replica failed.
         split: times that a replica took over the KV of a prompt that another one had computed.
         starting_s: sum of the times for which replicas were started that served nothing yet.
+        checked_drafts: drafted tokens that steps checked.
+        accepted_drafts: of these, those that were right.
         sizes: by role, how many replicas were wanted and why, from when on; empty where nobody
             sized the cluster.
     """
@@ -62,6 +64,8 @@ class Result:
     moved: int
     split: int
     starting_s: float
+    checked_drafts: int
+    accepted_drafts: int
     sizes: Mapping[str, tuple[Size, ...]]
 
     @property
@@ -111,6 +115,8 @@ def result_of(
         moved=moved,
         split=split,
         starting_s=starting_s,
+        checked_drafts=sum(engine.drafts.checked for engine in engines if engine.drafts),
+        accepted_drafts=sum(engine.drafts.accepted for engine in engines if engine.drafts),
         sizes=sizes,
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from scheduling.kernels import (
     COMPUTED,
+    DRAFTED,
     EMITTED,
     EXPECTED,
     FIELDS,
@@ -68,6 +69,7 @@ def preempt(table: Floats, private: Ints, counters: Ints, row: int) -> None:
     table[row, PENDING] = table[row, PROMPT] + table[row, EMITTED]
     table[row, KV_BLOCKS] = 0.0
     table[row, RUNNING] = 0.0
+    table[row, DRAFTED] = 0.0
 
 
 @compiled
@@ -91,7 +93,6 @@ def begin(
     kept: Ints,
     block_tokens: int,
     max_sequences: int,
-    lookahead: int,
     truth: Floats,
     belief: Floats,
     ran: Ints,
@@ -103,8 +104,7 @@ def begin(
     Before it the rows ``evicted`` are preempted. Running requests come first, in order of the plan.
     One that lacks blocks takes them from those outside the plan, the last admitted first and those
     ``kept`` never, and then from those that the plan has behind it. Waiting requests are admitted
-    only in a step that itself preempts nothing. Decodes get blocks for ``lookahead`` more tokens
-    where there are some.
+    only in a step that itself preempts nothing.
 
     Written are ``ran`` (rows, then their tokens), ``victims`` (rows) and ``seconds`` (time by the
     truth, by the belief). ``O(live + planned * pieces)``, and ``O(live)`` more per preemption.
@@ -147,9 +147,6 @@ def begin(
                 preempted += 1
             if need > counters[FREE_BLOCKS]:
                 continue
-            if lookahead > 0 and new == 1 and table[row, EMITTED] > 0.0:
-                ahead = -(-(computed + 1 + lookahead) // block_tokens) - held
-                need = max(need, min(ahead, counters[FREE_BLOCKS]))
             if need > 0:
                 counters[FREE_BLOCKS] -= need
                 table[row, KV_BLOCKS] = held + need
@@ -189,14 +186,16 @@ def complete(
     ran: Ints,
     count: int,
     accepted: Ints,
-    block_tokens: int,
+    drafts: int,
     now_s: float,
     emitted_s: Floats,
     turns: Ints,
 ) -> None:
     """End a step: count its tokens, write when they left, and take out what is finished.
 
-    ``accepted`` are drafted tokens that come on top, per place of ``ran``. Written to ``turns`` are
+    ``accepted`` says, per place of ``ran``, how many of the drafted tokens that were checked are
+    right; the others leave nothing behind. For each request that goes on decoding ``drafts`` more
+    are drafted. Written to ``turns`` are
     the keys of the requests that finished, go on with another stage or have outgrown what was
     expected, and which of it, in the order of ``ran``. ``O(ran)``, and ``O(live)`` where something
     finished.
@@ -205,19 +204,17 @@ def complete(
     counters[TURNS] = 0
     for place in range(count):
         row, new = ran[place, 0], ran[place, 1]
+        emitted = int(table[row, EMITTED])
+        target = private[row, TARGET]
+        leave = 1
+        if table[row, DRAFTED] > 0.0:
+            leave += min(accepted[place], target - emitted - 1)
+            new = leave
         counters[DONE_TOKENS] += new
         table[row, COMPUTED] += new
         table[row, PENDING] -= new
         if table[row, PENDING] > 0.0:
             continue
-        emitted = int(table[row, EMITTED])
-        target = private[row, TARGET]
-        leave = 1
-        if emitted > 0 and new == 1 and accepted[place] > 0:
-            room = int(table[row, KV_BLOCKS]) * block_tokens - int(table[row, COMPUTED])
-            leave += min(accepted[place], room, target - emitted - 1)
-            table[row, COMPUTED] += leave - 1
-            counters[DONE_TOKENS] += leave - 1
         first = private[row, OFFSET] + emitted
         for token in range(first, first + leave):
             emitted_s[token] = now_s
@@ -226,6 +223,7 @@ def complete(
         table[row, LAST_TOKEN] = now_s
         table[row, EMITTED] = emitted + leave
         table[row, PENDING] = 1.0
+        table[row, DRAFTED] = drafts
         turn = 0
         if emitted + leave == target and private[row, STAGES_LEFT] > 0:
             turn = STAGED

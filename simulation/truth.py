@@ -6,13 +6,11 @@ model with a head-room, corrected online from the times that it sees, as in prod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
-from scheduling import kernels
 from scheduling.kernels import Floats
 from scheduling.latency import LatencyModel, OnlineCorrection
 
@@ -86,42 +84,3 @@ class Planner:
         if self._correction is not None:
             self._correction.observe(believed_s, real_s)
             self.latency = self.latency.corrected(self._correction.factor)
-
-
-@dataclass(frozen=True)
-class SpeculativeLatency(LatencyModel):
-    """A model whose decodes check drafted tokens: each costs what a prefill of ``1 + length``
-    tokens on its context costs, and every step has the time of the draft model on top
-    (SLOs-Serve §3.1.1 counts draft steps per batch, too).
-
-    Args:
-        model: of steps without speculation; its factors are not taken over.
-        length: drafted tokens per decode, see :class:`simulation.config.Speculation`.
-        draft_s: time of one draft step, seconds.
-    """
-
-    family = "speculative"
-    source = "SLOs-Serve §3.1.1 and §3.2.3"
-    names = ("model", "length", "draft_s")
-
-    model: LatencyModel
-    length: int
-    draft_s: float = 0.0
-
-    @property
-    def coefficients(self) -> tuple[float, ...]:
-        """The model's, the drafted tokens, and the time of a draft step."""
-        return (*self.model.coefficients, self.length, self.draft_s)
-
-    def _rows(self) -> Sequence[Sequence[float]]:
-        rows = self.model.corrected(1.0).with_headroom(1.0).pieces.copy()
-        tokens = 1 + self.length
-        rows[:, kernels.DECODE_SEQUENCE] = rows[:, kernels.PREFILL_SEQUENCE] + tokens * (
-            rows[:, kernels.PREFILL_TOKENS] + tokens * rows[:, kernels.PREFILL_SQUARE]
-        )
-        rows[:, kernels.DECODE_CONTEXT] = (
-            rows[:, kernels.PREFILL_CONTEXT] + tokens * rows[:, kernels.PREFILL_CROSS]
-        )
-        rows[:, kernels.FIXED] += self.length * self.draft_s
-        listed: list[list[float]] = rows.tolist()
-        return listed

@@ -18,6 +18,7 @@ from benchmarks.experiments.pab_admission import Rejecting
 from scheduling.batching import make_policy
 from scheduling.latency import LatencyModel, LinearLatency
 from scheduling.length import OracleLengths, TaskLengths
+from scheduling.speculation import AllDrafts
 from simulation.config import EngineConfig
 from simulation.metrics import (
     Flags,
@@ -112,6 +113,7 @@ class Contender(NamedTuple):
         rejecting: whether requests that the prefill admission budget does not hold are refused at
             their arrival (FairBatching-PAB on one node).
         batch_tokens: a token limit of the engine in place of the setup's.
+        all_drafts: whether every drafted token is checked, where the policy would choose how many.
     """
 
     label: str
@@ -119,6 +121,7 @@ class Contender(NamedTuple):
     options: Mapping[str, Any] = {}
     rejecting: bool = False
     batch_tokens: int | None = None
+    all_drafts: bool = False
 
 
 class Run(NamedTuple):
@@ -142,6 +145,8 @@ def run(
             what has finished.
     """
     policy = make_policy(contender.policy, contender.options)
+    if contender.all_drafts:
+        policy.speculation = AllDrafts()
     rejecting = Rejecting(policy) if contender.rejecting else None
     config = setup.engine
     if contender.batch_tokens is not None:

@@ -159,3 +159,15 @@ def test_the_compiled_rule_is_that_of_the_views(queue: QueueView, anchor: Anchor
     expected = [view.next_deadline_s(anchor) for view in views]
     assert kernels.deadlines_s(table, anchor.code).tolist() == pytest.approx(expected)
     assert kernels.is_prefill(table).tolist() == [view.is_prefill for view in views]
+
+
+def test_a_group_of_tokens_has_a_pace_for_each_of_them_since_the_token_before() -> None:
+    slo = SLO(ttft_s=1.0, tpot_s=0.1)
+
+    def gain(gap_s: float, tokens: int) -> float:
+        clock = TokenClock(slo, 0.0, anchor=Anchor.LAST_TOKEN)
+        clock.emit(1, 0.5)
+        clock.emit(tokens, 0.5 + gap_s)
+        return clock.gain - 1
+
+    assert [gain(0.29, 3), gain(0.31, 3), gain(0.09, 1), gain(0.11, 1)] == [3, 0, 1, 0]

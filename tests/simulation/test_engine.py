@@ -11,12 +11,13 @@ from scheduling.latency import LatencyModel, LinearLatency
 from scheduling.length import OracleLengths
 from scheduling.objective import SLO
 from scheduling.request import QueueView
+from scheduling.speculation import AllDrafts
 from simulation import steps
 from simulation.config import EngineConfig, Speculation
 from simulation.engine import Engine, StuckError
 from simulation.requests import Requests
 from simulation.run import TOO_LONG, Result, drive, simulate
-from simulation.truth import Belief, SpeculativeLatency, Truth
+from simulation.truth import Belief, Truth
 from simulation.workload import Arrival, Stage, Workload
 from tests.simulation.loads import MODEL, OBJECTIVE, configs, of, workload, workloads
 
@@ -260,18 +261,36 @@ def test_the_belief_learns_the_truth_and_keeps_its_headroom() -> None:
     assert simulate(load, make_policy("fairbatching"), slow, fixed).correction == 1.0
 
 
+def everything_checked(name: str) -> BatchPolicy:
+    policy = make_policy(name)
+    policy.speculation = AllDrafts()
+    return policy
+
+
 def test_accepted_drafts_leave_in_one_step() -> None:
-    speculation = Speculation(alpha=0.8, length=4)
+    speculation = Speculation(alpha=0.8, length=4, draft_s=0.001)
     config = EngineConfig(speculation=speculation)
     load = workload((0.0, 100, 20_001))
-    model = SpeculativeLatency(MODEL, speculation.length, draft_s=0.001)
-    result = simulate(load, make_policy("fcfs"), Truth(model, 0), config=config, seed=2)
+    result = simulate(load, everything_checked("fcfs"), Truth(MODEL, 0), config=config, seed=2)
     # Acc(s) = 1 + alpha + ... + alpha^s tokens per step (SLOs-Serve, appendix D).
     mean = 20_000 / (result.steps[0] - 1)
     assert mean == pytest.approx(sum(0.8**k for k in range(5)), rel=0.01)
+    assert result.checked_drafts == pytest.approx(4 * (result.steps[0] - 1), abs=4)
+    assert result.accepted_drafts == pytest.approx(20_000 - (result.steps[0] - 1), abs=4)
     # Such a step costs a prefill of five tokens, and four draft steps.
     steps = np.diff(np.unique(result.requests.emitted_s))
     assert steps[0] == pytest.approx(step_s(5, 100) + 0.004)
+
+
+def test_lengths_follow_the_acceptance_that_an_engine_learns() -> None:
+    def checked(alpha: float) -> float:
+        config = EngineConfig(speculation=Speculation(alpha=alpha))
+        load = workload((0.0, 100, 2_000))
+        result = simulate(load, make_policy("deadline_triage"), MODEL, config=config, seed=2)
+        assert not result.requests.failures
+        return result.checked_drafts / result.steps[0]
+
+    assert checked(0.0) < 0.2 < 2 < checked(0.6) < checked(0.9)
 
 
 def test_impossible_engines_are_refused() -> None:
