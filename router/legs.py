@@ -21,6 +21,7 @@ from scheduling.roles import Role
 from telemetry.tracing import Kind, Span
 
 _BUSY = 503
+_NOT_RESUMED = (Reason.INTERNAL, "Another replica did not go on with the stream.")
 _UNTRACED: Mapping[str, str] = {}
 
 
@@ -133,6 +134,8 @@ class Legs:
         if destination.prefill_id is not None:
             first = await self._prefill(course, request, destination, span)
             if first.head.status >= 400:
+                if resume is not None:
+                    raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
                 return first
             if first.head.replica_id not in ("", destination.prefill_id):
                 # What was promised of the one is not promised of the other.
@@ -304,9 +307,7 @@ def _check_resumed(course: Course, attempt: Attempt) -> None:
     """
     repeated = course.transcript is not None and course.transcript.repeated
     if attempt.head.status != 200 or attempt.head.media_type != EVENT_STREAM or not repeated:
-        raise ReplicaFailedError(
-            Reason.INTERNAL, "Another replica did not go on with the stream.", retry=False
-        )
+        raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
 
 
 def _name_of(error: BaseException) -> str:

@@ -277,6 +277,24 @@ async def test_a_stream_that_is_not_repeated_is_not_handed_on() -> None:
 
 
 @virtual
+async def test_a_prompt_that_is_refused_in_mid_stream_is_not_handed_on() -> None:
+    async def refuses(
+        side: FarSide, name: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        yield ResponseHead(400, "application/json", name)
+        yield ResponseChunk(b"refused")
+        yield ResponseTail(0, 0)
+
+    side = FarSide(d=simulated(4), p=refuses, d2=simulated())
+    side.roles = ("decode", "prefill")
+    whole = RouteDecision("d", "placed", role="decode")
+    pair = RouteDecision("d2", "placed", role="decode", prefill_id="p")
+    stream = await text(Edge(side, FarController(whole, pair), clock=Clock()), "/v1/completions")
+    assert "refused" not in stream
+    assert "stream_broken" in stream
+
+
+@virtual
 async def test_a_client_that_leaves_while_its_stream_is_resumed_stops_that() -> None:
     async def waits(
         side: FarSide, name: str, request: EngineRequest
