@@ -18,7 +18,9 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from replica.engine import ResponseChunk, Resume
 from replica.vllm_args import ID
+from replica.vllm_resume import may_go_on, repeat, rest_of
 
 CURRENT_CALL: ContextVar[ApiCall | None] = ContextVar("CURRENT_CALL", default=None)
 """The API call that this task serves, where vLLM's requests do not say it."""
@@ -48,6 +50,10 @@ class ApiCall:
         prefill_only: the engine computes its prompt and no more than a token, which nobody sees.
         offer: what the engine says of the KV that it keeps of its prompt.
         stats: vLLM's times of its first prompt, where vLLM keeps them.
+        resumable: its chunks tell the tokens, as far as another engine could go on from them.
+        unsent_groups: the tokens of :attr:`unsent_tokens` where they are told, by the outputs of
+            the engine that they came in.
+        resume: what its client has already. repeated: the outputs that that was, made again.
     """
 
     received_s: float
@@ -64,6 +70,21 @@ class ApiCall:
     prefill_only: bool = False
     offer: Mapping[str, Any] | None = None
     stats: Any = None
+    resumable: bool = False
+    unsent_groups: list[tuple[int, ...]] = field(default_factory=list)
+    resume: Resume | None = None
+    repeated: list[Any] = field(default_factory=list)
+
+    def chunks(self, event: bytes) -> list[ResponseChunk]:
+        """``event`` with the tokens that came since the last one. Each output of the engine is a
+        chunk of its own where tokens are told: another engine repeats them in the same steps."""
+        tokens, self.unsent_tokens = self.unsent_tokens, 0
+        groups, self.unsent_groups = self.unsent_groups, []
+        if not groups:
+            return [ResponseChunk(event, tokens)]
+        *silent, last = groups
+        chunks = [ResponseChunk(b"", len(group), group) for group in silent]
+        return [*chunks, ResponseChunk(event, len(last), last)]
 
     @property
     def queued_s(self) -> float | None:
@@ -99,7 +120,11 @@ class WatchedLLM(AsyncLLM):
         if call is not None:
             if call.aborted:
                 raise AbortedError("the request was aborted")
+            if call.resume is not None:
+                # That of its first attempt; this engine may still know it by that.
+                request_id = f"{request_id}.{call.xargs[ID]}"
             call.engine_ids.append(request_id)
+            call.resumable = call.resumable and may_go_on(sampling_params)
             if call.trace and self.observability_config.otlp_traces_endpoint is not None:
                 kwargs["trace_headers"] = call.trace
             if plain:
@@ -113,6 +138,28 @@ class WatchedLLM(AsyncLLM):
         async with aclosing(self._timed(source, watched)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def _add_request(
+        self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
+    ) -> None:
+        """As ``AsyncLLM._add_request``; a stream that is resumed starts behind what was sent."""
+        params = request.sampling_params
+        call = self.calls.get(((params and params.extra_args) or {}).get(ID, ""))
+        if call is None or call.resume is None or not call.resume.token_ids:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+            return
+        rest = rest_of(request, call.resume.token_ids, call.prefill_only)
+        if call.prefill_only:
+            await super()._add_request(rest, prompt, parent_req, index, queue)
+            return
+        processor = self.output_processor
+        processor.add_request(request, prompt, parent_req, index, queue)
+        most = self.vllm_config.model_config.max_model_len
+        call.repeated = repeat(processor, request, queue, call.resume, most)
+        if processor.has_request(request.request_id):
+            await self.engine_core.add_request_async(rest)
+        else:
+            queue.put(call.repeated.pop())
 
     async def encode(
         self, prompt: Any, pooling_params: Any, request_id: str, *args: Any, **kwargs: Any
@@ -159,33 +206,45 @@ async def _watch(
     counted: dict[int, int] = {}
     finished: dict[int, Any] = {}
     try:
-        async for output in source:
-            if not counted:
-                call.prompt_tokens += len(output.prompt_token_ids or ())
-                if first_prompt:
-                    call.stats = output.metrics
-            if first_prompt and output.kv_transfer_params:
-                call.offer = output.kv_transfer_params
-            for choice in output.outputs:
-                before = counted.get(choice.index, 0)
-                # Cumulative outputs repeat the tokens before, deltas do not.
-                new = len(choice.token_ids) - (before if plain else 0)
-                counted[choice.index] = before + new
-                call.output_tokens += new
-                if first_prompt and choice.index == 0:
-                    call.unsent_tokens += new
-                    if plain:
-                        call.offsets_s += [time.monotonic() - call.received_s] * new
-                if plain and choice.finish_reason is not None:
-                    finished[choice.index] = choice
-            if not plain:
-                yield output
-            elif output.finished:
-                output.outputs = [finished[index] for index in sorted(finished)]
-                yield output
+        async for latest in source:
+            # What is repeated is made before the first output that is new.
+            repeated, call.repeated = call.repeated, []
+            for output in (*repeated, latest):
+                _count(output, call, plain, first_prompt, counted)
+                if not plain:
+                    yield output
+                    continue
+                finished |= {c.index: c for c in output.outputs if c.finish_reason is not None}
+                if output.finished:
+                    output.outputs = [finished[index] for index in sorted(finished)]
+                    yield output
     except Exception as error:
         call.failure = error
         raise
+
+
+def _count(
+    output: Any, call: ApiCall, plain: bool, first_prompt: bool, counted: dict[int, int]
+) -> None:
+    """Take in an output. ``counted`` are the tokens of its request before it, by choice."""
+    if not counted:
+        call.prompt_tokens += len(output.prompt_token_ids or ())
+        if first_prompt:
+            call.stats = output.metrics
+    if first_prompt and output.kv_transfer_params:
+        call.offer = output.kv_transfer_params
+    for choice in output.outputs:
+        before = counted.get(choice.index, 0)
+        # Cumulative outputs repeat the tokens before, deltas do not.
+        new = len(choice.token_ids) - (before if plain else 0)
+        counted[choice.index] = before + new
+        call.output_tokens += new
+        if first_prompt and choice.index == 0:
+            call.unsent_tokens += new
+            if plain:
+                call.offsets_s += [time.monotonic() - call.received_s] * new
+            elif call.resumable and new:
+                call.unsent_groups.append(tuple(choice.token_ids))
 
 
 def _with_transfer(sampling_params: Any, call: ApiCall) -> Any:

@@ -35,6 +35,7 @@ from replica.engine import (
 from replica.local_model import local_model
 from replica.openai_format import RequestError
 from replica.profiling import latency_profile
+from replica.resume import check_resume
 from replica.state_table import StateTable
 from replica.transfer.requests import check_transfer, refuse_transfer_fields
 from replica.vllm_args import RequestArgs, SchedulerSettings, reserved_keys, to_xargs
@@ -194,7 +195,12 @@ class VllmEngine:
             raise EngineDeadError(_NOT_STARTED)
         from replica.vllm_client import ApiCall
 
-        call = ApiCall(time.monotonic(), trace=request.trace)
+        call = ApiCall(
+            time.monotonic(),
+            trace=request.trace,
+            resumable=request.resumable,
+            resume=request.resume,
+        )
         try:
             serving = self._serving_of(request.endpoint)
             body = self._parse(request, serving, call)
@@ -238,6 +244,7 @@ class VllmEngine:
             RequestError: the body is not allowed.
         """
         check_transfer(request)
+        check_resume(request)
         body = dict(request.body)
         if request.prefill_only:
             body.pop("stream_options", None)
@@ -269,7 +276,8 @@ class VllmEngine:
             body["vllm_xargs"] = {**(extra or {}), **call.xargs}
         if request.endpoint not in UNSCHEDULED:
             prefix = "resp_" if request.endpoint == "responses" else ""
-            body["request_id"] = prefix + request.request_id
+            resume = request.resume
+            body["request_id"] = prefix + (resume.response_id if resume else request.request_id)
         try:
             return serving.body.validate_python(body)
         except ValidationError as error:
@@ -361,8 +369,8 @@ class VllmEngine:
                 if not begun:
                     begun = True
                     yield ResponseHead(200, EVENT_STREAM)
-                tokens, call.unsent_tokens = call.unsent_tokens, 0
-                yield ResponseChunk(event_bytes(event), tokens)
+                for chunk in call.chunks(event_bytes(event)):
+                    yield chunk
         finally:
             await response.aclose()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from replica.engine import (
     ResponseChunk,
     ResponseHead,
     ResponseTail,
+    Resume,
     request_key,
 )
 from replica.local_model import local_model
@@ -38,6 +40,10 @@ ARGS = {
     "max-num-batched-tokens": 256,
     "kv-cache-memory-bytes": 64 << 20,
     "block-size": 32,
+    # As exact as a comparison of one step with another needs it.
+    "dtype": "float32",
+    "enable-auto-tool-choice": True,
+    "tool-call-parser": "hermes",
 }
 
 
@@ -185,6 +191,109 @@ async def test_log_probabilities_and_structured_output_are_vllms(engine):
     choice = request("so", "chat", **grammar)
     _, (body,), _ = split(await items(engine, choice))
     assert json.loads(body.data)["choices"][0]["message"]["content"] in ("yes", "no")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+STREAMS = {
+    "completion": ("completions", {"max_tokens": 24, "stream_options": {"include_usage": True}}),
+    "chat": ("chat", {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    "tools": ("chat", {"tools": [TOOL]}),
+    "bytes of characters": ("completions", {"allowed_token_ids": list(range(131, 259))}),
+    "stop token": ("completions", {"ignore_eos": False, "min_tokens": 5, "max_tokens": 200}),
+}
+
+
+async def streamed(engine, request):
+    """The chunks of a stream, without the time in them."""
+    _, chunks, tail = split(await items(engine, request))
+    texts = [re.sub(rb'"created":\d+', b'"created":0', chunk.data) for chunk in chunks]
+    return [chunk._replace(data=data) for chunk, data in zip(chunks, texts, strict=True)], tail
+
+
+def resumed(asked, chunks, request_id):
+    """The request for what comes after these chunks of the answer to ``asked``."""
+    token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
+    groups = tuple(chunk.tokens for chunk in chunks)
+    return replace(asked, request_id=request_id, resume=Resume(token_ids, groups, asked.request_id))
+
+
+def said(chunks):
+    """What a stream says, however it is cut into chunks."""
+    texts, rest = [], []
+    for event in events(chunks):
+        for choice in event["choices"]:
+            said = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            texts.append(said)
+            rest.append(choice["finish_reason"])
+    return "".join(texts), rest[-1], events(chunks)[-1].get("usage")
+
+
+@pytest.mark.parametrize("name", STREAMS)
+async def test_a_stream_goes_on_where_another_engine_stopped(engine, name):
+    """Wherever it was cut: what was sent comes again byte for byte, and then what had come."""
+    endpoint, body = STREAMS[name]
+    asked = replace(request(f"whole {name}", endpoint, stream=True, **body), resumable=True)
+    whole, tail = await streamed(engine, asked)
+    assert sum(chunk.tokens for chunk in whole) == tail.output_tokens > 8
+    assert all(len(chunk.token_ids) == chunk.tokens for chunk in whole)
+    await check_cuts(engine, asked, whole, tail)
+
+
+async def check_cuts(engine, asked, whole, tail):
+    """That the stream goes on as it was after every part of it. All at once: it takes no longer."""
+
+    async def check(cut):
+        rest = resumed(asked, whole[:cut], f"{asked.request_id} {cut}")
+        again, end = await streamed(engine, rest)
+        assert again[:cut] == whole[:cut]
+        assert said(again) == said(whole)
+        assert end[:2] == tail[:2]
+
+    cuts = list(range(1, len(whole)))
+    for start in range(0, len(cuts), 8):
+        await asyncio.gather(*map(check, cuts[start : start + 8]))
+
+
+async def test_a_stop_text_is_found_over_the_cut(engine):
+    asked = replace(request("no stop", "completions", stream=True, max_tokens=40), resumable=True)
+    text, _, _ = said((await streamed(engine, asked))[0])
+    # Long enough that it does not come earlier, nor within one token.
+    stop = text[len(text) // 2 :][:8]
+    asked = replace(asked, request_id="stop", body={**asked.body, "stop": [stop]})
+    whole, tail = await streamed(engine, asked)
+    assert said(whole)[:2] == (text[: text.index(stop)], "stop")
+    await check_cuts(engine, asked, whole, tail)
+
+
+async def test_a_stream_goes_on_once_its_prompt_was_computed_apart(engine):
+    asked = replace(request("apart", "chat", stream=True), resumable=True)
+    whole, _ = await streamed(engine, asked)
+    rest = resumed(asked, whole[:5], "apart 2")
+    leg = replace(rest, request_id="apart 2.prefill", prefill_only=True)
+    head, tail = await items(engine, leg)
+    assert head.status == 200
+    tokens = sum(chunk.tokens for chunk in whole[:5])
+    assert tail.handoff.prompt_tokens == (await streamed(engine, asked))[1].prompt_tokens + tokens
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"logprobs": True},
+        {"n": 2, "temperature": 1},
+        {"presence_penalty": 0.5},
+        {"bad_words": ["river"]},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"vllm_xargs": {"mine": 1}},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+async def test_tokens_that_no_other_engine_could_go_on_from_are_not_told(engine, body):
+    asked = request(f"kept {body}", "chat", stream=True, max_tokens=4, **body)
+    _, chunks, _ = split(await items(engine, replace(asked, resumable=True)))
+    assert sum(chunk.tokens for chunk in chunks) > 0
+    assert not any(chunk.token_ids for chunk in chunks)
 
 
 async def test_the_objective_reaches_the_scheduler(engine):
