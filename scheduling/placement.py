@@ -101,15 +101,8 @@ class Placer:
         self.demand = Demand()
         """What was asked for, decision by decision."""
 
-    def place(self, query: RouteQuery, now_s: float, moved: bool = False) -> RouteDecision:
-        """Decide on ``query`` and reserve what it takes.
-
-        Args:
-            query: the request.
-            now_s: the time.
-            moved: whether its first token is out already and the KV of its prompt comes along, as
-                from a prefill replica to a decode replica.
-        """
+    def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
+        """Decide on ``query`` and reserve what it takes."""
         fleet = self._fleet
         fleet.expire(now_s)
         rows = fleet.candidates(now_s)
@@ -117,11 +110,11 @@ class Placer:
             return RouteDecision(None, NO_REPLICA)
         wanted = self._promise_wanted(query)
         second: Second | None = None
-        if fleet.has_roles and not moved:
+        if fleet.has_roles:
             rows, seconds = self._by_role(query, rows)
             if seconds is not None:
                 second = self._second(query, seconds, now_s, wanted)
-        job = self._job(query, rows, now_s, moved, second)
+        job = self._job(query, rows, now_s, second)
         decision = self._decide(job, second, wanted)
         self.demand.count(job, decision, fleet, second)
         return decision
@@ -233,11 +226,11 @@ class Placer:
         query: RouteQuery,
         rows: Ints,
         now_s: float,
-        moved: bool,
         second: Second | None = None,
+        moved: bool = False,
     ) -> Job:
         """The query on ``rows``, of which the prefill replicas would compute its prompt for
-        ``second``, if anybody."""
+        ``second``, if anybody; ``moved``: see :class:`~scheduling.job.Job`."""
         fleet = self._fleet
         if moved:
             cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))

@@ -37,7 +37,6 @@ def warm_up_placement(
     ]
     for query in queries:
         placer.place(query, 0.0)
-        placer.place(query, 0.0, moved=True)
 
 
 def _report() -> Report:

@@ -29,7 +29,7 @@ from scheduling.fleet_rows import (
 )
 from scheduling.kernels import Floats, Ints, compiled
 from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy, most_free_blocks
+from scheduling.routing.base import Job, RoutingPolicy
 
 LEAST_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""
@@ -67,11 +67,6 @@ class GoRoutingOptions(PolicyOptions):
         le=100,
         description="Aggressiveness of the local policy, see that of `slidebatching`.",
     )
-    boundary: Literal["phi_a", "phi_p"] = Field(
-        default="phi_a",
-        description="How long a queue takes: `phi_a` beside decodes (Eq. 8), `phi_p` on replicas "
-        "that only prefill, in a batch per request.",
-    )
     fallback: Literal["idlest", "random"] = Field(
         default="idlest",
         description="Who gets a request that adds gain nowhere: the replica with the shortest "
@@ -95,9 +90,9 @@ class GoRouting(RoutingPolicy):
     For each replica, with ``Q`` its promised prefills and ``r`` the request:
 
     1. ``exec(Q)``, how long the queue takes: ``phi_a(Q)`` (Eq. 8) and one step of its decodes
-       (``n_d * b_d``), or ``phi_p(Q)``; less the time for which it has been worked on since the
-       replica's last step ended, as far as is known. The budget in ``phi_a`` is the least time that
-       a prefill has left, at most the least TPOT.
+       (``n_d * b_d``), or on a prefill replica ``phi_p(Q)``, a batch for each prompt; less the time
+       for which it has been worked on since the replica's last step ended, as far as is known. The
+       budget in ``phi_a`` is the least time that a prefill has left, at most the least TPOT.
     2. ``gain(Q)``, the priorities of the prefills that end in time if SlideBatching orders them:
        urgent ones (less than ``gamma * exec(Q)`` left) by priority per second of work descending,
        then the others by deadline, each ending when all before it and itself are done.
@@ -106,8 +101,8 @@ class GoRouting(RoutingPolicy):
     Candidates ``C`` have ``delta >= alpha * most delta``. Where the most is above 0: of the lightly
     loaded ones in ``C`` (``exec(Q) < mu * TTFT``) the one with the least ``exec(Q)``; else of ``C``
     without the heavily loaded ones (``exec(Q + r) > lambda * TTFT``) the one with the **most**;
-    else of ``C`` the one with the least. Ties go to the first in the list. A request whose first
-    token is out, on its way to a decode replica, goes where most KV blocks are free.
+    else of ``C`` the one with the least. Ties go to the first in the list. Of decode replicas the
+    one with the most free KV blocks goes on.
 
     Our readings:
 
@@ -120,6 +115,8 @@ class GoRouting(RoutingPolicy):
     - The weight of a first token is the same for all, so it is left out; an infinite deadline is
       always met. The TTFT is the time from arrival to the first deadline, whatever states it.
     - The fallback is the paper's ``RANDOMSELECT`` only where ``fallback`` is ``random``.
+    - On a prefill replica the request is due earlier than its first token, by the time of the
+      transfer and of the first steps elsewhere. Prefill and mixed replicas may be weighed together.
     - With reservations the free blocks are those that the requests on their way leave.
 
     ``O(log q)``, where all of the queue is in time and no request in it urgent, else
@@ -138,15 +135,12 @@ class GoRouting(RoutingPolicy):
         self._mu = options.mu
         self._lambda = options.lambda_
         self._gamma = options.gamma
-        self._alone = options.boundary == "phi_p"
         # Spreads load; nothing secret hangs on it.
         self._random = random.Random(options.seed) if options.fallback == "random" else None
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica by Algorithm 2."""
-        if job.moved:
-            return most_free_blocks(job, fleet)
-        exec_s, with_s, delta = gains_of(job, fleet, self._gamma, self._alone)
+        exec_s, with_s, delta = gains_of(job, fleet, self._gamma)
         most = delta.max()
         if most <= 0:
             if self._random is not None:
@@ -163,17 +157,13 @@ class GoRouting(RoutingPolicy):
         return int(np.argmin(np.where(candidate, exec_s, inf)))
 
 
-def gains_of(
-    job: Job, fleet: Fleet, gamma: float = 1.0, alone: bool = False
-) -> tuple[Floats, Floats, Floats]:
+def gains_of(job: Job, fleet: Fleet, gamma: float = 1.0) -> tuple[Floats, Floats, Floats]:
     """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each replica of a job, see :class:`GoRouting`.
 
     Args:
         job: the request.
         fleet: what is known.
         gamma: see :class:`GoRoutingOptions`.
-        alone: whether all replicas only prefill, in a batch per request (``phi_p``); those that
-            would compute the job's prompt only (``job.splits``) always do.
     """
     slo = job.query.slo
     found: tuple[Floats, Floats, Floats] = gains(
@@ -187,7 +177,6 @@ def gains_of(
         slo.columns[1],
         float(slo.priority),
         gamma,
-        alone,
         job.lead_s,
         job.splits,
     )
@@ -206,7 +195,6 @@ def gains(
     asked_tpot_s: float,
     priority: float,
     gamma: float,
-    all_alone: bool,
     lead_s: Floats,
     splits: NDArray[np.bool_],
 ) -> tuple[Floats, Floats, Floats]:
@@ -218,7 +206,7 @@ def gains(
         of, queue = figures[row], prefills[starts[row] :]
         due_s = first_due_s - lead_s[place]
         tpot_s = inf if splits[place] else asked_tpot_s
-        alone = all_alone or splits[place]
+        alone = splits[place]
         before = time_of_queue(of, queue, now_s, 0.0, inf, inf, 0.0, alone)
         after = time_of_queue(of, queue, now_s, work_s[place], due_s, tpot_s, 1.0, alone)
         exec_s[place] = max(0.0, before[0])

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from scheduling.fleet import Fleet
 from scheduling.policy import PolicyOptions
-from scheduling.routing.base import Job, RoutingPolicy, most_free_blocks
+from scheduling.routing.base import Job, RoutingPolicy
 from scheduling.routing.go_routing import gains_of
 
 
@@ -36,8 +36,10 @@ class MostGain(RoutingPolicy):
 
     The time is in seconds and counts the request itself. So a faster replica takes more, one that
     has become slow takes less, and one that has the prompt's beginning in its cache is taken until
-    its queue is longer by what the cache saves. Ties go to the first in the list. A request whose
-    first token is out, on its way to a decode replica, goes where most KV blocks are free.
+    its queue is longer by what the cache saves. Ties go to the first in the list.
+
+    A prefill replica is weighed as one that has no decodes (GoRouting's ``phi_p``), by when the
+    prompt must be done there, and the time from then to the first token counts as its own.
 
     Complexity as GoRouting's.
     """
@@ -54,8 +56,6 @@ class MostGain(RoutingPolicy):
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The candidate that is done first."""
-        if job.moved:
-            return most_free_blocks(job, fleet)
         _, with_s, delta = gains_of(job, fleet)
         with_s += job.lead_s
         most = delta.max()

@@ -13,7 +13,7 @@ from scheduling.fleet import Fleet
 from scheduling.latency import LinearLatency
 from scheduling.ledger import Reservation
 from scheduling.objective import SLO
-from scheduling.routing import RouteQuery, make_policy
+from scheduling.routing import POLICIES, RouteQuery, make_policy
 from scheduling.routing.base import Job
 from scheduling.routing.go_routing import gains_of
 from tests.scheduling.fleets import fleet_of, job, report, row
@@ -96,13 +96,31 @@ def test_decodes_lengthen_a_queue() -> None:
     assert exec_s[0] == pytest.approx(0.101 * 0.1 / 0.09 + 20 * 0.0021, rel=0.01)
 
 
-def test_on_its_way_to_decode_it_goes_where_most_blocks_are_free() -> None:
+@pytest.mark.parametrize("name", POLICIES)
+def test_of_decode_replicas_the_one_with_most_free_blocks_goes_on(name: str) -> None:
     fleet = fleet_of(report(free_blocks=100), report(free_blocks=300), report(free_blocks=200))
     moved = job(fleet)._replace(moved=True)
-    policy = make_policy("go_routing")
-    assert policy.choose(moved, fleet) == 1
+    policy = make_policy(name)
+    assert policy.choose_decode(moved, fleet) == 1
     fleet.reserve(1, reservation("1", 1, 1.0)._replace(kv_tokens=16 * 150))
-    assert policy.choose(moved, fleet) == 2
+    assert policy.choose_decode(moved, fleet) == 2
+
+
+def test_a_prefill_replica_is_weighed_without_decodes_and_by_its_own_deadline() -> None:
+    fleet = fleet_of(report(waiting(1_000)), report(waiting(1_000)))
+    asked = job(fleet, ask(0.6, 1_000))
+    prompt = np.array([False, True])
+    # In a batch each: 0.111 s of the queue, and as much more; beside decodes a batch every 0.1 s.
+    exec_s, with_s, delta = gains_of(asked._replace(splits=prompt), fleet)
+    assert exec_s[1] == pytest.approx(0.111, rel=0.01)
+    assert with_s[1] == pytest.approx(0.222, rel=0.01)
+    assert exec_s[0] != exec_s[1]
+    assert delta.tolist() == [1, 1]
+    # It is due 0.1 s after now there, which is too early, and the other one takes it.
+    early = asked._replace(splits=prompt, lead_s=np.array([0.0, 0.5]))
+    assert gains_of(early, fleet)[2].tolist() == [1, 0]
+    for name in ("go_routing", "most_gain"):
+        assert make_policy(name).choose(early, fleet) == 0
 
 
 def test_mu_is_not_above_lambda() -> None:
@@ -124,8 +142,11 @@ def test_most_gain_is_the_same_without_packing() -> None:
     # Nothing is late, or everything: the shortest queue, not the fullest.
     assert policy.choose(job(fleet, ask(2.0, 100)), fleet) == 0
     assert policy.choose(job(fleet, ask(0.01, 100)), fleet) == 0
-    moved = job(fleet_of(report(free_blocks=5), report(free_blocks=9)))._replace(moved=True)
-    assert policy.choose(moved, fleet_of(report(free_blocks=5), report(free_blocks=9))) == 1
+    # The time to the first token elsewhere counts as its own.
+    even = fleet_of(report(waiting(1_000)), report(waiting(1_010)))
+    both = np.ones(2, bool)
+    later = job(even, ask(2.0, 100))._replace(splits=both, lead_s=np.array([0.1, 0.05]))
+    assert policy.choose(later, even) == 1
 
 
 def test_most_gain_counts_the_seconds_of_the_request_itself() -> None:
@@ -259,10 +280,11 @@ def test_it_is_algorithm_2(seed: int) -> None:
     request = job(fleet, random_ask(rng), now_s=rng.uniform(0, 0.3))
     mu, heavy = sorted((rng.random(), rng.random()))
     alpha, gamma = rng.uniform(0.1, 1), rng.choice((0.0, 0.5, 1.0, 3.0))
-    boundary = rng.choice(("phi_a", "phi_p"))
-    options = {"alpha": alpha, "mu": mu, "lambda": heavy, "gamma": gamma, "boundary": boundary}
+    alone = rng.random() < 0.5
+    request = request._replace(splits=np.full(len(request.rows), alone))
+    options = {"alpha": alpha, "mu": mu, "lambda": heavy, "gamma": gamma}
     policy = make_policy("go_routing", options)
-    expected = algorithm_2(request, fleet, alpha, mu, heavy, gamma, boundary == "phi_p")
+    expected = algorithm_2(request, fleet, alpha, mu, heavy, gamma, alone)
     assert policy.choose(request, fleet) == expected
 
 

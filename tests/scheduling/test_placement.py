@@ -89,13 +89,6 @@ def test_best_effort_goes_where_the_least_work_is_ahead_in_both_tiers() -> None:
     assert placer(fleet).place(query(tiers=BEST_EFFORT), 0.0).replica_id == "2"
 
 
-def test_a_request_that_comes_with_its_kv_needs_one_token_and_all_its_blocks() -> None:
-    fleet = fleet_of(report())
-    placer(fleet, None).place(query(), 0.0, moved=True)
-    assert fleet.figures[0, figure.TOKENS] == 1
-    assert fleet.figures[0, figure.NEEDED_BLOCKS] == -(-1_000 // 16)
-
-
 asked = st.lists(
     st.tuples(
         st.sampled_from([0.0, 0.01, 0.2]),
