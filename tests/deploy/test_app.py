@@ -1,0 +1,62 @@
+"""What Serve is told of the application."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.schema import RayActorOptionsSchema
+
+from deploy.app import OTHER_POOL_WAIT_S, build
+from deploy.config import parse_config
+
+
+def deployments(data: dict[str, Any]) -> dict[str, Any]:
+    """The deployments of replicas by name."""
+    router = build(parse_config(data))._bound_deployment
+    pools = [pool for pools in router.init_args[0].values() for pool in pools.values()]
+    return {pool._bound_deployment.name: pool._bound_deployment for pool in pools}
+
+
+def waits_s(deployment: Any) -> float | None:
+    """How long a request waits for the first replica, where that is told."""
+    config = deployment._deployment_config.request_router_config
+    wait_s: float | None = config.request_router_kwargs.get("no_replica_wait_s")
+    return wait_s
+
+
+def test_without_pools_there_is_one_deployment() -> None:
+    (name, one), *others = deployments({"replica": {"count": 3}}).items()
+    assert (name, one.num_replicas, others) == ("Replica", 3, [])
+    assert "label_selector" not in one.ray_actor_options
+    assert waits_s(one) is None
+
+
+def test_each_pool_is_a_deployment_of_its_own() -> None:
+    pools = {
+        "prefill": {"count": 2, "num_gpus": 4, "node_labels": {"sluice/role": "prefill"}},
+        "decode": {"autoscaling": {"min_replicas": 1, "max_replicas": 3, "initial_replicas": 2}},
+        "mixed": {"max_per_node": 1},
+    }
+    found = deployments({"replica": {"num_cpus": 3, "pools": pools}})
+    assert set(found) == {"Prefill", "Decode", "Replica"}
+    prefill, decode, mixed = (found[name] for name in ("Prefill", "Decode", "Replica"))
+    options = prefill.ray_actor_options
+    assert (prefill.num_replicas, options["num_cpus"], options["num_gpus"]) == (2, 3, 4)
+    assert RayActorOptionsSchema(**options).label_selector == {"sluice/role": "prefill"}
+    scaled = decode._deployment_config.autoscaling_config
+    assert (scaled.min_replicas, scaled.initial_replicas, scaled.max_replicas) == (1, 2, 3)
+    assert mixed._replica_config.max_replicas_per_node == 1
+    # A request may go to another pool, so it does not wait for long for the first of this one.
+    assert {waits_s(each) for each in found.values()} == {OTHER_POOL_WAIT_S}
+    roles = {name: each.init_args[5] for name, each in found.items()}
+    assert roles == {"Prefill": "prefill", "Decode": "decode", "Replica": "mixed"}
+
+
+def test_each_model_has_pools_of_its_own() -> None:
+    pools = {"prefill": {}, "decode": {}}
+    models = {"small": None, "large": {"replica": {"pools": pools}}}
+    assert set(deployments({"models": models})) == {
+        "Replica-small",
+        "Prefill-large",
+        "Decode-large",
+    }
