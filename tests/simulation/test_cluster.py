@@ -17,7 +17,9 @@ from scheduling import routing
 from scheduling.admission import POLICIES as ADMISSIONS
 from scheduling.admission import make_policy as make_admission
 from scheduling.batching import BatchPolicy, make_policy
+from scheduling.kernels import TTFT
 from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
 from scheduling.roles import Role
 from scheduling.routing import RoutingPolicy
 from simulation.cluster import (
@@ -387,6 +389,28 @@ def test_an_answer_that_a_decode_replica_had_begun_is_resumed_by_another_pair() 
     assert all(ended_well(result).all() for result in died)
     # One of the two had the request. Its prompt and what it had emitted went another way again.
     assert sorted((result.moved, result.split) for result in died) == [(0, 1), (1, 2)]
+
+
+def test_what_is_resumed_is_promised_again_what_is_left_of_its_objective() -> None:
+    # It fails long after its first token was due; the next one is due as soon as that of another.
+    slo = SLO(ttft_s=0.1, tpot_s=0.05)
+    load = workload((0.0, 90, 200), slo=slo)
+    result = simulate_cluster(
+        load,
+        batch("deadline_triage"),
+        route(),
+        EXACT,
+        cluster=ClusterConfig(replicas=1, when_unattainable={"standard": "reject"}),
+        incidents=[Failure(0.6, 0, down_s=0.0)],
+        admission=make_admission("moore_hodgson"),
+    )
+    requests = result.requests
+    assert (requests.failures, result.moved) == ({}, 1)
+    assert not requests.best_effort[0]
+    assert requests.promised_s[0] <= 0.1, "of its first token"
+    had = int((requests.emitted_s < 0.6).sum())
+    gone_s = 0.6 + 0.05 + 0.02
+    assert requests.rows[0, TTFT] == pytest.approx(max(0.1 + had * 0.05, gone_s + 0.1))
 
 
 def test_a_leaving_prefill_replica_stays_until_its_kv_has_been_sent() -> None:
