@@ -69,6 +69,8 @@ class RequestTrace:
                     self._first_s = self._last_s
         elif isinstance(item, ResponseTail):
             self._tail = item
+            if item.handoff is not None:  # its prompt was all that was wanted
+                self._first_s = self._clock()
         elif isinstance(item, ResponseHead):
             self._status = item.status
 

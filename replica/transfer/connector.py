@@ -330,8 +330,12 @@ class _WorkerSide:
     def save(self, step: StepTransfers) -> None:
         for save in step.saves:
             assert self._layers is not None
-            layers = self._layers.read(save.block_ids)
-            if not self._kept.keep(save.handle, layers, len(save.block_ids)):
+            blocks = len(save.block_ids)
+            # What can never be kept need not be copied.
+            fits = blocks * sum(self._layers.block_bytes) <= self._config.max_bytes
+            if not (
+                fits and self._kept.keep(save.handle, self._layers.read(save.block_ids), blocks)
+            ):
                 logger.warning(
                     "the KV of a prompt is not kept: transfer.max_bytes is %d",
                     self._config.max_bytes,

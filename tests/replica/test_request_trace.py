@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -53,6 +54,16 @@ def named(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     spans = exporter.get_finished_spans()
     assert len({span.name for span in spans}) == len(spans)
     return {span.name: span for span in spans}
+
+
+async def test_of_a_prompt_for_another_replica_there_is_no_decode() -> None:
+    exporter = InMemorySpanExporter()
+    async with running(tracer_to(exporter)) as replica:
+        async for _ in replica.generate(replace(completion(CONTEXT), prefill_only=True)):
+            pass
+    spans = named(exporter)
+    assert set(spans) == {"generate", "queue", "prefill"}
+    assert spans["prefill"].end_time <= spans["generate"].end_time
 
 
 @pytest.mark.parametrize("stream", [False, True])

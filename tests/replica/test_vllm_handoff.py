@@ -21,6 +21,7 @@ from replica.engine import (
     ResponseChunk,
     ResponseHead,
     ResponseTail,
+    Resume,
 )
 from replica.local_model import local_model
 from replica.transfer.config import TransferConfig
@@ -34,6 +35,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 BLOCK = 32
 CHUNK = 96
 """Most tokens of a batch: prompts of more are computed in chunks."""
+
+KV_BYTES = {"prefill": 64 << 20, "decode": 6 << 20}
+"""The decode side has room for a few prompts only."""
 
 WORDS = ("the", "river", "was", "quiet", "in", "a", "morning", "and", "nobody", "spoke", "of", "it")
 
@@ -59,12 +63,15 @@ async def engines(tmp_path_factory):
         vllm_args={
             "max-model-len": 1024,
             "max-num-batched-tokens": CHUNK,
-            "kv-cache-memory-bytes": 64 << 20,
+            "kv-cache-memory-bytes": KV_BYTES["prefill"],
             "block-size": BLOCK,
             "dtype": "float32",
         },
     )
-    both = [VllmEngine(config, name, 32) for name in ("prefill", "decode")]
+    both = []
+    for name, kv_bytes in KV_BYTES.items():
+        own = {**config.vllm_args, "kv-cache-memory-bytes": kv_bytes}
+        both.append(VllmEngine(config.model_copy(update={"vllm_args": own}), name, 32))
     await asyncio.gather(*(engine.start() for engine in both))
     yield both
     for engine in both:
@@ -130,7 +137,6 @@ SAME = {
     "exactly some blocks": {"prompt": [300 + i for i in range(2 * BLOCK)]},
     "in chunks": {"prompt": words(150)},
     "a stream": {"prompt": words(80, 1), "stream": True, "stream_options": {"include_usage": True}},
-    "log probabilities": {"prompt": words(30, 2), "logprobs": 3},
     "a stop string": {"prompt": words(40, 3), "max_tokens": 40, "stop": ["a", "e"]},
     "sampled with a seed": {"prompt": words(50, 4), "temperature": 1.0, "seed": 7},
     "structured": {
@@ -168,6 +174,19 @@ async def test_a_chat_with_tools(engines):
     assert content(await split(engines, asked)) == content(whole)
 
 
+async def test_a_stream_that_goes_on_is_split_like_any_other(engines):
+    asked = request("onward", prompt=words(60, 13), stream=True, max_tokens=16)
+    asked = replace(asked, resumable=True)
+    whole = await items(engines[0], replace(asked, request_id="onward whole"))
+    had = whole[1:7]
+    token_ids = tuple(token for chunk in had for token in chunk.token_ids)
+    groups = tuple(chunk.tokens for chunk in had)
+    rest = replace(asked, resume=Resume(token_ids, groups, "onward whole"))
+    before = counts(engines[1])
+    assert content(await split(engines, rest)) == content(whole)
+    assert counts(engines[1])["transfers"] == before["transfers"] + 1
+
+
 def batches(engine):
     """Its batch log so far."""
     path = engine._config.batch_log / f"{engine._replica_id}.jsonl"
@@ -194,8 +213,9 @@ async def test_only_what_the_decode_side_lacks_is_moved_and_one_token_is_compute
 
 
 async def test_several_at_once_beside_decodes(engines):
+    # Together they need several times the KV that there is.
     asked = [
-        request(f"many-{i}", prompt=words(20 + 17 * i, 20 + i), max_tokens=12) for i in range(8)
+        request(f"many-{i}", prompt=words(20 + 20 * i, 20 + i), max_tokens=12) for i in range(12)
     ]
     long = request("long", prompt=words(10, 9), max_tokens=200)
     beside = [
