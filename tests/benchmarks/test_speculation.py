@@ -1,0 +1,66 @@
+"""The benchmark of speculation: its load, and how its figures are made of what it measures. Its
+engine is vLLM with the scheduler that is tested beside the replica."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.speculation import KINDS, arrivals, rate_at
+from benchmarks.speculation_engine import FixedLengths
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO, Anchor
+from scheduling.request import QueueView, RequestView
+
+
+@given(rate=st.floats(0.5, 50), step_s=st.floats(0.001, 0.1), seed=st.text(max_size=5))
+def test_the_load_is_what_was_asked_for(rate, step_s, seed):
+    drawn = arrivals(step_s, rate, 400 / rate, seed)
+    assert drawn == arrivals(step_s, rate, 400 / rate, seed)
+    assert len(drawn) == pytest.approx(400, rel=0.35)
+    times = [each.at_s for each in drawn]
+    assert times == sorted(times) and times[0] == 0 and times[-1] < 400 / rate
+    assert len({each.asked.name for each in drawn}) == len(drawn)
+    for each in drawn:
+        kind = KINDS[each.asked.slo.service_class]
+        assert kind.prompt[0] <= len(each.asked.prompt) <= kind.prompt[1]
+        assert kind.output[0] <= each.asked.output <= kind.output[1]
+        assert each.asked.slo.tpot_s == kind.tpot * step_s
+        assert (each.asked.temperature == 0) is kind.repetitive
+        if kind.repetitive:
+            assert len(set(each.asked.prompt)) <= 8
+    for name, kind in KINDS.items():
+        share = sum(each.asked.slo.service_class == name for each in drawn) / len(drawn)
+        assert share == pytest.approx(kind.share, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("shares", "rate"),
+    [
+        ([(1.0, 1.0), (2.0, 0.95)], 2.0),
+        ([(1.0, 1.0), (2.0, 0.8)], 1.5),
+        ([(1.0, 0.95), (2.0, 0.85), (3.0, 1.0)], 1.5),
+        ([(1.0, 0.8)], 0.5),
+        ([(1.0, 0.9)], 1.0),
+        ([(2.0, 0.0)], 0.2),
+    ],
+)
+def test_the_rate_at_which_enough_attain_lies_between_measured_ones(shares, rate):
+    assert rate_at(shares, 0.9) == pytest.approx(rate)
+
+
+@given(
+    st.lists(st.integers(0, 8), min_size=1, max_size=8),
+    st.integers(0, 8),
+)
+def test_fixed_lengths_check_what_is_drafted_up_to_them(drafted, most):
+    decodes = [
+        RequestView(str(number), SLO(), 0.0, 10, 12, 1, 3, 1.0, 1, True, 2.0, drafted_tokens=drafts)
+        for number, drafts in enumerate(drafted)
+    ]
+    lengths = FixedLengths(most).choose(
+        QueueView(decodes), 3.0, LinearLatency(0.01, 0.001), 1000, 0.0, Anchor.FIRST_TOKEN
+    )
+    assert lengths.drafts.tolist() == np.minimum(drafted, most).tolist()
