@@ -129,11 +129,11 @@ class SpeculatingEngine(OneEngine):
             "block_size": 32,
             "dtype": "float32",
             "enable_prefix_caching": False,
+            "enforce_eager": True,
+            "distributed_executor_backend": "uni",
         }
         self._llm = LLM(
             model=str(model),
-            enforce_eager=True,
-            distributed_executor_backend="uni",
             disable_log_stats=True,
             speculative_config=with_all_lengths(ngrams),
             scheduler_cls="replica.vllm_scheduler.make_scheduler",

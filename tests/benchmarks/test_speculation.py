@@ -1,5 +1,5 @@
-"""The benchmark of speculation: its load, and how its figures are made of what it measures. Its
-engine is vLLM with the scheduler that is tested beside the replica."""
+"""The benchmarks of speculation: their load, how their figures are made of what they measure, and
+both in little on one real engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.speculation import KINDS, arrivals, rate_at
-from benchmarks.speculation_engine import FixedLengths
+from benchmarks.speculation import KINDS, WAYS, Bench, arrivals, rate_at
+from benchmarks.speculation_engine import FixedLengths, SpeculatingEngine
+from benchmarks.speculation_gpu import step_times
+from replica.local_model import local_model
+from scheduling.fit import fit
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO, Anchor
 from scheduling.request import QueueView, RequestView
@@ -64,3 +67,29 @@ def test_fixed_lengths_check_what_is_drafted_up_to_them(drafted, most):
         QueueView(decodes), 3.0, LinearLatency(0.01, 0.001), 1000, 0.0, Anchor.FIRST_TOKEN
     )
     assert lengths.drafts.tolist() == np.minimum(drafted, most).tolist()
+
+
+@pytest.mark.vllm
+def test_a_small_run_measures_what_it_says(tmp_path):
+    model = local_model(tmp_path, layers=2, hidden=128)
+    engine = SpeculatingEngine(model, tmp_path, "deadline_triage", 5)
+    try:
+        times, steps = step_times(engine, (1, 8), (0, 4), 64)
+        assert [(row.decodes, row.most) for row in times] == [(1, 0), (1, 4), (8, 0), (8, 4)]
+        for row in times:
+            assert row.steps > 5 and row.median_ms > 0
+            assert 0 < row.checked <= 4 if row.most else row.checked == 0
+        _, report = fit(steps)
+        assert report.samples <= len(steps)
+
+        bench = Bench(engine, 0.5, [0.5], 0)
+        assert bench.step_s > 0 and bench.full_rate > 0
+        rows = {row.way: row for row in bench.run(1)}
+    finally:
+        engine.close()
+    assert set(rows) == set(WAYS)
+    fixed = [rows["fixed 0"], rows["fixed 3"], rows["fixed 5"]]
+    assert fixed[0].length == 0 and fixed[0].step_tokens == 1
+    assert fixed[0].length < fixed[1].length <= 3 and fixed[1].length <= fixed[2].length <= 5
+    for row in fixed[1:]:
+        assert 0 < row.accepted <= 1 and row.step_tokens > 1

@@ -12,6 +12,7 @@ from replica.metrics import ReplicaCollector
 from replica.preemption.messages import Timing
 from replica.preemption.stats import Stats
 from replica.simulated_core import SimulatedCore
+from replica.speculation import DraftCounts
 from replica.state_table import StateTable
 from scheduling.batching import make_policy
 from scheduling.latency import LinearLatency
@@ -97,6 +98,25 @@ def test_every_metric_is_there_and_adds_up() -> None:
     # The first steps took twice as long as predicted, and the correction learnt it.
     ratio = samples["sluice_step_time_ratio_sum"][()] / steps
     assert 1.0 < ratio <= 2.0
+
+
+def test_what_became_of_drafts_is_there() -> None:
+    table = StateTable.create(8)
+    counts = DraftCounts()
+    for checked, accepted in ((0, 0), (2, 1), (5, 5), (12, 0)):
+        counts.observe("chat", checked, accepted)
+    table.write((), draft_s=0.003, **counts.summary())
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ReplicaCollector("abc", table.read, lambda: 0, lambda: 1))
+    samples = scrape(registry)
+    assert samples["sluice_drafts_accepted_total"] == {(): 6}
+    assert samples["sluice_draft_length_sum"] == {(): 19}
+    assert samples["sluice_draft_length_count"] == {(): 4}
+    within = samples["sluice_draft_length_bucket"]
+    assert [within[("le", bound),] for bound in ("0", "2", "4", "5", "10", "+Inf")] == (
+        [1, 2, 2, 3, 3, 4]
+    )
+    assert samples["sluice_draft_seconds"] == {(("replica", "abc"),): 0.003}
 
 
 def test_a_dead_engine_leaves_what_the_replica_knows_itself() -> None:
