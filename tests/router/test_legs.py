@@ -36,6 +36,7 @@ from tests.router.far_side import (
     hang,
     serve,
 )
+from tests.router.test_telemetry import by_name, traced
 
 UNREACHABLE = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
 DEAD = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
@@ -103,6 +104,37 @@ async def test_the_time_of_both_parts_is_measured() -> None:
         await headers(router, stream=stream)
     for leg in ("prefill", "handover"):
         assert router.sample("sluice_leg_seconds_count", leg=leg) == 2
+
+
+async def test_each_part_has_its_span_and_both_replicas_are_in_the_requests() -> None:
+    telemetry, exporter = traced()
+    side = FarSide(p=prefill, d=serve)
+    side.roles = ("decode", "prefill")
+    router = Edge(side, FarController(PAIR), telemetry=telemetry)
+    await headers(router)
+    spans = by_name(exporter)
+    assert set(spans) == {"chat", "decision", "attempt", "prefill"}
+    leg, attempt = spans["prefill"], spans["attempt"]
+    assert leg.parent is not None and leg.parent.span_id == attempt.context.span_id
+    assert attempt.start_time <= leg.start_time <= leg.end_time <= attempt.end_time  # type: ignore[operator]
+    told = [dict(span.attributes or {}) for span in (leg, attempt, spans["chat"])]
+    assert [each["sluice.replica"] for each in told] == ["p", "d", "d"]
+    assert told[-1]["sluice.prefill_replica"] == "p"
+    # Each replica goes on under its own.
+    parents = [request.trace["traceparent"].split("-")[2] for _, request in side.calls]
+    assert parents == [f"{span.context.span_id:016x}" for span in (leg, attempt)]
+
+
+async def test_spans_say_which_part_failed() -> None:
+    telemetry, exporter = traced()
+    side = FarSide(p=fail(UNREACHABLE), d=serve)
+    side.roles = ("decode", "prefill")
+    router = Edge(side, FarController(PAIR), telemetry=telemetry)
+    await headers(router)
+    spans = exporter.get_finished_spans()
+    failed = [span.name for span in spans if (span.attributes or {}).get("error.type")]
+    assert failed == ["prefill", "attempt"]
+    assert [span.name for span in spans].count("attempt") == 2
 
 
 @pytest.mark.parametrize(
