@@ -23,8 +23,9 @@ from simulation.requests import Requests
 from simulation.rows import Rows
 from simulation.truth import Belief, Noise, Planner, Truth
 
-_LEAST_TTFT_S = 1e-3
-"""Objective of a prefill that should have been done before it came."""
+LEAST_SHARE = 0.1
+"""Least part of a request's TTFT that the computation of its prompt for another engine has, however
+long the way there is; the router's."""
 
 
 class StuckError(RuntimeError):
@@ -172,7 +173,7 @@ class Engine:
             return False
         row, private = requests.rows[key].copy(), requests.private[key].copy()
         private[steps.TARGET] = row[EXPECTED] = 1
-        row[TTFT] = max(row[TTFT] - handover_s, _LEAST_TTFT_S)
+        row[TTFT] = max(row[TTFT] - handover_s, LEAST_SHARE * row[TTFT])
         private[steps.STAGES_LEFT] = 0
         private[steps.OFFSET] = len(requests.emitted_s)
         self._prefills.add(key)

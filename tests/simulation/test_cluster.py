@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from controller.config import ControllerConfig
 from replica.config import ReplicaConfig
+from router import handover
 from router.config import RouterConfig
 from router.dispatch import RETRY_PAUSE_S
 from router.hint_router import NO_REPLICA_WAIT_S
@@ -38,7 +39,7 @@ from simulation.config import (
     Slowdown,
     WhenUnattainable,
 )
-from simulation.engine import Engine
+from simulation.engine import LEAST_SHARE, Engine
 from simulation.metrics import TPOTMetric, attained, stages
 from simulation.requests import Requests
 from simulation.run import TOO_LONG, Result, simulate
@@ -541,6 +542,7 @@ def test_defaults_are_those_of_production() -> None:
     assert cluster.max_attempts == RouterConfig().max_attempts
     assert cluster.retry_s == RETRY_PAUSE_S
     assert cluster.edge_wait_s == NO_REPLICA_WAIT_S
+    assert LEAST_SHARE == handover.LEAST_SHARE
 
 
 def test_a_failure_of_a_replica_that_is_not_there_is_left_alone() -> None:
