@@ -443,6 +443,7 @@ class Fleet:
             made.new_tokens,
             made.cached_tokens,
             ceil(made.kv_tokens / block),
+            max(made.made_s, float(figures[figure.BEGUN_S])),
             True,
         )
         settle(figures, prefills, loads)

@@ -148,6 +148,7 @@ def count_prefill(
     row: Any,
     due_s: float,
     offset_s: float,
+    now_s: float,
     expected: float,
     unpaced_s: float,
 ) -> float:
@@ -162,7 +163,7 @@ def count_prefill(
     blocks = max(0.0, ceil((computed + pending) / figures[BLOCK_TOKENS]) - row.kv_blocks)
     take(
         figures, pieces, prefills, loads, due_s, tpot_s, float(row.priority),
-        float(pending), float(computed), blocks, False,
+        float(pending), float(computed), blocks, now_s, False,
     )  # fmt: skip
     return most_work_s(pieces, pending, computed)
 
@@ -261,7 +262,7 @@ def fold(
         least_ttft_s = min(least_ttft_s, row.ttft_s)
         if prefill:
             work_s = count_prefill(
-                figures, pieces, prefills, loads, row, due_s, offset_s, expected, unpaced_s
+                figures, pieces, prefills, loads, row, due_s, offset_s, now_s, expected, unpaced_s
             )
             if row.arrival_s <= stepped_s:
                 step_work_s += work_s

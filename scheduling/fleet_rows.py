@@ -208,9 +208,11 @@ def take(
     new_tokens: float,
     cached_tokens: float,
     blocks: float,
+    now_s: float,
     in_order: bool,
 ) -> None:
-    """Add a promised prefill, and its decode after the first token.
+    """Add a promised prefill, and its decode after the first token: from when that is due, or from
+    ``now_s`` where that has passed.
 
     Where not ``in_order`` both go to the end, to be sorted. :func:`settle` must follow.
     """
@@ -229,7 +231,8 @@ def take(
         step_s = most_work_s(pieces, 1.0, new_tokens + cached_tokens)
         pace_s = pace_of(tpot_s, figures[FIXED_S], step_s)
         prefills[place, OWN_SHARE], prefills[place, OWN_PACE_S] = step_s / pace_s, pace_s
-        add_load(figures, loads, due_s + tpot_s, step_s / pace_s, pace_s, in_order)
+        begins_s = max(due_s + tpot_s, now_s)
+        add_load(figures, loads, begins_s, step_s / pace_s, pace_s, in_order)
 
 
 @compiled

@@ -129,7 +129,7 @@ def test_it_promises_what_the_definition_allows(
         due_s, tpot_s = arrival_s + own.columns[0], own.columns[1]
         queue.append(Prefill(due_s, MODEL.work_s(size, 0)))
         if tpot_s < inf:
-            loads.append(load_of(due_s + tpot_s, size, tpot_s))
+            loads.append(load_of(max(0.0, due_s + tpot_s), size, tpot_s))
     for own, size, emitted in decoding:
         rows.append(row(own, size, emitted=emitted, arrival_s=-1.0, first_token_s=-1.0))
         if own.columns[1] < inf:

@@ -14,6 +14,7 @@ from scheduling.admission import POLICIES as ADMISSIONS
 from scheduling.admission import make_policy as make_admission
 from scheduling.fleet import Fleet, Report
 from scheduling.job import PLACED, UNATTAINABLE, RouteDecision
+from scheduling.ledger import Reservation
 from scheduling.objective import SLO
 from scheduling.pairs import HANDOVER_STEPS
 from scheduling.placement import Placer, Weighed
@@ -85,6 +86,21 @@ def test_a_prompt_that_another_replica_goes_on_with_brings_no_decode_later() -> 
     fleet = fleet_of(report(row(EASY, PROMPT, expected=1), role="prefill"), report(row(EASY)))
     assert fleet.figures[:2, figure.LOADS].tolist() == [0, 1]
     assert fleet.figures[:2, figure.QUEUED].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_the_decode_of_a_prompt_that_is_late_begins_no_earlier_than_now(reported: bool) -> None:
+    # Ten seconds of a decode that has not begun are no work that was done.
+    now_s, slo = 10.0, SLO(ttft_s=0.5, tpot_s=0.05)
+    late = row(slo, 1, arrival_s=0.0)
+    fleet = fleet_of(report(*([late] if reported else []), made_s=now_s, role="decode"))
+    if not reported:
+        made = Reservation("0", 0.0, True, 1.0, 0.0, 1.0, 0.5, 0.05, 1.0, 100.0, now_s)
+        fleet.reserve(5, made)
+        fleet.report("0", report(made_s=now_s, role="decode"), now_s)
+    loads = fleet.loads[fleet.starts[0] :][:1]
+    assert loads[0, figure.LOAD_DUE_S] == now_s
+    assert figure.capacity_s(fleet.figures[0], loads, now_s + 1.0) > 0.5
 
 
 def test_each_side_ends_by_the_report_of_its_own_replica() -> None:
