@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replica.engine import Endpoint
 from router.body import MAX_DEPTH, MAX_PARTS, parse_object
 from router.errors import ApiError
 from router.prompt_size import (
@@ -153,6 +154,15 @@ def test_bad_fields_are_named(change: dict[str, Any], param: str) -> None:
             check_body(endpoint, {**body, **change})  # type: ignore[arg-type]
         assert caught.value.param == param
         assert caught.value.rule.status == 400
+
+
+@pytest.mark.parametrize("endpoint", get_args(Endpoint))
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_no_endpoint_lets_a_client_say_where_kv_is(endpoint: Endpoint, name: str) -> None:
+    """It would have an engine connect anywhere, or take the prompt of another client."""
+    for body in ({name: {"remote_host": "x"}}, {"vllm_xargs": {name: "x"}}):
+        with pytest.raises(ApiError, match="for the server's own use"):
+            check_body(endpoint, {"model": "m", "stream": True, **body})
 
 
 def test_a_missing_model_is_named() -> None:
