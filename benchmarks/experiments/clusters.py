@@ -174,7 +174,8 @@ def run(
 
 def cluster_figures(done: Run) -> dict[str, float]:
     """Those of one engine (:func:`benchmarks.experiments.engines.figures`), the TDG ratio of first
-    tokens alone, the requests in time per second of a replica, and what was promised.
+    tokens alone, the requests in time per second of a replica, the hand-overs per request, and what
+    was promised.
 
     ``promised``, ``best_effort``: shares of all requests; ``kept``, ``best_effort_met``: of these,
     the shares that attained; ``ttft_over_p50``, ``ttft_over_p90``: quantiles of the time to the
@@ -186,6 +187,7 @@ def cluster_figures(done: Run) -> dict[str, float]:
     found = {**figures(done), "tdg_first": first.ratio, "moved": float(done.result.moved)}
     met = attained(requests, measured, TPOTMetric.MEAN)
     found["goodput"] = float(met.sum()) / done.result.up_s
+    found["split"] = done.result.split / len(requests)
     ttft_s = measured.ttft_s[requests.first_stage[:-1]]
     promised = ~np.isnan(requests.promised_s)
     for name, kept, tier in (

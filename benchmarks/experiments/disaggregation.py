@@ -51,6 +51,7 @@ METRICS = {
     "attainment_window": "SLO attainment, TPOT by 10-token windows",
     "tdg": "TDG ratio",
     "goodput": "requests/s in time (mean TPOT) of a replica",
+    "split": "share of the requests that pairs served",
 }
 
 DISTSERVE = System("least_tokens", Contender("fcfs", "fcfs"))
