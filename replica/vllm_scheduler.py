@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from math import nan
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -43,6 +42,7 @@ from replica.vllm_support import (
     hook_name,
     second_queue_name,
 )
+from replica.vllm_views import RequestViews
 from scheduling.batching import BatchBudget, BatchPlan, make_policy
 from scheduling.batching.warm_up import warm_up
 from scheduling.objective import SLO
@@ -103,6 +103,9 @@ class PlanMixin(_Base):
         self._most_running: int = self.max_num_running_reqs if most is None else most
         speculates = self.vllm_config.speculative_config is not None
         self._drafts = PlannedDrafts(self) if speculates else None
+        self._request_views = RequestViews(
+            self, self._local, self._hits, self._incoming, self._drafts
+        )
         self._garbage = GarbageCollector()
         if hook_name() == "_mamba_block_aligned_split":
             self._enable_old_hook()
@@ -279,88 +282,8 @@ class PlanMixin(_Base):
         return min(tokens, self._caps.get(request.request_id, 0))
 
     def _views(self) -> list[RequestView]:
-        """Every request that could run now, in order of arrival at the engine.
-
-        What the prefix cache holds of a waiting request counts as computed, and so does what
-        another engine hands over of it. Of a running one all blocks count as its own: those that it
-        shares come free only with their last user, so where a plan draws on them vLLM may have to
-        preempt more than was planned.
-        """
-        views = []
-        hits = self._hits
-        hits.begin_pass()
-        drafts = self._drafts
-        if drafts is not None:
-            drafts.begin_pass()
-        tracked_requests = self._local.requests
-        incoming = self._incoming
-        longest = self.max_model_len - 1
-        block = self.block_size
-        running_status = RequestStatus.RUNNING
-        could_run = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        for request_id, request in self.requests.items():
-            status = request.status
-            running = status == running_status
-            if not running and status not in could_run and not incoming.arrived(request):
-                continue
-            computed = request.num_computed_tokens
-            held = -(-computed // block) if running else 0
-            if not running and computed == 0:
-                computed, held = hits.of(request)
-                if incoming.awaits(request, computed):
-                    computed = request.num_tokens - 1
-            elif not running:
-                # Its KV came from another engine: it holds its blocks.
-                held = -(-computed // block)
-                computed = min(computed, request.num_tokens - 1)
-            promised = request.num_output_placeholders
-            prompt = request.num_prompt_tokens
-            pending = request.num_tokens + promised - computed
-            if running:
-                if promised and computed + 2 - promised >= prompt + request.max_tokens:
-                    # The step in flight yields its last token; vLLM skips it, too.
-                    continue
-                pending = min(pending, longest - computed)
-                if pending <= 0:
-                    continue
-            elif _has_stale_output(request):
-                continue
-            tracked = tracked_requests[request_id]
-            first_s, last_s = tracked.first_token_s, tracked.last_token_s
-            if promised:
-                # They leave when the batches in flight are through.
-                last_s = self._busy_until_s
-                first_s = last_s if first_s is None else first_s
-            drafted, acceptance = 0, nan
-            if drafts is not None and running:
-                held = drafts.held_blocks(request_id)
-                if pending == 1:
-                    drafted = drafts.offer(request)
-                if drafted:
-                    acceptance = self._local.drafts.rates.rate(tracked.slo.service_class)
-            emitted = request.num_output_tokens + promised
-            if emitted >= tracked.expected_tokens:
-                self._local.prolong(tracked, emitted)
-            views.append(
-                RequestView(
-                    request_id,
-                    tracked.slo,
-                    tracked.arrival_s,
-                    prompt,
-                    computed,
-                    pending,
-                    emitted,
-                    first_s,
-                    held,
-                    running,
-                    last_s,
-                    tracked.expected_tokens,
-                    tracked.best_effort,
-                    drafted,
-                    acceptance,
-                )
-            )
-        return views
+        """Every request that could run now, in order of arrival at the engine."""
+        return self._request_views.collect(self._busy_until_s)
 
     def _budget(self, views: list[RequestView]) -> BatchBudget:
         unseen = len(self.running) - sum(view.running for view in views)
@@ -459,13 +382,6 @@ class PlanMixin(_Base):
                 )
             )
         return updates
-
-
-def _has_stale_output(request: Request) -> bool:
-    """Preempted with output in flight that is still to be delivered: vLLM (from 0.27.1) does not
-    resume it before. Older ones cannot: that output is there before the next batch but one."""
-    stale = getattr(request, "num_stale_output_tokens", 0)
-    return stale > 0 and not getattr(request, "drop_stale_output", False)
 
 
 def _request_args(request: Request) -> RequestArgs:
