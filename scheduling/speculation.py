@@ -113,6 +113,12 @@ class AcceptanceRates:
         known[1] = kept * known[1] + trials
 
 
+CREDIT = 0.5
+"""Share of a TPOT by which a batch may be longer for each drafted token that is expected to be
+accepted. With all of it, as in the paper, paces are held in the mean, and every second window of
+tokens falls behind; with this share nearly as much is won, and few do (docs/results.md)."""
+
+
 class Lengths(NamedTuple):
     """How many drafted tokens a batch may check, by row of a queue.
 
@@ -120,8 +126,9 @@ class Lengths(NamedTuple):
         drafts: ``int64[n]``, drafted tokens that the row's decode step checks; 0 for a prefill.
         output: ``float64[n]``, tokens that the step is expected to give: 1 without drafts.
         credit_s: ``float64[n]``, how much later than its next token the step of a decode may end
-            and be expected to keep its pace: a TPOT for each token beyond the first, less what a
-            short window is behind. May be negative; 0 where no pace is stated.
+            and keep its pace with some certainty: :data:`CREDIT` of a TPOT for each token beyond
+            the first, less what a short window is behind. May be negative; 0 where no pace is
+            stated.
         work_s: ``float64[n]``, predicted marginal time of the step; 0 for a prefill.
     """
 
@@ -152,9 +159,14 @@ class Lengths(NamedTuple):
 
 
 class Speculation(ABC):
-    """Chooses lengths for the batches of one policy. It keeps the recent pace of decodes."""
+    """Chooses lengths for the batches of one policy. It keeps the recent pace of decodes.
 
-    def __init__(self) -> None:
+    Args:
+        credit: see :data:`CREDIT`.
+    """
+
+    def __init__(self, credit: float = CREDIT) -> None:
+        self.credit = credit
         self._paces = RecentPaces()
 
     def choose(
@@ -209,7 +221,7 @@ class Speculation(ABC):
         found = Lengths.none(len(table))
         found.drafts[rows] = lengths - 1
         found.output[rows] = output = accepted_all(lengths, alpha)
-        found.credit_s[rows] = (output - 1) * pace_s - behind_s
+        found.credit_s[rows] = self.credit * (output - 1) * pace_s - behind_s
         found.work_s[rows] = lengths_work_s(latency.pieces, lengths, work.context)
         return found
 
@@ -266,7 +278,8 @@ class AdaptiveLengths(Speculation):
         stated = (tpot_s >= useful_s) & (tpot_s < inf)
         floor_s = float(tpot_s[stated].min(initial=inf))
         alone_s = latency.fixed_s + lengths_work_s(pieces, np.ones_like(most), context)
-        latest_s = left_s + (accepted_all(most, alpha) - 1) * np.where(stated, tpot_s, 0.0)
+        ahead_s = (accepted_all(most, alpha) - 1) * np.where(stated, tpot_s, 0.0)
+        latest_s = left_s + self.credit * ahead_s
         binds = stated & (latest_s >= alone_s)
         tpot_s = np.where(stated, tpot_s, inf)
         left_s = np.where(binds, left_s, np.where(stated, np.maximum(left_s, 0.0), inf))
@@ -277,11 +290,20 @@ class AdaptiveLengths(Speculation):
             capped = np.minimum(most, cap)
             if waits:
                 rate, lengths = for_prefills(
-                    pieces, left_s, tpot_s, alpha, context, capped, binds, floor_s, draft_s
+                    pieces,
+                    left_s,
+                    tpot_s,
+                    alpha,
+                    context,
+                    capped,
+                    binds,
+                    floor_s,
+                    draft_s,
+                    self.credit,
                 )
             else:
                 rate, lengths = for_decodes(
-                    pieces, left_s, tpot_s, alpha, context, capped, binds, draft_s
+                    pieces, left_s, tpot_s, alpha, context, capped, binds, draft_s, self.credit
                 )
             if rate > best:
                 best, chosen = rate, lengths

@@ -68,12 +68,12 @@ def longest_lengths(alpha: Floats, drafted: Floats) -> Ints:
 
 
 @compiled
-def within_s(left_s: float, tpot_s: float, alpha: float, length: int) -> float:
+def within_s(left_s: float, tpot_s: float, alpha: float, length: int, credit: float) -> float:
     """How long a batch may last so that a decode's output with this length is expected to keep its
-    pace: until its next token is due, and one TPOT for each token beyond it."""
+    pace: until its next token is due, and the share ``credit`` of a TPOT for each token beyond."""
     if length == 1:
         return left_s
-    return left_s + (accepted_tokens(length, alpha) - 1.0) * tpot_s
+    return left_s + credit * (accepted_tokens(length, alpha) - 1.0) * tpot_s
 
 
 @compiled
@@ -116,6 +116,7 @@ def for_prefills(
     binds: NDArray[np.bool_],
     floor_s: float,
     draft_s: float,
+    credit: float,
 ) -> tuple[float, Ints]:
     """The lengths that leave most to prefill, and its tokens per second.
 
@@ -136,13 +137,15 @@ def for_prefills(
         binds: whether the batch must be short enough for its pace.
         floor_s: ``T`` is not below it, whatever that means for paces.
         draft_s: time that a batch takes for each drafted token of its longest length.
+        credit: share of a TPOT by which a batch may be longer for each drafted token that is
+            expected to be accepted; 1 in the paper.
     """
     count = left_s.shape[0]
     highest_s = inf
     lowest_s = inf
     for row in range(count):
         if binds[row]:
-            last_s = within_s(left_s[row], tpot_s[row], alpha[row], most[row])
+            last_s = within_s(left_s[row], tpot_s[row], alpha[row], most[row], credit)
             lowest_s, highest_s = min(lowest_s, left_s[row]), min(highest_s, last_s)
     if highest_s == inf:
         lowest_s = highest_s = floor_s
@@ -154,11 +157,11 @@ def for_prefills(
     events, longest = 0, 1
     for row in range(count):
         while needed[row] < most[row] and (
-            within_s(left_s[row], tpot_s[row], alpha[row], needed[row]) < lowest_s
+            within_s(left_s[row], tpot_s[row], alpha[row], needed[row], credit) < lowest_s
         ):
             needed[row] += 1
         for length in range(needed[row], most[row]):
-            at_s = within_s(left_s[row], tpot_s[row], alpha[row], length)
+            at_s = within_s(left_s[row], tpot_s[row], alpha[row], length, credit)
             if at_s < highest_s:
                 events_s[events], event_rows[events] = at_s, row
                 events += 1
@@ -231,6 +234,7 @@ def for_decodes(
     most: Ints,
     binds: NDArray[np.bool_],
     draft_s: float,
+    credit: float,
 ) -> tuple[float, Ints]:
     """Where no prefill waits: the lengths that give most output per second, and that rate.
 
@@ -273,7 +277,7 @@ def for_decodes(
         while (
             binds[row]
             and chosen[row] < most[row]
-            and within_s(left_s[row], tpot_s[row], alpha[row], chosen[row]) < best_s
+            and within_s(left_s[row], tpot_s[row], alpha[row], chosen[row], credit) < best_s
         ):
             chosen[row] += 1
     return best, chosen
