@@ -7,6 +7,7 @@ call. vLLM's OpenAI layer sits on top of it and does not notice.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -20,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from replica.engine import ResponseChunk, Resume
 from replica.vllm_args import ID
-from replica.vllm_resume import may_go_on, repeat, rest_of
+from replica.vllm_resume import AT_ONCE, may_go_on, repeat, rest_of
 
 CURRENT_CALL: ContextVar[ApiCall | None] = ContextVar("CURRENT_CALL", default=None)
 """The API call that this task serves, where vLLM's requests do not say it."""
@@ -155,10 +156,10 @@ class WatchedLLM(AsyncLLM):
         processor = self.output_processor
         processor.add_request(request, prompt, parent_req, index, queue)
         most = self.vllm_config.model_config.max_model_len
-        call.repeated = repeat(processor, request, queue, call.resume, most)
+        call.repeated = await repeat(processor, request, queue, call.resume, most)
         if processor.has_request(request.request_id):
             await self.engine_core.add_request_async(rest)
-        else:
+        elif queue.output is None:  # it has ended; an abort has said so already
             queue.put(call.repeated.pop())
 
     async def encode(
@@ -209,7 +210,9 @@ async def _watch(
         async for latest in source:
             # What is repeated is made before the first output that is new.
             repeated, call.repeated = call.repeated, []
-            for output in (*repeated, latest):
+            for number, output in enumerate((*repeated, latest), 1):
+                if number % AT_ONCE == 0:
+                    await asyncio.sleep(0)
                 _count(output, call, plain, first_prompt, counted)
                 if not plain:
                     yield output

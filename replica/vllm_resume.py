@@ -8,6 +8,7 @@ those tokens behind it and computes the rest.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from copy import copy
@@ -18,6 +19,9 @@ from vllm.v1.metrics.stats import IterationStats
 
 from replica.engine import Resume
 from replica.vllm_args import KEY_PREFIX
+
+AT_ONCE = 32
+"""Outputs that are made again before others get their turn: some milliseconds."""
 
 _ZERO = ("presence_penalty", "frequency_penalty", "bad_words")
 _UNSET = (
@@ -48,14 +52,18 @@ def may_go_on(params: Any) -> bool:
     )
 
 
-def repeat(
+async def repeat(
     processor: Any, request: Any, queue: Any, resume: Resume, max_model_tokens: int
 ) -> list[Any]:
     """Make the outputs again that ``resume`` tells of, for a request that ``processor`` has just
-    taken. Where they are all that there is to it, ``processor`` has forgotten it afterwards."""
-    outputs = []
+    taken. Where they are all that there is to it, or it was aborted meanwhile, ``processor`` has
+    forgotten it afterwards.
+
+    The event loop gets its turns between: there may be thousands, and of many requests at once.
+    """
+    outputs: list[Any] = []
     end = 0
-    for tokens in filter(None, resume.chunks):
+    for number, tokens in enumerate(filter(None, resume.chunks), 1):
         start, end = end, end + tokens
         output = EngineCoreOutput(request.request_id, list(resume.token_ids[start:end]))
         stats = None
@@ -74,6 +82,10 @@ def repeat(
             return outputs
         # Its prompt is still to be computed.
         state.is_prefilling = True
+        if number % AT_ONCE == 0:
+            await asyncio.sleep(0)
+            if not processor.has_request(request.request_id):
+                return outputs
     return outputs
 
 

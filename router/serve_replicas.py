@@ -106,7 +106,7 @@ class ServeReplicas:
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ServeStream:
-        """Send a request; see :class:`~router.dispatch.Replicas`."""
+        """Send a request; see :class:`~router.legs.Replicas`."""
         hint = Hint(target, tuple(avoid), tuple(self._closed())).encode()
         return ServeStream(self._generate[role].remote(request, **{wire.TARGET_KWARG: hint}))
 
