@@ -199,7 +199,6 @@ STREAMS = {
     "chat": ("chat", {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
     "tools": ("chat", {"tools": [TOOL]}),
     "bytes of characters": ("completions", {"allowed_token_ids": list(range(131, 259))}),
-    "stop token": ("completions", {"ignore_eos": False, "min_tokens": 5, "max_tokens": 200}),
 }
 
 
@@ -262,6 +261,20 @@ async def test_a_stop_text_is_found_over_the_cut(engine):
     asked = replace(asked, request_id="stop", body={**asked.body, "stop": [stop]})
     whole, tail = await streamed(engine, asked)
     assert said(whole)[:2] == (text[: text.index(stop)], "stop")
+    await check_cuts(engine, asked, whole, tail)
+
+
+async def test_a_stream_that_has_ended_ends_as_it_did(engine):
+    """With a token that ends it: nothing is computed behind that one."""
+    asked = replace(request("no end", "chat", stream=True, max_tokens=30), resumable=True)
+    ids = [token for chunk in (await streamed(engine, asked))[0] for token in chunk.token_ids]
+    last = max(set(ids), key=ids.index)
+    assert ids.index(last) > 3
+    body = {**asked.body, "stop_token_ids": [last], "stream_options": {"include_usage": True}}
+    asked = replace(asked, request_id="end", body=body)
+    whole, tail = await streamed(engine, asked)
+    assert tail.output_tokens == ids.index(last) + 1
+    assert events(whole)[-2]["choices"][0]["stop_reason"] == last
     await check_cuts(engine, asked, whole, tail)
 
 
