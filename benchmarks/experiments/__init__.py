@@ -18,6 +18,7 @@ from benchmarks.experiments import (
     proserve_cluster,
     routers,
     slos_serve,
+    speculation,
     uneven,
 )
 from benchmarks.experiments.base import Experiment
@@ -45,6 +46,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         slos_serve.CAPACITY,
         slos_serve.SCALING,
         slos_serve.ABLATION,
+        speculation.EXPERIMENT,
         annealing.EXPERIMENT,
         flowprefill.SYSTEMS,
         flowprefill.PARTS,
