@@ -131,18 +131,19 @@ class Legs:
             resumable=transcript is not None,
         )
         call.charge.sent()
-        if destination.prefill_id is not None:
-            first = await self._prefill(course, request, destination, span)
-            if first.head.status >= 400:
-                if resume is not None:
-                    raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
-                return first
-            if first.head.replica_id not in ("", destination.prefill_id):
-                # What was promised of the one is not promised of the other.
-                destination = destination._replace(tier=None, predicted_ttft_s=None)
-            handoff = first.tail.handoff if first.tail is not None else None
-            waited_s = self._clock() - call.received_s
-            request = replace(request, waited_s=waited_s, handoff=handoff)
+        if destination.prefill_id is None:
+            return await self._answer(course, request, destination, span)
+        first = await self._prefill(course, request, destination, span)
+        if first.head.status >= 400:
+            if resume is not None:
+                raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
+            return first
+        if first.head.replica_id not in ("", destination.prefill_id):
+            # What was promised of the one is not promised of the other.
+            destination = destination._replace(tier=None, predicted_ttft_s=None)
+        handoff = first.tail.handoff if first.tail is not None else None
+        waited_s = self._clock() - call.received_s
+        request = replace(request, waited_s=waited_s, handoff=handoff)
         return await self._answer(course, request, destination, span)
 
     async def _find(self, course: Course, call: Call, request_id: str, begun: bool) -> Destination:
