@@ -34,7 +34,6 @@ MOST_DRAFTED = 5
 ENOUGH = 0.9
 """Share of requests that must meet their objective."""
 
-_CALIBRATED = 32
 _PHRASE = (3, 8)
 _TOKENS = (300, 1000)
 
@@ -150,17 +149,23 @@ class Bench:
         loads: rates, as multiples of what the engine does without speculation when all is there at
             once.
         seed: of the arrivals.
+        calibrated: how many requests that is.
     """
 
     def __init__(
-        self, engine: SpeculatingEngine, seconds: float, loads: list[float], seed: int
+        self,
+        engine: SpeculatingEngine,
+        seconds: float,
+        loads: list[float],
+        seed: int,
+        calibrated: int = 32,
     ) -> None:
         self._engine = engine
         self._seconds = seconds
         self._loads = sorted(loads)
         self._seed = seed
         lone = arrivals(1.0, 1.0, 1e-9, f"{seed}/alone")
-        many = arrivals(1.0, 1.0, 3.0 * _CALIBRATED, f"{seed}/full")[:_CALIBRATED]
+        many = arrivals(1.0, 1.0, 3.0 * calibrated, f"{seed}/full")[:calibrated]
         many = [each._replace(at_s=0.0) for each in many]
         for most in (MOST_DRAFTED, 0):  # the first ones warm up
             engine.use(most)

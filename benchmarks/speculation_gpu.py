@@ -28,7 +28,7 @@ from scheduling.fit import fit
 from scheduling.latency import StepSample
 from scheduling.objective import SLO
 
-_OUTPUT = 96
+_OUTPUT = 48
 _PHRASE_TOKENS = 6
 _TOKENS = (300, 1000)
 

@@ -1,0 +1,342 @@
+"""Speculative decoding inside real vLLM, in this process: the plan says how many drafted tokens a
+decode checks, and the text is that of stock vLLM whatever it says."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from replica.local_model import local_model
+from replica.speculation import BY_BATCH_SIZE, with_all_lengths
+from replica.vllm_args import RequestArgs, to_xargs
+from scheduling.batching import POLICIES, BatchPolicy
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from scheduling.speculation import AdaptiveLengths, Speculation
+
+from .in_process import InProcess
+
+pytestmark = pytest.mark.vllm
+
+MOST = 5
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": MOST,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+# 39 blocks of 32 tokens can be used: fewer than the requests below need at once.
+ARGS = {
+    "dtype": "float32",
+    "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 40,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 128,
+}
+MANY, FEW = 20, 10
+DIGITS = r"\{\"numbers\": \[\d(, \d){12,30}\]\}"
+
+
+class RandomLengths(Speculation):
+    """Has each decode check any number of its drafts."""
+
+    def __init__(self):
+        super().__init__()
+        self._chance = random.Random(1)
+
+    def _lengths(self, decodes, *others):
+        return np.array([1 + self._chance.randint(0, int(most)) for most in decodes.drafted])
+
+
+class RandomDeferral(BatchPolicy):
+    """Leaves out a third of the queue, cuts prefills anywhere, in random order."""
+
+    name = "random-deferral"
+    source = "this test"
+
+    def fill(self, batch, queue, now_s, latency):
+        chance = random.Random(f"{len(queue)}:{queue.table[0].tolist()}")
+        rows = list(range(len(queue)))
+        chance.shuffle(rows)
+        for row in rows[: (2 * len(rows) + 2) // 3]:
+            batch.add(row, chance.randrange(1, 60))
+
+
+def phrases(count, seed=0):
+    """Prompts of a few tokens repeated again and again, of which greedy text goes on in circles."""
+    chance = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        phrase = [chance.randrange(300, 1000) for _ in range(chance.randrange(3, 9))]
+        requests.append(
+            ((phrase * 60)[: chance.randrange(40, 150)], chance.randrange(20, 60), None)
+        )
+    return requests
+
+
+def structured(engine, count):
+    """Texts that must match a grammar, of so many different prompts."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=80, structured_outputs=StructuredOutputsParams(regex=DIGITS)
+    )
+    prompts = [f"list {number} numbers: 1, 2, 3, 1, 2, 3, 1, 2, 3" for number in range(count)]
+    outputs = engine.llm.generate(prompts, params, use_tqdm=False)
+    return [(output.outputs[0].text, output.outputs[0].finish_reason) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return local_model(tmp_path_factory.mktemp("models"), layers=2, hidden=128)
+
+
+@pytest.fixture(scope="module")
+def stock(model, tmp_path_factory):
+    """What stock vLLM answers, with room for everything."""
+    args = ARGS | {"num_gpu_blocks_override": 400}
+    engine = InProcess(model, tmp_path_factory.mktemp("stock"), **args)
+    answers = SimpleNamespace(
+        texts=engine.generate(phrases(MANY)), structured=structured(engine, 6)
+    )
+    engine.close()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def ngrams(model, stock, tmp_path_factory):
+    config = with_all_lengths(NGRAM)
+    directory = tmp_path_factory.mktemp("ngrams")
+    engine = InProcess(model, directory, "fcfs", speculative_config=config, **ARGS)
+    yield engine
+    engine.close()
+
+
+def use(engine, policy, speculation, options=None):
+    """Go on with these; return how many batches there are by now."""
+    engine.use(policy, options)
+    engine.scheduler._local._policy.speculation = speculation
+    return len(engine.batches())
+
+
+def summary(engine):
+    return engine.table.read().summary
+
+
+def check_log(batches):
+    """A decode runs its one token and the drafts that it checks, and what was wrong is computed
+    again: the next step begins behind what this one gave, from one token to all of them."""
+    last = {}
+    for batch in batches:
+        assert dict(map(tuple, batch["plan"])) == {name: n for name, n, _ in batch["ran"]}
+        for name in batch["preempted"]:
+            last.pop(name, None)
+        for name, tokens, computed in batch["ran"]:
+            if name in last:
+                before, given = last[name]
+                assert before + 1 <= computed <= before + given, "a step began at a wrong place"
+            checked = batch["checked"].get(name)
+            if checked is None:
+                last[name] = (computed + tokens - 1, 1)
+            else:
+                assert tokens == 1 + checked <= 1 + MOST
+                last[name] = (computed, tokens)
+
+
+def test_the_text_is_that_of_stock_whatever_is_checked(ngrams, stock, monkeypatch):
+    """With too few blocks, so that requests lose theirs, with drafts pending and without."""
+    monkeypatch.setitem(POLICIES, RandomDeferral.name, RandomDeferral)
+    first = use(ngrams, RandomDeferral.name, RandomLengths())
+    before = summary(ngrams)
+    assert ngrams.generate(phrases(MANY)) == stock.texts
+    after = summary(ngrams)
+    checked, accepted = (
+        after[name] - before[name] for name in ("drafts_checked", "drafts_accepted")
+    )
+    assert 0 < accepted < checked
+    assert after["preemptions"] > before["preemptions"]
+    assert after["plan_mismatches"] == before["plan_mismatches"]
+    batches = ngrams.batches()[first:]
+    check_log(batches)
+    lengths = [length for batch in batches for length in batch["checked"].values()]
+    assert set(lengths) == set(range(MOST + 1))
+    assert (after["draft_lengths"] - before["draft_lengths"]).sum() == len(lengths)
+    assert sum(lengths) == checked
+
+
+def test_what_a_grammar_forbids_is_not_said_however_it_is_drafted(ngrams, stock):
+    before = summary(ngrams)
+    use(ngrams, "fcfs", RandomLengths())
+    assert structured(ngrams, 6) == stock.structured
+    assert summary(ngrams)["drafts_accepted"] > before["drafts_accepted"]
+
+
+class Ask:
+    """A request: its class says whether its drafts are right, its objective how fast it must be."""
+
+    def __init__(self, name, slo, random_text, output):
+        from vllm import SamplingParams
+
+        chance = random.Random(name)
+        phrase = [chance.randrange(300, 1000) for _ in range(4)]
+        self.name = name
+        self.prompt = (
+            [chance.randrange(300, 400) for _ in range(60)] if random_text else phrase * 15
+        )
+        self.params = SamplingParams(
+            temperature=1.0 if random_text else 0.0,
+            max_tokens=output,
+            ignore_eos=True,
+            extra_args=to_xargs(RequestArgs(name, time.monotonic(), slo)),
+        )
+
+
+def serve(engine, asks):
+    """Serve requests that are all there at once; return the batches by then."""
+    first = len(engine.batches())
+    vllm = engine.llm.llm_engine
+    for ask in asks:
+        vllm.add_request(ask.name, {"prompt_token_ids": ask.prompt}, ask.params)
+    while vllm.has_unfinished_requests():
+        vllm.step()
+    return engine.batches()[first:]
+
+
+def mean_lengths(batches):
+    """Drafted tokens that a decode checks, mean by the first part of its name."""
+    lengths = defaultdict(list)
+    for batch in batches:
+        for name, length in batch["checked"].items():
+            lengths[name.partition("-")[0]].append(length)
+    return {kind: sum(each) / len(each) for kind, each in lengths.items()}
+
+
+def test_lengths_follow_objectives_and_stop_where_drafts_are_wrong(ngrams):
+    """On an engine that is believed to take 0.4 s for a step, and 40 ms for each of its tokens.
+
+    A class of random text has its drafts checked until it is known that they are wrong, and one of
+    phrases goes on. While a long prompt waits, a decode of a tight pace checks drafts, so that
+    batches may be long, and one of a loose pace has no need to.
+    """
+    # Objectives hold from token to token, as the engine is faster than is believed.
+    use(ngrams, "deadline_triage", AdaptiveLengths(), {"anchor": "last_token"})
+    ngrams.table.set_model(LinearLatency(a=0.4, b=0.04))
+    tight, loose = SLO(tpot_s=0.6), SLO(tpot_s=60.0)
+
+    def classed(slo, name):
+        return SLO(tpot_s=slo.tpot_s, service_class=name)
+
+    wrong = [Ask(f"wrong-{n}", classed(tight, "wrong"), True, 120) for n in range(4)]
+    right = [Ask(f"right-{n}", classed(tight, "right"), False, 80) for n in range(2)]
+    batches = serve(ngrams, [*wrong, *right])
+    rates = ngrams.scheduler._local.drafts.rates
+    assert rates.rate("wrong") < 0.2 < rates.rate("right")
+    late = mean_lengths(batches[len(batches) // 2 :])
+    assert late["wrong"] < 0.1 < mean_lengths(batches)["right"]
+
+    long = Ask("long", SLO(ttft_s=600.0), True, 1)
+    long.prompt = long.prompt * 14
+    asks = [Ask(f"tight-{n}", classed(tight, "right"), False, 60) for n in range(2)]
+    asks += [Ask(f"loose-{n}", classed(loose, "right"), False, 60) for n in range(2)]
+    beside = [
+        batch
+        for batch in serve(ngrams, [*asks, long])
+        if any(n == "long" for n, *_ in batch["ran"])
+    ]
+    lengths = mean_lengths(beside)
+    assert lengths["loose"] < 0.2 < lengths["tight"]
+
+
+def test_a_drafting_model_drafts_as_much_as_is_checked(model, stock, tmp_path):
+    """The model as its own draft is always right, so what it drafts is what the plan asks for."""
+    config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    engine = InProcess(model, tmp_path, "fcfs", speculative_config=with_all_lengths(config), **ARGS)
+    try:
+        use(engine, "fcfs", RandomLengths())
+        assert engine.generate(phrases(FEW)) == stock.texts[:FEW]
+        after = summary(engine)
+        assert after["drafts_accepted"] > 0.9 * after["drafts_checked"] > 0
+        assert after["preemptions"] > 0
+        assert after["plan_mismatches"] == 0
+        drafted = [sample.spec_steps for sample in engine.table.samples()]
+        # One more than was checked, or none.
+        assert set(drafted) == {0, 2, 3}
+        check_log(engine.batches())
+    finally:
+        engine.close()
+
+
+def speculative(**changes):
+    config = {
+        "method": "ngram",
+        "enable_adaptive_verification": False,
+        "uses_dynamic_speculative_decoding": lambda: True,
+        "use_multi_module_mtp": lambda: False,
+    }
+    scheduler = {
+        "policy": "fcfs",
+        "enable_chunked_prefill": True,
+        "long_prefill_token_threshold": 0,
+        "async_scheduling": False,
+    }
+    for name in scheduler.keys() & changes.keys():
+        scheduler[name] = changes.pop(name)
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(**scheduler),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        speculative_config=SimpleNamespace(**(config | changes)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"async_scheduling": True}, "async-scheduling must be off"),
+        ({"uses_dynamic_speculative_decoding": lambda: False}, "by `speculative-config`"),
+        ({"use_multi_module_mtp": lambda: True}, "several MTP layers"),
+        ({"method": "extract_hidden_states"}, "drafts nothing"),
+        ({"enable_adaptive_verification": True}, "must be off"),
+    ],
+)
+def test_speculation_that_no_plan_can_carry_out_is_refused(changes, rule):
+    from replica.vllm_support import UnsupportedVllmError, check_config
+
+    check_config(speculative())
+    with pytest.raises(UnsupportedVllmError, match=rule):
+        check_config(speculative(**changes))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"spec-method": "ngram"}, "use speculative-config in place of spec-method"),
+        ({"speculative_config": {"method": "ngram"}}, "vllm_args: .*num_speculative_tokens"),
+        ({"speculative-config": NGRAM, "async-scheduling": True}, "async-scheduling must be False"),
+    ],
+)
+def test_arguments_that_contradict_speculation_are_refused(given, reason, tmp_path):
+    from replica.vllm_args import SchedulerSettings
+    from replica.vllm_setup import parse_arguments
+
+    settings = SchedulerSettings(state_table=tmp_path / "table", policy="fcfs")
+    with pytest.raises(ValueError, match=reason):
+        parse_arguments(given, "model", "name", settings)
+
+
+def test_vllm_is_started_with_every_length(tmp_path):
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    from replica.vllm_args import SchedulerSettings
+    from replica.vllm_setup import parse_arguments
+
+    settings = SchedulerSettings(state_table=tmp_path / "table", policy="fcfs")
+    parsed = parse_arguments({"speculative-config": NGRAM}, "model", "name", settings)
+    lengths = build_dynamic_sd_schedule_lookup(parsed.speculative_config[BY_BATCH_SIZE], 64, MOST)
+    assert set(lengths) == set(range(MOST + 1))
+    assert parsed.async_scheduling is False
