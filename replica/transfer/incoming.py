@@ -7,7 +7,6 @@ is computed: to plan it is to let the KV come. It appears in plans again when th
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from replica.transfer.counts import TransferCounts
 
-logger = logging.getLogger(__name__)
+_FLAGS = frozenset(("do_remote_prefill", "do_remote_decode"))
 
 
 @dataclass(slots=True)
@@ -49,7 +48,10 @@ class IncomingKv:
         if not isinstance(params, dict) or not params.get("do_remote_prefill"):
             return False
         tokens = None
-        if self._connector is not None:
+        if not params.keys() - _FLAGS:
+            # Whoever computed it could not keep it. Not every connector stands such an offer.
+            params["do_remote_prefill"] = False
+        elif self._connector is not None:
             tokens, _ = self._connector.get_num_new_matched_tokens(request, 0)
         if not tokens:
             self._counts.failed()

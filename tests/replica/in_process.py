@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,15 @@ class InProcess:
         prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    def run(self, requests: Requests, transfers: Sequence[Mapping[str, Any] | None]) -> list[Any]:
+        """vLLM's outputs of ``requests``, each with what vLLM is told of its prompt's KV."""
+        params = [_params(str(i), output, slo) for i, (_, output, slo) in enumerate(requests)]
+        for each, transfer in zip(params, transfers, strict=True):
+            if transfer is not None:
+                each.extra_args = {**(each.extra_args or {}), "kv_transfer_params": dict(transfer)}
+        prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
+        return self.llm.generate(prompts, params, use_tqdm=False)
 
     def serve(
         self, requests: Requests, every: int, aborted: Collection[int] = ()
