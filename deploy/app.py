@@ -95,7 +95,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
         actor["label_selector"] = dict(replica.node_labels)
     hints: dict[str, Any] = {"controller": controller.model_dump(mode="json"), "key": fleet.key}
     if len(fleet.pools) > 1:
-        hints["no_replica_wait_s"] = OTHER_POOL_WAIT_S
+        hints |= {"other_pools": True, "no_replica_wait_s": OTHER_POOL_WAIT_S}
     replicas = serve.deployment(ReplicaServer).options(
         name=deployment_name(fleet.key, pool.role),
         **size,

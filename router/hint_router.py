@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ray.serve._private.common import ReplicaID
@@ -41,10 +41,13 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     - A replica that an operator has closed is chosen by a hint only. Where there are closed ones
       and no hint, it is the least loaded of the others by this process's count, and where there are
       no others the request fails.
+    - Where there is no replica at all a request waits for a while, and then it fails. Where the
+      model has other pools of replicas it also fails where all here have failed it already.
     - Replicas that leave or die are told to the controller.
 
     ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and,
-    if wanted, ``key`` (of the model, where the application has several) and ``no_replica_wait_s``.
+    if wanted, ``key`` (of the model, where the application has several), ``no_replica_wait_s`` and
+    ``other_pools``.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -53,6 +56,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._probed: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_replica_wait_s = float(kwargs.get("no_replica_wait_s", NO_REPLICA_WAIT_S))
+        self._other_pools = bool(kwargs.get("other_pools"))
+        self._changed = asyncio.Event()
         # Now and not when it is first needed: an old process must not look after the controller
         # when a newer version has replaced it. In a thread, because it blocks.
         self._client = asyncio.ensure_future(
@@ -85,7 +90,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     ) -> RunningReplica:
         """Serve asks for the replica of a request. Everything unexpected ends in Serve's own way:
         an exception here would fail the request."""
-        if not self.curr_replicas:
+        if not self._by_unique_id:
             await self._wait_for_replica()
         hint = _hint_of(pending_request)
         if not is_retry:
@@ -94,19 +99,24 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
                 return hinted
         if hint.closed and self._least_loaded_but(hint.closed) is None:
             raise NoReplicaError("Every replica is drained.")
-        return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        if self._other_pools and self._least_loaded_but((*hint.avoid, *hint.closed)) is None:
+            raise NoReplicaError("Every replica of this pool has failed the request.")
+        choice = super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        return await self._while_there_are_replicas(choice)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's list of running replicas changed; draining ones are no longer in it."""
         before = set(self._by_unique_id)
         super().update_replicas(replicas)
         self._by_unique_id = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._note_change()
         self._report_gone(sorted(before - set(self._by_unique_id)))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A call or a probe found the replica dead."""
         super().on_replica_actor_died(replica_id)
         if self._by_unique_id.pop(replica_id.unique_id, None) is not None:
+            self._note_change()
             self._report_gone([replica_id.unique_id])
 
     def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
@@ -122,10 +132,11 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         hinted = self._by_unique_id.get(hint.target) if hint.target is not None else None
         if hinted is not None or not (hint.avoid or hint.closed):
             return hinted
+        others = self._least_loaded_but((*hint.avoid, *hint.closed))
+        if others is not None or self._other_pools:
+            return others
         # One that has just failed the request is better than a closed one.
-        return self._least_loaded_but((*hint.avoid, *hint.closed)) or (
-            self._least_loaded_but(hint.closed) if hint.closed else None
-        )
+        return self._least_loaded_but(hint.closed) if hint.closed else None
 
     def _least_loaded_but(self, avoid: Sequence[str]) -> RunningReplica | None:
         """By this process's own count. ``O(replicas)``, on retries and while any is closed."""
@@ -141,13 +152,46 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """
         try:
             async with asyncio.timeout(self._no_replica_wait_s):
-                while not self.curr_replicas:
-                    self._replicas_updated_event.clear()
-                    await self._replicas_updated_event.wait()
+                while not self._by_unique_id:
+                    await self._changed.wait()
         except TimeoutError:
             raise NoReplicaError(
                 f"No replica appeared within {self._no_replica_wait_s:g} seconds."
             ) from None
+
+    async def _while_there_are_replicas(
+        self, choice: Coroutine[Any, Any, RunningReplica]
+    ) -> RunningReplica:
+        """Serve's own choice, which would wait for ever once the last replica has died.
+
+        Raises:
+            NoReplicaError: there was none for too long.
+        """
+        chosen = asyncio.ensure_future(choice)
+        given_up = asyncio.ensure_future(self._until_none_appears())
+        try:
+            await asyncio.wait((chosen, given_up), return_when=asyncio.FIRST_COMPLETED)
+            if not chosen.done():
+                given_up.result()
+            return await chosen
+        finally:
+            chosen.cancel()
+            given_up.cancel()
+
+    async def _until_none_appears(self) -> None:
+        """Watch the replicas.
+
+        Raises:
+            NoReplicaError: there was none for too long.
+        """
+        while True:
+            await self._wait_for_replica()
+            await self._changed.wait()
+
+    def _note_change(self) -> None:
+        """Wake who waits for other replicas."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def _probe(self, replica: RunningReplica) -> None:
         try:

@@ -46,7 +46,7 @@ def test_each_pool_is_a_deployment_of_its_own() -> None:
     scaled = decode._deployment_config.autoscaling_config
     assert (scaled.min_replicas, scaled.initial_replicas, scaled.max_replicas) == (1, 2, 3)
     assert mixed._replica_config.max_replicas_per_node == 1
-    # A request may go to another pool, so it does not wait for long for the first of this one.
+    # A request may go to another pool, so it does not wait for long for a replica of this one.
     assert {waits_s(each) for each in found.values()} == {OTHER_POOL_WAIT_S}
     roles = {name: each.init_args[5] for name, each in found.items()}
     assert roles == {"Prefill": "prefill", "Decode": "decode", "Replica": "mixed"}

@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from ray import serve
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.config import RequestRouterConfig
 
 from controller.client import ControllerClient, stop_controller
 from controller.config import ControllerConfig
 from replica.engine import EngineRequest
+from router import wire
 from router.answer import ReplicaFailedError
 from router.call import Call
 from router.config import RouterConfig
@@ -251,6 +257,61 @@ async def test_without_a_replica_the_wait_is_bounded(
     request = PendingRequest([], {}, RequestMetadata("request", "internal"))
     with pytest.raises(NoReplicaError):
         await router._choose_replica_for_request(request)
+
+
+class Running:
+    """A replica as Serve's router lists it."""
+
+    def __init__(self, name: str) -> None:
+        self.replica_id = ReplicaID(name, DeploymentID("few", APP))
+
+
+def lone_router(**settings: Any) -> HintRouter:
+    """One with two replicas that Serve would never choose, as none answers."""
+    router = HintRouter(
+        deployment_id=DeploymentID("few", APP), handle_source=DeploymentHandleSource.REPLICA
+    )
+    settings |= {"controller": CONTROLLER.model_dump(mode="json"), "no_replica_wait_s": 0.01}
+    router.initialize_state(**settings)
+    router._by_unique_id = {name: Running(name) for name in ("a", "b")}
+    return router
+
+
+def hinted(hint: Hint) -> PendingRequest:
+    kwargs = {wire.TARGET_KWARG: hint.encode()}
+    return PendingRequest([], kwargs, RequestMetadata("request", uuid.uuid4().hex))
+
+
+async def test_a_request_that_waits_fails_when_the_last_replica_dies(
+    replicas: ServeReplicas,
+) -> None:
+    """Serve itself would let it wait for a next one, however long that takes."""
+    router = lone_router()
+    waiting = asyncio.create_task(router._choose_replica_for_request(hinted(Hint())))
+    await asyncio.sleep(0)
+    for name in ("a", "b"):
+        assert not waiting.done()
+        router.on_replica_actor_died(ReplicaID(name, DeploymentID("few", APP)))
+    with pytest.raises(NoReplicaError):
+        await waiting
+    assert not router._pending_requests_by_id
+
+
+async def test_a_pool_that_has_failed_a_request_hands_it_to_the_others(
+    replicas: ServeReplicas,
+) -> None:
+    router = lone_router(other_pools=True)
+    request = hinted(Hint(avoid=("a",)))
+    assert (await router._choose_replica_for_request(request)).replica_id.unique_id == "b"
+    for hint in (Hint(avoid=("a", "b")), Hint(avoid=("a",), closed=("b",))):
+        with pytest.raises(NoReplicaError):
+            await router._choose_replica_for_request(hinted(hint))
+    # Without another pool, one that has just failed it is better than none.
+    alone = lone_router()
+    waiting = asyncio.create_task(alone._choose_replica_for_request(hinted(Hint(avoid=("a", "b")))))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,136 @@
+"""Two real vLLM engines, one for prompts and one for answers, streaming through the router: the
+text is that of one engine, whoever dies and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.pools import (
+    Process,
+    Streamed,
+    busy,
+    fresh,
+    only,
+    roles,
+    stream,
+    value,
+    wait_until_busy,
+)
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+
+PAIR = {"prefill": 1, "decode": 1}
+TOKENS = 24
+FIELDS: dict[str, Any] = {
+    "name": "disaggregated-vllm",
+    "engine": {
+        "profile_budget_s": 1,
+        "vllm_args": {
+            "max-model-len": 2048,
+            "max-num-batched-tokens": 512,
+            "dtype": "float32",
+            "kv-cache-memory-bytes": 64 << 20,
+        },
+    },
+    "replica": {
+        "num_cpus": 0.1,
+        "drain_timeout_s": 10,
+        "health_check_period_s": 0.5,
+        "pools": {role: {"count": count} for role, count in PAIR.items()},
+    },
+    "router": {"classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 2_000}}},
+}
+
+
+def body(stage: str) -> dict[str, Any]:
+    """A request whose long prompt no other stage has: what lies in caches needs no hand-over."""
+    prompt = f"{stage}: " + "please write a story about a school, a mill and a garden. " * 110
+    return {"model": "local", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+
+
+def whole(serving: System, stage: str, by: str) -> str:
+    """The text of the engine of a role alone, computed anew."""
+    with only(serving, by):
+        answer = stream(serving, {**body(stage), "cache_salt": f"{stage} anew"})
+    assert answer.served_by(serving) == (by, None)
+    return answer.text
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[System]:
+    with system(FIELDS) as started:
+        yield started
+
+
+@pytest.fixture
+def pair(serving: System) -> dict[str, Process]:
+    """Both replicas, once both are there."""
+    wait_until(lambda: roles(serving) == PAIR, "both serve", 120.0)
+    return {each["role"]: Process(each["replica_id"]) for each in fresh(serving)}
+
+
+@pytest.fixture
+def asked(serving: System) -> Iterator[Any]:
+    """Asks in the background."""
+    with ThreadPoolExecutor(2) as threads:
+
+        def ask(stage: str) -> Future[Streamed]:
+            return threads.submit(stream, serving, body(stage))
+
+        yield ask
+
+
+def at(serving: System, role: str) -> int:
+    """API calls at the replica of a role, whether or not its engine knows."""
+    (replica_id,) = (each["replica_id"] for each in fresh(serving) if each["role"] == role)
+    label = f'replica="{replica_id}"'
+    return int(value(serving, "sluice_replica_live_requests", label))
+
+
+def test_two_engines_give_the_text_of_one(serving: System, pair: dict[str, Process]) -> None:
+    answer = stream(serving, body("undisturbed"))
+    assert answer.served_by(serving) == ("decode", "prefill")
+    assert answer.text == whole(serving, "undisturbed", by="decode")
+    wait_until(lambda: value(serving, "sluice_kv_transfers_total") == 1, "it is counted")
+    assert value(serving, "sluice_kv_transfer_failures_total") == 0
+
+
+def test_decode_dies_before_a_first_token_and_in_mid_stream(
+    serving: System, pair: dict[str, Process], asked: Any
+) -> None:
+    started: list[Future[Streamed]] = []
+
+    def then(events: int, _: str) -> None:
+        if events == TOKENS // 3:
+            pair["decode"].freeze_engine()
+            started.append(asked("begun"))
+            wait_until(lambda: at(serving, "decode") == 2, "another prompt is computed")
+            pair["decode"].kill()
+
+    midway = stream(serving, body("midway"), then)
+    assert midway.served_by(serving) == ("decode", "prefill")
+    assert midway.text == whole(serving, "midway", by="prefill")
+    assert started[0].result().text == whole(serving, "begun", by="prefill")
+
+
+def test_prefill_dies_while_it_prefills_and_before_kv_is_fetched(
+    serving: System, pair: dict[str, Process], asked: Any
+) -> None:
+    pair["decode"].freeze_engine()
+    kept = asked("kept")
+    wait_until(lambda: at(serving, "decode") == 1, "its prompt is computed")
+    prefilling = asked("prefilling")
+    wait_until_busy(serving, "prefill")
+    pair["prefill"].freeze_engine()
+    assert busy(serving, "prefill") and at(serving, "decode") == 1
+    pair["prefill"].kill()
+    pair["decode"].thaw_engine()
+    assert kept.result().served_by(serving)[0] == "decode"
+    assert kept.result().text == whole(serving, "kept", by="decode")
+    assert prefilling.result().text == whole(serving, "prefilling", by="decode")
+    wait_until(lambda: value(serving, "sluice_kv_transfer_failures_total") == 1, "it is counted")
