@@ -165,13 +165,13 @@ def test_a_replica_that_leaves_with_the_latest_news_is_no_restart() -> None:
 
 def test_the_application_autoscales_where_it_is_asked_to() -> None:
     fields = {"replica": {"autoscaling": {"min_replicas": 2, "max_replicas": 5}}}
-    (replicas,) = build(fields)._bound_deployment.init_args[0].values()
-    made = replicas._bound_deployment._deployment_config.autoscaling_config
+    (pools,) = build(fields)._bound_deployment.init_args[0].values()
+    made = pools["mixed"]._bound_deployment._deployment_config.autoscaling_config
     # With a number of its own, Serve would fall back to it whenever the application changes.
     assert (made.min_replicas, made.initial_replicas, made.max_replicas) == (2, None, 5)
     assert (made.upscale_delay_s, made.downscale_delay_s) == (0, 0)
-    (fixed,) = build({"replica": {"count": 3}})._bound_deployment.init_args[0].values()
-    assert fixed._bound_deployment._deployment_config.autoscaling_config is None
+    (pools,) = build({"replica": {"count": 3}})._bound_deployment.init_args[0].values()
+    assert pools["mixed"]._bound_deployment._deployment_config.autoscaling_config is None
 
 
 def test_a_submitted_application_leaves_the_number_to_the_policy() -> None:
