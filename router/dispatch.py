@@ -97,8 +97,12 @@ class Dispatcher:
         Raises:
             ReplicaFailedError: there must be none.
         """
-        elsewhere = failure.reason is Reason.NO_REPLICA and self._legs.whole(course)
-        if course.attempts >= self._max_attempts or not (failure.retry or elsewhere):
+        # To find a pool empty has cost nobody anything.
+        if course.attempts - len(course.empty) >= self._max_attempts:
+            raise failure
+        if failure.reason is Reason.NO_REPLICA and self._legs.whole(course):
+            return
+        if not failure.retry:
             raise failure
         if not self._budget.take():
             self._metrics.retries_refused.inc()

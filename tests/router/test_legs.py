@@ -19,6 +19,7 @@ from replica.engine import (
 )
 from router.answer import ReplicaFailedError
 from router.call import Call
+from router.config import RouterConfig
 from router.errors import ApiError, Reason
 from router.handover import may_split
 from router.prompt_size import PromptSize
@@ -277,8 +278,10 @@ async def test_a_client_that_leaves_frees_both_replicas_in_every_stage(stage: st
 
 
 async def test_a_pool_without_replicas_is_left_out() -> None:
-    router, side = edge(PAIR, None)
-    side.empty = {"prefill", "mixed"}
+    side = FarSide(d=serve)
+    side.roles, side.empty = ("mixed", "decode", "prefill"), {"prefill", "mixed"}
+    config = RouterConfig(max_attempts=1)
+    router = Edge(side, FarController(PAIR, None), config, Clock())
     opened = await router.dispatcher.open(call())
     assert side.pools == ["prefill", "mixed", "decode"]
     assert opened.head.status == 200
