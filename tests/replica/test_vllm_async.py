@@ -14,7 +14,11 @@ import pytest
 
 from replica.local_model import local_model
 from replica.state_table import StateTable
+from replica.transfer.config import TransferConfig
+from replica.transfer.offer import Offer, prompt_digest
+from replica.transfer.wire import Handle
 from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
+from replica.vllm_setup import transfer_argument
 from scheduling.batching import POLICIES
 from scheduling.objective import SLO
 
@@ -61,7 +65,7 @@ class KnownModel:
         )
 
 
-def make(model, directory, policy, blocks, in_flight):
+def make(model, directory, policy, blocks, in_flight, **args):
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -80,6 +84,7 @@ def make(model, directory, policy, blocks, in_flight):
         block_size=BLOCK,
         enable_prefix_caching=False,
         additional_config=settings.to_additional_config(),
+        **args,
     ).create_engine_config()
     config.scheduler_config.async_scheduling = in_flight > 1
     config.cache_config.num_gpu_blocks = blocks
@@ -122,19 +127,19 @@ def requests(count, objectives=OBJECTIVES, arrival_s=0.0, best_effort=0):
     return made
 
 
-def drive(scheduler, in_flight, arriving, abort=()):
+def drive(scheduler, in_flight, arriving, abort=(), model=None):
     """Run until all is done, as the engine's loop does, and end the scheduler as it does; a new
     request every second step."""
     try:
-        return loop(scheduler, in_flight, arriving, abort)
+        return loop(scheduler, in_flight, arriving, abort, model or KnownModel())
     finally:
         assert not gc.isenabled()
         scheduler.shutdown()
         assert gc.isenabled()
 
 
-def loop(scheduler, in_flight, arriving, abort):
-    model, queue, received = KnownModel(), deque(), {}
+def loop(scheduler, in_flight, arriving, abort, model):
+    queue, received = deque(), {}
     waiting = deque(arriving)
     for step in range(5000):
         if waiting and step % 2 == 0:
@@ -208,3 +213,77 @@ def test_aborted_requests_leave_nothing_behind(model, tmp_path):
     assert len(table.read().rows) == 0
     assert not scheduler.requests
     assert received["r39"]
+
+
+class ModelWithTransfers(KnownModel):
+    """Also fetches KV, as a worker does: it takes some batches, and fails now and then. It knows
+    what KV there is of each request, so a batch that reads more of it trips."""
+
+    def __init__(self):
+        super().__init__()
+        self._chance = random.Random(5)
+        self._loads = []
+        self._valid = {}
+
+    def run(self, output):
+        from vllm.v1.outputs import KVConnectorOutput
+
+        ran = super().run(output)
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            start = starts[request_id]
+            assert start <= self._valid.get(request_id, 0), "KV is read that is not there"
+            self._valid[request_id] = start + tokens
+        for load in output.kv_connector_metadata.loads:
+            self._loads.append([load, self._chance.randrange(6)])
+        done = [load for load, left in self._loads if left == 0]
+        self._loads = [[load, left - 1] for load, left in self._loads if left]
+        failed = [load for load in done if self._chance.random() < 0.3]
+        for load in done:
+            if load not in failed:
+                self._valid[load.request_id] = load.offer.prompt_tokens - 1
+        ran.kv_connector_output = KVConnectorOutput(
+            finished_recving={load.request_id for load in done},
+            invalid_block_ids={block for load in failed for block in load.block_ids},
+        )
+        return ran
+
+
+@pytest.mark.parametrize("blocks", [1000, 40], ids=["roomy", "low-kv"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("policy", ["deadline_triage", "fcfs", "slidebatching"])
+def test_kv_of_other_engines_is_read_when_it_is_there(model, tmp_path, policy, in_flight, blocks):
+    from vllm.config import KVTransferConfig
+
+    from replica.transfer.connector import WorkerAddress
+
+    transfer = KVTransferConfig(**transfer_argument(TransferConfig(connector="tcp")))
+    scheduler, table = make(model, tmp_path, policy, blocks, in_flight, kv_transfer_config=transfer)
+    assert scheduler.defer_block_free == (in_flight > 1)
+    layout = bytes(16)
+    scheduler.connector.set_xfer_handshake_metadata({0: WorkerAddress("10.0.0.1", 9, layout)})
+    arriving = requests(40, best_effort=10)
+    offered = 0
+    for index, request in enumerate(arriving):
+        if index % 3:
+            tokens, digest = request.num_prompt_tokens, prompt_digest(request)
+            offer = Offer((("10.0.0.2", 9),), layout, Handle.new(), tokens, digest)
+            request.kv_transfer_params = offer.to_params()
+            offered += tokens > 1
+    aborted = [f"r{index}" for index in range(10, 16)]
+    received = drive(scheduler, in_flight, arriving, aborted, ModelWithTransfers())
+    for request in arriving:
+        length, output = request.num_prompt_tokens, request.max_tokens
+        expected = [token_at(request.request_id, length + i) for i in range(output)]
+        if request.request_id not in aborted:
+            assert received[request.request_id] == expected
+    assert not scheduler.requests
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1
+    state = table.read()
+    assert len(state.rows) == 0
+    summary = state.summary
+    assert summary["transfer_failures"] > 0
+    assert offered - len(aborted) <= summary["transfers"] + summary["transfer_failures"]
+    assert summary["transfers"] > summary["transfer_failures"]
