@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from benchmarks.experiments.base import (
@@ -37,7 +38,7 @@ from benchmarks.workloads.arrivals import Poisson
 from benchmarks.workloads.settings import slos_serve
 from scheduling.pool_ratio import PoolDemand
 from simulation.capacity import pool_demand
-from simulation.workload import Workload
+from simulation.workload import Workload, with_objectives
 
 SETUP = SETUPS["8b"]
 
@@ -58,6 +59,10 @@ DISTSERVE = System("least_tokens", Contender("fcfs", "fcfs"))
 """First come, first served on both sides, the prefill side by the shortest queue."""
 
 SHARE = 0.9
+TIGHT_TPOT_S = 0.015
+TIGHT = f"coder, {1e3 * TIGHT_TPOT_S:g} ms"
+"""A workload of our own: beside the fixed time of a step there is little left for prefill."""
+
 LOADS = Loads(0.15, 1.35, 5)
 
 SETTING = {
@@ -77,9 +82,15 @@ def _poisson(scenario: str, setup: Setup, rate: float, requests: int, seed: int)
     return slos_serve(scenario, rate, requests, seed, alone, arrivals=Poisson)
 
 
+def _tight(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
+    made = _poisson("coder", setup, rate, requests, seed)
+    words = f"TPOT {1e3 * TIGHT_TPOT_S:g} ms."
+    return with_objectives(made, lambda arrival: replace(arrival.slo, tpot_s=TIGHT_TPOT_S), words)
+
+
 def of_scenario(scenario: str) -> Make:
-    """A scenario of SLOs-Serve without its bursts."""
-    return partial(_poisson, scenario)
+    """A scenario of SLOs-Serve without its bursts, or :data:`TIGHT`."""
+    return _tight if scenario == TIGHT else partial(_poisson, scenario)
 
 
 def _span(plan: Plan, scenario: str) -> Span:
@@ -118,15 +129,18 @@ def layout_cells(plan: Plan) -> list[Cell]:
     ]
     loads = plan.pick([0.6], [0.6, 0.9], [0.4, 0.6, 0.8, 1.0, 1.2])
     scenarios = plan.pick(
-        ("chatbot",), ("chatbot", "coder", "mixed"), ("chatbot", "coder", "summarizer", "mixed")
+        ("chatbot",),
+        ("chatbot", "coder", "mixed", TIGHT),
+        ("chatbot", "coder", "mixed", TIGHT, "summarizer"),
     )
     grid = []
     for scenario in scenarios:
         span = _span(plan, scenario)
         make = of_scenario(scenario)
+        own_loads = [*loads, 1.4] if scenario == TIGHT else loads
         for layout in layouts:
             labels: dict[str, Value] = {"workload": scenario, "layout": layout.name}
-            grid += cluster_cells(labels, make, SETUP, layout, loads, systems, span)
+            grid += cluster_cells(labels, make, SETUP, layout, own_loads, systems, span)
     return grid
 
 
@@ -250,7 +264,11 @@ LAYOUTS = Experiment(
     name="disaggregation",
     source="ours; SLOs-Serve §2.3",
     question="Do separate prefill and decode replicas serve more than as many that do both?",
-    setting={**SETTING, "Replicas": "4, behind the default router"},
+    setting={
+        **SETTING,
+        "Replicas": "4, behind the default router",
+        TIGHT: "the coder's requests with a TPOT that leaves a step 6 ms beside its fixed time",
+    },
     seeds=2,
     cells=layout_cells,
     findings=layout_findings,
