@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.speculation_engine import Asked, Run, SpeculatingEngine
 from replica.local_model import local_model
+from scheduling.batching import POLICIES
 from scheduling.objective import SLO
 
 ADAPTIVE = "adaptive"
@@ -236,7 +237,7 @@ class Bench:
     type=click.FloatRange(0.01, 100),
     help="A rate, in requests that the engine does without speculation; several times.",
 )
-@click.option("--policy", default="deadline_triage")
+@click.option("--policy", default="deadline_triage", type=click.Choice(sorted(POLICIES)))
 @click.option("--layers", default=2, type=click.IntRange(1, 64))
 @click.option("--hidden", default=128, type=click.IntRange(64, 8192))
 @click.option("--seed", default=0)
