@@ -281,9 +281,23 @@ def test_what_is_old_looks_old_and_comes_back(chromium: Browser, site: Site) -> 
         tab.until("document.querySelector('#status').innerText === 'Live'")
 
 
-def test_several_models_are_told_apart(chromium: Browser) -> None:
+def test_several_models_and_roles_are_told_apart(chromium: Browser) -> None:
     with Site(models=2) as site, chromium.tab() as tab:
+        other = site.controllers["model-1"].controller
+        for name in ("k3x9a2bq", "p7w1m4zt", MARKUP):
+            site.do(other.replica_gone([name]))
+        site.do(other.hello(hello("first", role="prefill")))
+        site.do(other.hello(hello("second", role="decode")))
+        asked = RouteQuery(70, CLASSES["standard"], 500, request_id=f"{70:032x}", prefill_key=71)
+        site.do(other.route([asked]))
         opened(tab, site)
+        assert "prefill" in tab.text("[data-replica=first]")
+        assert "decode" in tab.text("[data-replica=second]")
+        tab.enter("#request", f"{70:032x}")
+        tab.until("document.querySelector('#decisions .why table')")
+        assert "first → second" in tab.text("#decisions summary")
+        assert "another one" in tab.text("#decisions .why")
+        assert tab.eval("document.querySelectorAll('#decisions .why table').length") == 2
         assert tab.text("#about") == "2 models"
         assert "model-1" in tab.text("#replicas") and "(model-1)" in tab.text("#classes")
         site.controllers["model-1"].up = False

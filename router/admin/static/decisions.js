@@ -95,12 +95,19 @@ function why(decision) {
     ...known.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd.mono", {}, value))),
   );
   const node = make("div.why", {}, make("p", {}, decision.why), list);
-  const rows = [...(decision.chosen ? [[decision.chosen, "chosen"]] : []), ...decision.others.map((each) => [each, each.why_not])];
-  if (rows.length) node.append(compared(rows));
-  if (decision.others_left_out > 0) {
-    node.append(make("p.hint", {}, `${decision.others_left_out} more are not shown.`));
+  showWeighed(node, decision);
+  if (decision.prefill_id && decision.second) {
+    node.append(make("p", {}, `The answer comes from another one, ${ms(decision.handover_ms)} later:`));
+    showWeighed(node, decision.second);
   }
   return node;
+}
+
+/** The chosen replica beside the best of the others. */
+function showWeighed(node, { chosen, others, others_left_out: leftOut }) {
+  const rows = [...(chosen ? [[chosen, "chosen"]] : []), ...others.map((each) => [each, each.why_not])];
+  if (rows.length) node.append(compared(rows));
+  if (leftOut > 0) node.append(make("p.hint", {}, `${leftOut} more are not shown.`));
 }
 
 function compared(rows) {
