@@ -189,6 +189,8 @@ class LocalScheduler:
             self._rowless += 1
         # The least of nan and a number is its first argument.
         expected = min(self._lengths.predict(slo.service_class, prompt_tokens), most_tokens)
+        if most_tokens == 1:
+            expected = 1.0
         self.requests[engine_id] = TrackedRequest(
             name, slo, arrival_s, slot, most_tokens, expected, best_effort
         )

@@ -233,6 +233,8 @@ def test_outputs_are_expected_to_be_as_long_as_those_of_their_class_before(table
     assert expected("capped", most=20) == 20
     assert expected("third") == 150
     assert np.isnan(expected("other", SLO(service_class="batch")))
+    # Of one token, as of a prompt that is computed for another replica, there is nothing to guess.
+    assert expected("one", SLO(service_class="batch"), most=1) == 1
     # One that was aborted says nothing of how long it would have been.
     scheduler.forget("third")
     assert expected("fourth") == 150
