@@ -119,6 +119,11 @@ accepted. With all of it, as in the paper, paces are held in the mean, and every
 tokens falls behind; with this share nearly as much is won, and few do (docs/results.md)."""
 
 
+USABLE = 0.9
+"""A batch is not made shorter than this share of the least TPOT, and ends about as early, as there
+is a head-room. So one that is behind by less than the rest needs no draft to catch up."""
+
+
 class Lengths(NamedTuple):
     """How many drafted tokens a batch may check, by row of a queue.
 
@@ -276,7 +281,7 @@ class AdaptiveLengths(Speculation):
         pieces = latency.pieces
         most = longest_lengths(alpha, drafted)
         stated = (tpot_s >= useful_s) & (tpot_s < inf)
-        floor_s = float(tpot_s[stated].min(initial=inf))
+        floor_s = USABLE * float(tpot_s[stated].min(initial=inf))
         alone_s = latency.fixed_s + lengths_work_s(pieces, np.ones_like(most), context)
         ahead_s = (accepted_all(most, alpha) - 1) * np.where(stated, tpot_s, 0.0)
         latest_s = left_s + self.credit * ahead_s

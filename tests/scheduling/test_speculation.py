@@ -302,6 +302,15 @@ def test_one_that_fell_behind_takes_more_of_the_batch_and_makes_it_shorter() -> 
     assert mixed.drafts[0] > max(mixed.drafts[1:6])
 
 
+@pytest.mark.parametrize("anchor", [Anchor.FIRST_TOKEN, Anchor.LAST_TOKEN])
+def test_a_step_that_ran_on_time_is_no_reason_for_drafts_that_cost_more_than_they_give(
+    anchor: Anchor,
+) -> None:
+    # A plan is made a moment after the tokens left, so less than a TPOT is left.
+    hopeless = [drafting(f"t{n}", TIGHT, alpha=0.1, left=0.99) for n in range(20)]
+    assert not lengths_of(*hopeless, PROMPT, anchor=anchor).drafts.any()
+
+
 def test_what_a_window_is_behind_is_remembered_until_it_is_paid_off() -> None:
     by = AdaptiveLengths()
 
