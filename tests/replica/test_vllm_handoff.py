@@ -23,12 +23,12 @@ from replica.engine import (
     ResponseTail,
     Resume,
 )
-from replica.local_model import local_model
 from replica.transfer.config import TransferConfig
 from replica.vllm_engine import VllmEngine
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
+from tests.replica.attentive import attentive_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -54,7 +54,7 @@ async def engines(tmp_path_factory):
     model = LinearLatency(a=0.003, b=0.0001, c=0.000001)
     profile.write_text(LatencyProfile.of("test", model, None).to_json(), encoding="utf-8")
     config = EngineConfig(
-        model=str(local_model(directory, layers=2, hidden=128)),
+        model=str(attentive_model(directory)),
         served_model_name="small",
         cache_dir=directory,
         latency_profile=profile,

@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from replica.local_model import local_model
 from replica.transfer.config import TransferConfig
 from replica.vllm_setup import transfer_argument
 from scheduling.batching import POLICIES
 
+from .attentive import attentive_model
 from .in_process import InProcess, mixed_requests
 from .test_vllm_scheduler import RandomDeferral
 
@@ -29,7 +29,7 @@ def engine(tmp_path_factory):
     directory = tmp_path_factory.mktemp("engine")
     transfer = transfer_argument(TransferConfig(connector="tcp", host="127.0.0.1"))
     engine = InProcess(
-        local_model(directory, layers=2, hidden=128),
+        attentive_model(directory),
         directory,
         "fcfs",
         kv_transfer_config=KVTransferConfig(**transfer),
