@@ -72,15 +72,15 @@ class Arrival(NamedTuple):
     asked: Asked
 
 
-def arrivals(step_s: float, rate: float, seconds: float, seed: str) -> list[Arrival]:
-    """Requests at random times, ``rate`` a second in the mean, with objectives for an engine whose
-    decode takes ``step_s`` alone."""
+def arrivals(step_s: float, rate: float, requests: int, seed: str) -> list[Arrival]:
+    """So many requests at random times, ``rate`` a second in the mean, with objectives for an
+    engine whose decode takes ``step_s`` alone."""
     chance = random.Random(seed)
     names = list(KINDS)
     shares = [KINDS[name].share for name in names]
     found: list[Arrival] = []
     at_s = 0.0
-    while at_s < seconds:
+    while len(found) < requests:
         name = chance.choices(names, shares)[0]
         kind = KINDS[name]
         length = chance.randint(*kind.prompt)
@@ -146,7 +146,7 @@ class Bench:
 
     Args:
         engine: it.
-        seconds: of arrivals in each run.
+        requests: of each run.
         loads: rates, as multiples of what the engine does without speculation when all is there at
             once.
         seed: of the arrivals.
@@ -156,17 +156,17 @@ class Bench:
     def __init__(
         self,
         engine: SpeculatingEngine,
-        seconds: float,
+        requests: int,
         loads: list[float],
         seed: int,
         calibrated: int = 32,
     ) -> None:
         self._engine = engine
-        self._seconds = seconds
+        self._requests = requests
         self._loads = sorted(loads)
         self._seed = seed
-        lone = arrivals(1.0, 1.0, 1e-9, f"{seed}/alone")
-        many = arrivals(1.0, 1.0, 3.0 * calibrated, f"{seed}/full")[:calibrated]
+        lone = arrivals(1.0, 1.0, 1, f"{seed}/alone")
+        many = arrivals(1.0, 1.0, calibrated, f"{seed}/full")
         many = [each._replace(at_s=0.0) for each in many]
         for most in (MOST_DRAFTED, 0):  # the first ones warm up
             engine.use(most)
@@ -185,7 +185,7 @@ class Bench:
                 drawn = arrivals(
                     self.step_s,
                     load * self.full_rate,
-                    self._seconds,
+                    self._requests,
                     f"{self._seed}/{number}/{load}",
                 )
                 # Each way is the first one as often as the others.
@@ -228,7 +228,7 @@ class Bench:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--rounds", default=3, type=click.IntRange(1, 1000))
-@click.option("--seconds", default=6.0, type=click.FloatRange(0.1, 3600), help="Of each run.")
+@click.option("--requests", default=120, type=click.IntRange(1, 100_000), help="Of each run.")
 @click.option(
     "--load",
     "loads",
@@ -244,7 +244,7 @@ class Bench:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def speculation(
     rounds: int,
-    seconds: float,
+    requests: int,
     loads: tuple[float, ...],
     policy: str,
     layers: int,
@@ -268,7 +268,7 @@ def speculation(
         model = local_model(directory, layers=layers, hidden=hidden)
         engine = SpeculatingEngine(model, directory, policy, MOST_DRAFTED)
         try:
-            bench = Bench(engine, seconds, list(loads), seed)
+            bench = Bench(engine, requests, list(loads), seed)
             rows = bench.run(rounds)
         finally:
             engine.close()
