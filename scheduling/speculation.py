@@ -132,8 +132,8 @@ class Lengths(NamedTuple):
         output: ``float64[n]``, tokens that the step is expected to give: 1 without drafts.
         credit_s: ``float64[n]``, how much later than its next token the step of a decode may end
             and keep its pace with some certainty: :data:`CREDIT` of a TPOT for each token beyond
-            the first, less what a short window is behind. May be negative; 0 where no pace is
-            stated.
+            the first, or where a short window is behind less than nothing, by as much. 0 where no
+            pace is stated.
         work_s: ``float64[n]``, predicted marginal time of the step; 0 for a prefill.
     """
 
@@ -220,13 +220,15 @@ class Speculation(ABC):
         waits = bool(prefill.any())
         # Copied, as compiled loops know one layout.
         drafted, context = decodes[:, DRAFTED].copy(), decodes[:, COMPUTED].copy()
-        work = _Decodes(alpha, drafted, context, left_s, tpot_s)
+        # Who is behind does not buy time with what it is only expected to give.
+        credit_s = np.where(behind_s > 0, 0.0, self.credit * pace_s)
+        work = _Decodes(alpha, drafted, context, left_s, tpot_s, credit_s)
         room = len(rows) + max(0, tokens - len(rows)) // (1 + waits)
         lengths = _within(self._lengths(work, waits, latency, draft_s, useful_s), room)
         found = Lengths.none(len(table))
         found.drafts[rows] = lengths - 1
         found.output[rows] = output = accepted_all(lengths, alpha)
-        found.credit_s[rows] = self.credit * (output - 1) * pace_s - behind_s
+        found.credit_s[rows] = (output - 1) * credit_s - behind_s
         found.work_s[rows] = lengths_work_s(latency.pieces, lengths, work.context)
         return found
 
@@ -244,13 +246,15 @@ class Speculation(ABC):
 
 class _Decodes(NamedTuple):
     """Running decodes, one entry for each: acceptance, drafted tokens, computed tokens, time until
-    the next one is due, and TPOT, infinite where it does not count."""
+    the next one is due, TPOT, infinite where it does not count, and how much longer a batch may be
+    for a token more."""
 
     alpha: Floats
     drafted: Floats
     context: Floats
     left_s: Floats
     tpot_s: Floats
+    credit_s: Floats
 
 
 class AdaptiveLengths(Speculation):
@@ -277,14 +281,13 @@ class AdaptiveLengths(Speculation):
         draft_s: float,
         useful_s: float,
     ) -> Ints:
-        alpha, drafted, context, left_s, tpot_s = decodes
+        alpha, drafted, context, left_s, tpot_s, credit_s = decodes
         pieces = latency.pieces
         most = longest_lengths(alpha, drafted)
         stated = (tpot_s >= useful_s) & (tpot_s < inf)
         floor_s = USABLE * float(tpot_s[stated].min(initial=inf))
         alone_s = latency.fixed_s + lengths_work_s(pieces, np.ones_like(most), context)
-        ahead_s = (accepted_all(most, alpha) - 1) * np.where(stated, tpot_s, 0.0)
-        latest_s = left_s + self.credit * ahead_s
+        latest_s = left_s + (accepted_all(most, alpha) - 1) * credit_s
         binds = stated & (latest_s >= alone_s)
         tpot_s = np.where(stated, tpot_s, inf)
         left_s = np.where(binds, left_s, np.where(stated, np.maximum(left_s, 0.0), inf))
@@ -298,17 +301,17 @@ class AdaptiveLengths(Speculation):
                     pieces,
                     left_s,
                     tpot_s,
+                    credit_s,
                     alpha,
                     context,
                     capped,
                     binds,
                     floor_s,
                     draft_s,
-                    self.credit,
                 )
             else:
                 rate, lengths = for_decodes(
-                    pieces, left_s, tpot_s, alpha, context, capped, binds, draft_s, self.credit
+                    pieces, left_s, tpot_s, credit_s, alpha, context, capped, binds, draft_s
                 )
             if rate > best:
                 best, chosen = rate, lengths

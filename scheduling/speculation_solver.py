@@ -68,12 +68,10 @@ def longest_lengths(alpha: Floats, drafted: Floats) -> Ints:
 
 
 @compiled
-def within_s(left_s: float, tpot_s: float, alpha: float, length: int, credit: float) -> float:
-    """How long a batch may last so that a decode's output with this length is expected to keep its
-    pace: until its next token is due, and the share ``credit`` of a TPOT for each token beyond."""
-    if length == 1:
-        return left_s
-    return left_s + credit * (accepted_tokens(length, alpha) - 1.0) * tpot_s
+def within_s(left_s: float, credit_s: float, alpha: float, length: int) -> float:
+    """How long a batch may last so that a decode's output with this length keeps its pace: until
+    its next token is due, and ``credit_s`` longer for each token that is expected beyond it."""
+    return left_s + (accepted_tokens(length, alpha) - 1.0) * credit_s
 
 
 @compiled
@@ -110,13 +108,13 @@ def for_prefills(
     pieces: Floats,
     left_s: Floats,
     tpot_s: Floats,
+    credit_s: Floats,
     alpha: Floats,
     context: Floats,
     most: Ints,
     binds: NDArray[np.bool_],
     floor_s: float,
     draft_s: float,
-    credit: float,
 ) -> tuple[float, Ints]:
     """The lengths that leave most to prefill, and its tokens per second.
 
@@ -131,21 +129,21 @@ def for_prefills(
         pieces: of the latency model.
         left_s: per decode, time until its next token is due.
         tpot_s: infinite where it has none; then it takes the length that costs least.
+        credit_s: by how much a batch may be longer for each drafted token that is expected to be
+            accepted; in the paper the TPOT.
         alpha: probability that a drafted token is accepted if those before it are.
         context: computed tokens.
         most: longest length.
         binds: whether the batch must be short enough for its pace.
         floor_s: ``T`` is not below it, whatever that means for paces.
         draft_s: time that a batch takes for each drafted token of its longest length.
-        credit: share of a TPOT by which a batch may be longer for each drafted token that is
-            expected to be accepted; 1 in the paper.
     """
     count = left_s.shape[0]
     highest_s = inf
     lowest_s = inf
     for row in range(count):
         if binds[row]:
-            last_s = within_s(left_s[row], tpot_s[row], alpha[row], most[row], credit)
+            last_s = within_s(left_s[row], credit_s[row], alpha[row], most[row])
             lowest_s, highest_s = min(lowest_s, left_s[row]), min(highest_s, last_s)
     if highest_s == inf:
         lowest_s = highest_s = floor_s
@@ -157,11 +155,11 @@ def for_prefills(
     events, longest = 0, 1
     for row in range(count):
         while needed[row] < most[row] and (
-            within_s(left_s[row], tpot_s[row], alpha[row], needed[row], credit) < lowest_s
+            within_s(left_s[row], credit_s[row], alpha[row], needed[row]) < lowest_s
         ):
             needed[row] += 1
         for length in range(needed[row], most[row]):
-            at_s = within_s(left_s[row], tpot_s[row], alpha[row], length, credit)
+            at_s = within_s(left_s[row], credit_s[row], alpha[row], length)
             if at_s < highest_s:
                 events_s[events], event_rows[events] = at_s, row
                 events += 1
@@ -229,12 +227,12 @@ def for_decodes(
     pieces: Floats,
     left_s: Floats,
     tpot_s: Floats,
+    credit_s: Floats,
     alpha: Floats,
     context: Floats,
     most: Ints,
     binds: NDArray[np.bool_],
     draft_s: float,
-    credit: float,
 ) -> tuple[float, Ints]:
     """Where no prefill waits: the lengths that give most output per second, and that rate.
 
@@ -277,7 +275,7 @@ def for_decodes(
         while (
             binds[row]
             and chosen[row] < most[row]
-            and within_s(left_s[row], tpot_s[row], alpha[row], chosen[row], credit) < best_s
+            and within_s(left_s[row], credit_s[row], alpha[row], chosen[row]) < best_s
         ):
             chosen[row] += 1
     return best, chosen

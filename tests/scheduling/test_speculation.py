@@ -58,7 +58,7 @@ class Decodes:
         self.floor_s = float(self.tpot_s.min())
 
     def within_s(self, row: int, length: int) -> float:
-        return float(within_s(self.left_s[row], self.tpot_s[row], self.alpha[row], length, 1.0))
+        return float(within_s(self.left_s[row], self.tpot_s[row], self.alpha[row], length))
 
     def output(self, row: int, length: int) -> float:
         return float(accepted_tokens(length, self.alpha[row]))
@@ -124,13 +124,13 @@ def test_no_other_lengths_leave_more_prefill(
                 latency.pieces,
                 decodes.left_s,
                 decodes.tpot_s,
+                decodes.tpot_s,
                 decodes.alpha,
                 decodes.context,
                 np.minimum(decodes.most, cap),
                 decodes.binds,
                 decodes.floor_s,
                 draft_s,
-                1.0,
             )
             # With a draft model the longest length has a price, so each is tried.
             for cap in (range(1, MOST_LENGTH + 1) if draft_s else (MOST_LENGTH,))
@@ -155,13 +155,13 @@ def test_with_one_tier_it_is_the_problem_of_the_paper() -> None:
         MODEL.pieces,
         decodes.left_s,
         decodes.tpot_s,
+        decodes.tpot_s,
         decodes.alpha,
         decodes.context,
         decodes.most,
         decodes.binds,
         tpot_s,
         0.0,
-        1.0,
     )
     expected = {}
     for length in range(1, MOST_LENGTH + 1):
@@ -196,12 +196,12 @@ def test_decodes_alone_get_nearly_the_most_output_per_second(
                 latency.pieces,
                 slack,
                 decodes.tpot_s,
+                decodes.tpot_s,
                 decodes.alpha,
                 decodes.context,
                 np.minimum(decodes.most, cap),
                 decodes.binds,
                 draft_s,
-                1.0,
             )
             for cap in range(1, MOST_LENGTH + 1)
         ),
@@ -315,14 +315,14 @@ def test_what_a_window_is_behind_is_remembered_until_it_is_paid_off() -> None:
     by = AdaptiveLengths()
 
     def at(emitted: int, last_s: float) -> float:
-        """The credit, at the time of the last token, less that of a decode that was never late."""
+        """How far it is behind at the time of its last token."""
         request = drafting("x", TIGHT)._replace(emitted_tokens=emitted, last_token_s=last_s)
         queue = queue_of(request, PROMPT)
         held = np.ones(2, np.bool_)
         found = by.choose(queue, last_s, MODEL, 8_192, 0.0, Anchor.LAST_TOKEN, 0.0, held)
         again = by.choose(queue, last_s, MODEL, 8_192, 0.0, Anchor.LAST_TOKEN, 0.0, held)
         assert again.credit_s[0] == found.credit_s[0]
-        return float(CREDIT * (found.output[0] - 1) * 0.03 - found.credit_s[0])
+        return max(0.0, -float(found.credit_s[0]))
 
     assert at(1, 0.0) == 0
     # One token in two TPOTs, then three in one: one TPOT late, then not.
