@@ -84,6 +84,9 @@ def test_no_request_is_lost_whoever_dies_and_when(serving: System, text: str) ->
 
         assert stream(serving, BODY, kill_midway).text == text
     wait_until(lambda: value(serving, "sluice_resumes_total") == 1, "it is counted")
+    assert value(serving, "sluice_split_decisions_total") >= 4
+    wait_until(lambda: value(serving, "sluice_kv_transfers_total") >= 1, "so are hand-overs")
+    assert value(serving, "sluice_replicas", 'role="mixed"') == 1
 
 
 def test_every_mode_serves_while_replicas_come_and_go(serving: System) -> None:
