@@ -82,11 +82,12 @@ def running(
     ``report`` gets a line of progress now and then while engines start.
 
     Raises:
-        StartError: a port is taken, GPUs are missing, or a part failed to start.
+        StartError: a port is taken, GPUs or labelled nodes are missing, or a part failed to start.
         StoppedError: ``stop`` was set before the application was ready.
     """
     _check_port(config.router.host, config.router.port)
     _check_tls()
+    _check_labels(config)
     local_dir = ray_settings.make_local_dir()
     ray_settings.apply(local_dir)
     # Ray reads its environment on import.
@@ -131,6 +132,15 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
         logging_level=logging.WARNING,
         _temp_dir=str(local_dir / "ray"),
     )
+
+
+def _check_labels(config: SluiceConfig) -> None:
+    """Without this check Ray would wait for such nodes for ever."""
+    if any(pool.replica.node_labels for fleet in config.fleets for pool in fleet.pools):
+        raise StartError(
+            "node_labels ask for nodes of a cluster, and this machine is one without labels: leave "
+            "them out, or use `sluice deploy`"
+        )
 
 
 def _check_gpus(config: SluiceConfig) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from deploy.config import parse_config
+from deploy.local import StartError, running
 from replica.transfer.config import TransferConfig
+from tests.own_ray import free_port
 
 PAIR: dict[str, Any] = {"prefill": {}, "decode": {}}
 
@@ -143,3 +146,13 @@ def test_what_is_printed_is_read_as_the_same() -> None:
 def test_a_wrong_pool_is_refused_by_its_place(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="(?s)" + message):
         parse_config(data)
+
+
+def test_nodes_with_labels_are_not_waited_for_on_one_machine() -> None:
+    data = with_pools(mixed={"node_labels": {"sluice/role": "mixed"}})
+    data["router"] = {"port": free_port()}
+    with (
+        pytest.raises(StartError, match="node_labels"),
+        running(parse_config(data), threading.Event(), print),
+    ):
+        pass
