@@ -264,13 +264,16 @@ def test_the_examples_of_the_simulator_run() -> None:
     assert "moved" in shell(f"python -c {shlex.quote(cluster)}")
 
 
-def test_the_example_of_a_search_finds_an_answer(tmp_path: Path) -> None:
-    (example, *_) = blocks(DOCS / "simulate.md")
-    command = example.text.replace("\\\n", " ").replace("--out capacity", "--json")
+@pytest.mark.parametrize("example", marked(DOCS / "simulate.md", "run: search"))
+def test_the_examples_of_a_search_find_an_answer(example: str, tmp_path: Path) -> None:
+    command = example.replace("\\\n", " ").replace("--out capacity", "").rstrip() + " --json"
     (name,) = re.findall(r"--trace (\S+)", command)
     lines = [f"2023-11-16 18:15:{second:02d}.5,400,20" for second in range(40)]
     (tmp_path / name).write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
-    assert json.loads(shell(f"cd {tmp_path}\n{command}"))["replicas"] == 1
+    found = json.loads(shell(f"cd {tmp_path}\n{command}"))
+    assert found["replicas"] == 1
+    if "--disaggregated" in command:
+        assert (found["disaggregated"]["prefillers"], found["disaggregated"]["decoders"]) == (1, 1)
 
 
 @pytest.mark.parametrize("text", texts("check: config"))
