@@ -218,7 +218,7 @@ def mean_lengths(batches):
 
 
 def test_lengths_follow_objectives_and_stop_where_drafts_are_wrong(ngrams):
-    """On an engine that is believed to take 0.4 s for a step, and 40 ms for each of its tokens.
+    """On an engine that is believed to take 0.4 s for a step, and 40 or 10 ms for each token.
 
     A class of random text has its drafts checked until it is known that they are wrong, and one of
     phrases goes on. While a long prompt waits, a decode of a tight pace checks drafts, so that
@@ -240,6 +240,7 @@ def test_lengths_follow_objectives_and_stop_where_drafts_are_wrong(ngrams):
     late = mean_lengths(batches[len(batches) // 2 :])
     assert late["wrong"] < 0.1 < mean_lengths(batches)["right"]
 
+    ngrams.table.set_model(LinearLatency(a=0.4, b=0.01))
     long = Ask("long", SLO(ttft_s=600.0), True, 1)
     long.prompt = long.prompt * 14
     asks = [Ask(f"tight-{n}", classed(tight, "right"), False, 60) for n in range(2)]
