@@ -21,6 +21,7 @@ from tests.e2e.pools import (
     value,
     wait_until_busy,
 )
+from tests.replica.attentive import attentive_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
@@ -62,8 +63,10 @@ def whole(serving: System, stage: str, by: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def serving() -> Iterator[System]:
-    with system(FIELDS) as started:
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    model = attentive_model(tmp_path_factory.mktemp("model"))
+    engine = {**FIELDS["engine"], "model": str(model), "served_model_name": "local"}
+    with system({**FIELDS, "engine": engine}) as started:
         yield started
 
 
