@@ -154,14 +154,12 @@ def for_prefills(
     event_rows = np.empty(count * MOST_LENGTH, np.int64)
     events, longest = 0, 1
     for row in range(count):
-        # Without credit no length helps: then only shorter batches do.
-        while (
-            needed[row] < most[row]
-            and credit_s[row] > 0.0
-            and (within_s(left_s[row], credit_s[row], alpha[row], needed[row]) < lowest_s)
+        while needed[row] < most[row] and (
+            within_s(left_s[row], credit_s[row], alpha[row], needed[row]) < lowest_s
         ):
+            # One without credit that is behind takes all it can, as drafts are how it catches up.
             needed[row] += 1
-        for length in range(needed[row], most[row] if credit_s[row] > 0.0 else 0):
+        for length in range(needed[row], most[row]):
             at_s = within_s(left_s[row], credit_s[row], alpha[row], length)
             if at_s < highest_s:
                 events_s[events], event_rows[events] = at_s, row
