@@ -280,7 +280,11 @@ def _ranks(given: dict[str, Any]) -> int:
 
 
 def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    defaults: dict[str, Any] = {"enforce-eager": True, "kv-cache-memory-bytes": _CPU_KV_BYTES}
+    defaults: dict[str, Any] = {
+        "enforce-eager": True,
+        "kv-cache-memory-bytes": _CPU_KV_BYTES,
+        "worker-cls": "replica.vllm_cpu_worker.SeededCpuWorker",
+    }
     if _ranks(given) == 1:
         defaults["distributed-executor-backend"] = "uni"
     return defaults

@@ -18,7 +18,14 @@ from .in_process import InProcess
 pytestmark = pytest.mark.vllm
 
 # 21 blocks of 32 tokens can be used: the long answer below takes 13, each promised request 14.
-ARGS = {"num_gpu_blocks_override": 22, "max_model_len": 600, "max_num_batched_tokens": 256}
+ARGS = {
+    "num_gpu_blocks_override": 22,
+    "max_model_len": 600,
+    "max_num_batched_tokens": 256,
+    # A sampled token may hang on less than 16 bits tell.
+    "dtype": "float32",
+    "worker_cls": "replica.vllm_cpu_worker.SeededCpuWorker",
+}
 CHAT = SLO(ttft_s=30.0, tpot_s=5.0, priority=2)
 
 
@@ -40,8 +47,9 @@ def engine(request, tmp_path_factory):
     started.close()
 
 
-def serve(engine, arrivals):
+def serve(engine, arrivals, **sampling):
     """Run requests of ``(step of arrival, request)``; return the tokens of each as they streamed.
+    They are greedy without ``sampling``.
 
     Each item of a stream must go on where the one before it ended.
     """
@@ -55,9 +63,8 @@ def serve(engine, arrivals):
         for at, each in [item for item in pending if item[0] <= step]:
             name, tokens, output, slo, best_effort = each
             args = to_xargs(RequestArgs(name, time.monotonic(), slo or SLO(), best_effort))
-            params = SamplingParams(
-                temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=args
-            )
+            sampling = sampling or {"temperature": 0.0}
+            params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=args, **sampling)
             vllm.add_request(name, {"prompt_token_ids": tokens}, params)
             streams[name] = []
             pending.remove((at, each))
@@ -95,6 +102,27 @@ def test_a_preempted_stream_is_that_of_an_undisturbed_run(engine, policy):
     assert not any(name.startswith("chat") for batch in log for name in batch["preempted"])
     assert len(engine.table.read().rows) == 0
     assert engine.scheduler._pool.get_num_free_blocks() == after["total_kv_blocks"] - 1
+
+
+def test_a_preempted_stream_goes_on_with_its_own_random_numbers(engine):
+    """Though what it had is computed again, without a prefix cache in several batches."""
+    engine.use("fcfs")
+    seeded = {"temperature": 1.0, "seed": 5}
+    alone = serve(engine, [(0, LONG)], **seeded)
+    assert alone != serve(engine, [(0, LONG)], temperature=1.0, seed=6)
+    (chat, *_) = PROMISED
+    alone |= serve(engine, [(0, chat)], **seeded)
+    batches = len(engine.batches())
+    assert serve(engine, [(0, LONG), (60, chat)], **seeded) == alone
+    log = engine.batches()[batches:]
+    (lost,) = [number for number, batch in enumerate(log) if "long" in batch["preempted"]]
+    again = [
+        tokens
+        for batch in log[lost:]
+        for name, tokens, _ in batch["ran"]
+        if name == "long" and tokens > 1
+    ]
+    assert (len(again) > 1) != engine.scheduler.kv_cache_manager.enable_caching
 
 
 def test_evictions_that_free_less_than_was_counted_go_on_until_the_promised_prompt_fits(tmp_path):

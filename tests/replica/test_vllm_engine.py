@@ -182,6 +182,28 @@ async def test_of_several_prompts_and_choices_the_first_is_followed(engine):
     assert tail.output_tokens == 48
 
 
+async def test_a_seed_gives_the_same_text_however_its_prompt_is_cut_into_chunks(engine, config):
+    """The first of them computes its prompt in several batches, the second finds nearly all of it
+    in the prefix cache."""
+
+    async def text(request_id, **body):
+        prompt = "".join(f"{i} ships came to the {config.served_model_name} " for i in range(150))
+        asked = request(request_id, "completions", prompt=prompt, max_tokens=24, **body)
+        _, (answer,), tail = split(await items(engine, asked))
+        assert tail.prompt_tokens > 3 * ARGS["max-num-batched-tokens"]
+        return json.loads(answer.data)["choices"][0]["text"]
+
+    seeded = {"temperature": 1.0, "seed": 11}
+    chunked = await text("chunked", **seeded)
+    assert await text("cached", **seeded) == chunked
+    assert await text("other seed", **{**seeded, "seed": 12}) != chunked
+    assert await text("greedy", seed=11) == await text("greedy, no seed") != chunked
+    batches = (config.batch_log / "replica-1.jsonl").read_text().splitlines()
+    ran = [name for line in batches for name, tokens, _ in json.loads(line)["ran"] if tokens > 1]
+    assert ran.count("chunked") > 3
+    assert ran.count("cached") == 1
+
+
 async def test_log_probabilities_and_structured_output_are_vllms(engine):
     probable = request("lp", "chat", logprobs=True, top_logprobs=2)
     _, (body,), _ = split(await items(engine, probable))
