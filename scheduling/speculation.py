@@ -188,7 +188,8 @@ class Speculation(ABC):
         """Lengths for the next batch of ``queue``.
 
         Where prefill waits, drafts take at most half of the tokens that the decodes' own ones leave
-        of the batch. ``O(n)``, and ``O(m log m)`` for ``m`` running decodes.
+        of the batch; those of best-effort decodes take of what is left then. ``O(n)``, and
+        ``O(m log m)`` for ``m`` running decodes.
 
         Args:
             queue: the live requests.
@@ -217,14 +218,22 @@ class Speculation(ABC):
             tpot_s[:] = inf
         else:
             tpot_s[~held[rows] | (decodes[:, BEST_EFFORT] > 0)] = inf
-        waits = bool(prefill.any())
         # Copied, as compiled loops know one layout.
         drafted, context = decodes[:, DRAFTED].copy(), decodes[:, COMPUTED].copy()
         # Who is behind does not buy time with what it is only expected to give.
         credit_s = np.where(behind_s > 0, 0.0, self.credit * pace_s)
         work = _Decodes(alpha, drafted, context, left_s, tpot_s, credit_s)
-        room = len(rows) + max(0, tokens - len(rows)) // (1 + waits)
-        lengths = _within(self._lengths(work, waits, latency, draft_s, useful_s), room)
+        lengths = np.ones(len(rows), np.int64)
+        apart, waits = table[:, BEST_EFFORT] > 0, False
+        # What is promised goes as if nobody else were there; the others have what that leaves.
+        for tier in (~apart, apart):
+            own = np.flatnonzero(tier[rows])
+            waits = waits or bool((prefill & tier).any())
+            if len(own):
+                room = len(own) + max(0, tokens - len(own)) // (1 + waits)
+                chosen = self._lengths(work.of(own), waits, latency, draft_s, useful_s)
+                lengths[own] = _within(chosen, room)
+                tokens -= int(lengths[own].sum())
         found = Lengths.none(len(table))
         found.drafts[rows] = lengths - 1
         found.output[rows] = output = accepted_all(lengths, alpha)
@@ -255,6 +264,10 @@ class _Decodes(NamedTuple):
     left_s: Floats
     tpot_s: Floats
     credit_s: Floats
+
+    def of(self, places: Ints) -> _Decodes:
+        """Those at ``places``, in that order."""
+        return _Decodes(*(column[places] for column in self))
 
 
 class AdaptiveLengths(Speculation):

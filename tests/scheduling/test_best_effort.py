@@ -65,6 +65,9 @@ def test_promised_requests_are_planned_as_if_nobody_else_were_there(
     data: st.DataObject, queue: QueueView, latency: LatencyModel
 ) -> None:
     budget = data.draw(budgets(queue))
+    if any(view.best_effort and view.running for view in queue.requests):
+        # Nobody is evicted for drafts, so with those who hold blocks there may be fewer of them.
+        queue = QueueView([view._replace(drafted_tokens=0) for view in queue.requests])
     promised, alone = without_best_effort(queue, budget)
     names = {view.request_id for view in promised}
     for name, options in VARIANTS:
