@@ -15,6 +15,7 @@ from replica.local_model import local_model
 from replica.speculation import BY_BATCH_SIZE, with_all_lengths
 from replica.vllm_args import RequestArgs, to_xargs
 from scheduling.batching import POLICIES, BatchPolicy
+from scheduling.kernels import DRAFTED
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
 from scheduling.speculation import AdaptiveLengths, Speculation
@@ -39,6 +40,8 @@ ARGS = {
     "max_num_batched_tokens": 128,
 }
 MANY, FEW = 20, 10
+TIERS = {"tight": (0.6, 96), "middle": (1.2, 76), "loose": (6.0, 60)}
+"""TPOT of a service class, seconds, and output tokens of its requests."""
 DIGITS = r"\{\"numbers\": \[\d(, \d){12,30}\]\}"
 
 
@@ -51,6 +54,31 @@ class RandomLengths(Speculation):
 
     def _lengths(self, decodes, *others):
         return np.array([1 + self._chance.randint(0, int(most)) for most in decodes.drafted])
+
+
+class RecordedLengths(AdaptiveLengths):
+    """Remembers its answers: how many drafts each decode that has some should check, by time."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = {}
+
+    def choose(self, queue, now_s, *others):
+        found = super().choose(queue, now_s, *others)
+        names = [request.request_id.rpartition("-")[0] for request in queue.requests]
+        offered = np.flatnonzero(queue.table[:, DRAFTED])
+        self.answers[now_s] = {names[row]: int(found.drafts[row]) for row in offered}
+        return found
+
+    def of(self, batch):
+        """The answer for a batch, without the decodes that were left out of it."""
+        answer = self.answers.get(batch["now_s"], {})
+        return {name: drafts for name, drafts in answer.items() if name in ran(batch)}
+
+
+def ran(batch):
+    """The requests of a batch."""
+    return {name for name, *_ in batch["ran"]}
 
 
 class RandomDeferral(BatchPolicy):
@@ -197,11 +225,33 @@ class Ask:
         )
 
 
-def serve(engine, asks):
-    """Serve requests that are all there at once; return the batches by then."""
+class Repeating:
+    """A request that may say one token only, so that n-grams know what comes. It came at 0."""
+
+    def __init__(self, name, slo, token, output):
+        from vllm import SamplingParams
+
+        self.name = name
+        self.prompt = [token] * 20
+        self.params = SamplingParams(
+            temperature=0.0,
+            max_tokens=output,
+            ignore_eos=True,
+            allowed_token_ids=[token],
+            extra_args=to_xargs(RequestArgs(name, 0.0, slo)),
+        )
+
+
+def serve(engine, asks, late=(), after=0):
+    """Serve requests that are all there at once, and late ones that come so many batches after
+    them; return the batches by then."""
     first = len(engine.batches())
     vllm = engine.llm.llm_engine
     for ask in asks:
+        vllm.add_request(ask.name, {"prompt_token_ids": ask.prompt}, ask.params)
+    for _ in range(after):
+        vllm.step()
+    for ask in late:
         vllm.add_request(ask.name, {"prompt_token_ids": ask.prompt}, ask.params)
     while vllm.has_unfinished_requests():
         vllm.step()
@@ -236,6 +286,58 @@ def test_drafts_that_are_wrong_are_hardly_checked_any_more(ngrams):
     rates = ngrams.scheduler._local.drafts.rates
     assert rates.rate("wrong") < min(0.4, rates.rate("right"))
     assert mean_lengths(batches[len(batches) // 2 :])["wrong"] < 0.6
+
+
+@pytest.fixture
+def as_predicted(ngrams, monkeypatch):
+    """Each batch takes the time that its plan predicts, from 0 on: what is planned then does not
+    depend on how fast this machine is."""
+    scheduler = ngrams.scheduler
+    monkeypatch.setattr(scheduler, "_busy_until_s", 0.0)
+    monkeypatch.setattr(scheduler._local, "_last_end_s", 0.0)
+    clock = SimpleNamespace(monotonic=lambda: scheduler._busy_until_s)
+    monkeypatch.setattr("replica.vllm_scheduler.time", clock)
+    return clock
+
+
+def test_lengths_follow_the_tiers_while_a_prompt_waits(ngrams, as_predicted):
+    """Three paces in one engine, all of them with drafts that are right.
+
+    While a long prompt waits, decodes of the tightest pace check all, as each draft lets batches be
+    longer; those of the middle one as many as they need in batches that long; those of the loosest
+    none. Before it comes all of them check some, as a step is mostly its fixed time, and the more
+    the surer it is that drafts are right.
+    """
+    lengths = RecordedLengths()
+    use(ngrams, "deadline_triage", lengths, {"anchor": "last_token"})
+    ngrams.table.set_model(LinearLatency(a=0.4, b=0.03))
+    before = summary(ngrams)
+    asks = []
+    for tier, (tpot_s, output) in TIERS.items():
+        slo = SLO(ttft_s=30.0, tpot_s=tpot_s, service_class=tier)
+        asks += [Repeating(f"{tier}-{n}", slo, 500 + len(asks) + n, output) for n in range(2)]
+    long = Repeating("long-0", SLO(ttft_s=300.0), 600, 1)
+    long.prompt *= 15
+    batches = serve(ngrams, asks, [long], after=6)
+    check_log(batches)
+    assert [batch["checked"] for batch in batches] == [lengths.of(batch) for batch in batches]
+
+    every = {ask.name for ask in asks}
+    beside = [batch for batch in batches if ran(batch) == every | {"long-0"}]
+    assert len(beside) > 4
+    for batch in beside:
+        checked = batch["checked"]
+        assert checked.keys() == every, "all of them had drafts"
+        tight, middle, loose = ({checked[f"{tier}-{n}"] for n in range(2)} for tier in TIERS)
+        assert min(tight) > max(middle) > max(loose) == 0
+    for name in every:
+        alone = [batch["checked"][name] for batch in batches[1:6]]
+        assert alone == sorted(alone)
+        assert alone[0] > 0
+    after = summary(ngrams)
+    assert after["drafts_accepted"] - before["drafts_accepted"] == sum(
+        sum(batch["checked"].values()) for batch in batches
+    )
 
 
 def test_a_drafting_model_drafts_as_much_as_is_checked(model, stock, tmp_path):
