@@ -1,7 +1,8 @@
 """What lengths of speculation by the plan are worth in a real engine, against fixed ones.
 
 Run with ``sluice bench speculation``. One real vLLM engine on this machine's CPU, one thread, a
-small model with random weights that computes in 32 bits, and n-grams of the text as drafts.
+small model whose greedy text repeats (:mod:`benchmarks.repeating_model`) and that computes in 32
+bits, and n-grams of the text as drafts.
 Requests of three kinds arrive at random; objectives and rates are multiples of what this machine
 takes, measured first. The same arrivals run under each way of choosing lengths, one way after the
 other in turn, so that all see the same machine. Each round gives, for each way, the rate at which
@@ -22,8 +23,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.repeating_model import repeating_model
 from benchmarks.speculation_engine import Asked, Run, SpeculatingEngine
-from replica.local_model import local_model
 from scheduling.batching import POLICIES
 from scheduling.objective import SLO
 
@@ -265,7 +266,7 @@ def speculation(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
         directory = Path(name)
-        model = local_model(directory, layers=layers, hidden=hidden)
+        model = repeating_model(directory, layers, hidden)
         engine = SpeculatingEngine(model, directory, policy, MOST_DRAFTED)
         try:
             bench = Bench(engine, requests, list(loads), seed)

@@ -131,6 +131,7 @@ class SpeculatingEngine(OneEngine):
             "enable_prefix_caching": False,
             "enforce_eager": True,
             "distributed_executor_backend": "uni",
+            "worker_cls": "replica.vllm_cpu_worker.MendedCpuWorker",
         }
         self._llm = LLM(
             model=str(model),

@@ -1,9 +1,14 @@
-"""vLLM's worker on CPUs, with random numbers that a prompt's chunks do not use up.
+"""vLLM's worker on CPUs, with three faults of 0.29 to 0.32 mended.
 
-vLLM samples for every request of a batch, also for one whose prompt goes on in the next batch, and
-drops that token. Where such a request has a seed, its generator is then moved back by the offset of
-one draw. A generator on the CPU has no offset: in 0.29 to 0.32 the call raises, which ends the
+Seeds: vLLM samples for every request of a batch, also for one whose prompt goes on in the next
+batch, and drops that token. Where such a request has a seed, its generator is then moved back by
+the offset of one draw. A generator on the CPU has no offset: the call raises, which ends the
 engine. Preempted requests, whose tokens are computed again in chunks, end it likewise.
+
+Temperatures with speculation: they are spread over the tokens to check by a function that writes
+them into a copy of the result. So a batch in which any request samples is divided by whatever the
+memory held, and the text of greedy requests in it is wrong, too. And a batch in which nothing was
+drafted and some request has a ``top_k`` ends the engine, as no row has a largest one.
 """
 
 # vLLM's classes are untyped here, so their subclasses are, too.
@@ -13,13 +18,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from replica.vllm_support import UnsupportedVllmError
 
+_CONSTRAIN = getattr(rejection_sampler, "apply_sampling_constraints", None)
 
-class SeededCpuWorker(CPUWorker):
-    """Draws from a request's own generator only where the token counts.
+
+class MendedCpuWorker(CPUWorker):
+    """Draws from a request's own generator only where the token counts, and with its temperature.
 
     vLLM loads it in every process that computes, by its argument ``worker_cls``.
     """
@@ -30,6 +39,7 @@ class SeededCpuWorker(CPUWorker):
         Raises:
             UnsupportedVllmError: it lacks what is used here.
         """
+        mend_rejection_sampler()
         super().init_device()
         runner = self.model_runner
         if not self.use_v2_model_runner and not (
@@ -49,3 +59,45 @@ class SeededCpuWorker(CPUWorker):
             return super().sample_tokens(grammar_output)
         finally:
             generators.update(unused)
+
+
+def mend_rejection_sampler() -> None:
+    """Replace what is faulty in vLLM's check of drafted tokens, in this process.
+
+    Raises:
+        UnsupportedVllmError: it is not there.
+    """
+    if _CONSTRAIN is None or not hasattr(rejection_sampler, "expand_batch_to_tokens"):
+        raise UnsupportedVllmError(
+            "vLLM's rejection sampler lacks expand_batch_to_tokens or apply_sampling_constraints"
+        )
+    rejection_sampler.expand_batch_to_tokens = spread
+    rejection_sampler.apply_sampling_constraints = _constrained
+
+
+def _constrained(logits: torch.Tensor, *others: Any) -> torch.Tensor:
+    """vLLM's function, where there is anything."""
+    if not len(logits) or _CONSTRAIN is None:
+        return logits
+    constrained: torch.Tensor = _CONSTRAIN(logits, *others)
+    return constrained
+
+
+def spread(
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    tokens: int,
+    replace_from: float = 0,
+    replace_to: float = 0,
+) -> torch.Tensor:
+    """Each request's value for each of its tokens to check, ``[tokens]``.
+
+    Args:
+        values: by request, ``[n]``.
+        ends: where each one's tokens end, ``[n]``, ascending.
+        tokens: of all.
+        replace_from: this value becomes ``replace_to``.
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+    values = torch.where(values == replace_from, replace_to, values)
+    return torch.repeat_interleave(values, counts, output_size=tokens)

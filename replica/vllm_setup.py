@@ -283,7 +283,7 @@ def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "enforce-eager": True,
         "kv-cache-memory-bytes": _CPU_KV_BYTES,
-        "worker-cls": "replica.vllm_cpu_worker.SeededCpuWorker",
+        "worker-cls": "replica.vllm_cpu_worker.MendedCpuWorker",
     }
     if _ranks(given) == 1:
         defaults["distributed-executor-backend"] = "uni"

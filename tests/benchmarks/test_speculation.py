@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.repeating_model import repeating_model
 from benchmarks.speculation import KINDS, WAYS, Bench, arrivals, rate_at
 from benchmarks.speculation_engine import FixedLengths, SpeculatingEngine
 from benchmarks.speculation_gpu import step_times
-from replica.local_model import local_model
 from scheduling.fit import fit
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO, Anchor
@@ -72,7 +72,7 @@ def test_fixed_lengths_check_what_is_drafted_up_to_them(drafted, most):
 
 @pytest.mark.vllm
 def test_a_small_run_measures_what_it_says(tmp_path):
-    model = local_model(tmp_path, layers=2, hidden=128)
+    model = repeating_model(tmp_path, 2, 128)
     engine = SpeculatingEngine(model, tmp_path, "deadline_triage", 5)
     try:
         times, steps = step_times(engine, (1, 4), (0, 4), 64)

@@ -141,7 +141,8 @@ def stock(model, tmp_path_factory):
 def ngrams(model, stock, tmp_path_factory):
     config = with_all_lengths(NGRAM)
     directory = tmp_path_factory.mktemp("ngrams")
-    engine = InProcess(model, directory, "fcfs", speculative_config=config, **ARGS)
+    args = ARGS | {"worker_cls": "replica.vllm_cpu_worker.MendedCpuWorker"}
+    engine = InProcess(model, directory, "fcfs", speculative_config=config, **args)
     yield engine
     engine.close()
 
@@ -196,6 +197,25 @@ def test_the_text_is_that_of_stock_whatever_is_checked(ngrams, stock, monkeypatc
     assert set(lengths) == set(range(MOST + 1))
     assert (after["draft_lengths"] - before["draft_lengths"]).sum() == len(lengths)
     assert sum(lengths) == checked
+
+
+def test_greedy_text_is_that_of_stock_beside_requests_that_sample(ngrams, stock):
+    from vllm import SamplingParams
+
+    use(ngrams, "fcfs", RandomLengths())
+    before = summary(ngrams)["drafts_accepted"]
+    requests = phrases(MANY)[:FEW]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=output, top_k=50, ignore_eos=True)
+        for temperature in (0.0, 1.0)
+        for _, output, _ in requests
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
+    outputs = ngrams.llm.generate(prompts * 2, params, use_tqdm=False)
+    texts = [tuple(output.outputs[0].token_ids) for output in outputs]
+    assert texts[: len(requests)] == stock.texts[: len(requests)]
+    assert texts[len(requests) :] != texts[: len(requests)]
+    assert summary(ngrams)["drafts_accepted"] > before
 
 
 def test_what_a_grammar_forbids_is_not_said_however_it_is_drafted(ngrams, stock):
