@@ -15,7 +15,6 @@ from scheduling.objective import SLO
 _WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
 _TEXT = ("text", "input_text", "output_text", "refusal")
 
-
 LEAST_SHARE = 0.1
 """Of the time to the first token, what is left for the computation of the prompt at the least."""
 
@@ -27,10 +26,8 @@ def may_split(call: Call) -> bool:
     would have to be handed over, too.
     """
     body = call.body
-    whole = ("echo", "prompt_logprobs", "prompt_embeds")
-    return (
-        _is_single(call) and not any(_is_set(body.get(name)) for name in whole) and _is_text(body)
-    )
+    whole = any(_is_set(body.get(name)) for name in _WHOLE)
+    return _is_single(call) and not whole and _is_text(body)
 
 
 def may_resume(call: Call) -> bool:
