@@ -1,4 +1,4 @@
-"""Simulated pairs: one replica computes the prompt, another one goes on; whoever dies, all ends well."""
+"""Simulated pairs: one replica computes the prompt, another one goes on, and all ends well."""
 
 import numpy as np
 import pytest
