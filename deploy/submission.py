@@ -147,9 +147,14 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
     args = deepcopy(dict(data))
     # The name is the application's; a change of the field must not build it anew.
     args.pop("name", None)
+    shared = bool((args.get("replica") or {}).get("pools"))
     for section in (args, *(args.get("models") or {}).values()):
         if section and section.get("replica"):
-            for sized in (section["replica"], *(section["replica"].get("pools") or {}).values()):
+            replica = section["replica"]
+            if shared and section is not args and "count" in replica:
+                # A model says by a number of its own that it has none of the pools that are shared.
+                replica.setdefault("pools", {})
+            for sized in (replica, *(replica.get("pools") or {}).values()):
                 if sized:
                     sized.pop("count", None)
     router = args.get("router") or {}

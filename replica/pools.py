@@ -18,18 +18,31 @@ another."""
 _SAME_ARGUMENTS = (
     "block-size",
     "chat-template",
+    "chat-template-content-format",
+    "default-chat-template-kwargs",
     "dtype",
+    "enable-auto-tool-choice",
+    "enable-lora",
+    "generation-config",
     "hf-overrides",
     "kv-cache-dtype",
+    "logits-processors",
     "lora-modules",
+    "max-logprobs",
     "max-model-len",
+    "override-generation-config",
     "quantization",
+    "reasoning-parser",
     "revision",
     "tensor-parallel-size",
     "tokenizer",
+    "tokenizer-mode",
     "tokenizer-revision",
+    "tool-call-parser",
+    "trust-request-chat-template",
 )
-"""Arguments of vLLM that say what a request's tokens are, and how its KV lies in memory."""
+"""Arguments of vLLM that say what a request may ask for and what its tokens are, as both engines
+read it, and how its KV lies in memory."""
 
 _SHOWN = 80
 """Most characters of a value that a message shows."""

@@ -23,6 +23,9 @@ SUPPORTED: Versions = ((0, 26), (0, 32))
 WITH_PREEMPTION: Versions = ((0, 29), (0, 32))
 """Those in which running prefills can be preempted."""
 
+WITH_TRANSFER: Versions = ((0, 29), (0, 32))
+"""Those in which KV can be handed over by Sluice's connector."""
+
 WITH_SPECULATION: Versions = ((0, 29), (0, 32))
 """Those in which drafted tokens can be checked by the plan."""
 

@@ -154,9 +154,11 @@ class Attempt:
     def _take(self, items: Sequence[ResponseItem]) -> Piece:
         """Join the chunks of one delivery, so that they cost one send."""
         data, tokens = [], self._untold_tokens
+        # What is no stream (a refusal, say) is handed on as it is.
+        take = self._taken if self.head.media_type == EVENT_STREAM else _all_of
         for item in items:
             if isinstance(item, ResponseChunk):
-                piece = self._taken(item)
+                piece = take(item)
                 data.append(piece.data)
                 tokens += piece.tokens
             elif isinstance(item, ResponseTail):

@@ -68,7 +68,6 @@ class Dispatcher:
             ApiError: every attempt failed, and it tells of the last one; or the objective cannot be
                 promised and the call may not be served without.
         """
-        self._budget.count_request()
         course = Course(call, Transcript() if may_resume(call) else None)
         try:
             attempt = await self._attempts(course)
@@ -87,9 +86,18 @@ class Dispatcher:
         """
         while True:
             try:
-                return await self._legs.attempt(course)
+                attempt = await self._legs.attempt(course)
             except ReplicaFailedError as failure:
+                self._count_first(course)
                 await self._before_the_next(course, failure)
+            else:
+                self._count_first(course)
+                return attempt
+
+    def _count_first(self, course: Course) -> None:
+        """A call that was refused before it reached a replica gives no right to retries."""
+        if course.attempts == 1:
+            self._budget.count_request()
 
     async def _before_the_next(self, course: Course, failure: ReplicaFailedError) -> None:
         """Return when another attempt may be made.

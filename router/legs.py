@@ -140,7 +140,9 @@ class Legs:
             return first
         if first.head.replica_id not in ("", destination.prefill_id):
             # What was promised of the one is not promised of the other.
-            destination = destination._replace(tier=None, predicted_ttft_s=None)
+            destination = destination._replace(
+                prefill_id=first.head.replica_id, tier=None, predicted_ttft_s=None
+            )
         handoff = first.tail.handoff if first.tail is not None else None
         waited_s = self._clock() - call.received_s
         request = replace(request, waited_s=waited_s, handoff=handoff)
@@ -149,7 +151,7 @@ class Legs:
     async def _find(self, course: Course, call: Call, request_id: str, begun: bool) -> Destination:
         """See :meth:`Destinations.find`; with a span of its own, the wait in a line included."""
         key, prefill_key = request_key(request_id), 0
-        if self._splits and "prefill" not in course.empty and may_split(call):
+        if self._splits and not course.empty & {"prefill", "decode"} and may_split(call):
             prefill_key = request_key(_prefill_id(request_id))
         if call.span is None:
             return await self._destinations.find(call, key, course.failed, prefill_key, begun)

@@ -39,6 +39,7 @@ from replica.transfer.offer import Offer, prompt_digest
 from replica.transfer.server import TransferServer
 from replica.transfer.store import KeptPrompts
 from replica.transfer.wire import Handle, TransferError
+from replica.vllm_support import WITH_TRANSFER, check_version
 
 logger = logging.getLogger(__name__)
 
@@ -329,17 +330,21 @@ class _WorkerSide:
 
     def save(self, step: StepTransfers) -> None:
         for save in step.saves:
-            assert self._layers is not None
-            blocks = len(save.block_ids)
-            # What can never be kept need not be copied.
-            fits = blocks * sum(self._layers.block_bytes) <= self._config.max_bytes
-            if not (
-                fits and self._kept.keep(save.handle, self._layers.read(save.block_ids), blocks)
-            ):
-                logger.warning(
-                    "the KV of a prompt is not kept: transfer.max_bytes is %d",
-                    self._config.max_bytes,
-                )
+            try:
+                self._keep(save)
+            except Exception:
+                # The other side can compute the prompt; nobody's step is to end for that.
+                logger.exception("the KV of a prompt is not kept")
+
+    def _keep(self, save: Save) -> None:
+        assert self._layers is not None
+        blocks = len(save.block_ids)
+        # What cannot be kept need not be copied.
+        fits = self._kept.has_room(blocks * sum(self._layers.block_bytes))
+        if not (fits and self._kept.keep(save.handle, self._layers.read(save.block_ids), blocks)):
+            logger.warning(
+                "the KV of a prompt is not kept: transfer.max_bytes is %d", self._config.max_bytes
+            )
 
     def _load(self, load: Load) -> None:
         assert self._layers is not None
@@ -385,10 +390,12 @@ def check_model(vllm_config: Any) -> None:
 
     Raises:
         UnsupportedLayoutError: why it cannot.
+        UnsupportedVllmError: this vLLM is not one that it was tried on.
     """
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer is None or transfer.kv_connector != TcpConnector.__name__:
         return
+    check_version(vllm.__version__, WITH_TRANSFER, "engine.transfer")
     rules = (
         (model.runner_type == "generate", "a model that generates no text"),
         (not model.use_mla, "a model with multi-head latent attention"),
@@ -436,6 +443,8 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
         "quantization": model.quantization,
         "config": model.hf_config.to_dict(),
         "dtype": model.dtype,
+        # Several kinds of 8 bits are stored as the same type.
+        "kv": vllm_config.cache_config.cache_dtype,
         "block": vllm_config.cache_config.block_size,
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
         "processor": processor,

@@ -25,7 +25,7 @@ def check_transfer(request: EngineRequest) -> None:
     if not request.prefill_only:
         return
     prompt = request.body.get("prompt")
-    one_prompt = not isinstance(prompt, list) or len(prompt) == 1 or isinstance(prompt[0], int)
+    one_prompt = not isinstance(prompt, list) or len(prompt) < 2 or isinstance(prompt[0], int)
     one_choice = request.body.get("n") in (None, 1)
     if not (request.endpoint in ("chat", "completions") and one_prompt and one_choice):
         raise RequestError(

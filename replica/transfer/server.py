@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _MOST_PEERS = 32
 """Connections at once; further ones wait to be accepted."""
 
-_QUESTION_S = 2.0
+_QUESTION_S = 0.5
 """Longest time for a question to arrive once a connection is there."""
 
 _TICK_S = 1.0

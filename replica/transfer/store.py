@@ -53,6 +53,8 @@ class KeptPrompts:
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
         self._bytes = 0
+        # Of these, what is on its way: nobody else can have that room yet.
+        self._sending = 0
 
     @property
     def nbytes(self) -> int:
@@ -67,13 +69,17 @@ class KeptPrompts:
         kept = Kept(handle.secret, tuple(layers), blocks, self._clock() + self._keep_s)
         with self._lock:
             self._drop_expired()
-            while self._kept and self._bytes + kept.nbytes > self._max_bytes:
-                self._drop_oldest()
-            if self._bytes + kept.nbytes > self._max_bytes:
+            if self._sending + kept.nbytes > self._max_bytes:
                 return False
+            while self._bytes + kept.nbytes > self._max_bytes:
+                self._drop_oldest()
             self._kept[handle.name] = kept
             self._bytes += kept.nbytes
         return True
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much could be kept now, if others went for it. What is being sent cannot."""
+        return self._sending + nbytes <= self._max_bytes
 
     def take(self, handle: Handle) -> Kept | None:
         """Give the KV of ``handle`` away; ``None``: there is none, or the secret is wrong. Its
@@ -83,12 +89,14 @@ class KeptPrompts:
             kept = self._kept.get(handle.name)
             if kept is None or not compare_digest(kept.secret, handle.secret):
                 return None
+            self._sending += kept.nbytes
             return self._kept.pop(handle.name)
 
     def sent(self, kept: Kept) -> None:
         """What :meth:`take` gave is needed no more."""
         with self._lock:
             self._bytes -= kept.nbytes
+            self._sending -= kept.nbytes
 
     def drop_expired(self) -> None:
         """Free what was kept for too long. Taking and keeping do that, too."""

@@ -9,8 +9,10 @@ import pytest
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
+from deploy.app import deployment_name
 from deploy.config import parse_config
 from deploy.json_http import JsonServer, UnreachableError
+from deploy.models import ModelFleet
 from deploy.submission import application_of, ray_token, state_of, submit
 from router.auth import KeyRing
 from tests.deploy.far_server import Answer, far_server
@@ -84,6 +86,19 @@ def test_each_pool_has_its_own_number_of_replicas() -> None:
     assert version(before) != version(
         application_of({**POOLS, "replica": {"pools": fewer}}, "sluice", "/")
     )
+
+
+def test_a_model_with_a_number_of_its_own_has_none_of_the_pools_that_are_shared() -> None:
+    data = {**POOLS, "models": {"a": {}, "b": {"replica": {"count": 4}}}}
+    application = application_of(data, "sluice", "/")
+    names = {each["name"] for each in application["deployments"]}
+    assert {"Prefill-a", "Decode-a", "Replica-b"} <= names and "Prefill-b" not in names
+    built = {name for fleet in parse_config(application["args"]).fleets for name in _names(fleet)}
+    assert names == built
+
+
+def _names(fleet: ModelFleet) -> list[str]:
+    return [deployment_name(fleet.key, pool.role) for pool in fleet.pools]
 
 
 def test_replicas_that_scale_by_themselves_are_given_no_number() -> None:

@@ -104,8 +104,17 @@ def _stream(serving: System, when_begun: Callable[[], None]) -> tuple[str, httpx
 
 def _promised(serving: System) -> list[httpx.Response]:
     """Answers of the promised requests, one after the other: the memory holds one at a time."""
-    url = f"{serving.url}/v1/completions"
-    return [httpx.post(url, json=body, timeout=120) for body in PROMISED]
+    url, answers = f"{serving.url}/v1/completions", []
+    for body in PROMISED:
+        answers.append(httpx.post(url, json=body, timeout=120))
+        # The controller hears a moment later that its memory is free.
+        wait_until(lambda: _requests(serving) <= 1, "only the long request is left")
+    return answers
+
+
+def _requests(serving: System) -> int:
+    """At the replicas, as the controller knows."""
+    return sum(each["waiting"] + each["running"] for each in serving.snapshot()["replicas"])
 
 
 def _evictions(serving: System) -> float:

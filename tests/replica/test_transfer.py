@@ -255,8 +255,12 @@ def test_memory_is_bounded_and_the_oldest_goes_first(steps: list[tuple[str, int]
         if what == "keep":
             handle = Handle.new()
             in_flight = sum(kept.nbytes for kept in sending)
+            store.drop_expired()
+            others = len(store)
+            assert store.has_room(number) == (in_flight + number <= 100)
             held = store.keep(handle, [memoryview(bytes(number))], 1)
             assert held == (in_flight + number <= 100)
+            assert held or len(store) == others, "nobody goes for what finds no room"
             if held:
                 handles.append((handle, now[0]))
         elif what == "take" and handles:

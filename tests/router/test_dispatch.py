@@ -160,11 +160,14 @@ async def test_a_failure_that_no_other_replica_can_mend_is_not_repeated() -> Non
     assert len(far.calls) == 1
 
 
-async def test_a_full_replica_is_left_for_another() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_replica_is_left_for_another(stream: bool) -> None:
     full = answer(503, b'{"error": {}}')
     far = FarSide(a=full, b=serve)
     router, clock = edge(far, "a", "b")
-    assert (await router.dispatcher.open(call(clock))).head.replica_id == "b"
+    opened = await router.dispatcher.open(call(clock, stream=stream))
+    assert opened.head.replica_id == "b"
+    assert [request.resume for _, request, *_ in far.calls] == [None, None]
     far.behaviours["b"] = full
     with pytest.raises(ApiError) as caught:
         await router.dispatcher.open(call(clock))
