@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from replica.engine import EngineRequest
+from replica.openai_format import RequestError
 from replica.transfer.client import MemoryLimit, Source, fetch
 from replica.transfer.config import TransferConfig
 from replica.transfer.offer import Offer, prompt_digest
+from replica.transfer.requests import check_transfer
 from replica.transfer.server import TransferServer
 from replica.transfer.store import KeptPrompts
 from replica.transfer.wire import (
@@ -32,6 +35,7 @@ from replica.transfer.wire import (
     Handle,
     TransferError,
 )
+from scheduling.objective import SLO
 
 LAYOUT = b"a model's layout"
 SIZES = [6, 10]
@@ -360,3 +364,13 @@ def test_an_address_that_only_this_host_knows_is_refused() -> None:
     for host in ("0.0.0.0", "::", "node-1"):
         with pytest.raises(ValidationError, match="host"):
             TransferConfig(host=host)
+
+
+def test_an_empty_prompt_is_the_engines_to_refuse() -> None:
+    """It says so as for any request; here there is only nothing to hand over."""
+    for prompt in ([], "", [[1, 2]], [1, 2]):
+        request = EngineRequest("r", "completions", {"prompt": prompt}, SLO(), prefill_only=True)
+        check_transfer(request)
+    several = EngineRequest("r", "completions", {"prompt": ["a", "b"]}, SLO(), prefill_only=True)
+    with pytest.raises(RequestError, match="one prompt"):
+        check_transfer(several)
