@@ -1,18 +1,15 @@
-"""What the tests of prefill and decode in pools of their own share: who does what, streams that
-must be whole, and replicas that die when told."""
+"""What the tests of prefill and decode in pools of their own share: who does what, and streams that
+must be whole."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import httpx
-import psutil
 import ray
 
 from tests.e2e.conftest import System, wait_until
@@ -60,37 +57,6 @@ def only(serving: System, *wanted: str) -> Iterator[None]:
         yield
     finally:
         ray.get([drain(replica_id, False) for replica_id in others], timeout=10)
-
-
-class Process:
-    """A replica's process, with those that it has started."""
-
-    def __init__(self, replica_id: str) -> None:
-        (name,) = (
-            named["name"]
-            for named in ray.util.list_named_actors(all_namespaces=True)
-            if named["namespace"] == "serve" and named["name"].endswith(f"#{replica_id}")
-        )
-        actor = ray.get_actor(name, namespace="serve")
-        pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10)
-        self._replica = psutil.Process(pid)
-        self._engine = self._replica.children(recursive=True)
-
-    def freeze_engine(self) -> None:
-        """Let the engine stand still; the replica in front of it goes on."""
-        assert self._engine, "this engine has no process of its own"
-        for process in self._engine:
-            process.send_signal(signal.SIGSTOP)
-
-    def thaw_engine(self) -> None:
-        """Let it go on."""
-        for process in self._engine:
-            process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """End all of it at once, as a lost machine does."""
-        for process in (*self._engine, self._replica):
-            process.kill()
 
 
 class Streamed(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.injuries import Process, replica
 from tests.e2e.conftest import System, system, wait_until
 from tests.e2e.pools import (
-    Process,
     Streamed,
     busy,
     fresh,
@@ -74,7 +74,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 def pair(serving: System) -> dict[str, Process]:
     """Both replicas, once both are there."""
     wait_until(lambda: roles(serving) == PAIR, "both serve", 120.0)
-    return {each["role"]: Process(each["replica_id"]) for each in fresh(serving)}
+    return {each["role"]: replica(each["replica_id"]) for each in fresh(serving)}
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_decode_dies_before_a_first_token_and_in_mid_stream(
 
     def then(events: int, _: str) -> None:
         if events == TOKENS // 3:
-            pair["decode"].freeze_engine()
+            pair["decode"].engine().freeze()
             started.append(asked("begun"))
             wait_until(lambda: at(serving, "decode") == 2, "another prompt is computed")
             pair["decode"].kill()
@@ -124,15 +124,15 @@ def test_decode_dies_before_a_first_token_and_in_mid_stream(
 def test_prefill_dies_while_it_prefills_and_before_kv_is_fetched(
     serving: System, pair: dict[str, Process], asked: Any
 ) -> None:
-    pair["decode"].freeze_engine()
+    pair["decode"].engine().freeze()
     kept = asked("kept")
     wait_until(lambda: at(serving, "decode") == 1, "its prompt is computed")
     prefilling = asked("prefilling")
     wait_until_busy(serving, "prefill")
-    pair["prefill"].freeze_engine()
+    pair["prefill"].engine().freeze()
     assert busy(serving, "prefill") and at(serving, "decode") == 1
     pair["prefill"].kill()
-    pair["decode"].thaw_engine()
+    pair["decode"].engine().thaw()
     assert kept.result().served_by(serving)[0] == "decode"
     assert kept.result().text == whole(serving, "kept", by="decode")
     assert prefilling.result().text == whole(serving, "prefilling", by="decode")

@@ -10,8 +10,9 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.injuries import replica
 from tests.e2e.conftest import System, system, wait_until
-from tests.e2e.pools import Process, Streamed, fresh, only, roles, stream, value, wait_until_busy
+from tests.e2e.pools import Streamed, fresh, only, roles, stream, value, wait_until_busy
 
 pytestmark = pytest.mark.ray
 
@@ -60,7 +61,7 @@ def text(serving: System) -> str:
 
 
 def test_no_request_is_lost_whoever_dies_and_when(serving: System, text: str) -> None:
-    processes = {each["replica_id"]: Process(each["replica_id"]) for each in fresh(serving)}
+    processes = {each["replica_id"]: replica(each["replica_id"]) for each in fresh(serving)}
     with only(serving, "prefill", "decode"), ThreadPoolExecutor(1) as threads:
 
         def asked() -> Future[Streamed]:
@@ -105,7 +106,7 @@ def test_every_mode_serves_while_replicas_come_and_go(serving: System) -> None:
     with ThreadPoolExecutor(12) as threads:
         bodies = [{**BODY, "prompt": f"{'word ' * 20}{number}"} for number in range(12)]
         streams = [threads.submit(stream, serving, body) for body in bodies]
-        for replica in doomed:
-            Process(replica["replica_id"]).kill()
+        for each in doomed:
+            replica(each["replica_id"]).kill()
         assert list(threads.map(plain, range(12))) == [TOKENS] * 12
-        assert all(each.result().text for each in streams)
+        assert all(answer.result().text for answer in streams)

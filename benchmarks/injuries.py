@@ -1,0 +1,183 @@
+"""Breaks parts of a running application as a bad day does: ends or freezes their processes.
+
+A frozen process (SIGSTOP) is alive and does nothing: its connections stay open and nobody gets an
+error. That is what a hung driver, a paused virtual machine and a lost network look like from afar.
+
+Of an application on this machine, in the process that has joined its Ray. Parts are found by what
+Ray's own state says, and not by asking them: a frozen one would not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import ray
+from ray.serve._private.common import DeploymentID
+from ray.serve.context import _get_global_client
+
+from controller.lookup import NAMESPACE, controller_actor_name
+from deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
+from scheduling.roles import Role
+
+_SERVE_CONTROLLER = "SERVE_CONTROLLER_ACTOR"
+_PROXY_MANAGER = "HAProxyManager"
+_CALL_S = 10.0
+
+
+class MissingError(LookupError):
+    """The part to be hurt is not there, or not at the moment."""
+
+
+class Process:
+    """A process of the system with those that it has started so far, which share its fate.
+
+    Args:
+        members: at least one, itself last.
+    """
+
+    def __init__(self, members: Sequence[psutil.Process]) -> None:
+        self._members = members
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """A process of this machine by its id.
+
+        Raises:
+            MissingError: there is no such process.
+        """
+        try:
+            process = psutil.Process(pid)
+            return cls([*process.children(recursive=True), process])
+        except psutil.NoSuchProcess:
+            raise MissingError(f"process {pid} has ended") from None
+
+    @property
+    def pid(self) -> int:
+        """Of the process itself."""
+        return int(self._members[-1].pid)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process itself is still there; a frozen one is."""
+        member = self._members[-1]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return bool(member.is_running()) and member.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def kill(self) -> None:
+        """End all of it at once, as a lost machine does."""
+        self._send(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """Let all of it stand still. Who may be interrupted midway uses :meth:`frozen`."""
+        self._send(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on; nothing where it has ended meanwhile."""
+        self._send(signal.SIGCONT)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It stands still until the block ends, however that ends."""
+        self.freeze()
+        try:
+            yield
+        finally:
+            self.thaw()
+
+    def engine(self) -> Process:
+        """What a replica has started: the engine, where that has a process of its own.
+
+        Raises:
+            MissingError: it has started nothing, as a simulated engine.
+        """
+        engine = self._members[:-1]
+        if not engine:
+            raise MissingError(f"process {self.pid} has started no other: no engine of its own")
+        return Process(engine)
+
+    def _send(self, what: signal.Signals) -> None:
+        for member in self._members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.send_signal(what)
+
+
+def replica(replica_id: str) -> Process:
+    """A replica, by its name in the answers' ``x-sluice-replica`` and in the controller's snapshot.
+
+    Raises:
+        MissingError: none of this name is alive. So for all below.
+    """
+    return _one(each for each in _actors("serve") if each["Name"].endswith(f"#{replica_id}"))
+
+
+def replica_ids(app: str = "sluice", *roles: Role) -> list[str]:
+    """The living replicas of an application with one model, of these roles or of all."""
+    names = [REPLICA_DEPLOYMENTS[role] for role in roles or REPLICA_DEPLOYMENTS]
+    begins = tuple(f"SERVE_REPLICA::{app}#{name}#" for name in names)
+    named = (each["Name"] for each in _actors("serve"))
+    return sorted(name.rpartition("#")[2] for name in named if name.startswith(begins))
+
+
+def routers(app: str = "sluice") -> list[Process]:
+    """The living router replicas of an application."""
+    begins = f"SERVE_REPLICA::{app}#{ROUTER_DEPLOYMENT}#"
+    found = [each for each in _actors("serve") if each["Name"].startswith(begins)]
+    return [Process.of(each["Pid"]) for each in sorted(found, key=lambda each: str(each["Name"]))]
+
+
+def controller(app: str = "sluice") -> Process:
+    """The controller of an application with one model."""
+    name = controller_actor_name(app)
+    return _one(each for each in _actors(NAMESPACE) if each["Name"] == name)
+
+
+def serve_controller() -> Process:
+    """The controller of Ray Serve."""
+    return _one(each for each in _actors("serve") if each["Name"] == _SERVE_CONTROLLER)
+
+
+def haproxy_manager() -> Process:
+    """The actor of Serve that starts HAProxy and looks after it, with HAProxy."""
+    return _one(each for each in _actors("serve") if each["ActorClassName"] == _PROXY_MANAGER)
+
+
+def haproxy() -> Process:
+    """HAProxy alone: the processes below its manager."""
+    return haproxy_manager().engine()
+
+
+def drain(replica_id: str, drained: bool, app: str = "sluice") -> None:
+    """Close a replica to new requests, or take that back, as an operator does."""
+    actor = ray.get_actor(controller_actor_name(app), namespace=NAMESPACE)
+    ray.get(actor.drain.remote(replica_id, drained), timeout=_CALL_S)
+
+
+def scale(replicas: int, app: str = "sluice", role: Role = "mixed") -> None:
+    """Have Serve start, or gracefully stop, replicas of a pool until there are so many."""
+    target = DeploymentID(name=REPLICA_DEPLOYMENTS[role], app_name=app)
+    serve = _get_global_client()._controller
+    ray.get(serve.update_deployment_replicas.remote(target, replicas), timeout=_CALL_S)
+
+
+def _actors(namespace: str) -> list[dict[str, Any]]:
+    """Ray's rows of the living actors of a namespace that have a name."""
+    # Ray's public way to it needs the dashboard, which an application of our own starts without.
+    from ray._private.state import state
+
+    named = ray.util.list_named_actors(all_namespaces=True)
+    names = {each["name"] for each in named if each["namespace"] == namespace}
+    rows = state.actor_table(None, None, "ALIVE").values()
+    return [row for row in rows if row["Name"] in names]
+
+
+def _one(found: Iterable[dict[str, Any]]) -> Process:
+    rows = list(found)
+    if len(rows) != 1:
+        raise MissingError(f"{len(rows)} living actors fit, and one should")
+    return Process.of(rows[0]["Pid"])
