@@ -313,10 +313,19 @@ def _one_by_one(url: str, lengths: Sequence[int]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for length in lengths:
             one = Workload("one", (Arrival(0.0, length, 1, slo),))
-            outcomes += await replay_workload(f"{url}/v1/completions", NAME, one, body=tokens_body)
+            outcomes += await _send(f"{url}/v1/completions", one, tokens_body)
         return outcomes
 
     return asyncio.run(all_of_them())
+
+
+async def _send(
+    url: str,
+    workload: Workload,
+    body: Callable[[str, int, Arrival], Json],
+    on_sent: Callable[[], None] = lambda: None,
+) -> list[Outcome]:
+    return await replay_workload(url, NAME, workload, on_sent=on_sent, body=body, exact=False)
 
 
 def tokens_body(model: str, number: int, arrival: Arrival) -> Json:
@@ -349,14 +358,10 @@ def measure(
     body = tokens_body if way.engine is not None else _with_priority
     with _served(way, sizes, load, directory, say) as url:
         completions = f"{url}/v1/completions"
-        asyncio.run(
-            replay_workload(completions, NAME, window(workload, 0.0, _WARM_UP_S), body=body)
-        )
+        asyncio.run(_send(completions, window(workload, 0.0, _WARM_UP_S), body))
         before = _stops(url) if way.engine is not None else {}
         meter = Meter()
-        outcomes = asyncio.run(
-            replay_workload(completions, NAME, workload, on_sent=meter.stop, body=body)
-        )
+        outcomes = asyncio.run(_send(completions, workload, body, meter.stop))
         after = _stops(url) if way.engine is not None else {}
     stops = {name: after[name] - before[name] for name in after}
     return {**summary(outcomes, stops), "machine_busy": meter.usage.machine_busy}

@@ -6,7 +6,8 @@ gets a Ray instance of its own and the same requests at the same times, one sett
 The client, the cluster and the engines share this machine: see how busy it was and how late the
 client was before believing a figure.
 
-The exit status is 1 if a request ended silently: taken, and then neither finished nor told why.
+The exit status is 1 if an answer was lost: taken, and then neither whole nor an error that said so,
+or cut off with its connection.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def replay(
         with redirect_stdout(sys.stderr):
             results[name] = _measure(_config(controller, replicas, routers), workload, say)
         ends = results[name]["all"]
-        say(f"{name}: {ends['answered']} of {ends['sent']} answered, {ends['silent']} silent")
+        lost = ends["silent"] + ends["cut"]
+        say(f"{name}: {ends['answered']} of {ends['sent']} answered, {lost} lost")
     if as_json:
         words = f"{workload.description} {workload.scaling}"
         click.echo(json.dumps({"workload": words, "settings": results}, indent=2))
@@ -112,7 +114,8 @@ def replay(
         console.print(workload.description, f"({workload.scaling}).")
         for table in tables(results):
             console.print(table)
-    raise SystemExit(any(result["all"]["silent"] for result in results.values()))
+    every = [result["all"] for result in results.values()]
+    raise SystemExit(any(ends["silent"] + ends["cut"] for ends in every))
 
 
 def _settings(policies: tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""The client of a replay: an open loop over HTTP, one stream to each request.
+"""The client of a replay: an open loop over HTTP, one answer to each request.
 
 A request is sent at its own time, whatever became of those before it. How late the client itself
 was is measured with everything else: a figure taken by a late client says more of the client.
+Every answer is held against what was asked for (:mod:`benchmarks.replay_answer`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,14 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.replay_answer import (
+    AnswerCheck,
+    Expected,
+    ToldError,
+    WrongAnswerError,
+    of_any_engine,
+    simulated,
+)
 from router import wire
 from scheduling.objective import SLO
 from simulation.workload import Arrival, Workload
@@ -24,24 +33,26 @@ GRACE_S = 300.0
 """How long after the last arrival the client waits for ends, seconds."""
 
 _CHARACTERS_PER_TOKEN = 4
-_FIRST_TOKEN = re.compile(rb'"text": ?"[^"]')
-_USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 _ERROR_CODE = re.compile(rb'"error": ?\{.*?"code": ?"?([a-z_0-9]+)', re.DOTALL)
-_END = b"data: [DONE]"
-_TAIL_BYTES = 2048
+_ERROR_BYTES = 2048
 
 
 class End(enum.StrEnum):
     """How a request ended."""
 
     ANSWERED = "answered"
-    """A stream with every token and its end mark."""
+    """All that was asked for, and nothing twice."""
     REFUSED = "refused"
     """A 4xx or a 503 with a reason, and nothing served."""
     FAILED = "failed"
     """Another error that said so, in the status or in the stream."""
+    CUT = "cut"
+    """The connection ended in the middle of an answer. An HTTP client reports that as an error."""
+    LEFT = "left"
+    """The client went away, as it was to."""
     SILENT = "silent"
-    """Anything else: a stream that stopped, lacked tokens, or never ended."""
+    """Anything else is lost: an answer that never ended, or ended as if all were well and lacked
+    tokens, had some twice, or had others."""
 
 
 @dataclass(slots=True)
@@ -57,7 +68,8 @@ class Outcome:
         reason: the error's code, or what broke; empty for an answer.
         admission: the header that says in which tier it was served; empty without one.
         predicted_ttft_s: what was promised, where it was.
-        ttft_s: until its first token; ``None`` if none came.
+        ttft_s: until its first token; ``None`` if none came. What is not streamed has only its end:
+            then this is that less the time that its objective gives to the tokens after the first.
         tpot_s: mean time per token after the first; 0 for a single one.
     """
 
@@ -85,14 +97,23 @@ class Outcome:
 def text_body(model: str, number: int, arrival: Arrival) -> dict[str, Any]:
     """A completion whose prompt has about the tokens of ``arrival``, by the count of a simulated
     engine, and is like no other's."""
-    characters = arrival.prompt_tokens * _CHARACTERS_PER_TOKEN
     return {
         "model": model,
-        "prompt": f"{number} ".ljust(characters, "x")[:characters],
+        "prompt": prompt_text(number, arrival.prompt_tokens),
         "max_tokens": arrival.output_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+def prompt_text(number: int, tokens: int) -> str:
+    """A prompt of ``tokens`` by the count of a simulated engine, unlike that of other numbers."""
+    characters = tokens * _CHARACTERS_PER_TOKEN
+    return f"{number} ".ljust(characters, "x")[:characters]
+
+
+def _stays(_number: int) -> int | None:
+    return None
 
 
 async def replay(
@@ -103,15 +124,24 @@ async def replay(
     on_sent: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
     body: Callable[[str, int, Arrival], dict[str, Any]] = text_body,
+    leaves_after: Callable[[int], int | None] = _stays,
+    exact: bool = True,
 ) -> list[Outcome]:
-    """Send ``workload`` to the completions endpoint at ``url``; the outcomes in order of arrival.
+    """Send ``workload`` to an application; the outcomes in order of arrival.
 
     Ends when every request has, or ``grace_s`` after the last arrival; what is left is silent.
-    ``on_sent`` is called after the last arrival. ``body`` makes the request of an arrival, from the
-    model's name and the arrival's number.
+
+    Args:
+        url: of the completions endpoint; chats go to the one beside it.
+        on_sent: called after the last arrival.
+        body: makes the request of an arrival, from the model's name and the arrival's number; with
+            ``messages`` it is a chat.
+        leaves_after: the pieces of text of its stream after which the client of an arrival's
+            number goes away, if it does.
+        exact: whether the engines are simulated ones, whose text is known.
     """
     outcomes: list[Outcome] = []
-    tasks: list[asyncio.Task[None]] = []
+    tasks: set[asyncio.Task[None]] = set()
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -127,19 +157,22 @@ async def replay(
                 now_s - arrival.arrival_s,
             )
             outcomes.append(outcome)
-            request = _Request(session, url, outcome, clock)
-            tasks.append(asyncio.create_task(request.run(body(model, number, arrival))))
+            asked = body(model, number, arrival)
+            request = _Request(session, url, outcome, clock, leaves_after(number))
+            task = asyncio.create_task(request.run(asked, exact))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         on_sent()
         if tasks:
             _, unfinished = await asyncio.wait(tasks, timeout=grace_s)
             for task in unfinished:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
     return outcomes
 
 
 class _Request:
-    """One request under way. It keeps the last bytes of the stream, not all of it."""
+    """One request under way. It keeps no more of a stream than the event under way."""
 
     def __init__(
         self,
@@ -147,58 +180,79 @@ class _Request:
         url: str,
         outcome: Outcome,
         clock: Callable[[], float],
+        leaves_after: int | None,
     ) -> None:
         self._session = session
         self._url = url
         self._outcome = outcome
         self._clock = clock
-        self._last_s = 0.0
+        self._leaves_after = leaves_after
 
-    async def run(self, body: dict[str, Any]) -> None:
+    async def run(self, body: dict[str, Any], exact: bool) -> None:
         """Send it, read it to its end, and write down what came."""
         outcome = self._outcome
+        chat = "messages" in body
+        url = self._url.replace("/completions", "/chat/completions") if chat else self._url
+        expected = (
+            simulated("chat" if chat else "completions", body)
+            if exact
+            else of_any_engine(body, outcome.output_tokens)
+        )
         headers = {wire.SLO_HEADERS[wire.CLASS]: outcome.slo.service_class}
         begun = False
-        sent_s = self._clock()
         try:
-            async with self._session.post(self._url, json=body, headers=headers) as response:
+            sent_s = self._clock()
+            async with self._session.post(url, json=body, headers=headers) as response:
                 begun = True
                 _read_head(outcome, response)
-                if response.status == 200:
-                    self._judge(await self._read(response, sent_s))
+                if response.status != 200:
+                    _refused(outcome, response.status, await response.content.read(_ERROR_BYTES))
+                elif body.get("stream"):
+                    await self._stream(response, expected, sent_s)
                 else:
-                    _refused(outcome, response.status, await response.content.read(_TAIL_BYTES))
+                    await self._whole(response, expected, sent_s)
+        except ToldError as error:
+            outcome.end, outcome.reason = End.FAILED, str(error)
+        except WrongAnswerError as error:
+            outcome.end, outcome.reason = End.SILENT, str(error)
         except (aiohttp.ClientError, OSError) as error:
-            # Before the head nobody has taken the request; after it, the stream just stopped.
-            outcome.end = End.SILENT if begun else End.FAILED
+            # Before the head nobody has taken the request.
+            outcome.end = End.CUT if begun else End.FAILED
             outcome.reason = type(error).__name__
 
-    async def _read(self, response: aiohttp.ClientResponse, sent_s: float) -> bytes:
-        """The last bytes of the stream; its first and last token's times on the way."""
-        outcome = self._outcome
-        tail = b""
+    async def _stream(
+        self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float
+    ) -> None:
+        outcome, check = self._outcome, AnswerCheck(expected)
+        last_s = sent_s
         async for data in response.content.iter_any():
-            self._last_s = self._clock()
-            tail = (tail + data)[-_TAIL_BYTES:]
-            if outcome.ttft_s is None and _FIRST_TOKEN.search(tail):
-                outcome.ttft_s = self._last_s - sent_s
-        self._last_s -= sent_s
-        return tail
+            last_s = self._clock()
+            check.feed(data)
+            if outcome.ttft_s is None and check.chunks:
+                outcome.ttft_s = last_s - sent_s
+            if self._leaves_after is not None and check.chunks >= self._leaves_after:
+                outcome.end, outcome.reason = End.LEFT, ""
+                response.close()
+                return
+        check.end_stream()
+        if outcome.ttft_s is None:
+            raise WrongAnswerError("no text")
+        gaps = max(1, outcome.output_tokens - 1)
+        self._answered(outcome.ttft_s, (last_s - sent_s - outcome.ttft_s) / gaps)
 
-    def _judge(self, tail: bytes) -> None:
+    async def _whole(
+        self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float
+    ) -> None:
+        AnswerCheck(expected).whole(await response.read())
+        took_s = self._clock() - sent_s
+        gaps = self._outcome.output_tokens - 1
+        tpot_s = min(self._outcome.slo.tpot_s or 0.0, took_s / (gaps + 1))
+        self._answered(took_s - gaps * tpot_s, tpot_s)
+
+    def _answered(self, ttft_s: float, tpot_s: float) -> None:
         outcome = self._outcome
-        error = _ERROR_CODE.search(tail)
-        usage = _USAGE.search(tail)
-        if error is not None:
-            outcome.end, outcome.reason = End.FAILED, error[1].decode()
-        elif _END not in tail or outcome.ttft_s is None:
-            outcome.reason = "no end mark"
-        elif usage is None or int(usage[1]) != outcome.output_tokens:
-            outcome.reason = "tokens are missing"
-        else:
-            outcome.end, outcome.reason = End.ANSWERED, ""
-            gaps = max(1, outcome.output_tokens - 1)
-            outcome.tpot_s = (self._last_s - outcome.ttft_s) / gaps
+        outcome.end, outcome.reason = End.ANSWERED, ""
+        outcome.ttft_s, outcome.tpot_s = ttft_s, tpot_s
 
 
 def _read_head(outcome: Outcome, response: aiohttp.ClientResponse) -> None:

@@ -35,6 +35,7 @@ def summary(outcomes: Sequence[Outcome], usage: Usage, step_ratio: float) -> Jso
         "all": of_class(outcomes),
         "refused": _reasons(outcomes, End.REFUSED),
         "failed": _reasons(outcomes, End.FAILED),
+        "cut": _reasons(outcomes, End.CUT),
         "silent": _reasons(outcomes, End.SILENT),
         "predictions": predictions(outcomes),
         "late_ms": _milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
@@ -60,6 +61,8 @@ def of_class(outcomes: Sequence[Outcome]) -> Json:
         "best_effort": sum(each.admission == BEST_EFFORT for each in outcomes),
         "refused": ends[End.REFUSED],
         "failed": ends[End.FAILED],
+        "cut": ends[End.CUT],
+        "left": ends[End.LEFT],
         "silent": ends[End.SILENT],
         "attained": _share(outcomes),
         "kept": _share(promised),
@@ -137,11 +140,15 @@ def _by_class(settings: dict[str, Json]) -> dict[str, list[Json]]:
 
 
 def _details(name: str, entry: Json) -> Table:
-    reasons = {**entry["refused"], **entry["failed"], **entry["silent"]}
+    reasons = {
+        reason: count
+        for end in ("refused", "failed", "cut", "silent")
+        for reason, count in entry[end].items()
+    }
     words = ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
     table = Table(
         *("class", "sent", "answered", "promised", "kept", "best effort", "refused", "failed"),
-        *("silent", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms"),
+        *("cut", "silent", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms"),
         title=f"{name} (policy {entry['policy']}, admission {entry['admission']})",
         caption=words or None,
     )
@@ -149,7 +156,7 @@ def _details(name: str, entry: Json) -> Table:
         table.add_row(
             *(label, str(row["sent"]), str(row["answered"]), str(row["guaranteed"])),
             *(_percent(row["kept"]), str(row["best_effort"]), str(row["refused"])),
-            *(str(row["failed"]), str(row["silent"])),
+            *(str(row["failed"]), str(row["cut"]), str(row["silent"])),
             *(_pair(row["ttft_ms"]), _pair(row["tpot_ms"])),
         )
     return table
