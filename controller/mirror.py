@@ -17,6 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from controller.checks import check_delta_body, check_delta_header, check_hello
+from controller.clock_offset import ClockOffset
 from controller.messages import ReplicaDelta, ReplicaHello
 from scheduling.fleet import Fleet, Report
 from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
@@ -28,18 +29,15 @@ MAX_REPLICAS = 4096
 FORGETTING_S = 10.0
 """How long a replica must be idle for its latency correction to lose ``1 - 1/e`` of its effect."""
 
-MAX_DRIFT = 1e-4
-"""Most that two hosts' monotonic clocks part in a second, seconds."""
-
 
 class MirroredReplica:
     """One replica as it last reported. Its fields are read by all and written by the mirror."""
 
     __slots__ = (
+        "_clock_offset",
         "draining",
         "hello",
         "latency",
-        "offset_s",
         "received_s",
         "seq",
         "summary",
@@ -48,9 +46,14 @@ class MirroredReplica:
     )
 
     def __init__(self, hello: ReplicaHello) -> None:
-        self.offset_s = inf
+        self._clock_offset = ClockOffset()
         self.received_s = -inf
         self.restart(hello)
+
+    @property
+    def offset_s(self) -> float:
+        """What to add to the replica's times to have them on the controller's clock."""
+        return self._clock_offset.seconds
 
     def restart(self, hello: ReplicaHello) -> None:
         """Forget the table and the static facts, and take those of ``hello``."""
@@ -75,10 +78,7 @@ class MirroredReplica:
         self.summary = message.summary.copy()
         self.draining = message.draining
         self.seq = int(message.seq)
-        # The report that took least to come tells best how the clocks differ; what it told is
-        # trusted less as time goes by, as clocks drift.
-        drift_s = MAX_DRIFT * (now_s - self.received_s) if self.offset_s < inf else 0.0
-        self.offset_s = min(now_s - message.now_s, self.offset_s + drift_s)
+        self._clock_offset.hear(message.now_s, now_s)
         self.received_s = now_s
 
     def report(self, made_s: float, draining: bool) -> Report:
