@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
@@ -71,8 +72,15 @@ class Link:
             self._repair()
             raise NoAnswerError("unavailable")
 
-    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """The result of the actor's ``method``.
+    async def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        on_late: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """The result of the actor's ``method``. A controller that stood still still runs what
+        waited meanwhile: ``on_late`` is told of a result that comes after its time.
 
         Raises:
             NoAnswerError: it could not be asked or did not answer in time.
@@ -80,7 +88,7 @@ class Link:
         """
         self.check()
         try:
-            return await self._ask(method, *args, timeout_s=timeout_s)
+            return await self._ask(method, *args, timeout_s=timeout_s, on_late=on_late)
         except RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(str(error.cause)) from None
@@ -105,9 +113,26 @@ class Link:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    async def _ask(self, method: str, *args: Any, timeout_s: float) -> Any:
-        async with asyncio.timeout(timeout_s):
-            return await getattr(self._handle, method).remote(*args)
+    async def _ask(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        on_late: Callable[[Any], None] | None = None,
+    ) -> Any:
+        answer = asyncio.ensure_future(getattr(self._handle, method).remote(*args))
+        try:
+            done, _ = await asyncio.wait((answer,), timeout=timeout_s)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        if done:
+            return answer.result()
+        if on_late is None:
+            answer.cancel()
+        else:
+            answer.add_done_callback(partial(_came_late, on_late))
+        raise TimeoutError
 
     def lost(self) -> None:
         """Something showed that the controller does not answer: fail calls until it does again."""
@@ -150,3 +175,8 @@ class Link:
             _log.exception("the controller of %s could not be asked", self._app_name)
             return False
         return True
+
+
+def _came_late(on_late: Callable[[Any], None], answer: asyncio.Future[Any]) -> None:
+    if not answer.cancelled() and answer.exception() is None:
+        on_late(answer.result())

@@ -71,6 +71,31 @@ async def test_a_report_without_an_answer_is_a_loss_that_is_repaired(
     assert downs == [None]
 
 
+async def test_who_gave_up_waiting_hears_of_the_answer_that_comes_after_all(
+    actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[asyncio.Future[Any]] = []
+
+    def ask(_self: Method, *_args: Any) -> asyncio.Future[Any]:
+        asked.append(asyncio.get_running_loop().create_future())
+        return asked[-1]
+
+    link = Link("app", ControllerConfig(), lambda: None)
+    late: list[Any] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Method, "remote", ask)
+        for _ in range(2):
+            with pytest.raises(NoAnswerError, match="timeout"):
+                await link.call("endpoint", timeout_s=0.001, on_late=late.append)
+        with pytest.raises(NoAnswerError, match="timeout"):
+            await link.call("endpoint", timeout_s=0.001)
+    asked[0].set_result("reply")
+    asked[1].set_exception(KeyError("no answer"))
+    assert asked[2].cancelled()
+    await asyncio.sleep(0)
+    assert late == ["reply"]
+
+
 async def test_an_unexpected_failure_of_a_probe_does_not_end_the_repair(
     actor: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
