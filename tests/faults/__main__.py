@@ -1,0 +1,78 @@
+"""Runs scenarios at length, on systems as ``sluice serve`` starts them, and prints the table.
+
+Exit status 1 if a request was lost, or if anything else does not hold that a scenario states.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import shutil
+import sys
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from deploy import ray_settings
+
+if TYPE_CHECKING:
+    from tests.faults.scenario import Row, Scenario
+
+
+@click.command(name="faults")
+@click.option("--scenario", "names", multiple=True, help="Run only these.  [default: all]")
+@click.option("--list", "listed", is_flag=True, help="List the scenarios and end.")
+@click.option("--quick", is_flag=True, help="Loads of a few seconds, as in the tests.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> None:
+    """Break parts of a running system under load, and say what became of each request."""
+    folder = ray_settings.make_local_dir()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # Ray reads its environment on import.
+    ray_settings.apply(folder)
+    from tests.faults.catalogue import SCENARIOS
+    from tests.faults.table import machine, table
+
+    known = {each.name: each for each in SCENARIOS}
+    if listed:
+        click.echo("\n".join(known))
+        return
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise click.UsageError(f"no such scenario: {', '.join(unknown)}; see --list")
+    rows = _run([known[name] for name in names or known], quick)
+    if as_json:
+        plain = [dataclasses.asdict(row) for row in rows]
+        click.echo(json.dumps({"machine": machine(), "rows": plain}, indent=2))
+    else:
+        console = Console()
+        console.print(table(rows))
+        console.print(machine())
+    bad = [f"{row.name}: {problem}" for row in rows for problem in row.problems]
+    click.echo("".join(f"{line}\n" for line in bad), err=True, nl=False)
+    raise SystemExit(bool(bad))
+
+
+def _run(scenarios: list[Scenario], quick: bool) -> list[Row]:
+    """The rows in the order of the scenarios; those of one setting share a system."""
+    from tests.e2e.conftest import system_alone
+    from tests.faults.scenario import FULL, QUICK, run
+
+    say = Console(stderr=True).print
+    rows = {}
+    # Ray's own messages must not stand between the lines of the JSON.
+    with redirect_stdout(sys.stderr):
+        for setting in {each.setting.name: each.setting for each in scenarios}.values():
+            with system_alone(setting.fields) as serving:
+                for each in scenarios:
+                    if each.setting is setting:
+                        rows[each.name] = run(serving, each, QUICK if quick else FULL)
+                        say(rows[each.name])
+    return [rows[each.name] for each in scenarios]
+
+
+if __name__ == "__main__":
+    faults()

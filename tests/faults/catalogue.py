@@ -1,0 +1,7 @@
+"""Every scenario, in the order of the table."""
+
+from __future__ import annotations
+
+from tests.faults import replicas
+
+SCENARIOS = (*replicas.SCENARIOS,)

@@ -1,0 +1,38 @@
+"""What clients ask while something breaks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from benchmarks.replay_load import SHARES, objectives
+from simulation.workload import Arrival, Workload
+
+
+@dataclass(frozen=True)
+class Load:
+    """Poisson arrivals in the classes of the replays, their lengths drawn evenly.
+
+    Attributes:
+        rate: requests a second.
+        prompt_tokens, output_tokens: the shortest and the longest.
+        plain: each how manieth is not streamed; 0 for none.
+    """
+
+    rate: float = 6.0
+    prompt_tokens: tuple[int, int] = (20, 200)
+    output_tokens: tuple[int, int] = (20, 80)
+    plain: int = 5
+    seed: int = 1
+
+    def make(self, seconds: float) -> Workload:
+        """The requests of so many seconds."""
+        draw = random.Random(self.seed)
+        known = objectives()
+        arrivals = []
+        at_s = 0.0
+        while (at_s := at_s + draw.expovariate(self.rate)) < seconds:
+            (name,) = draw.choices(list(SHARES), list(SHARES.values()))
+            prompt, output = draw.randint(*self.prompt_tokens), draw.randint(*self.output_tokens)
+            arrivals.append(Arrival(at_s, prompt, output, known[name]))
+        return Workload("faults", tuple(arrivals))

@@ -1,0 +1,344 @@
+"""One fault under load: what was offered, what became of it, and how long it took to be well again.
+
+The load is open: requests come when they come, also while nobody can serve them. Whether an answer
+is whole the client of the replays says (:mod:`benchmarks.replay_client`): with simulated engines it
+knows each text beforehand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import ray
+from ray.exceptions import RayError
+
+from benchmarks import injuries
+from benchmarks.replay_client import End, Outcome, replay, text_body
+from simulation.workload import Arrival, Workload
+from tests.e2e.conftest import System, wait_until
+from tests.faults.load import Load
+
+RECOVERY_S = 240.0
+"""Longest wait for a system to be whole again, seconds."""
+
+COUNTED = {
+    "ended": "sluice_requests_total",
+    "resumed": "sluice_resumes_total",
+    "retried": "sluice_retries_total",
+}
+"""What is read of the routers' metrics."""
+
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A system that several scenarios share.
+
+    Attributes:
+        fields: of its configuration; ``name`` is the application's.
+        exact: whether its engines are simulated ones, whose text is known.
+    """
+
+    fields: dict[str, Any]
+    exact: bool = True
+
+    @property
+    def name(self) -> str:
+        """Of the application."""
+        return str(self.fields["name"])
+
+
+@dataclass(frozen=True)
+class Span:
+    """When the fault comes, and how long requests do, seconds from the first one."""
+
+    fault_s: float
+    load_s: float
+
+
+FULL = Span(fault_s=8.0, load_s=30.0)
+QUICK = Span(fault_s=1.0, load_s=4.0)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A fault and what may come of it. That nothing is lost holds for all.
+
+    Attributes:
+        name: one word or a few, as on the command line.
+        setting: the system that it is for.
+        injure: does the damage, undoes what does not heal by itself, and returns what recovery
+            means beyond :meth:`Trial.is_whole`.
+        load: what clients ask.
+        resumes: whether a stream must have gone on at another replica.
+        may_fail: whether requests may end in an error that says so.
+        may_refuse: whether requests may be refused.
+        forgets: whether a router dies, and with it what it had counted and not yet told.
+        quick: whether the tests run it.
+    """
+
+    name: str
+    setting: Setting
+    injure: Callable[[Trial], Callable[[], bool]]
+    load: Load = field(default_factory=Load)
+    resumes: bool = False
+    may_fail: bool = False
+    may_refuse: bool = False
+    forgets: bool = False
+    quick: bool = True
+
+
+class Trial:
+    """The system under load, as an injury sees it."""
+
+    def __init__(self, serving: System) -> None:
+        self.serving = serving
+        self.app = serving.config.name
+
+    def snapshot(self) -> dict[str, Any]:
+        """The controller's view; one without replicas while it does not answer."""
+        with suppress(RayError, ValueError, TimeoutError):
+            found: dict[str, Any] = ray.get(
+                self.serving.controller().snapshot.remote(), timeout=1.0
+            )
+            return found
+        return {"replicas": [], "reservations": None}
+
+    def fresh(self) -> list[str]:
+        """The replicas that take requests."""
+        rows = self.snapshot()["replicas"]
+        return [row["replica_id"] for row in rows if row["condition"] == "fresh"]
+
+    def busiest(self, least: int = 1) -> str:
+        """The replica with most requests, once that has ``least`` of them."""
+        found: list[str] = []
+
+        def look() -> bool:
+            rows = [row for row in self.snapshot()["replicas"] if row["condition"] == "fresh"]
+            most = max(rows, key=_live, default=None)
+            found[:] = [most["replica_id"]] if most is not None and _live(most) >= least else []
+            return bool(found)
+
+        wait_until(look, f"a replica has {least} requests", show=self.snapshot)
+        return found[0]
+
+    def replaced(self, *lost: str) -> Callable[[], bool]:
+        """Whether these replicas are gone and as many others are there."""
+        return lambda: not set(lost) & {row["replica_id"] for row in self.snapshot()["replicas"]}
+
+    def is_whole(self) -> bool:
+        """Whether every replica and router that there should be is there, and HTTP answers."""
+        rows = [row for row in self.snapshot()["replicas"] if row["drain"] is None]
+        wanted = sum(
+            pool.replica.count for fleet in self.serving.config.fleets for pool in fleet.pools
+        )
+        fresh = [row for row in rows if row["condition"] == "fresh"]
+        return (
+            len(rows) == len(fresh) == wanted
+            and len(injuries.routers(self.app)) == self.serving.config.router.replicas
+            and self._answers()
+        )
+
+    def is_idle(self) -> bool:
+        """Whether nobody works on any request, and the controller's ledger is empty."""
+        snapshot = self.snapshot()
+        return snapshot["reservations"] == 0 and not any(map(_live, snapshot["replicas"]))
+
+    def counted(self) -> dict[str, float]:
+        """The sums of :data:`COUNTED` over all routers; 0 where the page does not come."""
+        page = ""
+        with suppress(httpx.HTTPError):
+            page = httpx.get(f"{self.serving.url}/metrics", timeout=5).text
+        lines = [line.rpartition(" ") for line in page.splitlines() if not line.startswith("#")]
+        return {
+            column: sum(
+                float(value) for name, _, value in lines if name.partition("{")[0] == metric
+            )
+            for column, metric in COUNTED.items()
+        }
+
+    def _answers(self) -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.serving.url}/health", timeout=1).status_code == 200
+        return False
+
+
+@dataclass
+class Row:
+    """What became of a scenario's requests.
+
+    Attributes:
+        resumed, retried: streams that went on elsewhere, and attempts after a first one.
+        refused: with a reason, and nothing was served.
+        failed: of these, the connection of ``cut`` ended in the middle of an answer, which every
+            HTTP client reports as an error; the others ended in an error that says so.
+        lost: neither answered nor told; must be 0.
+        reasons: of what was not answered.
+        before, during, after: the share of requests with an objective that met it: of those that
+            had ended before the fault, those sent once the system was whole again, and the others.
+            ``None`` where there are none.
+        missed_s: from the fault until the last request was sent that missed its objective.
+        whole_s: from the fault until every part was there again.
+        problems: what does not hold, a sentence each.
+    """
+
+    name: str
+    offered: int
+    completed: int
+    resumed: int
+    retried: int
+    refused: int
+    failed: int
+    cut: int
+    lost: int
+    reasons: dict[str, int]
+    before: float | None
+    during: float | None
+    after: float | None
+    missed_s: float
+    whole_s: float
+    problems: list[str] = field(default_factory=list)
+
+
+def run(serving: System, scenario: Scenario, span: Span) -> Row:
+    """Break ``serving`` under load as ``scenario`` says, and wait until it is well again."""
+    trial = Trial(serving)
+    wait_until(trial.is_whole, "the system is whole", RECOVERY_S, trial.snapshot, _LOOK_EVERY_S)
+    before = trial.counted()
+    client = _Client(serving, scenario, span)
+    with ThreadPoolExecutor(1) as threads:
+        outcomes = threads.submit(client.run)
+        wait_until(lambda: client.now_s() >= span.fault_s, "it is time", every_s=0.002)
+        fault_s = client.now_s()
+        recovered = scenario.injure(trial)
+        wait_until(
+            lambda: recovered() and trial.is_whole(),
+            f"{scenario.name} is overcome",
+            RECOVERY_S,
+            trial.snapshot,
+            _LOOK_EVERY_S,
+        )
+        whole_s = client.now_s()
+        ended = outcomes.result()
+    row = _row(scenario, ended, fault_s, whole_s)
+    _count(row, trial, before, scenario)
+    row.problems += _problems(scenario, row)
+    return row
+
+
+class _Client:
+    """Runs the load on an event loop of its own."""
+
+    def __init__(self, serving: System, scenario: Scenario, span: Span) -> None:
+        self._url = f"{serving.url}/v1/completions"
+        self._model = serving.config.fleets[0].model
+        self._exact = scenario.setting.exact
+        self._plain = scenario.load.plain
+        self._workload: Workload = scenario.load.make(span.load_s)
+        self._begun_s: float | None = None
+
+    def run(self) -> list[Outcome]:
+        """Send everything, and wait for every end."""
+        return asyncio.run(
+            replay(self._url, self._model, self._workload, body=self._body, exact=self._exact)
+        )
+
+    def now_s(self) -> float:
+        """Time from the load's start, as the arrivals have theirs; negative before."""
+        return -1.0 if self._begun_s is None else time.monotonic() - self._begun_s
+
+    def _body(self, model: str, number: int, arrival: Arrival) -> dict[str, Any]:
+        if self._begun_s is None:
+            self._begun_s = time.monotonic() - arrival.arrival_s
+        body = text_body(model, number, arrival)
+        if self._plain and number % self._plain == 0:
+            del body["stream"], body["stream_options"]
+        return body
+
+
+def _row(scenario: Scenario, outcomes: Sequence[Outcome], fault_s: float, whole_s: float) -> Row:
+    ends = Counter(outcome.end for outcome in outcomes)
+    before, during, after = [], [], []
+    missed_s = fault_s
+    for outcome in outcomes:
+        if outcome.slo.ttft_s is None:
+            continue
+        if _ended_s(outcome) < fault_s:
+            before.append(outcome.attained)
+        elif outcome.sent_s >= whole_s:
+            after.append(outcome.attained)
+        else:
+            during.append(outcome.attained)
+        if not outcome.attained:
+            missed_s = max(missed_s, outcome.sent_s)
+    return Row(
+        name=scenario.name,
+        offered=len(outcomes),
+        completed=ends[End.ANSWERED],
+        resumed=0,
+        retried=0,
+        refused=ends[End.REFUSED],
+        failed=ends[End.FAILED] + ends[End.CUT],
+        cut=ends[End.CUT],
+        lost=ends[End.SILENT],
+        reasons=dict(
+            Counter(outcome.reason for outcome in outcomes if outcome.end is not End.ANSWERED)
+        ),
+        before=_share(before),
+        during=_share(during),
+        after=_share(after),
+        missed_s=missed_s - fault_s,
+        whole_s=whole_s - fault_s,
+    )
+
+
+def _ended_s(outcome: Outcome) -> float:
+    """When an answer was complete; for other ends when it was asked."""
+    if outcome.end is not End.ANSWERED or outcome.ttft_s is None or outcome.tpot_s is None:
+        return outcome.sent_s
+    return outcome.sent_s + outcome.ttft_s + outcome.tpot_s * (outcome.output_tokens - 1)
+
+
+def _share(attained: Sequence[bool]) -> float | None:
+    return sum(attained) / len(attained) if attained else None
+
+
+def _count(row: Row, trial: Trial, before: dict[str, float], scenario: Scenario) -> None:
+    """Fill in what routers count, once they have told of every request."""
+
+    def told() -> bool:
+        now = trial.counted()
+        new = {column: round(now[column] - before[column]) for column in now}
+        row.resumed, row.retried = new["resumed"], new["retried"]
+        return new["ended"] >= row.completed or scenario.forgets
+
+    wait_until(trial.is_idle, "nobody works on any request", RECOVERY_S, trial.snapshot)
+    wait_until(told, "the routers have told of every request", every_s=0.2)
+
+
+def _problems(scenario: Scenario, row: Row) -> list[str]:
+    found = []
+    if row.lost:
+        found.append(f"{row.lost} requests were lost")
+    if row.completed + row.refused + row.failed + row.lost != row.offered:
+        found.append("the ends do not add up to what was offered")
+    if row.failed and not scenario.may_fail:
+        found.append(f"{row.failed} requests failed")
+    if row.refused and not scenario.may_refuse:
+        found.append(f"{row.refused} requests were refused")
+    if scenario.resumes and not row.resumed:
+        found.append("no stream went on elsewhere")
+    return found
+
+
+def _live(row: dict[str, Any]) -> int:
+    return int(row["waiting"] + row["running"])
