@@ -18,7 +18,15 @@ from typing import Any
 import ray.util
 
 from controller.channel import Endpoint, RouteServer
-from controller.checks import MAX_KEYS, check_keys, check_query, check_role, check_text
+from controller.checks import (
+    check_ids,
+    check_keys,
+    check_notices,
+    check_query,
+    check_role,
+    check_source,
+    check_text,
+)
 from controller.config import ControllerConfig
 from controller.decision_log import DECISIONS, DecisionLog
 from controller.drains import Drains
@@ -26,6 +34,7 @@ from controller.history import History
 from controller.instruments import Instruments
 from controller.messages import (
     MetricsPush,
+    PushReply,
     QuotaUse,
     ReplicaDelta,
     ReplicaHello,
@@ -33,6 +42,7 @@ from controller.messages import (
     RouteDecision,
     RouteQuery,
     RouteReply,
+    TroubleNotice,
 )
 from controller.metrics import MetricsHub, families_of, text_of
 from controller.mirror import Mirror
@@ -150,11 +160,18 @@ class Controller:
         Raises:
             ValueError: not a list of ids.
         """
-        if not isinstance(replica_ids, list | tuple) or len(replica_ids) > MAX_KEYS:
-            raise ValueError(f"replica_ids must be a list of at most {MAX_KEYS}")
-        for replica_id in replica_ids:
-            check_text("replica_id", replica_id)
+        check_ids("replica_ids", replica_ids)
         self._mirror.mark_gone(replica_ids, self._hear())
+
+    async def troubled(self, source: int, notices: Sequence[TroubleNotice]) -> None:
+        """The router ``source`` saw requests fail or hang. Unknown replicas are ignored.
+
+        Raises:
+            ValueError: not a list of notices, or no source.
+        """
+        check_source(source)
+        check_notices(notices)
+        self._hear()
 
     async def release(self, keys: Sequence[int]) -> None:
         """A router gave these requests up, or sent them elsewhere. Unknown keys are ignored.
@@ -177,9 +194,8 @@ class Controller:
         with self._instruments.refusals():
             return self._quotas.share(uses, self._hear())
 
-    async def push_metrics(self, push: MetricsPush) -> tuple[str, ...] | None:
-        """Take a process's metrics. Returns what is closed, see :class:`RouteReply`: a router to
-        which no request comes hears of it, too.
+    async def push_metrics(self, push: MetricsPush) -> PushReply:
+        """Take a process's metrics.
 
         Raises:
             ValueError: malformed, over a limit, or with a family of the controller's own.
@@ -191,7 +207,7 @@ class Controller:
         if not known:
             self._history.joined(push.samples)
         self._history.note(self._hub, now_s)
-        return self._closed()
+        return PushReply(self._closed(), self._quarantined())
 
     async def render_metrics(self) -> bytes:
         """Every process's metrics, the controller's too, in Prometheus' text format.
@@ -304,13 +320,16 @@ class Controller:
             raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
         self._hear()
         decisions = tuple([self._decide(query) for query in queries])
-        return RouteReply(self._epoch, decisions, self._closed())
+        return RouteReply(self._epoch, decisions, self._closed(), self._quarantined())
 
     def _closed(self) -> tuple[str, ...] | None:
         settling = self._clock() - self._started_s < SETTLING_S
         if not len(self._fleet) or (settling and not len(self._drains)):
             return None
         return self._fleet.closed
+
+    def _quarantined(self) -> tuple[str, ...]:
+        return ()
 
     def _report(self, delta: ReplicaDelta) -> ReportReply:
         now_s = self._hear()

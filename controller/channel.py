@@ -6,9 +6,10 @@ both ways. The actor listens on its node's address, on a port of the system's ch
 token that the actor hands out may ask. Messages are lines: first the token, answered by ``ok``,
 then JSON:
 ``[number, [query, ...]]``, answered, in the order of the questions, by
-``[number, epoch, [[decision, ...], closed]]``; or ``[number, {"report": ...}]``, answered by
-``[number, epoch, [resync, closed]]``; either may be answered by
-``[number, null, "what was wrong"]``. What is ``closed`` is said in :mod:`controller.messages`.
+``[number, epoch, [[decision, ...], closed, quarantined]]``; or ``[number, {"report": ...}]``,
+answered by ``[number, epoch, [resync, closed]]``; either may be answered by
+``[number, null, "what was wrong"]``. What is ``closed`` and ``quarantined`` is said in
+:mod:`controller.messages`.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class _Served(_Lines):
                 self.send((number, told.epoch, (told.resync, told.closed)))
             else:
                 reply = self._server.route(queries)
-                self.send((number, reply.epoch, (reply.decisions, reply.closed)))
+                self.send((number, reply.epoch, (reply.decisions, reply.closed, reply.quarantined)))
         except ValueError as error:
             self.send((number, None, str(error)))
 
@@ -346,8 +347,13 @@ class RouteChannel:
             ValueError: the controller refused the queries.
         """
         rows = [_row(query) for query in queries]
-        epoch, (decisions, closed) = await self._ask(rows, timeout_s, queries)
-        return RouteReply(epoch, _decisions(decisions), None if closed is None else tuple(closed))
+        epoch, (decisions, closed, quarantined) = await self._ask(rows, timeout_s, queries)
+        return RouteReply(
+            epoch,
+            _decisions(decisions),
+            None if closed is None else tuple(closed),
+            tuple(quarantined),
+        )
 
     async def report(self, delta: ReplicaDelta, timeout_s: float) -> ReportReply:
         """The answer to a report, which fits (:func:`controller.report_wire.fits`).
@@ -427,6 +433,7 @@ def _row(query: RouteQuery) -> tuple[object, ...]:
         query.prefix,
         query.request_id,
         query.prefill_key,
+        query.avoid,
         slo.ttft_s,
         slo.tpot_s,
         slo.e2e_s,
@@ -442,7 +449,7 @@ def _query(row: Any) -> RouteQuery:
         TypeError, ValueError: it is none.
     """
     (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id, prefill_key,
-     *objective) = row  # fmt: skip
+     avoid, *objective) = row  # fmt: skip
     return RouteQuery(
         key,
         SLO(*objective),
@@ -454,6 +461,7 @@ def _query(row: Any) -> RouteQuery:
         tuple(prefix),
         request_id,
         prefill_key,
+        tuple(avoid),
     )
 
 

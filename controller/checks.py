@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from controller.messages import ReplicaDelta, ReplicaHello, RouteQuery
+from controller.messages import (
+    ReplicaDelta,
+    ReplicaHello,
+    RouteQuery,
+    Trouble,
+    TroubleNotice,
+)
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
 from scheduling.prefix import HELD, HELD_SLOTS, MAX_CHUNKS
@@ -31,6 +37,9 @@ MAX_FINISHED = 1 << 18
 
 MAX_KEYS = 1 << 16
 """Most keys or replica ids in one call."""
+
+MAX_AVOIDED = 64
+"""Most replicas that have failed one request."""
 
 MAX_PROMPT_TOKENS = 1 << 31
 MAX_KEY = (1 << 63) - 1
@@ -69,6 +78,7 @@ def check_hello(hello: ReplicaHello) -> None:
     _check_flag("draining", hello.draining)
     _check_flag("closed", hello.closed)
     _check_flag("preempts", hello.preempts)
+    _check_flag("hung", hello.hung)
     _check_rows(hello.slots, hello.rows, hello.capacity)
     _check_summary(hello.summary)
     _check_held(hello.held_slots, hello.held)
@@ -96,6 +106,7 @@ def check_delta_body(delta: ReplicaDelta, capacity: int) -> None:
             range.
     """
     _check_flag("draining", delta.draining)
+    _check_flag("hung", delta.hung)
     _check_rows(delta.slots, delta.rows, capacity)
     _check_summary(delta.summary)
     _check_held(delta.held_slots, delta.held)
@@ -128,6 +139,8 @@ def check_query(query: RouteQuery) -> None:
     check_text("request_id", query.request_id, empty=True)
     if query.prefix:
         check_keys("prefix", query.prefix, MAX_CHUNKS)
+    if query.avoid:
+        check_ids("avoid", query.avoid, MAX_AVOIDED)
 
 
 def check_text(name: str, value: Any, empty: bool = False) -> None:
@@ -141,6 +154,45 @@ def check_text(name: str, value: Any, empty: bool = False) -> None:
         raise ValueError(
             f"{name} must be a string of {least} to {MAX_TEXT} characters, got {_short(value)}"
         )
+
+
+def check_ids(name: str, ids: Any, limit: int = MAX_KEYS) -> None:
+    """Check a sequence of ids of replicas.
+
+    Raises:
+        ValueError: it is no sequence, too long, or holds something that is no id.
+    """
+    if not isinstance(ids, list | tuple) or len(ids) > limit:
+        raise ValueError(f"{name} must be a list of at most {limit} ids, got {_short(ids)}")
+    for each in ids:
+        check_text(name, each)
+
+
+def check_notices(notices: Any) -> None:
+    """Check what a router tells of replicas.
+
+    Raises:
+        ValueError: it is no sequence of notices, too long, or one of them is malformed.
+    """
+    if not isinstance(notices, list | tuple) or len(notices) > MAX_KEYS:
+        raise ValueError(f"notices must be a list of at most {MAX_KEYS}, got {_short(notices)}")
+    for notice in notices:
+        if not isinstance(notice, TroubleNotice):
+            raise ValueError(f"expected a TroubleNotice, got {_short(notice)}")
+        check_text("replica_id", notice.replica_id)
+        if not isinstance(notice.trouble, Trouble):
+            raise ValueError(
+                f"trouble must be any of {_short(list(Trouble))}, got {_short(notice)}"
+            )
+
+
+def check_source(source: Any) -> None:
+    """Check the number by which a router names itself.
+
+    Raises:
+        ValueError: it is none.
+    """
+    _check_integer("source", source, 0, MAX_KEY)
 
 
 def check_role(role: Any) -> None:

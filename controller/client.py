@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -23,6 +26,7 @@ from controller.lookup import (
 )
 from controller.messages import (
     MetricsPush,
+    PushReply,
     QuotaUse,
     ReplicaDelta,
     ReplicaHello,
@@ -30,6 +34,8 @@ from controller.messages import (
     RouteDecision,
     RouteQuery,
     RouteReply,
+    Trouble,
+    TroubleNotice,
 )
 from controller.report_wire import fits
 from scheduling.autoscaling import Load
@@ -47,6 +53,10 @@ __all__ = [
 REPORT_TIMEOUT_S = 0.5
 """Longest wait for the answer to a report, seconds: it bounds how long a restarted controller
 waits for the replicas' hellos."""
+
+QUARANTINE_KEPT_S = 60.0
+"""How long what the controller said of quarantined replicas counts while it does not answer: as
+long as it would leave one alone at most."""
 
 NOTICE_TIMEOUT_S = 2.0
 SCRAPE_TIMEOUT_S = 2.0
@@ -87,6 +97,7 @@ class ControllerClient:
         config: the controller's configuration.
         timeout_s: longest wait for a decision, seconds, time in the client's queue included.
         registry: where the client's own metrics go, if anywhere.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -95,14 +106,20 @@ class ControllerClient:
         config: ControllerConfig,
         timeout_s: float = 0.25,
         registry: CollectorRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
+        self._source = secrets.randbits(63)
         self._queries: Coalescer[RouteQuery, RouteDecision] = Coalescer(
             self._send_queries, self._release_unwanted, timeout_s
         )
         self._metrics = CallMetrics(registry)
         self._closed: frozenset[str] = frozenset()
+        self._quarantined: frozenset[str] = frozenset()
+        self._told_s = -inf
         self._released: dict[int, None] = {}
         self._gone: dict[str, None] = {}
+        self._troubled: list[TroubleNotice] = []
         self._notice_task: asyncio.Task[None] | None = None
         self._link = Link(app_name, config, self._queries.fail_queued)
         # Its end is the first sign of a dead controller.
@@ -119,6 +136,14 @@ class ControllerClient:
         with each decision, and each time that metrics are pushed. What it said stays true while it
         does not answer."""
         return self._closed
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        """The replicas that have failed or hang, as the controller last said, in the same way.
+        While it does not answer, that counts for ``QUARANTINE_KEPT_S``."""
+        if self._clock() - self._told_s > QUARANTINE_KEPT_S:
+            return frozenset()
+        return self._quarantined
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
         """Where ``query``'s request goes, or ``None`` where the controller did not say in time.
@@ -187,10 +212,10 @@ class ControllerClient:
             ValueError: the controller refused them, and says why.
         """
         try:
-            closed = await self._call("push_metrics", push, timeout_s=NOTICE_TIMEOUT_S)
+            reply = await self._call("push_metrics", push, timeout_s=NOTICE_TIMEOUT_S)
         except NoAnswerError:
             return False
-        self._note_closed(closed)
+        self._note(reply)
         return True
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:
@@ -257,6 +282,15 @@ class ControllerClient:
         for replica_id in replica_ids:
             self._notice(self._gone, replica_id, "replica_gone")
 
+    def troubled(self, replica_id: str, trouble: Trouble) -> None:
+        """A request failed at this replica, or its stream hangs. Does not wait; where it gets lost,
+        the next one tells."""
+        if len(self._troubled) >= MAX_KEYS:
+            self._count("troubled", "full")
+            return
+        self._troubled.append(TroubleNotice(replica_id, trouble))
+        self._send_notices_soon()
+
     async def close(self) -> None:
         """Send what waits, and stop. The controller lives on."""
         if self._notice_task is not None:
@@ -273,16 +307,19 @@ class ControllerClient:
         else:
             self._channel.connect_soon()
             reply = await self._link.call("route", queries, timeout_s=left_s)
-        self._note_closed(reply.closed)
+        self._note(reply)
         return list(reply.decisions)
 
     async def _find_endpoint(self) -> Endpoint:
         endpoint: Endpoint = await self._link.call("endpoint", timeout_s=NOTICE_TIMEOUT_S)
         return endpoint
 
-    def _note_closed(self, closed: Sequence[str] | None) -> None:
-        if closed is not None:
-            self._closed = frozenset(closed)
+    def _note(self, reply: RouteReply | PushReply) -> None:
+        """Keep what the controller said of replicas beside its answer."""
+        if reply.closed is not None:
+            self._closed = frozenset(reply.closed)
+        self._quarantined = frozenset(reply.quarantined)
+        self._told_s = self._clock()
 
     def _release_unwanted(self, query: RouteQuery, decision: RouteDecision) -> None:
         if decision.replica_id is not None:
@@ -313,9 +350,15 @@ class ControllerClient:
         self._count(method, "answered")
         return answer
 
-    async def _delivered(self, method: str, argument: Any) -> bool:
+    async def _deliver(self, method: str, *args: Any) -> None:
         try:
-            await self._call(method, argument, timeout_s=NOTICE_TIMEOUT_S)
+            await self._delivered(method, *args)
+        except ValueError as error:
+            _log.warning("the controller refused %s: %s", method, error)
+
+    async def _delivered(self, method: str, *args: Any) -> bool:
+        try:
+            await self._call(method, *args, timeout_s=NOTICE_TIMEOUT_S)
         except NoAnswerError:
             return False
         return True
@@ -325,21 +368,25 @@ class ControllerClient:
             self._count(method, "full")
             return
         pending[item] = None
+        self._send_notices_soon()
+
+    def _send_notices_soon(self) -> None:
         if self._notice_task is None:
             self._notice_task = asyncio.get_running_loop().create_task(self._send_notices())
 
     async def _send_notices(self) -> None:
         """Send what has gathered until nothing is left; one call at a time."""
         try:
-            while self._released or self._gone:
+            while self._released or self._gone or self._troubled:
                 released, self._released = list(self._released), {}
                 gone, self._gone = list(self._gone), {}
-                for method, items in (("release", released), ("replica_gone", gone)):
-                    if items:
-                        try:
-                            await self._delivered(method, items)
-                        except ValueError as error:
-                            _log.warning("the controller refused %s: %s", method, error)
+                troubled, self._troubled = self._troubled, []
+                if released:
+                    await self._deliver("release", released)
+                if gone:
+                    await self._deliver("replica_gone", gone)
+                if troubled:
+                    await self._deliver("troubled", self._source, troubled)
         finally:
             self._notice_task = None
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from scheduling.breaker import Trouble
 from scheduling.job import RouteDecision, RouteQuery, Tier
 from scheduling.latency_profile import LatencyProfile
 from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
@@ -19,6 +20,7 @@ __all__ = [
     "MAX_USES",
     "MetricSample",
     "MetricsPush",
+    "PushReply",
     "QuotaUse",
     "ReplicaDelta",
     "ReplicaHello",
@@ -27,6 +29,8 @@ __all__ = [
     "RouteQuery",
     "RouteReply",
     "Tier",
+    "Trouble",
+    "TroubleNotice",
 ]
 
 
@@ -39,11 +43,14 @@ class RouteReply(NamedTuple):
 
     ``closed`` are the replicas that an operator has closed to new requests: nothing else may send
     them any either. ``None`` where the controller cannot know yet, as just after its restart.
+    ``quarantined`` are those that have failed or hang: nothing else should send them any as long as
+    there are others.
     """
 
     epoch: int
     decisions: tuple[RouteDecision, ...]
     closed: tuple[str, ...] | None = None
+    quarantined: tuple[str, ...] = ()
 
 
 class ReplicaHello(NamedTuple):
@@ -55,7 +62,7 @@ class ReplicaHello(NamedTuple):
     ``held`` are as in a delta, of all chunks that it holds. ``closed`` is what the last
     :class:`ReportReply` said: a replica carries the operator's word to a controller that restarted.
     ``role``: what it does of requests. ``preempts``: its engine suspends a running prefill for a
-    more urgent one.
+    more urgent one. ``hung`` as in a delta.
     """
 
     replica_id: str
@@ -78,6 +85,7 @@ class ReplicaHello(NamedTuple):
     held: np.ndarray = NO_HELD
     closed: bool = False
     preempts: bool = False
+    hung: bool = False
 
 
 class ReplicaDelta(NamedTuple):
@@ -87,7 +95,7 @@ class ReplicaDelta(NamedTuple):
     ``finished`` the keys of requests that ended since, so that their reservations can go.
     ``held_slots``/``held`` are the changed slots of its table of held chunks
     (:data:`scheduling.prefix.HELD`; hash 0 is a freed slot). ``epoch`` is the controller's as the
-    replica knows it.
+    replica knows it. ``hung``: its own watchdog says that its engine makes no progress.
     """
 
     replica_id: str
@@ -101,6 +109,7 @@ class ReplicaDelta(NamedTuple):
     draining: bool
     held_slots: np.ndarray = NO_HELD_SLOTS
     held: np.ndarray = NO_HELD
+    hung: bool = False
 
 
 class ReportReply(NamedTuple):
@@ -129,6 +138,21 @@ class MetricsPush(NamedTuple):
 
     source: str
     samples: tuple[MetricSample, ...]
+
+
+class PushReply(NamedTuple):
+    """Answer to a push of metrics: a router to which no request comes hears of closed and
+    quarantined replicas, too; see :class:`RouteReply`."""
+
+    closed: tuple[str, ...] | None
+    quarantined: tuple[str, ...]
+
+
+class TroubleNotice(NamedTuple):
+    """What a router saw of a replica, once."""
+
+    replica_id: str
+    trouble: Trouble
 
 
 class QuotaUse(NamedTuple):

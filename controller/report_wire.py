@@ -46,6 +46,7 @@ def to_json(delta: ReplicaDelta) -> list[Any]:
         delta.draining,
         _text(delta.held_slots.astype(_SLOT, copy=False)),
         _text(delta.held),
+        delta.hung,
     ]
 
 
@@ -55,7 +56,8 @@ def of_json(row: Any) -> ReplicaDelta:
     Raises:
         TypeError, ValueError: it is none.
     """
-    replica_id, epoch, seq, now_s, slots, rows, summary, finished, draining, held_slots, held = row
+    (replica_id, epoch, seq, now_s, slots, rows, summary, finished, draining, held_slots, held,
+     hung) = row  # fmt: skip
     (record,) = _array(summary, SUMMARY)
     return ReplicaDelta(
         replica_id,
@@ -69,6 +71,7 @@ def of_json(row: Any) -> ReplicaDelta:
         draining,
         _array(held_slots, _SLOT),
         _array(held, HELD),
+        hung,
     )
 
 

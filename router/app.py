@@ -63,7 +63,9 @@ class _Part:
             self.client, metrics.registry, f"router-{context.replica_id.unique_id}"
         )
         self.page = ControllerMetricsPage(self.client, self.pusher, metrics.registry)
-        serve_replicas = ServeReplicas(pools, lambda: self.client.closed)
+        serve_replicas = ServeReplicas(
+            pools, lambda: self.client.closed, lambda: self.client.quarantined
+        )
         self.fleet = Fleet(
             model.name,
             Dispatcher(self.client, serve_replicas, metrics, config),

@@ -40,7 +40,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     - Without a hint, or with one that names no running replica, it is Serve's own choice.
     - A replica that an operator has closed is chosen by a hint only. Where there are closed ones
       and no hint, it is the least loaded of the others by this process's count, and where there are
-      no others the request fails.
+      no others the request fails. The same holds for one that is quarantined as long as there are
+      others.
     - Where there is no replica at all a request waits for a while, and then it fails. Where the
       model has other pools of replicas it also fails where all here have failed it already.
     - Replicas that leave or die are told to the controller.
@@ -78,9 +79,10 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             candidate_replicas, pending_request
         )
         hint = _hint_of(pending_request)
-        if hint.closed:
-            open_ = [_but(hint.closed, rank) for rank in others]
-            rest = self._least_loaded_but(hint.closed)
+        shunned = self._shunned(hint)
+        if shunned:
+            open_ = [_but(shunned, rank) for rank in others]
+            rest = self._least_loaded_but(shunned)
             others = [*filter(None, open_), *([[rest]] if rest is not None else [])]
         hinted = self._hinted(hint)
         return others if hinted is None else [[hinted], *others]
@@ -99,7 +101,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
                 return hinted
         if hint.closed and self._least_loaded_but(hint.closed) is None:
             raise NoReplicaError("Every replica is drained.")
-        if self._other_pools and self._least_loaded_but((*hint.avoid, *hint.closed)) is None:
+        tried = (*hint.avoid, *self._shunned(hint))
+        if self._other_pools and self._least_loaded_but(tried) is None:
             raise NoReplicaError("Every replica of this pool has failed the request.")
         choice = super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         return await self._while_there_are_replicas(choice)
@@ -130,13 +133,22 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     def _hinted(self, hint: Hint) -> RunningReplica | None:
         hinted = self._by_unique_id.get(hint.target) if hint.target is not None else None
-        if hinted is not None or not (hint.avoid or hint.closed):
+        shunned = self._shunned(hint)
+        if hinted is not None or not (hint.avoid or shunned):
             return hinted
-        others = self._least_loaded_but((*hint.avoid, *hint.closed))
+        others = self._least_loaded_but((*hint.avoid, *shunned))
         if others is not None or self._other_pools:
             return others
-        # One that has just failed the request is better than a closed one.
-        return self._least_loaded_but(hint.closed) if hint.closed else None
+        # One that has just failed the request is better than one that gets none.
+        return self._least_loaded_but(shunned) if shunned else None
+
+    def _shunned(self, hint: Hint) -> tuple[str, ...]:
+        """The replicas that get requests by a target only: the closed ones, and as long as others
+        are left the quarantined ones."""
+        both = (*hint.closed, *hint.quarantined)
+        if hint.quarantined and self._least_loaded_but(both) is None:
+            return hint.closed
+        return both
 
     def _least_loaded_but(self, avoid: Sequence[str]) -> RunningReplica | None:
         """By this process's own count. ``O(replicas)``, on retries and while any is closed."""

@@ -86,15 +86,18 @@ class ServeReplicas:
     Args:
         pools: a handle for each role that has a deployment, at least one.
         closed: the replicas that an operator has closed to new requests, as of now.
+        quarantined: the replicas that have failed or hang, as of now.
     """
 
     def __init__(
         self,
         pools: Mapping[Role, DeploymentHandle],
         closed: Callable[[], Collection[str]] = tuple,
+        quarantined: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.roles: Sequence[Role] = tuple(role for role in WHOLE if role in pools)
         self._closed = closed
+        self._quarantined = quarantined
         self._generate = {
             role: handle.options(method_name="generate", stream=True)
             for role, handle in pools.items()
@@ -107,7 +110,9 @@ class ServeReplicas:
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ServeStream:
         """Send a request; see :class:`~router.legs.Replicas`."""
-        hint = Hint(target, tuple(avoid), tuple(self._closed())).encode()
+        hint = Hint(
+            target, tuple(avoid), tuple(self._closed()), tuple(self._quarantined())
+        ).encode()
         return ServeStream(self._generate[role].remote(request, **{wire.TARGET_KWARG: hint}))
 
     async def models(self) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class RouteQuery(NamedTuple):
             it.
         prefill_key: 63-bit key of the computation of its prompt, where that may be done by one
             replica and the rest by another; 0: one replica must serve it whole.
+        avoid: replicas that have failed this request. They are left out where there are others.
     """
 
     key: int
@@ -59,6 +60,7 @@ class RouteQuery(NamedTuple):
     prefix: tuple[int, ...] = ()
     request_id: str = ""
     prefill_key: int = 0
+    avoid: tuple[str, ...] = ()
 
 
 class Job(NamedTuple):
@@ -80,6 +82,8 @@ class Job(NamedTuple):
             where that is another replica's; 0 where it is served whole.
         splits: ``bool[n]``, whether each would compute its prompt only.
         moved: whether the KV of its prompt is another replica's work, and comes along.
+        reserve: share of everything that a promise to it must leave free for others, see
+            :mod:`scheduling.fair_shares`.
     """
 
     query: RouteQuery
@@ -92,6 +96,7 @@ class Job(NamedTuple):
     lead_s: Floats
     splits: NDArray[np.bool_]
     moved: bool = False
+    reserve: float = 0.0
 
     def of(self, places: NDArray[np.bool_] | Ints) -> Job:
         """The same job for some of the replicas only."""
@@ -122,6 +127,8 @@ class RouteDecision(NamedTuple):
             ``replica_id``; ``None``: nobody, ``replica_id`` serves it whole.
         handover_s: predicted time from the end of that to the first token: by so much earlier than
             the request's own is the prefill's deadline.
+        over_share: its objective could have been promised, but for what its tenant, who has its
+            share, must leave free for others.
     """
 
     replica_id: str | None
@@ -132,3 +139,4 @@ class RouteDecision(NamedTuple):
     role: Role = "mixed"
     prefill_id: str | None = None
     handover_s: float = 0.0
+    over_share: bool = False

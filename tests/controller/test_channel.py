@@ -189,7 +189,7 @@ async def test_a_malformed_message_closes_the_connection(line: bytes) -> None:
     assert await raw(server, server.token.encode(), line) == b""
     assert placed.asked == placed.reports == []
     good = json.loads(await raw(server, server.token.encode(), b"[1, []]"))
-    assert good == [1, 11, [[], None]], "the server itself goes on"
+    assert good == [1, 11, [[], None, []]], "the server itself goes on"
 
 
 async def test_a_line_without_end_is_bounded() -> None:
@@ -337,7 +337,7 @@ class Slow:
     def answer(self, number: int) -> None:
         assert self._writer is not None
         decisions = [["a", "placed", None, None, None]]
-        self._writer.write(json.dumps([number, 11, [decisions, None]]).encode() + b"\n")
+        self._writer.write(json.dumps([number, 11, [decisions, None, []]]).encode() + b"\n")
 
 
 @asynccontextmanager

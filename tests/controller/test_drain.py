@@ -82,7 +82,7 @@ async def test_a_controller_that_has_just_started_does_not_say_that_nothing_is_d
     controller = make(clock)
     await controller.hello(hello("a"))
     assert (await controller.route([])).closed is None, "others may be drained"
-    assert await controller.push_metrics(MetricsPush("router", ())) is None
+    assert (await controller.push_metrics(MetricsPush("router", ()))).closed is None
     await controller.hello(hello("b")._replace(closed=True))
     assert (await controller.route([])).closed == ("b",)
     await controller.drain("b", False)

@@ -31,15 +31,22 @@ def same(one: ReplicaDelta, other: ReplicaDelta) -> bool:
     )
 
 
-@given(st.lists(st.integers(0, 2**62), max_size=20, unique=True), st.integers(0, 40), st.booleans())
-def test_a_report_arrives_as_it_was_sent(keys: list[int], context: int, draining: bool) -> None:
+@given(
+    st.lists(st.integers(0, 2**62), max_size=20, unique=True),
+    st.integers(0, 40),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_report_arrives_as_it_was_sent(
+    keys: list[int], context: int, draining: bool, hung: bool
+) -> None:
     rows = {
         slot: waiting_row(key, 10) if slot % 2 else decode_row(key, context + 1)
         for slot, key in enumerate(keys)
     }
     held = np.array([(key + 1, context) for key in keys], HELD)
     sent = delta("a", 1, 7, rows, finished=tuple(keys))._replace(
-        draining=draining, held_slots=np.arange(len(keys), dtype=np.int32), held=held
+        draining=draining, held_slots=np.arange(len(keys), dtype=np.int32), held=held, hung=hung
     )
     got = carried(sent)
     assert same(got, sent)

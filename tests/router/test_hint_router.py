@@ -324,6 +324,9 @@ async def test_a_pool_that_has_failed_a_request_hands_it_to_the_others(
         Hint("a", closed=("b", "c")),
         Hint(avoid=("a", "b"), closed=("c",)),
         Hint(closed=("c",)),
+        Hint(quarantined=("c", "d")),
+        Hint(avoid=("a",), closed=("b",), quarantined=("c",)),
+        Hint("a", quarantined=("c",)),
     ],
 )
 async def test_a_hint_survives_the_way(hint: Hint) -> None:
