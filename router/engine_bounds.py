@@ -125,4 +125,7 @@ def _parsed(text: Any) -> Any:
 
 
 def _characters(texts: Any) -> int:
-    return sum(len(text) for text in texts if isinstance(text, str)) if texts else 0
+    """Of all texts in a list; what is none is for the engine to refuse."""
+    if not isinstance(texts, list):
+        return 0
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -77,6 +77,12 @@ def test_what_is_too_large_is_named(change: dict[str, Any]) -> None:
         assert caught.value.rule.status == 400
 
 
+@pytest.mark.parametrize("name", [*MAX_ENTRIES, "response_format", "structured_outputs", "text"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, 10**40, "x", {}, [], [None, 5, [{}]], None])
+def test_a_value_of_another_kind_is_left_to_the_engine(name: str, value: Any) -> None:
+    check_body("chat", {**CHAT_BODY, name: value})
+
+
 def test_the_shape_of_a_response_is_bounded_too() -> None:
     with pytest.raises(ApiError, match="regular expressions"):
         check_body("responses", {"model": "m", "input": "x", "text": {"format": patterns(3)}})

@@ -1,0 +1,253 @@
+"""Sends hostile requests to a running router and says what came of them.
+
+Run with ``python -m benchmarks.fuzz --url http://127.0.0.1:8000 --requests 10000``. It fails if the
+server answers any of them with a 5xx, leaves one hanging, or does not serve a good one afterwards.
+The same seed sends the same bytes; :mod:`benchmarks.fuzz_requests` has the kinds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import click
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.fuzz_requests import Raw, Target, requests
+
+PATIENCE_S = 0.3
+"""How long an answer may keep silent before the client says that it sends no more, seconds: many of
+the requests announce more than they have."""
+
+HANG_S = 20.0
+"""Silence after that which counts as a connection that hangs, seconds."""
+
+MAX_ANSWER = 8 << 20
+_MAX_SHOWN = 5
+
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+
+
+class Answer(NamedTuple):
+    """What came back on a connection.
+
+    Attributes:
+        raw: all of it.
+        hung: the server neither went on nor closed.
+        took_s: until the end, without the time in which the client waited for nothing.
+    """
+
+    raw: bytes
+    hung: bool
+    took_s: float
+
+    @property
+    def statuses(self) -> list[int]:
+        """Of every response, in order; 0 for what is no HTTP."""
+        return statuses(self.raw)
+
+
+@dataclass
+class Kind:
+    """What came of the requests of one kind."""
+
+    sent: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    unanswered: int = 0
+    hung: int = 0
+    slowest_s: float = 0.0
+
+
+class Found(NamedTuple):
+    """Results by kind, and the first of the requests that must not have been answered so."""
+
+    kinds: dict[str, Kind]
+    bad: list[tuple[Raw, Answer]]
+
+
+async def attack(host: str, port: int, given: Iterable[Raw], at_once: int = 16) -> Found:
+    """Send every one of ``given`` on a connection of its own, ``at_once`` at a time."""
+    found = Found({}, [])
+    waiting = iter(given)
+
+    async def work() -> None:
+        for raw in waiting:
+            _note(found, raw, await send(host, port, raw))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(work())
+    return found
+
+
+async def send(host: str, port: int, raw: Raw) -> Answer:
+    """What the server answers to ``raw`` until it closes."""
+    reader, writer = await asyncio.open_connection(host, port)
+    started_s = time.monotonic()
+    idle_s = 0.0
+    got = bytearray()
+    hung = False
+    try:
+        for part in raw.parts:
+            writer.write(part)
+            await writer.drain()
+        said_end = raw.cut
+        if said_end:
+            writer.write_eof()
+        while len(got) < MAX_ANSWER:
+            try:
+                async with asyncio.timeout(HANG_S if said_end else PATIENCE_S):
+                    data = await reader.read(1 << 16)
+            except TimeoutError:
+                if said_end:
+                    hung = True
+                    break
+                idle_s += PATIENCE_S
+                said_end = True
+                writer.write_eof()
+                continue
+            if not data:
+                break
+            got += data
+    except OSError:
+        pass  # a server may close on what it does not want to read
+    finally:
+        took_s = time.monotonic() - started_s - idle_s
+        writer.transport.abort()
+    return Answer(bytes(got), hung, took_s)
+
+
+def statuses(raw: bytes) -> list[int]:
+    """The status of every response in ``raw``; 0 ends the list where something else stands."""
+    found: list[int] = []
+    while raw:
+        head, _, rest = raw.partition(b"\r\n\r\n")
+        match = _STATUS.match(head)
+        if match is None:
+            return [*found, 0]
+        status = int(match[1])
+        found.append(status)
+        length = _LENGTH.search(head)
+        if status < 200 or status in (204, 304):
+            raw = rest
+        elif length is not None:
+            # One to HEAD has a length and no body, and is the last on its connection.
+            raw = rest[int(length[1]) :]
+        elif b"chunked" in head.lower():
+            raw = _after_chunks(rest)
+        else:
+            return found
+    return found
+
+
+def _after_chunks(raw: bytes) -> bytes:
+    while raw:
+        size, _, raw = raw.partition(b"\r\n")
+        try:
+            length = int(size.partition(b";")[0], 16)
+        except ValueError:
+            return b""
+        raw = raw[length + 2 :]
+        if not length:
+            return raw
+    return raw
+
+
+def _note(found: Found, raw: Raw, answer: Answer) -> None:
+    kind = found.kinds.setdefault(raw.kind, Kind())
+    told = answer.statuses
+    kind.sent += 1
+    kind.statuses.update(told)
+    kind.unanswered += not told
+    kind.hung += answer.hung
+    kind.slowest_s = max(kind.slowest_s, answer.took_s)
+    if answer.hung or any(status >= 500 or status == 0 for status in told):
+        found.bad.append((raw, answer))
+
+
+def good_request(target: Target) -> Raw:
+    """One that must be served."""
+    body = {"model": target.model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    text = json.dumps(body).encode()
+    lines = (
+        *(b"POST /v1/chat/completions HTTP/1.1", b"host: sluice", b"connection: close"),
+        *(*target.headers, b"content-length: %d" % len(text), b"", text),
+    )
+    return Raw("good", (b"\r\n".join(lines),))
+
+
+async def _first_model(host: str, port: int, headers: tuple[bytes, ...]) -> str:
+    lines = (b"GET /v1/models HTTP/1.1", b"host: sluice", b"connection: close", *headers, b"", b"")
+    answer = await send(host, port, Raw("models", (b"\r\n".join(lines),)))
+    if answer.statuses != [200]:
+        raise click.ClickException(f"GET /v1/models was answered with {answer.statuses}, not 200")
+    body = answer.raw.partition(b"\r\n\r\n")[2]
+    start, end = body.find(b"{"), body.rfind(b"}")
+    model: str = json.loads(body[start : end + 1])["data"][0]["id"]
+    return model
+
+
+def _resident_bytes(pids: Iterable[int]) -> int:
+    return sum(psutil.Process(pid).memory_info().rss for pid in pids)
+
+
+def _table(found: Found) -> Table:
+    table = Table("kind", "sent", "2xx", "3xx", "4xx", "5xx", "no answer", "hung", "slowest, ms")
+    for name, kind in found.kinds.items():
+        counts = Counter[int]()
+        for status, number in kind.statuses.items():
+            counts[status // 100] += number
+        cells = (kind.sent, *(counts[n] for n in (2, 3, 4, 5)), kind.unanswered, kind.hung)
+        table.add_row(name, *map(str, cells), f"{kind.slowest_s * 1000:.0f}")
+    return table
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--url", required=True, help="Of the router or the proxy before it, plain HTTP.")
+@click.option("--key", help="An API key; by default none is sent.")
+@click.option("--requests", "count", type=click.IntRange(1), default=10_000, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--at-once", type=click.IntRange(1, 256), default=16, show_default=True)
+@click.option("--pid", "pids", type=int, multiple=True, help="A process whose memory is shown.")
+def main(url: str, key: str | None, count: int, seed: int, at_once: int, pids: tuple[int]) -> None:
+    """Send hostile requests to a running router.
+
+    \b
+    Example:
+      python -m benchmarks.fuzz --url http://127.0.0.1:8000 --requests 1000
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise click.BadParameter(f"must be like http://127.0.0.1:8000, got {url}", param_hint="url")
+    host, port = parts.hostname, parts.port or 80
+    headers = (b"authorization: Bearer " + key.encode(),) if key else ()
+    target = Target(asyncio.run(_first_model(host, port, headers)), headers)
+    # The first ones fill caches, which are bounded.
+    asyncio.run(attack(host, port, requests(target, min(count, 1_000), seed + 1), at_once))
+    before = _resident_bytes(pids)
+    found = asyncio.run(attack(host, port, requests(target, count, seed), at_once))
+    after = _resident_bytes(pids)
+    last = asyncio.run(send(host, port, good_request(target)))
+    console = Console()
+    console.print(_table(found))
+    if pids:
+        console.print(f"memory: {before / 2**20:.1f} MiB before, {after / 2**20:.1f} MiB after")
+    console.print(f"a good request afterwards: {last.statuses}")
+    for raw, answer in found.bad[:_MAX_SHOWN]:
+        console.print(f"{raw.kind}: {b''.join(raw.parts)[:300]!r}\n  -> {answer.raw[:300]!r}")
+    sys.exit(bool(found.bad) or last.statuses != [200])
+
+
+if __name__ == "__main__":
+    main()

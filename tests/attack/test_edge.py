@@ -1,0 +1,178 @@
+"""A thousand hostile requests to a real HTTP server with the real router: nothing breaks or stays.
+
+``python -m benchmarks.fuzz`` sends the same, and many more, to a whole system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import uvicorn
+from pydantic import SecretStr
+
+from benchmarks.fuzz import Answer, attack, good_request, send, statuses
+from benchmarks.fuzz_requests import Raw, Target, requests
+from router.admission_metrics import NO_CLASS
+from router.batches.config import BatchesConfig
+from router.client_names import UNNAMED
+from router.config import RouterConfig
+from router.errors import Reason
+from router.gate import INFERENCE_PATHS
+from router.keys import ApiKey
+from tests.router.far_side import Edge, FarSide, serve
+
+KEY = "user-key"
+TARGET = Target("m", (b"authorization: Bearer " + KEY.encode(),))
+KINDS = 17
+SERVED = KINDS * 60
+WARM = KINDS * 12
+
+LABELS = {
+    *(*RouterConfig().classes, *INFERENCE_PATHS.values(), *map(str, range(1, 11))),
+    *(*(reason.value for reason in Reason), "acme", UNNAMED, NO_CLASS, "ok", "cancelled"),
+    *("client_error", "best-effort", "guaranteed"),
+}
+"""All that a label may say here. None of it comes from a client."""
+
+
+class Listening(NamedTuple):
+    edge: Edge
+    server: uvicorn.Server
+    port: int
+
+    async def good(self) -> Answer:
+        return await send("127.0.0.1", self.port, good_request(TARGET))
+
+
+@asynccontextmanager
+async def listening(config: RouterConfig) -> AsyncIterator[Listening]:
+    edge = Edge(FarSide(a=serve), config=config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        server = uvicorn.Server(uvicorn.Config(edge.api, log_level="critical"))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield Listening(edge, server, listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            await task
+
+
+class Kept(NamedTuple):
+    """What must not grow."""
+
+    tasks: int
+    held_bytes: float
+    in_flight: float
+    live: int
+    uploads: int
+
+
+def labels(edge: Edge) -> set[str]:
+    """Every value of a label but the bounds of buckets."""
+    samples = [each for family in edge.metrics.registry.collect() for each in family.samples]
+    return {text for each in samples for name, text in each.labels.items() if name != "le"}
+
+
+async def kept(system: Listening, folder: Path) -> Kept:
+    """What is kept once the server has closed all connections."""
+    state = system.server.server_state
+    async with asyncio.timeout(30):
+        while state.connections or state.tasks:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0)
+    gc.collect()
+    edge = system.edge
+    parts = await asyncio.to_thread(lambda: len(list(folder.rglob(".part-*"))))
+    return Kept(
+        len(asyncio.all_tasks()),
+        edge.sample("sluice_held_body_bytes"),
+        edge.sample("sluice_in_flight_requests"),
+        len(edge.side.live),
+        parts,
+    )
+
+
+async def test_a_thousand_hostile_requests_break_nothing_and_leave_nothing(tmp_path: Path) -> None:
+    config = RouterConfig(
+        api_keys=(ApiKey(key=SecretStr(KEY), name="acme"),),
+        batches=BatchesConfig(directory=tmp_path, max_files_per_key=10_000),
+    )
+    async with listening(config) as system:
+        found = await attack("127.0.0.1", system.port, requests(TARGET, WARM, seed=1))
+        assert not found.bad
+        before = await kept(system, tmp_path)
+        found = await attack("127.0.0.1", system.port, requests(TARGET, SERVED))
+        assert not found.bad, [(b"".join(raw.parts)[:300], answer) for raw, answer in found.bad]
+        assert await kept(system, tmp_path) == before
+        assert before[1:] == (0, 0, 0, 0)
+        assert labels(system.edge) <= LABELS
+        # The attack got to where it was to get: all was sent, and some of it was served.
+        assert {kind.sent for kind in found.kinds.values()} == {SERVED // KINDS}
+        served = {name for name, kind in found.kinds.items() if kind.statuses[200]}
+        assert served >= {"valid", "slices", "fields", "numbers", "objectives", "headers", "chunks"}
+        assert set(found.kinds["valid"].statuses) == set(found.kinds["slices"].statuses) == {200}
+        assert not found.kinds["smuggled"].statuses[200]
+        assert (await system.good()).statuses == [200]
+
+
+async def test_nothing_of_a_smuggled_request_is_answered() -> None:
+    config = RouterConfig(api_keys=(ApiKey(key=SecretStr(KEY), name="acme"),))
+    smuggled = [raw for raw in requests(TARGET, KINDS * 30, seed=2) if raw.kind == "smuggled"]
+    async with listening(config) as system:
+        for raw in smuggled:
+            answer = await send("127.0.0.1", system.port, raw)
+            assert b"sluice_requests" not in answer.raw
+            assert len(answer.statuses) <= 2
+
+
+def test_the_same_seed_makes_the_same_requests() -> None:
+    made = list(requests(TARGET, 100, seed=5))
+    assert made == list(requests(TARGET, 100, seed=5))
+    assert made != list(requests(TARGET, 100, seed=6))
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (b"", []),
+        (b"junk", [0]),
+        (b"HTTP/1.1 400 Bad\r\n\r\nuntil the end HTTP/1.1 200 ", [400]),
+        (
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+            [100, 200],
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+            b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n",
+            [200, 503],
+        ),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nXjunk", [200, 0]),
+    ],
+)
+def test_answers_are_told_apart(raw: bytes, told: list[int]) -> None:
+    assert statuses(raw) == told
+
+
+def test_an_answer_with_a_5xx_is_noticed() -> None:
+    # The fuzzer itself can fail.
+    async def run() -> None:
+        async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 500 Oh\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(broken, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            found = await attack("127.0.0.1", port, [Raw("x", (b"GET / HTTP/1.1\r\n\r\n",))])
+        assert [answer.statuses for _, answer in found.bad] == [[500]]
+
+    asyncio.run(run())
