@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.faults import replicas
+from tests.faults import edge, replicas
 
-SCENARIOS = (*replicas.SCENARIOS,)
+SCENARIOS = (*replicas.SCENARIOS, *edge.SCENARIOS)
