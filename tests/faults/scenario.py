@@ -132,12 +132,13 @@ class Trial:
         return found[0]
 
     def replaced(self, *lost: str) -> Callable[[], bool]:
-        """Whether these replicas are gone and as many others are there."""
-        return lambda: not set(lost) & {row["replica_id"] for row in self.snapshot()["replicas"]}
+        """Whether none of these replicas takes requests any more."""
+        return lambda: not set(lost) & set(self.fresh())
 
     def is_whole(self) -> bool:
         """Whether every replica and router that there should be is there, and HTTP answers."""
-        rows = [row for row in self.snapshot()["replicas"] if row["drain"] is None]
+        # One that is gone is remembered for a while.
+        rows = [row for row in self.snapshot()["replicas"] if row["condition"] != "gone"]
         wanted = sum(
             pool.replica.count for fleet in self.serving.config.fleets for pool in fleet.pools
         )
