@@ -142,7 +142,7 @@ class Trial:
         wanted = sum(
             pool.replica.count for fleet in self.serving.config.fleets for pool in fleet.pools
         )
-        fresh = [row for row in rows if row["condition"] == "fresh"]
+        fresh = [row for row in rows if row["condition"] == "fresh" and row["drain"] is None]
         return (
             len(rows) == len(fresh) == wanted
             and len(injuries.routers(self.app)) == self.serving.config.router.replicas
