@@ -21,6 +21,7 @@ from benchmarks.preemption_replay import preemption_replay
 from benchmarks.replay import replay
 from benchmarks.report import Report, ReportError, require_matplotlib
 from benchmarks.simulate import simulate
+from benchmarks.soak import soak
 from benchmarks.speculation import speculation
 from benchmarks.workloads.traces import TraceError
 
@@ -54,6 +55,7 @@ bench.add_command(decision)
 bench.add_command(preemption)
 bench.add_command(preemption_replay)
 bench.add_command(replay)
+bench.add_command(soak)
 bench.add_command(speculation)
 
 

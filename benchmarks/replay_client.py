@@ -64,6 +64,7 @@ class Outcome:
         prompt_tokens, output_tokens: what was asked for.
         sent_s: from the replay's start.
         late_s: how much later than planned it was sent.
+        ended_s: when it ended, from the replay's start; ``None`` while it has not.
         end: how it ended.
         reason: the error's code, or what broke; empty for an answer.
         admission: the header that says in which tier it was served; empty without one.
@@ -80,6 +81,7 @@ class Outcome:
     late_s: float
     end: End = End.SILENT
     reason: str = "unfinished"
+    ended_s: float | None = None
     admission: str = ""
     predicted_ttft_s: float | None = None
     ttft_s: float | None = None
@@ -190,6 +192,12 @@ class _Request:
 
     async def run(self, body: dict[str, Any], exact: bool) -> None:
         """Send it, read it to its end, and write down what came."""
+        outcome = self._outcome
+        begun_s = self._clock()
+        await self._send(body, exact)
+        outcome.ended_s = outcome.sent_s + self._clock() - begun_s
+
+    async def _send(self, body: dict[str, Any], exact: bool) -> None:
         outcome = self._outcome
         chat = "messages" in body
         url = self._url.replace("/completions", "/chat/completions") if chat else self._url

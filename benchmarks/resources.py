@@ -5,8 +5,10 @@ Of the process that asks and everything below it: Ray's processes are its childr
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import psutil
@@ -30,6 +32,22 @@ class Used(NamedTuple):
 
     cores: float
     memory_mib: float
+
+
+class Held(NamedTuple):
+    """What one process holds.
+
+    Attributes:
+        kind: what it is.
+        memory_mib: resident memory that it does not share through files, such as libraries and the
+            object store, MiB.
+        handles: open files, pipes and connections.
+    """
+
+    kind: str
+    memory_mib: float
+    handles: int
+    threads: int
 
 
 class Usage(NamedTuple):
@@ -65,17 +83,38 @@ class Meter:
 
 def _processes() -> dict[int, tuple[str, float, int]]:
     """Kind, processor seconds and resident bytes of each process, by its id."""
-    own = psutil.Process()
     found: dict[int, tuple[str, float, int]] = {}
-    for process in (own, *own.children(recursive=True)):
+    for process, kind in _found():
         try:
             with process.oneshot():
                 times = process.cpu_times()
-                kind = OWN if process == own else _kind(" ".join(process.cmdline()))
                 found[process.pid] = (kind, times.user + times.system, process.memory_info().rss)
         except psutil.Error:
-            continue  # it ended while we looked
+            continue
     return found
+
+
+def held() -> dict[int, Held]:
+    """What this process and each one below it holds now, by its id."""
+    found: dict[int, Held] = {}
+    for process, kind in _found():
+        try:
+            with process.oneshot():
+                memory = process.memory_info()
+                own_mib = (memory.rss - memory.shared) / 2**20
+                found[process.pid] = Held(kind, own_mib, process.num_fds(), process.num_threads())
+        except psutil.Error:
+            continue
+    return found
+
+
+def _found() -> Iterator[tuple[psutil.Process, str]]:
+    """This process and each one below it, with what it is."""
+    own = psutil.Process()
+    yield own, OWN
+    for process in own.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ended while we looked
+            yield process, _kind(" ".join(process.cmdline()))
 
 
 def _kind(title: str) -> str:

@@ -1,0 +1,163 @@
+"""What a soak sends and what it serves it with: every kind of request, at a steady rate with
+bursts over what the engines can do, and clients that leave midway.
+
+As in a replay, the engines are slow ones whose steps cost no processor time: client, cluster and
+engines share the machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from benchmarks.replay_kinds import KINDS, Kind
+from benchmarks.replay_load import CLASSES, SHARES
+from deploy.config import SluiceConfig, parse_config
+from router.config import ServiceClass
+from scheduling.objective import SLO
+from simulation.workload import Arrival, Workload
+
+ENGINE: Final[dict[str, Any]] = {
+    "step_s": 0.05,
+    "token_s": 0.0004,
+    "context_token_s": 1e-7,
+    "kv_blocks": 4096,
+    "block_tokens": 16,
+    "max_model_tokens": 4096,
+    "max_batch_tokens": 1024,
+    "max_sequences": 16,
+}
+"""The simulated engine."""
+
+ALL_CLASSES: Final = {
+    **CLASSES,
+    "patient": ServiceClass(
+        ttft_ms=3_000, tpot_ms=200, when_unattainable="queue", queue_limit_s=5.0
+    ),
+    "strict": ServiceClass(ttft_ms=1_500, tpot_ms=150, when_unattainable="reject"),
+}
+"""Those of a replay, one that waits in line for a promise, and one that is refused without."""
+
+_SHARES: Final = {name: 0.8 * share for name, share in SHARES.items()} | {
+    "patient": 0.1,
+    "strict": 0.1,
+}
+
+LOAD: Final = 0.8
+"""Share of what the engines can do that is sent between bursts."""
+
+BURST: Final = 1.4
+"""The same in a burst: more than they can."""
+
+BURST_EVERY_S: Final = 60.0
+BURST_S: Final = 8.0
+
+LEAVING: Final = 0.05
+"""Share of the streams whose client goes away midway."""
+
+_VLLM_RATE = 0.4
+_MEAN_PROMPT, _MOST_PROMPT = 300, 1_500
+_MEAN_OUTPUT, _MOST_OUTPUT = 40, 160
+_SMALL = 8
+"""A real engine on processors gets prompts and answers that are so much shorter."""
+
+
+class Load(NamedTuple):
+    """All requests of a soak, by number.
+
+    Attributes:
+        kinds: of each request.
+        leaves: the pieces of text after which its client goes away, if it does.
+    """
+
+    workload: Workload
+    kinds: list[Kind]
+    leaves: list[int | None]
+
+    def body(self, model: str, number: int, arrival: Arrival) -> dict[str, Any]:
+        """The request with this number."""
+        return self.kinds[number].body(model, number, arrival)
+
+
+def capacity(real: bool) -> float:
+    """About what one replica can do of such requests, requests a second: of a simulated engine
+    with full batches by its step times; of a real one a guess, for a small model on one processor.
+    """
+    if real:
+        return _VLLM_RATE / LOAD
+    share_s = ENGINE["step_s"] / ENGINE["max_sequences"] + ENGINE["token_s"]
+    return float(1 / (_MEAN_OUTPUT * share_s + _MEAN_PROMPT * ENGINE["token_s"]))
+
+
+def make_load(seconds: float, rate: float, seed: int, real: bool = False) -> Load:
+    """Requests for ``seconds``, at ``rate`` a second between bursts."""
+    chance = np.random.default_rng(seed)
+    times = _times(chance, seconds, rate)
+    count, shorter = len(times), _SMALL if real else 1
+    prompts = _lengths(chance, count, _MEAN_PROMPT // shorter, _MOST_PROMPT // shorter)
+    outputs = _lengths(chance, count, _MEAN_OUTPUT // shorter, _MOST_OUTPUT // shorter)
+    names = chance.choice(list(_SHARES), size=count, p=list(_SHARES.values()))
+    objectives = {name: _objective(name, entry) for name, entry in ALL_CLASSES.items()}
+    arrivals = tuple(
+        Arrival(float(time_s), int(prompt), int(output), objectives[str(name)])
+        for time_s, prompt, output, name in zip(times, prompts, outputs, names, strict=True)
+    )
+    shares = np.array([kind.share for kind in KINDS])
+    kinds = [KINDS[index] for index in chance.choice(len(KINDS), count, p=shares / shares.sum())]
+    leaves = [
+        int(chance.integers(1, arrival.output_tokens))
+        if kind.streams and arrival.output_tokens > 1 and chance.random() < LEAVING
+        else None
+        for kind, arrival in zip(kinds, arrivals, strict=True)
+    ]
+    return Load(Workload("soak", arrivals), kinds, leaves)
+
+
+def _times(chance: np.random.Generator, seconds: float, rate: float) -> np.ndarray:
+    """Poisson arrivals of two rates, by thinning the higher one."""
+    most = rate * BURST / LOAD
+    every = np.cumsum(chance.exponential(1 / most, size=round(1.2 * most * seconds) + 50))
+    every = every[every < seconds]
+    in_burst = every % BURST_EVERY_S >= BURST_EVERY_S - BURST_S
+    times: np.ndarray = every[in_burst | (chance.random(len(every)) < LOAD / BURST)]
+    return times
+
+
+def _lengths(chance: np.random.Generator, count: int, mean: float, most: float) -> np.ndarray:
+    return np.clip(np.ceil(chance.exponential(mean, size=count)), 1, most)
+
+
+def _objective(name: str, entry: ServiceClass) -> SLO:
+    ttft_s = None if entry.ttft_ms is None else entry.ttft_ms / 1e3
+    tpot_s = None if entry.tpot_ms is None else entry.tpot_ms / 1e3
+    return SLO(ttft_s, tpot_s, None, entry.priority, name)
+
+
+def configuration(
+    replicas: int, routers: int, pools: bool, port: int, model: Path | None
+) -> SluiceConfig:
+    """What is served.
+
+    Args:
+        pools: half of the replicas compute prompts, the others the rest.
+        model: of a real engine on processors; ``None``: the engines are simulated.
+    """
+    engine: dict[str, Any] = {"kind": "simulated", "model": "soak", "simulated": ENGINE}
+    if model is not None:
+        args = {
+            "max-model-len": 2048,
+            "enable-auto-tool-choice": True,
+            "tool-call-parser": "hermes",
+        }
+        engine = {"model": str(model), "served_model_name": "soak", "vllm_args": args}
+    replica: dict[str, Any] = {"num_cpus": 0.1}
+    if pools:
+        first = {"prefill": {"count": replicas // 2}}
+        replica["pools"] = first | {"decode": {"count": replicas - replicas // 2}}
+    else:
+        replica["count"] = replicas
+    classes = {name: entry.model_dump() for name, entry in ALL_CLASSES.items()}
+    router = {"port": port, "replicas": routers, "classes": classes}
+    return parse_config({"engine": engine, "replica": replica, "router": router})
