@@ -19,6 +19,7 @@ from controller.messages import (
     Trouble,
     TroubleNotice,
 )
+from scheduling.fair_shares import MAX_WEIGHT
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
 from scheduling.prefix import HELD, HELD_SLOTS, MAX_CHUNKS
@@ -141,6 +142,13 @@ def check_query(query: RouteQuery) -> None:
         check_keys("prefix", query.prefix, MAX_CHUNKS)
     if query.avoid:
         check_ids("avoid", query.avoid, MAX_AVOIDED)
+    if query.tenant:
+        _check_integer("tenant", query.tenant, 0, MAX_KEY)
+    _check_number("weight", query.weight)
+    if not 1 / MAX_WEIGHT <= query.weight <= MAX_WEIGHT:
+        raise ValueError(
+            f"weight must be from {1 / MAX_WEIGHT} to {MAX_WEIGHT}, got {query.weight}"
+        )
 
 
 def check_text(name: str, value: Any, empty: bool = False) -> None:

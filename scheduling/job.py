@@ -48,6 +48,9 @@ class RouteQuery(NamedTuple):
         prefill_key: 63-bit key of the computation of its prompt, where that may be done by one
             replica and the rest by another; 0: one replica must serve it whole.
         avoid: replicas that have failed this request. They are left out where there are others.
+        tenant: whose it is, a 63-bit hash; 0: nobody's in particular, and all of these are one
+            tenant.
+        weight: of the tenant's share, > 0.
     """
 
     key: int
@@ -61,6 +64,8 @@ class RouteQuery(NamedTuple):
     request_id: str = ""
     prefill_key: int = 0
     avoid: tuple[str, ...] = ()
+    tenant: int = 0
+    weight: float = 1.0
 
 
 class Job(NamedTuple):

@@ -15,6 +15,7 @@ from scheduling.admission import AdmissionPolicy, Promises
 from scheduling.admission.room import LEAST_WAIT_S
 from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from scheduling.autoscaling.load import Demand
+from scheduling.fair_shares import FairShares
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
 from scheduling.job import (
@@ -76,6 +77,10 @@ class Placer:
     transfer and of :data:`~scheduling.pairs.HANDOVER_STEPS`. The routing policy chooses among all
     that can promise.
 
+    Where not everything can be promised, tenants have fair shares of what can
+    (:mod:`scheduling.fair_shares`): to one over its share only that is promised which leaves room
+    for the others, the rest of its requests is as if nobody could.
+
     A request that must be served whole goes to a mixed replica; where there is none, to a decode
     one; where there is none either, to any.
 
@@ -100,6 +105,8 @@ class Placer:
         self._witness = witness
         self.demand = Demand()
         """What was asked for, decision by decision."""
+        self.shares = FairShares()
+        """What tenants were promised."""
 
     def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes."""
@@ -173,20 +180,62 @@ class Placer:
         # Aged replicas are among the candidates only where there are no others.
         if not holds.any() or self._fleet.condition(int(job.rows[0]), job.now_s) == "aged":
             return self._unpromised(job, promises, second)
+        reserve = self.shares.reserve(job.query.tenant, job.now_s)
+        if reserve > 0.0:
+            promises = self._with_room_left(job, promises, second, admission, reserve)
+            holds = promises.holds
+            if not holds.any():
+                return self._unpromised(job, promises, second, over_share=True)
         self._tell(job, promises, None, second)
         places = np.flatnonzero(holds)
         chosen = int(places[self._choose(job if len(places) == len(holds) else job.of(places))])
         ttft_s = float(promises.ttft_s[chosen])
+        query = job.query
+        self.shares.promise(query.tenant, query.weight, query.key, _tokens(job), job.now_s)
         return self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
 
-    def _unpromised(self, job: Job, promises: Promises, second: Second | None) -> RouteDecision:
-        if Tier.BEST_EFFORT in job.query.tiers:
-            return self._best_effort(job, second, promises)
+    def _with_room_left(
+        self,
+        job: Job,
+        promises: Promises,
+        second: Second | None,
+        admission: AdmissionPolicy,
+        reserve: float,
+    ) -> Promises:
+        """Of ``promises`` those that leave ``reserve`` of everything free."""
+        kept = admission.promises(job._replace(reserve=reserve), self._fleet)
+        if second is not None:
+            able = admission.promises(second.job._replace(reserve=reserve), self._fleet)
+            kept = together(job, kept, second._replace(promises=able))
+        return promises._replace(holds=promises.holds & kept.holds, wait_s=kept.wait_s)
+
+    def _unpromised(
+        self,
+        job: Job,
+        promises: Promises,
+        second: Second | None,
+        over_share: bool = False,
+    ) -> RouteDecision:
+        query, wait_s = job.query, float(promises.wait_s.min())
+        best_effort = Tier.BEST_EFFORT in query.tiers
+        if wait_s < inf:
+            # What can never be promised takes nobody's share.
+            self.shares.refuse(
+                query.tenant,
+                query.weight,
+                query.key,
+                _tokens(job),
+                job.now_s,
+                again=not best_effort,
+                over_share=over_share,
+            )
+        if best_effort:
+            placed = self._best_effort(job, second, promises)
+            return placed._replace(over_share=True) if over_share else placed
         self._tell(job, promises, None, second)
-        wait_s = float(promises.wait_s.min())
         # Where it waits for a report only, a moment is enough.
         retry_after_s = max(wait_s, LEAST_WAIT_S) if wait_s < inf else None
-        return RouteDecision(None, UNATTAINABLE, retry_after_s=retry_after_s)
+        return RouteDecision(None, UNATTAINABLE, retry_after_s=retry_after_s, over_share=over_share)
 
     def _best_effort(
         self, job: Job, second: Second | None, promises: Promises | None = None
@@ -296,6 +345,11 @@ class Placer:
             float(query.slo.priority),
             job.output_tokens,
         )
+
+
+def _tokens(job: Job) -> float:
+    """What a promise to it counts for, until it is known better."""
+    return job.query.prompt_tokens + job.output_tokens
 
 
 def expected_tokens(query: RouteQuery) -> float:

@@ -201,6 +201,8 @@ class Cluster:
             self._tiers(key),
             prefix=requests.arrivals[key].block_hashes,
             prefill_key=key + PREFILL_KEYS,
+            tenant=requests.arrivals[key].tenant,
+            weight=requests.arrivals[key].weight,
         )
 
     def _tiers(self, key: int) -> frozenset[Tier]:
@@ -260,6 +262,7 @@ class Cluster:
     def _end(self, key: int, failure: str | None = None) -> None:
         if failure is not None:
             self._requests.failures[key] = failure
+        self._mirror.ended(key, self._requests.whole_tokens(key))
         if self.scalers:
             self._judged.ended(key)
         self.ended += 1

@@ -115,6 +115,10 @@ class Mirror:
         """The router gives up what it had decided for a request."""
         self.fleet.release((key, key + PREFILL_KEYS))
 
+    def ended(self, key: int, tokens: int) -> None:
+        """A request has ended after so many tokens, prompt and output."""
+        self._placer.shares.settle(key, tokens)
+
     def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
         """The decision on a request, see :meth:`scheduling.placement.Placer.place`.
 

@@ -52,6 +52,7 @@ class Arrival(NamedTuple):
         block_hashes: an identity for each block of the prompt's prefix, in order; two requests
             that share the first ``k`` share that much of their prompts. Empty: nothing is shared.
         stages: the stages in order; empty means one stage with ``slo``.
+        tenant: whose it is; all of 0 are one tenant. weight: of the tenant's share, > 0.
     """
 
     arrival_s: float
@@ -61,6 +62,8 @@ class Arrival(NamedTuple):
     task: str = ""
     block_hashes: tuple[int, ...] = ()
     stages: tuple[Stage, ...] = ()
+    tenant: int = 0
+    weight: float = 1.0
 
     @classmethod
     def of_stages(

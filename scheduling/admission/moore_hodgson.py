@@ -17,6 +17,7 @@ from scheduling.admission.room import (
     LEAST_WAIT_S,
     fits_alone,
     pace_wait_s,
+    reserve_at,
     room_wait_s,
 )
 from scheduling.fleet import Fleet
@@ -100,6 +101,7 @@ class MooreHodgson(AdmissionPolicy):
                 job.lead_s,
                 job.splits,
                 job.moved,
+                job.reserve,
             )
         )
 
@@ -124,6 +126,7 @@ def promises(
     lead_s: Floats,
     splits: NDArray[np.bool_],
     moved: bool,
+    reserve: float,
 ) -> tuple[NDArray[np.bool_], Floats, Floats]:
     """The test on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
     holds = np.empty(rows.shape[0], np.bool_)
@@ -134,17 +137,17 @@ def promises(
         own_s = most_work_s(pieces[row], 1.0, prompt_tokens)
         due_s = first_due_s - lead_s[place]
         tpot_s = inf if splits[place] else asked_tpot_s
+        kept = reserve_at(of, reserve)
+        unused = headroom + (1.0 - headroom) * kept
         late_s = max(
-            late_by(of, queue, decodes, work_s[place], now_s, due_s, headroom),
-            others_late_by(
-                of, queue, decodes, work_s[place], now_s, due_s, tpot_s, own_s, headroom
-            ),
+            late_by(of, queue, decodes, work_s[place], now_s, due_s, unused),
+            others_late_by(of, queue, decodes, work_s[place], now_s, due_s, tpot_s, own_s, unused),
         )
         slow_s = 0.0
         if tpot_s < inf:
-            slow_s = pace_wait_s(of, decodes, own_s, tpot_s, output_tokens, headroom)
+            slow_s = pace_wait_s(of, decodes, own_s, tpot_s, output_tokens, unused)
         new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
-        room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place])
+        room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place], kept)
         alone = fits_alone(of, work_s[place], own_s, due_s - now_s + waited_s, tpot_s, headroom)
         holds[place] = alone and max(late_s, slow_s, room_s) <= 0.0
         wait_s[place] = 0.0

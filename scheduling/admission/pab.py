@@ -12,7 +12,7 @@ import numpy as np
 from scheduling.admission.base import AdmissionPolicy, Promises
 from scheduling.admission.first_token import first_tokens_s
 from scheduling.fleet import Fleet
-from scheduling.fleet_rows import PAB
+from scheduling.fleet_rows import PAB, PROMISED
 from scheduling.job import Job
 from scheduling.kernels import DECODE_CONTEXT, DECODE_SEQUENCE, FIXED, PREFILL_TOKENS, Floats
 from scheduling.latency import LatencyModel
@@ -35,12 +35,23 @@ class PABAdmission(AdmissionPolicy):
         """Compare the prompt with each budget."""
         figures = fleet.figures[job.rows]
         new_tokens = np.maximum(1.0, job.query.prompt_tokens - job.cached_tokens)
-        lack = np.maximum(0.0, new_tokens - figures[:, PAB])
+        budget = figures[:, PAB]
+        if job.reserve > 0.0:
+            budget = budget - job.reserve * _horizon_tokens(job, fleet) * (figures[:, PROMISED] > 0)
+        lack = np.maximum(0.0, new_tokens - budget)
         ttft_s = first_tokens_s(
             fleet.figures, fleet.starts, fleet.prefills, job.rows, job.work_s, job.now_s, job.due_s,
             job.lead_s,
         )  # fmt: skip
         return Promises(lack <= 0, ttft_s, lack * job.work_s / new_tokens)
+
+
+def _horizon_tokens(job: Job, fleet: Fleet) -> Floats:
+    """Prompt tokens that each replica of a job could prefill in the horizon if it did nothing
+    else."""
+    token_s = fleet.pieces[job.rows, :, PREFILL_TOKENS].max(axis=1)
+    tokens: Floats = fleet.settings.reference_ttft_s / np.maximum(token_s, 1e-9)
+    return tokens
 
 
 def pab_tokens(

@@ -13,7 +13,13 @@ from pydantic import Field
 
 from scheduling.admission.base import AdmissionPolicy, Promises
 from scheduling.admission.first_token import first_token_s
-from scheduling.admission.room import LEAST_WAIT_S, fits_alone, pace_wait_s, room_wait_s
+from scheduling.admission.room import (
+    LEAST_WAIT_S,
+    fits_alone,
+    pace_wait_s,
+    reserve_at,
+    room_wait_s,
+)
 from scheduling.admission.slos_serve import HORIZON_S, LEAST_STEP_S
 from scheduling.admission.slos_serve_dp import SLIP_S
 from scheduling.fleet import Fleet
@@ -106,6 +112,7 @@ class VirtualReplica(AdmissionPolicy):
                 job.lead_s,
                 job.splits,
                 job.moved,
+                job.reserve,
             )
         )
 
@@ -131,6 +138,7 @@ def promises(
     lead_s: Floats,
     splits: NDArray[np.bool_],
     moved: bool,
+    reserve: float,
 ) -> tuple[NDArray[np.bool_], Floats, Floats]:
     """The walk on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
     holds = np.empty(rows.shape[0], np.bool_)
@@ -142,17 +150,19 @@ def promises(
         due_s = first_due_s - lead_s[place]
         tpot_s = inf if splits[place] else asked_tpot_s
         longest_s = of[FIXED_S] + most_work_s(model, batch_tokens, 0.0)
+        kept = reserve_at(of, reserve)
+        unused = headroom + (1.0 - headroom) * kept
         late_s = late_by(
-            of, queue, work_s[place], now_s, due_s, tpot_s, own_s, longest_s, 1.0 - headroom
+            of, queue, work_s[place], now_s, due_s, tpot_s, own_s, longest_s, 1.0 - unused
         )
         new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
-        room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place])
+        room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place], kept)
         holds[place] = late_s <= 0.0 and room_s == 0.0
         wait_s[place] = 0.0
         if not holds[place]:
             if late_s == inf:
                 decodes = loads[starts[row] :]
-                late_s = pace_wait_s(of, decodes, own_s, tpot_s, output_tokens, headroom)
+                late_s = pace_wait_s(of, decodes, own_s, tpot_s, output_tokens, unused)
             wait_s[place] = max(LEAST_WAIT_S, late_s, room_s)
             fresh_s = due_s - now_s + waited_s
             if not fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom):
