@@ -93,7 +93,7 @@ class Controller:
         self._classes = RequestClasses()
         self._placer = Placer(self._fleet, routing, config.make_admission(), self._log.weigh)
         self._quotas = Quotas()
-        self._server = RouteServer(self._route, self._report)
+        self._server = RouteServer(self._route, self._report, clock)
         self._instruments = Instruments(
             config.policy, self._mirror, self._fleet, self._placer.demand, clock
         )

@@ -5,11 +5,17 @@ two do not travel as actor calls while this connection stands; ``sluice bench de
 both ways. The actor listens on its node's address, on a port of the system's choice; who knows the
 token that the actor hands out may ask. Messages are lines: first the token, answered by ``ok``,
 then JSON:
-``[number, [query, ...]]``, answered, in the order of the questions, by
-``[number, epoch, [[decision, ...], closed, quarantined]]``; or ``[number, {"report": ...}]``,
-answered by ``[number, epoch, [resync, closed]]``; either may be answered by
-``[number, null, "what was wrong"]``. What is ``closed`` and ``quarantined`` is said in
-:mod:`controller.messages`.
+``[number, [query, ...], sent_s, left_s]``, answered, in the order of the questions, by
+``[number, epoch, [[decision, ...], closed, quarantined]]``; or
+``[number, {"report": ...}, sent_s, left_s]``, answered by ``[number, epoch, [resync, closed]]``;
+either may be answered by ``[number, null, "what was wrong"]``. What is ``closed`` and
+``quarantined`` is said in :mod:`controller.messages`.
+
+``sent_s`` is the client's monotonic clock, ``left_s`` how long it waits for the answer. A message
+that comes later than that, because the controller stood still or the network did, is not handled:
+nobody waits for it, and what it would reserve nobody would use. It is answered by
+``[number, null, null]``. Right after the greeting a client asks nothing, by ``[number, [], ...]``:
+that shows how the clocks differ (:mod:`controller.clock_offset`).
 """
 
 from __future__ import annotations
@@ -20,11 +26,14 @@ import itertools
 import json
 import logging
 import secrets
+import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple, cast
 
 from controller import report_wire
+from controller.clock_offset import ClockOffset
 from controller.failure import NoAnswerError
 from controller.messages import (
     ReplicaDelta,
@@ -51,9 +60,15 @@ MAX_TIMEOUTS = 3
 before the connection counts as dead. One is not enough: while a client's event loop is busy, its
 deadline passes although the answer has arrived."""
 
+DEAD_AFTER_S = 30
+"""Silence of the other host after which the system ends a connection, seconds: a host that vanished
+does not say so. A program that hangs is another matter, its host answers for it."""
+
 GREETING_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
 _CONNECT_PAUSE_S = 1.0
+_GREETING_LEFT_S = 60.0
+_MOST_S = 1e12
 _WELCOME = b"ok"
 
 _log = logging.getLogger(__name__)
@@ -83,6 +98,7 @@ class _Lines(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # No check: uvloop's transports are none of asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
+        _notice_dead_host(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -124,6 +140,7 @@ class _Served(_Lines):
         super().__init__(limit=len(server.token))
         self._server = server
         self._trusted = False
+        self._offset = ClockOffset()
         self._greeting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -143,7 +160,8 @@ class _Served(_Lines):
             self._greeted(line)
             return
         try:
-            number, asked = json.loads(line)
+            number, asked, sent_s, left_s = json.loads(line)
+            late = self._is_late(sent_s, left_s)
             if isinstance(asked, dict):
                 delta, queries = report_wire.of_json(asked["report"]), []
             else:
@@ -152,7 +170,9 @@ class _Served(_Lines):
             self.close()
             return
         try:
-            if delta is not None:
+            if late:
+                self.send((number, None, None))
+            elif delta is not None:
                 told = self._server.report(delta)
                 self.send((number, told.epoch, (told.resync, told.closed)))
             else:
@@ -160,6 +180,16 @@ class _Served(_Lines):
                 self.send((number, reply.epoch, (reply.decisions, reply.closed, reply.quarantined)))
         except ValueError as error:
             self.send((number, None, str(error)))
+
+    def _is_late(self, sent_s: float, left_s: float) -> bool:
+        """Whether nobody waits any more for the answer to a message that was sent then.
+
+        Raises:
+            TypeError, ValueError: these are no times.
+        """
+        if not (abs(sent_s) < _MOST_S and abs(left_s) < _MOST_S):
+            raise ValueError("a message says when it was sent and how long its sender waits")
+        return self._offset.hear(float(sent_s), self._server.clock()) > left_s
 
     def _greeted(self, line: bytes) -> None:
         known = hmac.compare_digest(line, self._server.token.encode())
@@ -177,11 +207,14 @@ class _Served(_Lines):
 
 class RouteServer:
     """The controller's side. ``route`` or ``report`` is called for each message, on the event
-    loop."""
+    loop; ``clock``: monotonic seconds."""
 
-    def __init__(self, route: Route, report: TakeReport) -> None:
+    def __init__(
+        self, route: Route, report: TakeReport, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.route = route
         self.report = report
+        self.clock = clock
         self.token = secrets.token_hex(32)
         self._strangers: dict[_Served, None] = {}
         self._trusted: set[_Served] = set()
@@ -253,6 +286,7 @@ class _Asking(_Lines):
     def line_received(self, line: bytes) -> None:
         if not self.greeted.done():
             self.greeted.set_result(line == _WELCOME)
+            self._ask((), _GREETING_LEFT_S)
             return
         number, epoch, answer = json.loads(line)
         self._timeouts = 0
@@ -262,13 +296,27 @@ class _Asking(_Lines):
             self._late = {asked: of for asked, of in self._late.items() if asked > number}
         if epoch is None:
             if future is not None and not future.done():
-                future.set_exception(ValueError(answer))
+                self._refused(future, answer)
             return
         if late:
             for query, decision in zip(late, _decisions(answer[0]), strict=True):
                 self._on_late(query, decision)
         elif future is not None and not future.done():
             future.set_result((epoch, answer))
+
+    def _refused(self, future: asyncio.Future[tuple[int, Any]], why: str | None) -> None:
+        if why is not None:
+            future.set_exception(ValueError(why))
+            return
+        # It came in time after all: one of the hosts stood still, and the controller misjudges the
+        # age of what comes here. A new connection begins anew.
+        future.set_exception(NoAnswerError("timeout"))
+        self.close()
+
+    def _ask(self, message: Any, left_s: float) -> int:
+        number = next(self._numbers)
+        self.send((number, message, asyncio.get_running_loop().time(), left_s))
+        return number
 
     async def ask(
         self, message: Any, timeout_s: float, queries: Sequence[RouteQuery] = ()
@@ -281,11 +329,10 @@ class _Asking(_Lines):
             ValueError: the controller refused the message.
         """
         loop = asyncio.get_running_loop()
-        number = next(self._numbers)
+        asked_s = loop.time()
+        number = self._ask(message, timeout_s)
         future: asyncio.Future[tuple[int, Any]] = loop.create_future()
         self._waiting[number] = future
-        asked_s = loop.time()
-        self.send((number, message))
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
@@ -421,6 +468,22 @@ class RouteChannel:
             self._on_lost()
 
 
+def _notice_dead_host(connection: socket.socket | None) -> None:
+    """Have the system end a connection whose other host has vanished."""
+    if connection is None:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Not every system has all of them; without them its own times count.
+    for name, value in (
+        ("TCP_KEEPIDLE", DEAD_AFTER_S // 3),
+        ("TCP_KEEPINTVL", DEAD_AFTER_S // 3),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", 1000 * DEAD_AFTER_S),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def _row(query: RouteQuery) -> tuple[object, ...]:
     slo = query.slo
     return (
@@ -434,6 +497,8 @@ def _row(query: RouteQuery) -> tuple[object, ...]:
         query.request_id,
         query.prefill_key,
         query.avoid,
+        query.tenant,
+        query.weight,
         slo.ttft_s,
         slo.tpot_s,
         slo.e2e_s,
@@ -449,7 +514,7 @@ def _query(row: Any) -> RouteQuery:
         TypeError, ValueError: it is none.
     """
     (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id, prefill_key,
-     avoid, *objective) = row  # fmt: skip
+     avoid, tenant, weight, *objective) = row  # fmt: skip
     return RouteQuery(
         key,
         SLO(*objective),
@@ -462,6 +527,8 @@ def _query(row: Any) -> RouteQuery:
         request_id,
         prefill_key,
         tuple(avoid),
+        tenant,
+        weight,
     )
 
 

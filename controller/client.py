@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -306,7 +307,9 @@ class ControllerClient:
             reply = await self._channel.route(queries, left_s)
         else:
             self._channel.connect_soon()
-            reply = await self._link.call("route", queries, timeout_s=left_s)
+            reply = await self._link.call(
+                "route", queries, timeout_s=left_s, on_late=partial(self._release_late, queries)
+            )
         self._note(reply)
         return list(reply.decisions)
 
@@ -320,6 +323,10 @@ class ControllerClient:
             self._closed = frozenset(reply.closed)
         self._quarantined = frozenset(reply.quarantined)
         self._told_s = self._clock()
+
+    def _release_late(self, queries: list[RouteQuery], reply: RouteReply) -> None:
+        for query, decision in zip(queries, reply.decisions, strict=True):
+            self._release_unwanted(query, decision)
 
     def _release_unwanted(self, query: RouteQuery, decision: RouteDecision) -> None:
         if decision.replica_id is not None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from controller import channel as channel_module
+from controller import report_wire
 from controller.channel import (
     MAX_LINE,
     MAX_STRANGERS,
@@ -18,6 +21,7 @@ from controller.channel import (
     Endpoint,
     RouteChannel,
     RouteServer,
+    _row,
 )
 from controller.failure import NoAnswerError
 from controller.messages import (
@@ -28,7 +32,7 @@ from controller.messages import (
     RouteReply,
 )
 from scheduling.objective import SLO
-from tests.controller.fleet import delta, waiting_row
+from tests.controller.fleet import Clock, delta, waiting_row
 
 QUERY = RouteQuery(7, SLO(ttft_s=0.5, tpot_s=0.05, priority=3, service_class="fast"), 120, 0.25)
 
@@ -41,7 +45,8 @@ class Placed:
         self.reports: list[ReplicaDelta] = []
 
     def __call__(self, queries: list[RouteQuery]) -> RouteReply:
-        self.asked.append(queries)
+        if queries:
+            self.asked.append(queries)
         if len(queries) > 2:
             raise ValueError("at most 2 queries")
         return RouteReply(11, tuple(RouteDecision("a", "placed") for _ in queries))
@@ -53,8 +58,8 @@ class Placed:
         return ReportReply(11, resync=delta.seq == 0)
 
 
-def serving(placed: Placed) -> RouteServer:
-    return RouteServer(placed, placed.report)
+def serving(placed: Placed, clock: Callable[[], float] = time.monotonic) -> RouteServer:
+    return RouteServer(placed, placed.report, clock)
 
 
 def _no_late_answers(query: RouteQuery, decision: RouteDecision) -> None:
@@ -156,9 +161,9 @@ async def test_a_refusal_carries_its_reason() -> None:
 @pytest.mark.parametrize(
     "lines",
     [
-        [b"guess", b"[1, []]"],
-        [b"", b"[1, []]"],
-        [b"[1, []]"],
+        [b"guess", b"[1, [], 0.0, 1.0]"],
+        [b"", b"[1, [], 0.0, 1.0]"],
+        [b"[1, [], 0.0, 1.0]"],
     ],
 )
 async def test_without_the_token_nothing_is_answered(lines: list[bytes]) -> None:
@@ -173,13 +178,19 @@ async def test_without_the_token_nothing_is_answered(lines: list[bytes]) -> None
         b"not json",
         b"{}",
         b"[1]",
-        b"[1, 5]",
-        b"[1, {}]",
-        b'[1, {"report": []}]',
-        b'[1, {"report": ["a", 1, 2, 0.0, "", "", "", [], false, "", ""]}]',
-        b"[1, [[1, 2]]]",
-        b'[1, [[1, 2, 0.0, -1, null, null, 1, "x"]]]',
-        b"[" * 100_000,
+        b"[1, 5, 0.0, 1.0]",
+        b"[1, {}, 0.0, 1.0]",
+        b'[1, {"report": []}, 0.0, 1.0]',
+        b'[1, {"report": ["a", 1, 2, 0.0, "", "", "", [], false, "", ""]}, 0.0, 1.0]',
+        b"[1, [[1, 2]], 0.0, 1.0]",
+        b'[1, [[1, 2, 0.0, -1, null, null, 1, "x"]], 0.0, 1.0]',
+        b"[1, []]",
+        b"[1, [], null, 1.0]",
+        b'[1, [], "0", 1.0]',
+        b"[1, [], NaN, 1.0]",
+        b"[1, [], 0.0, Infinity]",
+        pytest.param(b"[1, [], 1" + 400 * b"0" + b", 1.0]", id="a huge number"),
+        pytest.param(b"[" * 100_000, id="deep"),
         b"\xff\xfe",
     ],
 )
@@ -188,7 +199,7 @@ async def test_a_malformed_message_closes_the_connection(line: bytes) -> None:
     server = serving(placed)
     assert await raw(server, server.token.encode(), line) == b""
     assert placed.asked == placed.reports == []
-    good = json.loads(await raw(server, server.token.encode(), b"[1, []]"))
+    good = json.loads(await raw(server, server.token.encode(), b"[1, [], 0.0, 1.0]"))
     assert good == [1, 11, [[], None, []]], "the server itself goes on"
 
 
@@ -212,7 +223,7 @@ async def test_nothing_after_a_malformed_line_of_the_same_packet_is_handled() ->
     placed = Placed()
     server = serving(placed)
     row = json.dumps([7, 120, 0.25, 0.5, 0.05, None, 3, "fast"]).encode()
-    question = b"[1, [" + row + b"]]"
+    question = b"[1, [" + row + b"], 0.0, 1.0]"
     assert await raw(server, server.token.encode(), b"not json", question) == b""
     assert await raw(server, b"guess", server.token.encode(), question) == b""
     assert placed.asked == []
@@ -227,7 +238,7 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "MAX_CONNECTIONS", 1)
     server = serving(Placed())
     async with connected(server) as (channel, _):
-        assert await raw(server, server.token.encode(), b"[1, []]") == b""
+        assert await raw(server, server.token.encode(), b"[1, [], 0.0, 1.0]") == b""
         assert (await channel.route([QUERY], 5)).epoch == 11
 
 
@@ -317,6 +328,67 @@ async def test_a_broken_connection_fails_what_waits_and_is_told() -> None:
         assert not channel.open
 
 
+class Clocked:
+    """A connection of which the test says when messages are sent, and when they are handled."""
+
+    def __init__(self, server: RouteServer, clock: Clock) -> None:
+        self.clock = clock
+        self._server = server
+        self._numbers = itertools.count(1)
+
+    async def __aenter__(self) -> Clocked:
+        endpoint = await self._server.endpoint("127.0.0.1")
+        self._reader, self._writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        self._writer.write(endpoint.token.encode() + b"\n")
+        assert await self._reader.readline() == b"ok\n"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+
+    async def handled(self, asked: object, sent_s: float, left_s: float = 0.25) -> bool:
+        """Whether a message that was sent then, and is read now, was handled."""
+        message = [next(self._numbers), asked, sent_s, left_s]
+        self._writer.write(json.dumps(message).encode() + b"\n")
+        number, epoch, answer = json.loads(await self._reader.readline())
+        assert number == message[0]
+        assert (epoch is None) == (answer is None)
+        return epoch is not None
+
+
+@pytest.mark.parametrize("skew_s", [0.0, -2.0, 2.0, 36_000.0])
+async def test_what_comes_after_its_sender_gave_up_is_not_handled(skew_s: float) -> None:
+    """Whatever the sender's clock says, as long as it goes."""
+    placed = Placed()
+    clock = Clock()
+    async with asyncio.timeout(10), Clocked(serving(placed, clock), clock) as client:
+        assert await client.handled([], clock() + skew_s)
+        clock.advance(10.0)
+        assert await client.handled([_row(QUERY)], clock() + skew_s - 0.2)
+        # The controller stood still for 5 s, or the network did, and these were under way.
+        report = {"report": report_wire.to_json(delta("a", 11, 3))}
+        for asked in ([_row(QUERY)], report):
+            assert not await client.handled(asked, clock() + skew_s - 5.0)
+        assert await client.handled([_row(QUERY)], clock() + skew_s)
+        assert await client.handled(report, clock() + skew_s)
+    assert len(placed.asked) == 2
+    assert [each.seq for each in placed.reports] == [3]
+
+
+async def test_a_client_that_is_misjudged_connects_anew() -> None:
+    placed = Placed()
+    clock = Clock()
+    async with connected(serving(placed, clock)) as (channel, lost):
+        assert (await channel.route([QUERY], 5)).epoch == 11
+        # The client's machine stood still, and its clock with it.
+        clock.advance(10.0)
+        with pytest.raises(NoAnswerError, match="timeout"):
+            await channel.route([QUERY], 5)
+        async with asyncio.timeout(5):
+            await lost.wait()
+        assert not channel.open
+
+
 class Slow:
     """A server that takes every token and answers when it is told."""
 
@@ -330,6 +402,7 @@ class Slow:
         self.greeting = await reader.readline()
         writer.write(b"ok\n")
         with contextlib.suppress(ConnectionResetError):
+            assert json.loads(await reader.readline())[1] == [], "it asks nothing first"
             while line := await reader.readline():
                 self.numbers.put_nowait(json.loads(line)[0])
         writer.close()
