@@ -326,6 +326,13 @@ class ReplicaConfig(BaseModel):
     health_check_period_s: float = Field(
         default=1.0, gt=0, description="Time between Serve's health checks, seconds."
     )
+    hung_after_s: float = Field(
+        default=5.0,
+        ge=0.1,
+        le=3_600,
+        description="Least time without a step, while requests wait for one, after which an engine "
+        "counts as hung, seconds; on slow machines it is longer, by the predicted time of a step.",
+    )
     drain_timeout_s: float = Field(
         default=600.0,
         gt=0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -17,7 +17,7 @@ from controller.config import ControllerConfig
 from controller.metrics import MetricsPusher
 from replica.config import EngineConfig, ReplicaConfig
 from replica.configured import ConfiguredReplicas
-from replica.engine import Engine, EngineRequest, ResponseItem
+from replica.engine import Engine, EngineRequest, Progress, ResponseItem, ResponseTaken
 from replica.metrics import ReplicaCollector
 from replica.server import Replica
 from replica.simulated_engine import SimulatedEngine
@@ -110,14 +110,23 @@ class ReplicaServer:
     ) -> AsyncGenerator[list[ResponseItem], None]:
         """Serve one request; see :meth:`replica.server.Replica.generate`.
 
-        ``_target`` is the request router's hint; it has done its work when the call is here.
+        ``_target`` is the request router's hint. Where it names another replica, or none, the first
+        item says that it was this one.
 
         Raises:
             EngineDeadError: the engine died.
         """
+        replica_id = self._replica.replica_id
+        if _target is None or not _target.startswith(replica_id):
+            yield [ResponseTaken(replica_id)]
         async with aclosing(self._replica.generate(request)) as batches:
             async for batch in batches:
                 yield batch
+
+    async def progress(self, request_ids: Sequence[str], _target: str | None = None) -> Progress:
+        """Whether this replica goes on; see :meth:`replica.server.Replica.progress`. ``_target`` is
+        the request router's hint."""
+        return self._replica.progress(request_ids)
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body."""
@@ -149,9 +158,9 @@ class ReplicaServer:
         """Serve replaces this replica when it raises.
 
         Raises:
-            EngineDeadError: the engine is dead.
+            EngineDeadError: the engine is dead, or has stood still for too long.
         """
-        await self._replica.engine.check_health()
+        await self._replica.check_health()
 
     async def __del__(self) -> None:
         """Serve awaits this after its own drain, when it stops the replica."""

@@ -120,6 +120,13 @@ class EngineRequest:
             raise ValueError(f"waited_s must be finite and at least 0, got {self.waited_s}")
 
 
+class ResponseTaken(NamedTuple):
+    """Before the first item of a response, where who sent the request may not know which replica
+    has it."""
+
+    replica_id: str
+
+
 class ResponseHead(NamedTuple):
     """First item of a response. ``media_type`` is without parameters: :data:`EVENT_STREAM` for a
     streamed response, ``application/json`` for any other."""
@@ -154,7 +161,21 @@ class ResponseTail(NamedTuple):
     handoff: Handoff | None = None
 
 
-ResponseItem = ResponseHead | ResponseChunk | ResponseTail
+ResponseItem = ResponseTaken | ResponseHead | ResponseChunk | ResponseTail
+
+
+class Progress(NamedTuple):
+    """What a replica says when it is asked whether it goes on.
+
+    Attributes:
+        replica_id: who says it.
+        hung: its engine makes no step although requests wait for one.
+        unknown: of the requests that it was asked about, those that it does not serve.
+    """
+
+    replica_id: str
+    hung: bool
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +227,21 @@ class Engine(Protocol):
     def state(self) -> EngineState:
         """The scheduler's state as of its last step. Cheap: no call into the engine."""
 
+    def waits_since_s(self) -> float | None:
+        """Since when that request waits for the engine which has waited longest for its next
+        output, on the clock of the state; ``None``: none does. Who waits for a slow consumer, or
+        for another engine, does not count."""
+
+    async def pulse(self) -> None:
+        """Return when the engine's loop has gone round, whether or not there are requests. While it
+        stands still this waits."""
+
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body."""
 
     async def check_health(self) -> None:
-        """Return if the engine is alive.
+        """Return if the engine is alive. One that stands still is: see
+        :class:`~replica.watchdog.Watchdog`.
 
         Raises:
             EngineDeadError: it is not.

@@ -129,6 +129,7 @@ class Reporter:
         config: the two periods.
         member: who this is.
         live_requests: requests that the replica serves; they may not be in the state yet.
+        hung: whether the engine of that state stands still.
         clock: seconds, monotonic, the clock of the state's times.
     """
 
@@ -140,6 +141,7 @@ class Reporter:
         config: ReplicaConfig,
         member: Membership,
         live_requests: Callable[[], int],
+        hung: Callable[[EngineState], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read_state = read_state
@@ -149,10 +151,12 @@ class Reporter:
         self._heartbeat_s = config.heartbeat_s
         self._member = member
         self._live_requests = live_requests
+        self._hung = hung
         self._clock = clock
         self._acknowledged = AcknowledgedState(member.capacity)
         self._draining = False
         self._known_draining = False
+        self._known_hung = False
         self._closed = False
         self._finished: dict[int, None] = {}
         self._epoch: int | None = None
@@ -234,13 +238,15 @@ class Reporter:
             logger.warning("no report: %s", error)
             return self._heartbeat_s
         changes = self._acknowledged.changes(state)
-        changed = changes.any or bool(self._finished) or self._draining != self._known_draining
+        hung = self._hung(state)
+        told = self._draining == self._known_draining and hung == self._known_hung
+        changed = changes.any or bool(self._finished) or not told
         epoch = self._epoch
         silent_s = self._clock() - self._sent_s
         if epoch is None:
-            reply = await self._send_hello(state)
+            reply = await self._send_hello(state, hung)
         elif changed or silent_s >= self._heartbeat_s:
-            reply = await self._send_delta(state, epoch, changes)
+            reply = await self._send_delta(state, epoch, changes, hung)
         else:
             return self._interval_s if self._busy(state) else self._heartbeat_s - silent_s
         if reply is None:
@@ -258,7 +264,7 @@ class Reporter:
         """Whether the state may change without a wake-up."""
         return len(state.rows) > 0 or bool(self._finished) or self._live_requests() > 0
 
-    async def _send_hello(self, state: EngineState) -> ReportReply | None:
+    async def _send_hello(self, state: EngineState, hung: bool) -> ReportReply | None:
         info = self._info
         draining = self._draining
         held_slots = np.flatnonzero(state.held["hash"]).astype(np.int32)
@@ -285,13 +291,14 @@ class Reporter:
                 held=state.held[held_slots],
                 closed=self._closed,
                 preempts=info.preempts,
+                hung=hung,
             )
         )
-        self._known_draining = draining
+        self._known_draining, self._known_hung = draining, hung
         return reply
 
     async def _send_delta(
-        self, state: EngineState, epoch: int, changes: Changes
+        self, state: EngineState, epoch: int, changes: Changes, hung: bool
     ) -> ReportReply | None:
         finished = tuple(self._finished)
         draining = self._draining
@@ -309,12 +316,13 @@ class Reporter:
                 draining=draining,
                 held_slots=changes.held_slots,
                 held=changes.held,
+                hung=hung,
             )
         )
         if reply is not None and not reply.resync:
             for key in finished:
                 self._finished.pop(key, None)
-        self._known_draining = draining
+        self._known_draining, self._known_hung = draining, hung
         return reply
 
     def _count_report(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
@@ -20,6 +20,7 @@ from replica.engine import (
     Engine,
     EngineInfo,
     EngineRequest,
+    Progress,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
@@ -30,6 +31,7 @@ from replica.engine import (
 from replica.openai_format import error_body
 from replica.reporter import Membership, Reporter, ReportTarget
 from replica.request_trace import RequestTrace
+from replica.watchdog import Watchdog
 from scheduling.roles import Role
 from scheduling.state import SUMMARY
 from telemetry.logs import of_request
@@ -115,11 +117,12 @@ class Replica:
         self._target = target
         self._tracer = tracer
         self._pumps: set[asyncio.Task[None]] = set()
-        self._open_responses = 0
+        self._open: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._info: EngineInfo | None = None
         self._reporter: Reporter | None = None
+        self._watchdog: Watchdog | None = None
 
     @property
     def live_requests(self) -> int:
@@ -144,6 +147,7 @@ class Replica:
             table_capacity(self._config.max_live_requests),
             self.role,
         )
+        self._watchdog = Watchdog(self._engine, self._info, self._config.hung_after_s)
         self._reporter = Reporter(
             self._engine.state,
             self._info,
@@ -151,6 +155,7 @@ class Replica:
             self._config,
             member,
             lambda: self.live_requests,
+            self._watchdog.look,
         )
         self._reporter.start()
         return self._info
@@ -171,7 +176,7 @@ class Replica:
         with of_request(request.request_id):
             pump = asyncio.create_task(self._pump(request, response))
         self._pumps.add(pump)
-        self._open_responses += 1
+        self._open.add(request.request_id)
         self._idle.clear()
         pump.add_done_callback(partial(self._finish, request, response))
         if self._reporter is not None:
@@ -181,7 +186,7 @@ class Replica:
                 yield batch
         finally:
             pump.cancel()
-            self._open_responses -= 1
+            self._open.discard(request.request_id)
             self._check_idle()
 
     def _refusal(self) -> list[ResponseItem]:
@@ -225,12 +230,30 @@ class Replica:
             self._reporter.finished(request_key(request.request_id))
 
     def _check_idle(self) -> None:
-        if not self._pumps and not self._open_responses:
+        if not self._pumps and not self._open:
             self._idle.set()
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; unknown ids are ignored."""
         await self._engine.abort(request_id)
+
+    def progress(self, request_ids: Sequence[str]) -> Progress:
+        """Whether this replica goes on, and which of these requests it does not serve."""
+        unknown = tuple(name for name in request_ids if name not in self._open)
+        return Progress(self.replica_id, self._hangs(), unknown)
+
+    async def check_health(self) -> None:
+        """Return if this replica may serve.
+
+        Raises:
+            EngineDeadError: its engine is dead, or has stood still for too long.
+        """
+        await self._engine.check_health()
+        if self._watchdog is not None:
+            self._watchdog.check()
+
+    def _hangs(self) -> bool:
+        return self._watchdog is not None and self._watchdog.look()
 
     async def drain(self) -> bool:
         """Tell the controller to send nothing more, and wait for what is live.
@@ -254,6 +277,8 @@ class Replica:
         """Leave the controller and free the engine; live requests end with an error. Idempotent."""
         if self._reporter is not None:
             await self._reporter.stop()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         await self._engine.stop()
 
     def snapshot(self) -> dict[str, Any]:
@@ -267,6 +292,7 @@ class Replica:
             "replica_id": self.replica_id,
             "info": asdict(self._info) if self._info is not None else None,
             "live_requests": self.live_requests,
+            "hung": self._hangs(),
             "registered": self._reporter is not None and self._reporter.registered,
             "lost_reports": self._reporter.lost if self._reporter is not None else 0,
             "rows": len(state.rows),

@@ -146,6 +146,9 @@ class SimulatedEngine:
         self._loop_task: asyncio.Task[None] | None = None
         self._dead: str | None = "it was not started"
         self._now_s = 0.0
+        self._turned_s = 0.0
+        self._moves = asyncio.Event()
+        self._moves.set()
 
     async def start(self) -> EngineInfo:
         """Begin to run steps."""
@@ -321,7 +324,7 @@ class SimulatedEngine:
                 if not core.live:
                     await self._await_work()
                     deadline_s = self._clock()
-                now_s = self._clock()
+                now_s = self._turned_s = self._clock()
                 deadline_s = max(deadline_s, now_s - _MAX_LAG_S)
                 step = core.begin(now_s)
                 if step is None:
@@ -332,6 +335,7 @@ class SimulatedEngine:
                 deadline_s += step.seconds
                 # Also yields to the other tasks when there is nothing to wait for.
                 await asyncio.sleep(max(0.0, deadline_s - self._clock()))
+                await self._moves.wait()
                 self._now_s = self._clock()
                 core.complete(step, self._now_s, self._emit)
         except Exception:
@@ -365,6 +369,23 @@ class SimulatedEngine:
     def state(self) -> EngineState:
         """The scheduler's state as of its last step."""
         return self._table.read()
+
+    def waits_since_s(self) -> float | None:
+        """Since when the oldest call that could run waits, or the engine for its step."""
+        received = [sequence.owner.received_s for sequence in self._core.live.values()]
+        return max(min(received), self._turned_s) if received else None
+
+    async def pulse(self) -> None:
+        """Return when the engine moves."""
+        await self._moves.wait()
+
+    def stand_still(self) -> None:
+        """End no step until :meth:`move_on`, as an engine whose device hangs."""
+        self._moves.clear()
+
+    def move_on(self) -> None:
+        """End the step that stands still, and go on."""
+        self._moves.set()
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body."""

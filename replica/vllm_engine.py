@@ -47,7 +47,6 @@ from replica.vllm_setup import (
     parse_arguments,
     prepare_environment,
 )
-from scheduling.latency import StepSample
 from scheduling.latency_profile import LatencyProfile
 from scheduling.state import EngineState
 
@@ -55,15 +54,6 @@ if TYPE_CHECKING:
     from replica.vllm_client import ApiCall
 
 logger = logging.getLogger(__name__)
-
-_HUNG_AFTER_S = 30.0
-"""Least time without a step, while requests wait, after which the engine counts as hung."""
-
-_HUNG_STEPS = 20.0
-"""The same in longest predicted steps, for slow machines."""
-
-_SECOND_LOOK_S = 1.0
-"""How long after the first look at a state that could not be read the second one follows."""
 
 _NOT_STARTED = "the vLLM engine is not running"
 
@@ -99,7 +89,6 @@ class VllmEngine:
         self._llm: Any = None
         self._servings: dict[Endpoint, Serving] = {}
         self._models: Any = None
-        self._hung_after_s = _HUNG_AFTER_S
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -160,19 +149,6 @@ class VllmEngine:
         block_tokens = vllm_config.cache_config.block_size
         profile = explicit or await latency_profile(self._llm, self._table, self._config)
         self._table.set_model(profile.model.with_headroom(self._config.headroom))
-        tokens = scheduler.max_num_batched_tokens
-        longest_s = profile.model.step_s(
-            StepSample(
-                prefill_tokens=tokens,
-                prefill_square=tokens**2,
-                prefill_cross=tokens * max_model_tokens,
-                prefill_context=max_model_tokens,
-                prefills=1,
-                decodes=scheduler.max_num_seqs,
-                decode_context=blocks * block_tokens,
-            )
-        )
-        self._hung_after_s = max(_HUNG_AFTER_S, _HUNG_STEPS * longest_s)
         return EngineInfo(
             model=name,
             policy=self._config.policy,
@@ -406,6 +382,21 @@ class VllmEngine:
         """The scheduler's state as of its last step."""
         return self._table.read()
 
+    def waits_since_s(self) -> float | None:
+        """Since when the request waits that has waited longest for its next output."""
+        return None if self._llm is None else min(self._llm.waits.values(), default=None)
+
+    async def pulse(self) -> None:
+        """Return when the engine's process has answered a question that changes nothing.
+
+        Raises:
+            EngineDeadError: the engine is not running.
+        """
+        if self._llm is None:
+            raise EngineDeadError(_NOT_STARTED)
+        # Answered by the loop that runs the steps, and by nothing beside it.
+        await self._llm.is_sleeping()
+
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body."""
         if self._models is None:
@@ -418,38 +409,13 @@ class VllmEngine:
         """Return if the engine is alive.
 
         Raises:
-            EngineDeadError: it died, or hangs: requests have waited for a step for much longer
-                than the longest step that its latency model knows.
+            EngineDeadError: it died.
         """
         llm = self._llm
         if llm is None:
             raise EngineDeadError(_NOT_STARTED)
         if llm.errored:
             raise EngineDeadError("the vLLM engine died; its log says why")
-        updated_s = await self._updated_s()
-        since_s = max(min(llm.waits.values(), default=time.monotonic()), updated_s)
-        silent_s = time.monotonic() - since_s
-        if llm.waits and silent_s > self._hung_after_s:
-            raise EngineDeadError(
-                f"the vLLM engine hangs: {len(llm.waits)} requests wait, "
-                f"and it has made no step for {silent_s:.0f} s"
-            )
-
-    async def _updated_s(self) -> float:
-        """When the state was last written.
-
-        Raises:
-            EngineDeadError: the writer is stuck in a write, also after a second.
-        """
-        try:
-            state = self._table.read()
-        except RuntimeError:
-            await asyncio.sleep(_SECOND_LOOK_S)
-            try:
-                state = self._table.read()
-            except RuntimeError as error:
-                raise EngineDeadError(str(error)) from error
-        return float(state.summary["updated_s"])
 
     async def drain(self) -> None:
         """Wait until no request is live."""

@@ -37,6 +37,7 @@ class Bench:
         self.mirror = MirrorOfOne()
         self.now_s = 100.0
         self.live = 0
+        self.hung = False
         self.reporter = Reporter(
             self.table.read,
             INFO,
@@ -44,6 +45,7 @@ class Bench:
             ReplicaConfig(report_interval_s=INTERVAL_S, heartbeat_s=HEARTBEAT_S),
             Membership("replica-1", "node-1", capacity),
             lambda: self.live,
+            lambda _: self.hung,
             lambda: self.now_s,
         )
 
@@ -212,7 +214,13 @@ async def test_the_task_reports_changes_and_says_goodbye() -> None:
     mirror = MirrorOfOne()
     config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=10)
     reporter = Reporter(
-        table.read, INFO, mirror, config, Membership("replica-1", "node-1", 8), lambda: 0
+        table.read,
+        INFO,
+        mirror,
+        config,
+        Membership("replica-1", "node-1", 8),
+        lambda: 0,
+        lambda _: False,
     )
     reporter.start()
     await until(lambda: reporter.registered)
@@ -262,7 +270,13 @@ async def test_a_refused_message_does_not_end_the_reports() -> None:
     mirror = Refusing()
     config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=0.01)
     reporter = Reporter(
-        table.read, INFO, mirror, config, Membership("replica-1", "node-1", 8), lambda: 0
+        table.read,
+        INFO,
+        mirror,
+        config,
+        Membership("replica-1", "node-1", 8),
+        lambda: 0,
+        lambda _: False,
     )
     reporter.start()
     await until(lambda: reporter.registered)
