@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from replica.engine import EVENT_STREAM, ResponseChunk, ResponseHead, ResponseItem, ResponseTail
+from replica.engine import (
+    EVENT_STREAM,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+    ResponseTaken,
+)
 from router.errors import Reason
+from scheduling.roles import Role
 from scheduling.routing.base import Tier
 from telemetry.tracing import Span
 
@@ -19,22 +29,30 @@ class ReplicaFailedError(Exception):
         message: what happened, without inner details.
         dead: the replica is known to serve nothing any more.
         retry: another replica may do better.
+        hung: the replica stands still, and the controller has been told.
     """
 
     def __init__(
-        self, reason: Reason, message: str, *, dead: bool = False, retry: bool = True
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        dead: bool = False,
+        retry: bool = True,
+        hung: bool = False,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         self.dead = dead
         self.retry = retry
+        self.hung = hung
 
 
 class ReplicaStream(Protocol):
     """One attempt's answer, on its way."""
 
     def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
-        """Yield items as they come: a head, chunks, a tail.
+        """Yield items as they come: a head, chunks, a tail. Who takes it may say so before.
 
         Raises:
             ReplicaFailedError: the replica or the way to it failed.
@@ -65,20 +83,38 @@ class Attempt:
         predicted_ttft_s: from the call's arrival to the first token, where that was promised.
         prefill_id: the replica that has computed the prompt, where that is another one.
         span: of this attempt, where the request is traced; it ends with :meth:`close`.
+        place: the replica that has it, as far as is known. role: of its pool.
+        opened: :meth:`begin` has returned.
+        heard_s: when something came last; before that, when it was made.
 
     Args:
+        request_id: of the attempt.
+        place: where it was sent; ``None``: anywhere.
         close: ends the replica's work and the controller's reservation.
         take: what to hand on of a chunk.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
+        request_id: str,
         stream: ReplicaStream,
+        place: str | None,
+        role: Role,
         waited_s: float,
         close: Callable[[], None],
         span: Span | None = None,
         take: Callable[[ResponseChunk], Piece] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.request_id = request_id
+        self.place = place
+        self.role = role
+        self.opened = False
+        self._clock = clock
+        self.heard_s = self._made_s = clock()
+        self._waiter: asyncio.Task[Any] | None = None
+        self._given_up: ReplicaFailedError | None = None
         self.head = ResponseHead(500, "application/json")
         self.tail: ResponseTail | None = None
         self.waited_s = waited_s
@@ -92,6 +128,23 @@ class Attempt:
         self._taken = take or _all_of
         self._untold_tokens = 0
 
+    @property
+    def waits(self) -> bool:
+        """Whether somebody waits for its next items now. Nobody does while the client is slow."""
+        return self._waiter is not None and self._given_up is None
+
+    @property
+    def heard(self) -> bool:
+        """Whether anything has come of it."""
+        return self.heard_s > self._made_s
+
+    def give_up(self, failure: ReplicaFailedError) -> bool:
+        """Fail it with ``failure`` for who waits for its next items, if anybody does."""
+        if self._waiter is None or not self.waits:
+            return False
+        self._given_up = failure
+        return self._waiter.cancel()
+
     async def begin(self) -> None:
         """Wait for the first bytes of an event stream, or for all of any other response.
 
@@ -101,17 +154,31 @@ class Attempt:
         head = None
         while self.tail is None:
             items = await self._next_items()
+            if items and isinstance(items[0], ResponseTaken):
+                self.place = items[0].replica_id
+                items = items[1:]
             if head is None and items:
-                if not isinstance(items[0], ResponseHead):
-                    raise ReplicaFailedError(
-                        Reason.INTERNAL, "A replica's response had no head.", retry=False
-                    )
-                head = self.head = items[0]
+                head = self.head = self._head_of(items)
             piece = self._take(items)
             if piece.data:
                 self._ready.append(piece)
                 if head is not None and head.media_type == EVENT_STREAM:
-                    return
+                    break
+        self.opened = True
+
+    def _head_of(self, items: Sequence[ResponseItem]) -> ResponseHead:
+        """The head, which is the first of all items.
+
+        Raises:
+            ReplicaFailedError: it is something else.
+        """
+        head = items[0]
+        if not isinstance(head, ResponseHead):
+            raise ReplicaFailedError(
+                Reason.INTERNAL, "A replica's response had no head.", retry=False
+            )
+        self.place = head.replica_id or self.place
+        return head
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """What :meth:`begin` read, then what follows.
@@ -144,12 +211,24 @@ class Attempt:
             span.end()
 
     async def _next_items(self) -> Sequence[ResponseItem]:
+        task = self._waiter = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
         try:
-            return await anext(self._items)
+            items = await anext(self._items)
         except StopAsyncIteration:
             raise ReplicaFailedError(
                 Reason.REPLICA_FAILED, "The replica's response ended too early."
             ) from None
+        except asyncio.CancelledError:
+            # Our own cancellation, unless another one came, too.
+            if self._given_up is None or task.uncancel() > cancelling:
+                raise
+            raise self._given_up from None
+        finally:
+            self._waiter = None
+        self.heard_s = self._clock()
+        return items
 
     def _take(self, items: Sequence[ResponseItem]) -> Piece:
         """Join the chunks of one delivery, so that they cost one send."""

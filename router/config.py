@@ -157,6 +157,19 @@ class RouterConfig(BaseModel):
         le=1_000_000,
         description="Most requests in one router replica at once; more get 503.",
     )
+    refusals_per_s: float = Field(
+        default=100.0,
+        gt=0,
+        le=1e6,
+        description="Refusals that leave one router replica in a second: more wait for their turn, "
+        "5 s at most, so that clients which come again at once cannot keep it busy.",
+    )
+    stalled_reader_s: float = Field(
+        default=60.0,
+        ge=1,
+        le=3_600,
+        description="After so long a client that takes nothing of its stream is dropped, seconds.",
+    )
     max_prompt_tokens: PromptLimit = None
     max_output_tokens: OutputLimit = None
     prefix_sharing: Literal["all", "key"] = Field(
@@ -175,6 +188,13 @@ class RouterConfig(BaseModel):
         ge=1,
         le=10,
         description="Attempts at a request, those that go on with its stream included.",
+    )
+    stall_after_s: float = Field(
+        default=1.0,
+        ge=0.1,
+        le=3_600,
+        description="Silence of a response after which its replica is asked whether it goes on, "
+        "seconds. One that hangs or does not answer is left, where another one can serve.",
     )
     retry_budget: RetryBudgetConfig = Field(
         default_factory=RetryBudgetConfig,

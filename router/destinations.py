@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from controller.messages import RouteDecision, RouteQuery, Tier
+from controller.messages import RouteDecision, RouteQuery, Tier, Trouble
 from router.call import Call
 from router.config import RouterConfig
 from router.errors import ApiError, Reason
@@ -32,6 +32,9 @@ class Controller(Protocol):
 
     def replica_gone(self, replica_ids: Sequence[str]) -> None:
         """These replicas serve nothing any more. Returns at once."""
+
+    def troubled(self, replica_id: str, trouble: Trouble) -> None:
+        """This replica has failed a request, or stands still. Returns at once."""
 
 
 class Destination(NamedTuple):
@@ -104,7 +107,7 @@ class Destinations:
         """
         if not call.scheduled:
             return Destination()
-        decision = await self._decide(call, key, prefill_key, begun)
+        decision = await self._decide(call, key, failed, prefill_key, begun)
         if decision is None:
             self._metrics.fallback(Fallback.NO_ANSWER)
             return Destination()
@@ -136,7 +139,7 @@ class Destinations:
         return Destination(tier=tier)
 
     async def _decide(
-        self, call: Call, key: int, prefill_key: int, begun: bool
+        self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
     ) -> RouteDecision | None:
         """The controller's decision, where the class queues after a wait in line.
 
@@ -146,7 +149,7 @@ class Destinations:
         tiers = self._tiers(call, begun)
 
         async def ask() -> RouteDecision | None:
-            return await self._ask(call, key, prefill_key, tiers)
+            return await self._ask(call, key, failed, prefill_key, tiers)
 
         line = self._lines.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
         if line is None:
@@ -170,7 +173,12 @@ class Destinations:
         return _GUARANTEED_ONLY if promised_only else _ANY_TIER
 
     async def _ask(
-        self, call: Call, key: int, prefill_key: int, tiers: frozenset[Tier]
+        self,
+        call: Call,
+        key: int,
+        failed: Sequence[str],
+        prefill_key: int,
+        tiers: frozenset[Tier],
     ) -> RouteDecision | None:
         """The decision as of now, its predicted TTFT counted from the call's arrival."""
         asked_s = self._clock()
@@ -186,6 +194,7 @@ class Destinations:
             call.prefix.hashes,
             call.request_id,
             prefill_key,
+            tuple(failed),
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)

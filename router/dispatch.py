@@ -18,15 +18,20 @@ from router.config import RouterConfig
 from router.destinations import Controller, Destinations
 from router.errors import ApiError, Reason
 from router.handover import may_resume
+from router.hint import NO_REPLICA_WAIT_S
 from router.legs import Course, Legs, Replicas
 from router.metrics import RouterMetrics
 from router.prompt_size import TokenEstimator
 from router.retry_budget import RetryBudget
+from router.stalls import StallWatch
 from router.transcript import Transcript
 
 RETRY_PAUSE_S = 0.02
 """Pause before the second attempt, doubled before each later one: time for the news of a dead
 replica to arrive, and a brake on a failure that hits every replica."""
+
+EMPTY_POOLS_PAUSE_S = 0.25
+"""Pause before pools that were all found empty are asked again."""
 
 
 class Dispatcher:
@@ -48,7 +53,10 @@ class Dispatcher:
     ) -> None:
         self.clock = clock
         self._destinations = Destinations(controller, metrics, config, clock, pause)
-        self._legs = Legs(controller, replicas, self._destinations, metrics, clock)
+        stalls = StallWatch(replicas, controller, metrics, config.stall_after_s, clock)
+        self._legs = Legs(
+            controller, replicas, self._destinations, metrics, stalls, self._leave, clock
+        )
         self._budget = RetryBudget(config.retry_budget, clock)
         self._metrics = metrics
         self._max_attempts = config.max_attempts
@@ -105,18 +113,52 @@ class Dispatcher:
         Raises:
             ReplicaFailedError: there must be none.
         """
-        # To find a pool empty has cost nobody anything.
-        if course.attempts - len(course.empty) >= self._max_attempts:
-            raise failure
-        if failure.reason is Reason.NO_REPLICA and self._legs.whole(course):
+        if failure.reason is Reason.NO_REPLICA:
+            if not self._legs.whole(course):
+                await self._wait_for_pools(course, failure)
             return
+        course.empty_since_s = None
+        granted, course.granted = course.granted, False
+        if not granted and self._spent(course):
+            raise failure
         if not failure.retry:
             raise failure
-        if not self._budget.take():
+        if not granted and not self._budget.take():
             self._metrics.retries_refused.inc()
             raise failure
         self._metrics.retries.inc()
         await self._pause(RETRY_PAUSE_S * 2 ** (course.attempts - 1))
+
+    async def _wait_for_pools(self, course: Course, failure: ReplicaFailedError) -> None:
+        """Return when pools that were all empty may be asked again: together they get the time
+        that a single one gives the request itself.
+
+        Raises:
+            ReplicaFailedError: they have been empty for too long.
+        """
+        if course.empty_since_s is None:
+            course.empty_since_s = self.clock()
+        waited_s = self.clock() - course.empty_since_s
+        if not self._legs.has_pools or waited_s >= NO_REPLICA_WAIT_S:
+            raise failure
+        await self._pause(EMPTY_POOLS_PAUSE_S)
+        course.empty.clear()
+
+    def _spent(self, course: Course) -> bool:
+        """Whether it has had its attempts."""
+        return course.attempts - course.in_vain >= self._max_attempts
+
+    def _leave(self, course: Course, attempt: Attempt) -> bool:
+        """Whether ``attempt``, whose replica stands still, is to be given up for another one; that
+        is then granted. What cannot go on elsewhere waits: its replica may come back."""
+        transcript = course.transcript
+        begun = attempt.opened or (transcript is not None and transcript.begun)
+        if begun and (transcript is None or not transcript.resumable):
+            return False
+        if self._spent(course) or not self._budget.take():
+            return False
+        course.granted = True
+        return True
 
     async def _resume(
         self, course: Course, broken: Attempt, failure: ReplicaFailedError

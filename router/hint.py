@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+NO_REPLICA_WAIT_S = 5.0
+"""How long a request waits for a first replica to appear before it fails, seconds."""
+
 _AVOID = "!"
 _CLOSED = "~"
 _QUARANTINED = "?"

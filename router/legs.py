@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
-from controller.messages import Tier
-from replica.engine import EVENT_STREAM, EngineRequest, ResponseChunk, request_key
+from controller.messages import Tier, Trouble
+from replica.engine import EVENT_STREAM, EngineRequest, Progress, ResponseChunk, request_key
 from router.answer import Attempt, Piece, ReplicaFailedError, ReplicaStream
 from router.call import Call
 from router.destinations import Controller, Destination, Destinations
 from router.errors import ApiError, Reason
 from router.handover import may_split, prompt_slo, rest_of
 from router.metrics import Fallback, Leg, RouterMetrics
+from router.stalls import StallWatch
 from router.transcript import Transcript
 from scheduling.prefix import NO_PREFIX
 from scheduling.roles import Role
@@ -42,6 +44,11 @@ class Replicas(Protocol):
         The stream fails with ``NO_REPLICA`` where the pool has none; another pool is asked next.
         """
 
+    async def progress(
+        self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
+    ) -> Progress:
+        """See :class:`~router.stalls.Askable`."""
+
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body of any replica.
 
@@ -58,7 +65,11 @@ class Course:
         transcript: what its client has of the stream; ``None`` where that cannot be resumed.
         attempts: made so far, the one under way included.
         failed: replicas that have failed it.
-        empty: pools that had nobody for it.
+        empty: pools that had nobody for it when they were last asked.
+        in_vain: attempts that found a pool empty, which costs nobody anything.
+        empty_since_s: when all pools were first found empty, without an attempt at a replica since;
+            ``None`` if they were not.
+        granted: the attempt under way is given up for another one, which the budget has paid for.
     """
 
     call: Call
@@ -66,12 +77,17 @@ class Course:
     attempts: int = 0
     failed: list[str] = field(default_factory=list)
     empty: set[Role] = field(default_factory=set)
+    granted: bool = False
+    in_vain: int = 0
+    empty_since_s: float | None = None
 
 
 class Legs:
     """Makes attempts. One per router process.
 
     Args:
+        stalls: watches over them.
+        leave: whether an attempt may be given up for another one, which is then granted.
         clock: monotonic seconds; the one of :attr:`~router.call.Call.received_s`.
     """
 
@@ -81,14 +97,23 @@ class Legs:
         replicas: Replicas,
         destinations: Destinations,
         metrics: RouterMetrics,
+        stalls: StallWatch,
+        leave: Callable[[Course, Attempt], bool],
         clock: Callable[[], float],
     ) -> None:
         self._controller = controller
         self._replicas = replicas
         self._destinations = destinations
         self._metrics = metrics
+        self._stalls = stalls
+        self._leave = leave
         self._clock = clock
         self._splits = {"prefill", "decode"} <= set(replicas.roles)
+
+    @property
+    def has_pools(self) -> bool:
+        """Whether there are several."""
+        return len(self._replicas.roles) > 1
 
     def whole(self, course: Course) -> list[Role]:
         """The pools that may still serve the call whole, in their order."""
@@ -252,9 +277,21 @@ class Legs:
 
         def close() -> None:
             stream.cancel()
+            self._stalls.forget(attempt)
             self._controller.release(request_key(request.request_id))
 
-        attempt = Attempt(stream, request.waited_s, close, span, take)
+        attempt = Attempt(
+            request.request_id,
+            stream,
+            target,
+            role,
+            request.waited_s,
+            close,
+            span,
+            take,
+            self._clock,
+        )
+        self._stalls.watch(attempt, partial(self._leave, course, attempt))
         try:
             await attempt.begin()
             if attempt.head.status == _BUSY:
@@ -266,7 +303,8 @@ class Legs:
             if isinstance(error, ReplicaFailedError):
                 if error.reason is Reason.NO_REPLICA:
                     course.empty.add(role)
-                self.note_failure(course, attempt.head.replica_id or target, error)
+                    course.in_vain += 1
+                self.note_failure(course, attempt.place, error)
             attempt.end_span(_name_of(error))
             raise
         return attempt
@@ -280,6 +318,8 @@ class Legs:
         course.failed.append(replica_id)
         if failure.dead:
             self._controller.replica_gone([replica_id])
+        elif failure.reason is Reason.REPLICA_FAILED and not failure.hung:
+            self._controller.troubled(replica_id, Trouble.FAILED)
 
     def _has_moved(self, attempt: Attempt, target: str | None) -> bool:
         """Whether another replica serves than the one that was chosen: none will confirm the

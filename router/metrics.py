@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
 
 from replica.engine import Endpoint
 from router.admission_metrics import NO_CLASS, AdmissionMetrics
@@ -139,6 +140,11 @@ class RouterMetrics:
             "Streams that another replica went on with after theirs had failed.",
             registry=registry,
         )
+        self.given_up = Counter(
+            "sluice_given_up_attempts",
+            "Attempts that were given up because their replica stood still, or had lost them.",
+            registry=registry,
+        )
         self._legs = Histogram(
             "sluice_leg_seconds",
             "Time of requests whose prompt another replica computes, by part of their way.",
@@ -152,6 +158,20 @@ class RouterMetrics:
         self.held_bytes = Gauge(
             "sluice_held_body_bytes", "Bytes of request bodies inside the edge.", registry=registry
         )
+        self.held_refusals = Gauge(
+            "sluice_held_refusals", "Refusals that wait for their turn.", registry=registry
+        )
+        self.loop_delay_s = Histogram(
+            "sluice_loop_delay_seconds",
+            "How late the router's event loop runs what is due, 20 times a second.",
+            buckets=DECISION_BUCKETS_S,
+            registry=registry,
+        )
+        self.stalled_readers = Counter(
+            "sluice_stalled_readers",
+            "Streams that were ended because their client took nothing of them.",
+            registry=registry,
+        )
         self._by_client = Counter(
             "sluice_client_requests",
             "Requests that ended, by the name of their API key and outcome.",
@@ -160,6 +180,11 @@ class RouterMetrics:
         )
         self._clients = ClientNames()
         self.admission = AdmissionMetrics(registry, self._clients)
+
+    @property
+    def of_the_edge(self) -> tuple[Collector, ...]:
+        """Those of a whole router, whatever the model."""
+        return (self.in_flight, self.held_bytes, self.held_refusals, self.loop_delay_s)
 
     def fallback(self, reason: Fallback) -> None:
         """Count a request that did not go where the controller said."""

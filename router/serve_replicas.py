@@ -19,7 +19,7 @@ from ray.exceptions import (
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from replica.engine import EngineDeadError, EngineRequest, ResponseItem
+from replica.engine import EngineDeadError, EngineRequest, Progress, ResponseItem
 from router import wire
 from router.answer import ReplicaFailedError
 from router.errors import Reason
@@ -102,6 +102,9 @@ class ServeReplicas:
             role: handle.options(method_name="generate", stream=True)
             for role, handle in pools.items()
         }
+        self._progress = {
+            role: handle.options(method_name="progress") for role, handle in pools.items()
+        }
         self._models = {
             role: handle.options(method_name="models") for role, handle in pools.items()
         }
@@ -110,10 +113,25 @@ class ServeReplicas:
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ServeStream:
         """Send a request; see :class:`~router.legs.Replicas`."""
-        hint = Hint(
-            target, tuple(avoid), tuple(self._closed()), tuple(self._quarantined())
-        ).encode()
+        hint = self._hint(target, avoid)
         return ServeStream(self._generate[role].remote(request, **{wire.TARGET_KWARG: hint}))
+
+    async def progress(
+        self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
+    ) -> Progress:
+        """Ask a replica whether it goes on; see :class:`~router.stalls.Askable`.
+
+        Raises:
+            ReplicaFailedError: it could not be asked, or failed over the question.
+        """
+        hint = self._hint(target, avoid)
+        call = self._progress[role].remote(tuple(request_ids), **{wire.TARGET_KWARG: hint})
+        told: Progress = await _answer_of(call)
+        return told
+
+    def _hint(self, target: str | None, avoid: Sequence[str]) -> str | None:
+        closed, quarantined = tuple(self._closed()), tuple(self._quarantined())
+        return Hint(target, tuple(avoid), closed, quarantined).encode()
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body of any replica.
@@ -127,15 +145,23 @@ class ServeReplicas:
         return await self._models_of(self.roles[-1])
 
     async def _models_of(self, role: Role) -> dict[str, Any]:
-        response = self._models[role].remote()
-        try:
-            models: dict[str, Any] = await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except Exception as error:
-            raise failure_of(error) from error
+        models: dict[str, Any] = await _answer_of(self._models[role].remote())
         return models
+
+
+async def _answer_of(call: Any) -> Any:
+    """What a call that does not stream returns.
+
+    Raises:
+        ReplicaFailedError: it failed.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+    except Exception as error:
+        raise failure_of(error) from error
 
 
 def failure_of(error: Exception) -> ReplicaFailedError:

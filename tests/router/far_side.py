@@ -16,9 +16,10 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import generate_latest
 
-from controller.messages import RouteDecision, RouteQuery
+from controller.messages import RouteDecision, RouteQuery, Trouble
 from replica.engine import (
     EngineRequest,
+    Progress,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
@@ -125,7 +126,10 @@ def fail(error: ReplicaFailedError, after: int = 0) -> Behaviour:
 class FarStream:
     """A call under way."""
 
-    def __init__(self, side: FarSide, items: AsyncIterator[ResponseItem], request_id: str) -> None:
+    def __init__(
+        self, side: FarSide, items: AsyncIterator[ResponseItem], request_id: str, name: str = ""
+    ) -> None:
+        self._name = name
         self._queue: asyncio.Queue[ResponseItem | BaseException | None] = asyncio.Queue()
         self._side = side
         self._request_id = request_id
@@ -137,6 +141,7 @@ class FarStream:
         try:
             async with aclosing(items) as generator:  # type: ignore[type-var]
                 async for item in generator:
+                    await self._side.moves(self._name)
                     self._queue.put_nowait(item)
             self._queue.put_nowait(None)
         except Exception as error:  # also one of the test itself, which must not hang
@@ -178,6 +183,11 @@ class FarSide:
         self.live: set[str] = set()
         self.cancelled: list[str] = []
         self.changed = asyncio.Event()
+        self.hung: set[str] = set()
+        """Replicas whose engine stands still, as they say."""
+        self.questions: list[str | None] = []
+        """Who was asked whether it goes on; ``None``: anybody."""
+        self._frozen: dict[str, asyncio.Event] = {}
 
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role = "mixed"
@@ -192,7 +202,31 @@ class FarSide:
         self.calls.append((target, request))
         self.changed.set()
         items = self.behaviours[target](self, target, request)
-        return FarStream(self, items, request.request_id)
+        return FarStream(self, items, request.request_id, target)
+
+    def freeze(self, name: str) -> None:
+        """A replica's process stands still: nothing comes of it any more."""
+        self._frozen[name] = asyncio.Event()
+
+    def thaw(self, name: str) -> None:
+        """It goes on."""
+        self._frozen.pop(name).set()
+
+    async def moves(self, name: str) -> None:
+        """Return when a replica's process goes on."""
+        if name in self._frozen:
+            await self._frozen[name].wait()
+
+    async def progress(
+        self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
+    ) -> Progress:
+        self.questions.append(target)
+        if target not in self.behaviours:
+            rest = [name for name in self.behaviours if name not in avoid]
+            target = rest[0] if rest else next(iter(self.behaviours))
+        await self.moves(target)
+        unknown = tuple(name for name in request_ids if name not in self.live)
+        return Progress(target, target in self.hung, unknown)
 
     async def models(self) -> dict[str, object]:
         if not self.behaviours:
@@ -223,6 +257,7 @@ class FarController:
         self.queries: list[RouteQuery] = []
         self.released: list[int] = []
         self.gone: list[str] = []
+        self.troubles: list[tuple[str, Trouble]] = []
         self.silent = not decisions
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
@@ -237,6 +272,9 @@ class FarController:
 
     def replica_gone(self, replica_ids: Sequence[str]) -> None:
         self.gone.extend(replica_ids)
+
+    def troubled(self, replica_id: str, trouble: Trouble) -> None:
+        self.troubles.append((replica_id, trouble))
 
 
 class Clock:

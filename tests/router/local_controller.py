@@ -8,7 +8,7 @@ from typing import Any
 from controller.actor import Controller
 from controller.client import NoAnswerError
 from controller.config import ControllerConfig
-from controller.messages import MetricsPush, RouteDecision, RouteQuery
+from controller.messages import MetricsPush, RouteDecision, RouteQuery, Trouble
 from controller.metrics import samples_of
 from router.metrics import RouterMetrics
 
@@ -35,6 +35,9 @@ class LocalController:
 
     def replica_gone(self, replica_ids: Sequence[str]) -> None:
         raise AssertionError("no replica dies here")
+
+    def troubled(self, replica_id: str, trouble: Trouble) -> None:
+        raise AssertionError("no replica fails here")
 
     async def snapshot(self) -> dict[str, Any] | None:
         self.snapshots += 1

@@ -97,7 +97,7 @@ class NoStream:
 
 
 def answered(*tokens: int) -> Answer:
-    attempt = Attempt(NoStream(), 0.0, lambda: None)
+    attempt = Attempt("r", NoStream(), None, "mixed", 0.0, lambda: None)
     attempt.tail = ResponseTail(*tokens) if tokens else None
     return Answer(attempt, nobody_resumes)
 

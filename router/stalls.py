@@ -1,0 +1,241 @@
+"""Attempts whose replica stands still without a word: no error comes, and no token.
+
+A replica may be silent for good reasons: a best-effort request may wait for minutes. So silence is
+only a reason to ask. A replica that answers that it goes on is waited for, for as long as it takes.
+One that says that its engine hangs, or does not answer twice in a row, stands still: its attempts
+are given up, each where another one may be made and somebody else is alive. Where everything stands
+still, or a stream cannot be resumed, to wait is better: the replica may come back, and where Serve
+replaces it the attempt ends with an error.
+
+It costs an attempt a dictionary entry, and a piece a time stamp: one task looks at all attempts a
+few times a second, and a replica is asked once for all of its silent ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from controller.messages import Trouble
+from replica.engine import Progress
+from router.answer import Attempt, ReplicaFailedError
+from router.errors import Reason
+from router.metrics import RouterMetrics
+from scheduling.roles import Role
+
+SWEEP_S = 0.25
+"""Time between two looks at all attempts, seconds."""
+
+ASK_EVERY_S = 1.0
+"""Least time between two questions to a replica, seconds."""
+
+ANSWER_S = 0.5
+"""Longest wait for an answer, seconds."""
+
+MISSES = 2
+"""Questions without an answer in a row after which a replica stands still."""
+
+MAX_NAMES = 256
+"""Most requests that are named in one question; the others are in later ones."""
+
+SEARCHES = 3
+"""Questions to find somebody in a pool who is alive; the first goes to the least loaded one that is
+not known to stand still, the others where Serve sends them."""
+
+_NOBODY = Progress("", hung=False)
+
+_STANDS_STILL = "The replica stands still."
+_LOST = "The replica does not have the request any more."
+
+
+class Askable(Protocol):
+    """What is needed of the replicas."""
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """The pools that there are."""
+
+    async def progress(
+        self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
+    ) -> Progress:
+        """Ask ``target`` whether it goes on; where that is ``None`` or not in the pool any more,
+        anybody there, if possible none of ``avoid``.
+
+        Raises:
+            ReplicaFailedError: it could not be asked, or failed over the question.
+        """
+
+
+class Informed(Protocol):
+    """What is needed of the controller's client."""
+
+    def troubled(self, replica_id: str, trouble: Trouble) -> None:
+        """A replica is in trouble. Returns at once."""
+
+
+class _Suspect:
+    """A replica with silent attempts."""
+
+    __slots__ = ("asking", "hung", "misses", "next_s", "replica_id", "role", "unknown")
+
+    def __init__(self, replica_id: str, role: Role) -> None:
+        self.replica_id = replica_id
+        self.role = role
+        self.asking: asyncio.Task[None] | None = None
+        self.next_s = float("-inf")
+        self.misses = 0
+        self.hung = False
+        self.unknown: frozenset[str] = frozenset()
+
+    def is_asked_no_longer(self, _: asyncio.Task[None]) -> None:
+        self.asking = None
+
+
+class StallWatch:
+    """Watches over the open attempts. One per router process and model, on its event loop.
+
+    Args:
+        after_s: silence after which a replica is asked, seconds.
+        clock: monotonic seconds; that of the attempts.
+    """
+
+    def __init__(
+        self,
+        replicas: Askable,
+        controller: Informed,
+        metrics: RouterMetrics,
+        after_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._replicas = replicas
+        self._controller = controller
+        self._metrics = metrics
+        self._after_s = after_s
+        self._clock = clock
+        # In the order in which they were made; who waits longest leaves first.
+        self._open: dict[Attempt, Callable[[], bool]] = {}
+        self._suspects: dict[str, _Suspect] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def watch(self, attempt: Attempt, leave: Callable[[], bool]) -> None:
+        """Watch over an attempt until it has ended or is forgotten. ``O(1)``.
+
+        Args:
+            leave: whether it may be given up for another one; that is then as good as made.
+        """
+        self._open[attempt] = leave
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="stalls")
+
+    def forget(self, attempt: Attempt) -> None:
+        """It was closed. ``O(1)``."""
+        self._open.pop(attempt, None)
+
+    async def _run(self) -> None:
+        while self._open:
+            await asyncio.sleep(SWEEP_S)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Look at all attempts, and begin to ask where some are silent. ``O(open attempts)``."""
+        now_s = self._clock()
+        silent: dict[str, list[Attempt]] = {}
+        for attempt in [attempt for attempt in self._open if attempt.tail is not None]:
+            self.forget(attempt)
+        for attempt in self._open:
+            place = attempt.place
+            if place is not None and now_s - attempt.heard_s >= self._after_s and attempt.waits:
+                silent.setdefault(place, []).append(attempt)
+        for replica_id in [name for name in self._suspects if name not in silent]:
+            if self._suspects[replica_id].asking is None:
+                del self._suspects[replica_id]
+        for replica_id, attempts in silent.items():
+            suspect = self._suspects.get(replica_id)
+            if suspect is None:
+                suspect = self._suspects[replica_id] = _Suspect(replica_id, attempts[0].role)
+            if suspect.asking is None and now_s >= suspect.next_s:
+                suspect.next_s = now_s + ASK_EVERY_S
+                suspect.asking = asyncio.create_task(self._examine(suspect, attempts, now_s))
+                suspect.asking.add_done_callback(suspect.is_asked_no_longer)
+
+    async def _examine(self, suspect: _Suspect, silent: list[Attempt], asked_s: float) -> None:
+        """Ask a replica, and do what its answer asks for."""
+        # Before the first item a request may still be on its way there.
+        begun = [attempt for attempt in silent if attempt.heard][:MAX_NAMES]
+        names = tuple(attempt.request_id for attempt in begun)
+        told = await self._ask(names, suspect.replica_id, (), suspect.role)
+        if told is None:
+            if any(self._of(suspect, lambda attempt: attempt.heard_s > asked_s and attempt.heard)):
+                told = Progress(suspect.replica_id, hung=False)
+            else:
+                suspect.misses += 1
+        elif told.replica_id != suspect.replica_id:
+            # Serve lists it no longer: it ends what it has, and Serve sees to it.
+            return
+        if told is not None and not told.hung:
+            suspect.misses, suspect.hung = 0, False
+            self._give_up_lost(suspect, begun, told, asked_s)
+            return
+        suspect.unknown = frozenset()
+        if told is not None or suspect.misses >= MISSES:
+            suspect.hung = True
+            self._controller.troubled(suspect.replica_id, Trouble.HUNG)
+            await self._move(suspect, asked_s)
+
+    def _of(self, suspect: _Suspect, which: Callable[[Attempt], bool]) -> Iterable[Attempt]:
+        here = [attempt for attempt in self._open if attempt.place == suspect.replica_id]
+        return filter(which, here)
+
+    def _give_up_lost(
+        self, suspect: _Suspect, begun: list[Attempt], told: Progress, asked_s: float
+    ) -> None:
+        """Fail the attempts that a living replica did not know twice: nothing will come of them.
+        The first time, their last items may have been on their way."""
+        lost = suspect.unknown.intersection(told.unknown)
+        suspect.unknown = frozenset(told.unknown)
+        for attempt in begun:
+            if attempt.request_id in lost and attempt.heard_s <= asked_s:
+                self._give_up(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _LOST))
+
+    async def _move(self, suspect: _Suspect, asked_s: float) -> None:
+        """Fail the attempts at a replica that stands still, as far as they may go elsewhere."""
+
+        def stuck(attempt: Attempt) -> bool:
+            return attempt.waits and attempt.heard_s <= asked_s
+
+        if not any(self._of(suspect, stuck)) or not await self._elsewhere(suspect.role):
+            return
+        for attempt in self._of(suspect, stuck):
+            if self._open[attempt]():
+                failure = ReplicaFailedError(Reason.REPLICA_FAILED, _STANDS_STILL, hung=True)
+                self._give_up(attempt, failure)
+
+    def _give_up(self, attempt: Attempt, failure: ReplicaFailedError) -> None:
+        if attempt.give_up(failure):
+            self._metrics.given_up.inc()
+
+    async def _elsewhere(self, role: Role) -> bool:
+        """Whether any replica answers that is not known to stand still."""
+        hung = tuple(name for name, suspect in self._suspects.items() if suspect.hung)
+        for pool in sorted(self._replicas.roles, key=lambda other: other != role):
+            avoided = [hung, *[()] * (SEARCHES - 1)]
+            questions = (self._ask((), None, avoid, pool) for avoid in avoided)
+            for told in await asyncio.gather(*questions):
+                if told and told.replica_id and not told.hung and told.replica_id not in hung:
+                    return True
+        return False
+
+    async def _ask(
+        self, names: tuple[str, ...], target: str | None, avoid: tuple[str, ...], role: Role
+    ) -> Progress | None:
+        """The answer, if there is one in time. Who raises an error answers, too."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._replicas.progress(names, target, avoid, role)
+        except TimeoutError:
+            return None
+        except ReplicaFailedError as failure:
+            if failure.reason is Reason.NO_REPLICA:
+                return _NOBODY
+            return Progress(target or "", hung=False) if failure.reason is Reason.INTERNAL else None
