@@ -29,14 +29,16 @@ import click
 from rich.console import Console
 
 from benchmarks.replay_client import Outcome, replay
-from benchmarks.soak_load import Load, capacity, configuration, make_load
+from benchmarks.soak_load import LOAD, Load, capacity, configuration, make_load
+from benchmarks.soak_report import is_well, summary, tables
+from benchmarks.soak_trends import Sample
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
 from scheduling.roles import Role
 
 if TYPE_CHECKING:
     from benchmarks.soak_faults import Chaos
-    from benchmarks.soak_watch import Sample, Watch
+    from benchmarks.soak_watch import Watch
 
 SAMPLE_S: Final = 10.0
 WARM_UP_S: Final = 60.0
@@ -87,10 +89,8 @@ def soak(
       sluice bench soak --minutes 40
       sluice bench soak --minutes 20 --faults --seed 7
     """
-    from benchmarks.soak_report import is_well, tables
-
     real = engine == "vllm"
-    load = make_load(60 * minutes, rate or 0.8 * capacity(real) * replicas, seed, real)
+    load = make_load(60 * minutes, rate or LOAD * capacity(real) * replicas, seed, real)
     config = configuration(replicas, routers, pools, _free_port(), _model() if real else None)
     # Ray's own messages must not stand between the lines of the JSON.
     with redirect_stdout(sys.stderr):
@@ -128,7 +128,6 @@ def measure(config: SluiceConfig, load: Load, faults_seed: int | None) -> dict[s
     with stop_signals() as stop, running(config, stop, say):
         # Ray reads its environment on import, and these import Ray.
         from benchmarks.soak_faults import Chaos
-        from benchmarks.soak_report import summary
         from benchmarks.soak_watch import Watch
 
         run = _Run(config, load, Watch(base_url(config), config.name), stop, say)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import ray
 from ray import serve
 
 from benchmarks import injuries
+from benchmarks.soak_report import Injury
 from deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
 from scheduling.roles import Role
 
@@ -22,20 +23,6 @@ _DRAINED_S = (3.0, 8.0)
 _CONTROLLER_FROZEN_S = 5.0
 _READY_S = 60.0
 _LOOK_S = 0.5
-
-
-class Injury(NamedTuple):
-    """One that was done: when, from the load's start, what to whom, and for how long."""
-
-    at_s: float
-    what: str
-    target: str
-    seconds: float
-
-    @property
-    def cuts(self) -> bool:
-        """Whether connections of clients end with it: who held them is dead."""
-        return self.what == "kill router"
 
 
 class Chaos:

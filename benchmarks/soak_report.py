@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from benchmarks.replay_client import End, Outcome
 from benchmarks.replay_kinds import Kind
 from benchmarks.replay_report import of_class
-from benchmarks.soak_faults import Injury
-from benchmarks.soak_watch import Sample, Series, Trend, trends
+from benchmarks.soak_trends import Sample, Series, Trend, trends
 
 Json = dict[str, Any]
 
 CUT_S = 5.0
 """How long after the death of who held them connections may still be found broken, seconds."""
+
+
+class Injury(NamedTuple):
+    """One that was done: when, from the load's start, what to whom, and for how long."""
+
+    at_s: float
+    what: str
+    target: str
+    seconds: float
+
+    @property
+    def cuts(self) -> bool:
+        """Whether connections of clients end with it: who held them is dead."""
+        return self.what == "kill router"
 
 
 def lost(outcomes: Sequence[Outcome], injuries: Sequence[Injury]) -> list[Outcome]:

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.replay_client import End, Outcome
+from benchmarks.replay_kinds import KINDS
+from benchmarks.soak import soak
+from benchmarks.soak_load import (
+    ALL_CLASSES,
+    BURST,
+    BURST_EVERY_S,
+    BURST_S,
+    ENGINE,
+    LEAVING,
+    LOAD,
+    capacity,
+    configuration,
+    make_load,
+)
+from benchmarks.soak_report import Injury, is_well, lost, summary, tables
+from benchmarks.soak_trends import APPLICATION, LEAST_S, Sample, Series, trend, trends
+from scheduling.objective import SLO
+
+MEMORY = Series("routers", "12", "memory MiB")
+
+
+# The load.
+
+
+def test_the_load_has_every_kind_and_class_and_bursts_over_what_the_engines_can() -> None:
+    load = make_load(1_200.0, 10.0, seed=2)
+    arrivals = load.workload.arrivals
+    assert {kind.name for kind in load.kinds} == {kind.name for kind in KINDS}
+    assert {each.slo.service_class for each in arrivals} == set(ALL_CLASSES)
+    times = np.array([each.arrival_s for each in arrivals])
+    burst = times % BURST_EVERY_S >= BURST_EVERY_S - BURST_S
+    share = BURST_S / BURST_EVERY_S
+    assert (~burst).sum() / (1_200 * (1 - share)) == pytest.approx(10.0, rel=0.05)
+    assert burst.sum() / (1_200 * share) == pytest.approx(10.0 * BURST / LOAD, rel=0.1)
+    streams = sum(kind.streams for kind in load.kinds)
+    leaving = [leave for leave in load.leaves if leave is not None]
+    assert len(leaving) / streams == pytest.approx(LEAVING, abs=0.01)
+    longest = max(each.prompt_tokens + each.output_tokens for each in arrivals)
+    assert longest <= ENGINE["max_model_tokens"]
+
+
+def test_a_real_engine_gets_less() -> None:
+    assert capacity(real=True) < capacity(real=False)
+    small, usual = make_load(60.0, 20.0, 1, real=True), make_load(60.0, 20.0, 1)
+    assert max(each.prompt_tokens for each in small.workload.arrivals) < 200
+    assert len(small.workload) == len(usual.workload)
+
+
+@pytest.mark.parametrize("pools", [False, True])
+def test_what_is_served(pools: bool) -> None:
+    (fleet,) = configuration(5, 2, pools, 8123, None).fleets
+    counts = {pool.role: pool.replica.count for pool in fleet.pools}
+    assert counts == ({"prefill": 2, "decode": 3} if pools else {"mixed": 5})
+
+
+# What is lost.
+
+
+def outcome(end: End, sent_s: float, ended_s: float | None) -> Outcome:
+    made = Outcome(SLO(service_class="batch"), 10, 5, sent_s, 0.0)
+    made.end, made.ended_s = end, ended_s
+    return made
+
+
+ROUTER = Injury(100.0, "kill router", "r", 0.0)
+REPLICA = Injury(100.0, "kill replica", "r", 0.0)
+
+
+def test_a_cut_connection_is_lost_unless_who_held_it_was_killed() -> None:
+    under_way = outcome(End.CUT, 90.0, 100.5)
+    just_after = outcome(End.CUT, 103.0, 103.5)
+    for spared in (under_way, just_after):
+        assert lost([spared], [ROUTER]) == []
+        assert lost([spared], [REPLICA]) == lost([spared], []) == [spared]
+    for other in (outcome(End.CUT, 80.0, 99.0), outcome(End.CUT, 106.0, 110.0)):
+        assert lost([other], [ROUTER]) == [other]
+
+
+def test_silence_is_lost_whatever_was_killed_and_explicit_ends_never_are() -> None:
+    hanging = outcome(End.SILENT, 90.0, None)
+    assert lost([hanging], [ROUTER]) == [hanging]
+    others = [end for end in End if end not in (End.SILENT, End.CUT)]
+    assert lost([outcome(end, 90.0, 101.0) for end in others], [ROUTER]) == []
+
+
+# What grows.
+
+
+def points(values: list[float], seconds: float = 2 * LEAST_S) -> np.ndarray:
+    return np.column_stack([np.linspace(0.0, seconds, len(values)), values])
+
+
+@given(
+    st.lists(st.floats(-1.0, 1.0), min_size=40, max_size=80),
+    st.floats(50.0, 500.0),
+    st.floats(0.2, 4.0),
+)
+def test_a_leak_shows_and_a_steady_level_with_noise_does_not(
+    noise: list[float], level: float, rate: float
+) -> None:
+    """A leak of a fifth of the level or more over the time, under noise of 1 MiB either way."""
+    steady = [level + each for each in noise]
+    assert not trend(MEMORY, points(steady)).grows
+    rises = np.linspace(0.0, rate * (0.1 * level + 12.0), len(noise)) + steady
+    found = trend(MEMORY, points(list(rises)))
+    assert found.grows == (
+        found.last - found.first > max(8.0, 0.04 * found.first) and found.slope > 2 * found.error
+    )
+    if rate >= 1:
+        assert found.grows
+
+
+def test_the_slope_is_per_hour_and_that_of_a_straight_line() -> None:
+    found = trend(MEMORY, points([100.0 + 0.5 * index for index in range(41)], seconds=1_800.0))
+    assert found.slope == pytest.approx(40.0)
+    assert found.error == pytest.approx(0.0, abs=1e-6)
+    assert (found.first, found.last) == (102.25, 117.75)
+
+
+def test_a_short_time_says_nothing_and_rays_own_growth_is_not_ours() -> None:
+    rising = [100.0 + index for index in range(60)]
+    assert not trend(MEMORY, points(rising, LEAST_S - 1)).grows
+    assert trend(MEMORY, points(rising)).grows
+    assert not trend(Series("Ray", "1", "memory MiB"), points(rising)).grows
+    assert not trend(MEMORY, points(rising[::-1])).grows
+    assert trend(Series(APPLICATION, "", "sluice_reservations"), points(rising)).grows
+
+
+def test_a_process_that_was_not_there_for_half_of_the_time_is_left_out() -> None:
+    other = Series("routers", "13", "memory MiB")
+    samples = [Sample(10.0 * n, {MEMORY: 1.0} | ({other: 1.0} if n < 9 else {})) for n in range(20)]
+    assert [each.series for each in trends(samples)] == [MEMORY]
+
+
+# The report.
+
+
+def test_a_report_is_json_makes_tables_and_says_whether_all_is_well() -> None:
+    outcomes = [outcome(end, 90.0, 101.0) for end in End if end is not End.SILENT]
+    kinds = [KINDS[0]] * len(outcomes)
+    samples = [Sample(10.0 * n, {MEMORY: 100.0}) for n in range(80)]
+    found = summary(outcomes, kinds, samples, [ROUTER], {})
+    assert json.loads(json.dumps(found)) == found
+    assert is_well(found)
+    assert len(tables(found)) == 4
+    assert found["ends"][KINDS[0].name]["answered: unfinished"] == 1
+    assert not is_well(summary(outcomes, kinds, samples, [], {})), "a cut one"
+    assert not is_well(summary(outcomes, kinds, samples, [ROUTER], {"sluice_reservations": 1.0}))
+    assert not is_well(
+        summary(outcomes, kinds, samples, [ROUTER], {"sluice_reservations": math.nan})
+    )
+    growing = [Sample(10.0 * n, {MEMORY: 100.0 + n}) for n in range(80)]
+    assert summary(outcomes, kinds, growing, [ROUTER], {})["growing"] == ["routers 12 memory MiB"]
+
+
+# All of it.
+
+
+@pytest.mark.ray
+def test_a_short_soak_with_faults_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray of its own: what is killed here is everybody's."""
+    from benchmarks import soak_faults
+    from tests.own_ray import shared_ray
+
+    shared_ray.end()
+    monkeypatch.setattr(soak_faults, "PAUSE_S", (2.0, 4.0))
+    command = ["--minutes", "0.4", "--faults", "--seed", "3", "--rate", "4", "--json"]
+    done = CliRunner().invoke(soak, command)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["lost"] == 0, found["ends"]
+    assert found["left_over"] == {}
+    assert found["injuries"], "something was injured"
+    ends = Counter[str]()
+    for counts in found["ends"].values():
+        ends.update(counts)
+    assert ends["answered"] > 0.5 * found["all"]["sent"], ends
+    kinds = {name.split()[0] for name in found["samples"] if name != "at_s"}
+    assert {"client", "controller", "replicas", "routers", "HAProxy", "Serve"} <= kinds
+    assert "application sluice_in_flight_requests" in found["samples"]
+    assert done.exit_code == 0
