@@ -145,3 +145,25 @@ def test_the_rest_of_a_request(tokenizer: Any) -> None:
     apart = rest_of(request, [5, 6, 7], prefill_only=True)
     assert apart.prompt_token_ids == rest.prompt_token_ids
     assert apart.sampling_params.max_tokens == MOST, "one token, which nobody sees"
+
+
+async def test_an_abort_while_outputs_are_made_again_is_the_last_output(tokenizer: Any) -> None:
+    """It comes where others get their turn; whoever reads the queue then sees that it is over."""
+    from replica.vllm_resume import AT_ONCE, repeat
+
+    output = Output(tokenizer, [])
+    output.request.sampling_params.max_tokens = 4 * AT_ONCE
+    tokens = 3 * AT_ONCE
+    resume = Resume((400,) * tokens, (1,) * tokens, "r")
+    repeating = asyncio.create_task(
+        repeat(output.processor, output.request, output.queue, resume, 999)
+    )
+    await asyncio.sleep(0)
+    assert not repeating.done()
+    output.processor.abort_requests(["r"], internal=True)
+    made = await repeating
+    assert 0 < len(made) < tokens and not any(each.finished for each in made)
+    last = output.queue.get_nowait()
+    assert last is not None and last.finished
+    assert last.outputs[0].finish_reason == "abort"
+    assert output.queue.get_nowait() is None
