@@ -25,12 +25,19 @@ def roles(serving: System) -> Counter[str]:
     return Counter(each["role"] for each in fresh(serving))
 
 
+def there(serving: System, role: str) -> list[dict[str, Any]]:
+    """The replicas of a role that nobody has seen leave, also such as are slow to report."""
+    return [
+        each
+        for each in serving.snapshot()["replicas"]
+        if each["role"] == role and each["condition"] != "gone"
+    ]
+
+
 def busy(serving: System, role: str) -> list[str]:
     """The replicas of a role that have a request."""
     return [
-        each["replica_id"]
-        for each in fresh(serving)
-        if each["role"] == role and each["waiting"] + each["running"]
+        each["replica_id"] for each in there(serving, role) if each["waiting"] + each["running"]
     ]
 
 

@@ -18,6 +18,7 @@ from tests.e2e.pools import (
     only,
     roles,
     stream,
+    there,
     value,
     wait_until_busy,
 )
@@ -90,8 +91,8 @@ def asked(serving: System) -> Iterator[Any]:
 
 def at(serving: System, role: str) -> int:
     """API calls at the replica of a role, whether or not its engine knows."""
-    (replica_id,) = (each["replica_id"] for each in fresh(serving) if each["role"] == role)
-    label = f'replica="{replica_id}"'
+    (found,) = there(serving, role)
+    label = f'replica="{found["replica_id"]}"'
     return int(value(serving, "sluice_replica_live_requests", label))
 
 
@@ -109,7 +110,8 @@ def test_decode_dies_before_a_first_token_and_in_mid_stream(
     started: list[Future[Streamed]] = []
 
     def then(events: int, _: str) -> None:
-        if events == TOKENS // 3:
+        # Early: an event may hold several tokens, so nobody knows how many events there will be.
+        if events == 2:
             pair["decode"].engine().freeze()
             started.append(asked("begun"))
             wait_until(lambda: at(serving, "decode") == 2, "another prompt is computed")
