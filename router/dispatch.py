@@ -17,7 +17,7 @@ from router.call import Call
 from router.config import RouterConfig
 from router.destinations import Controller, Destinations
 from router.errors import ApiError, Reason
-from router.handover import may_resume
+from router.handover import NOT_RESUMABLE, may_resume
 from router.hint import NO_REPLICA_WAIT_S
 from router.legs import Course, Legs, Replicas
 from router.metrics import RouterMetrics
@@ -172,7 +172,7 @@ class Dispatcher:
         broken.close()
         self._legs.note_failure(course, broken.head.replica_id, failure)
         if course.transcript is None or not course.transcript.resumable:
-            raise failure
+            raise ReplicaFailedError(failure.reason, f"{failure} {NOT_RESUMABLE}") from failure
         await self._before_the_next(course, failure)
         try:
             attempt = await self._attempts(course)

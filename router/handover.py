@@ -15,6 +15,12 @@ from scheduling.objective import SLO
 _WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
 _TEXT = ("text", "input_text", "output_text", "refusal")
 
+NOT_RESUMABLE = (
+    "No other replica can go on with such a stream: several choices, log probabilities, structured "
+    "output, penalties or the like depend on more than the tokens that were sent."
+)
+"""What a client is told whose stream ends with its replica."""
+
 LEAST_SHARE = 0.1
 """Of the time to the first token, what is left for the computation of the prompt at the least."""
 
