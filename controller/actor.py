@@ -47,6 +47,7 @@ from controller.messages import (
 from controller.metrics import MetricsHub, families_of, text_of
 from controller.mirror import Mirror
 from controller.overview import describe, drain_of, left_at
+from controller.quarantine import Quarantine
 from controller.quotas import Quotas
 from controller.request_classes import RequestClasses
 from scheduling.autoscaling import Load
@@ -88,6 +89,7 @@ class Controller:
         )
         self._mirror = Mirror(self._epoch, self._fleet, config.forget_after_s)
         self._drains = Drains(self._fleet)
+        self._quarantine = Quarantine(self._mirror, self._fleet)
         routing = config.make_routing()
         self._log = DecisionLog(routing)
         self._classes = RequestClasses()
@@ -95,7 +97,7 @@ class Controller:
         self._quotas = Quotas()
         self._server = RouteServer(self._route, self._report, clock)
         self._instruments = Instruments(
-            config.policy, self._mirror, self._fleet, self._placer.demand, clock
+            config.policy, self._mirror, self._fleet, self._placer.demand, self._quarantine, clock
         )
         own = families_of(self._instruments.registry)
         self._hub = MetricsHub(reserved=[family.name for family in own])
@@ -135,6 +137,7 @@ class Controller:
         with self._instruments.refusals():
             self._mirror.hello(hello, now_s)
         self._drains.greet(hello.replica_id, hello.closed)
+        self._quarantine.reported(hello, (), now_s)
         self._instruments.count_report("hello")
         closed = self._fleet.is_closed(hello.replica_id)
         return ReportReply(self._epoch, resync=False, closed=closed)
@@ -153,6 +156,7 @@ class Controller:
         self._hear()
         self._mirror.forget(replica_id)
         self._drains.forget(replica_id)
+        self._quarantine.forget(replica_id)
 
     async def replica_gone(self, replica_ids: Sequence[str]) -> None:
         """A router saw replicas leave: choose them no more. Unknown ones are ignored.
@@ -171,7 +175,7 @@ class Controller:
         """
         check_source(source)
         check_notices(notices)
-        self._hear()
+        self._quarantine.troubled(source, notices, self._hear())
 
     async def release(self, keys: Sequence[int]) -> None:
         """A router gave these requests up, or sent them elsewhere. Unknown keys are ignored.
@@ -180,7 +184,7 @@ class Controller:
             ValueError: not a list of keys.
         """
         check_keys("keys", keys)
-        self._hear()
+        self._quarantine.released(keys, self._hear())
         self._fleet.release(keys)
         self._classes.ended(keys)
 
@@ -207,7 +211,7 @@ class Controller:
         if not known:
             self._history.joined(push.samples)
         self._history.note(self._hub, now_s)
-        return PushReply(self._closed(), self._quarantined())
+        return PushReply(self._closed(), self._quarantine.names)
 
     async def render_metrics(self) -> bytes:
         """Every process's metrics, the controller's too, in Prometheus' text format.
@@ -254,7 +258,9 @@ class Controller:
             "decision_ms": self._log.took_ms(),
             "recent": self._history.recent(self._hub, now_s),
             "replicas": [
-                describe(self._mirror, self._fleet, self._classes, replica_id, now_s)
+                describe(
+                    self._mirror, self._fleet, self._classes, self._quarantine, replica_id, now_s
+                )
                 for replica_id in self._mirror.replicas
             ],
         }
@@ -313,23 +319,24 @@ class Controller:
         return self._heard_s
 
     def _forget_silent(self, now_s: float) -> None:
-        self._drains.silent(self._mirror.forget_silent(now_s), now_s)
+        forgotten = self._mirror.forget_silent(now_s)
+        self._drains.silent(forgotten, now_s)
+        for replica_id in forgotten:
+            self._quarantine.forget(replica_id)
+        self._quarantine.advance(now_s)
 
     def _route(self, queries: list[RouteQuery]) -> RouteReply:
         if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
             raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
         self._hear()
         decisions = tuple([self._decide(query) for query in queries])
-        return RouteReply(self._epoch, decisions, self._closed(), self._quarantined())
+        return RouteReply(self._epoch, decisions, self._closed(), self._quarantine.names)
 
     def _closed(self) -> tuple[str, ...] | None:
         settling = self._clock() - self._started_s < SETTLING_S
         if not len(self._fleet) or (settling and not len(self._drains)):
             return None
         return self._fleet.closed
-
-    def _quarantined(self) -> tuple[str, ...]:
-        return ()
 
     def _report(self, delta: ReplicaDelta) -> ReportReply:
         now_s = self._hear()
@@ -338,6 +345,7 @@ class Controller:
         self._instruments.count_report("applied" if applied else "resync")
         if applied:
             self._classes.ended(delta.finished)
+            self._quarantine.reported(delta, delta.finished, now_s)
         closed = self._fleet.is_closed(delta.replica_id)
         return ReportReply(self._epoch, resync=not applied, closed=closed)
 
@@ -349,7 +357,9 @@ class Controller:
             decision = RouteDecision(None, INVALID_QUERY)
             self._instruments.count_decision(decision.reason, self._clock() - started_s)
             return decision
+        self._quarantine.advance(started_s)
         decision = self._placer.place(query, started_s)
+        self._quarantine.placed(query, decision, started_s)
         took_s = self._clock() - started_s
         self._instruments.count_decision(decision.reason, took_s)
         self._log.note(query, decision, started_s, took_s)

@@ -12,8 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from controller.mirror import Mirror
+from controller.quarantine import Quarantine
 from scheduling import fleet_rows as figure
 from scheduling.autoscaling import Demand
+from scheduling.breaker import Trouble
 from scheduling.fleet import CONDITIONS, Fleet
 from scheduling.job import INVALID_QUERY, NO_REPLICA, PLACED, UNATTAINABLE
 from scheduling.kernels import Floats
@@ -33,6 +35,8 @@ DECISION_BUCKETS_S = (
 
 _OUTCOMES = (PLACED, UNATTAINABLE, NO_REPLICA, INVALID_QUERY)
 _REPORTS = ("hello", "applied", "resync", "refused")
+
+_BUDGET = "sluice_replica_pab_tokens"
 
 _REPLICA_GAUGES: dict[str, tuple[str, Callable[[Floats], float]]] = {
     "sluice_replica_waiting_requests": (
@@ -68,8 +72,9 @@ _REPLICA_GAUGES: dict[str, tuple[str, Callable[[Floats], float]]] = {
         "Share of the replica's KV blocks in use, 0 to 1.",
         lambda figures: 1 - figures[figure.FREE_BLOCKS] / max(1, figures[figure.TOTAL_BLOCKS]),
     ),
-    "sluice_replica_pab_tokens": (
-        "Prefill admission budget of the replica, tokens; negative when it is overloaded.",
+    _BUDGET: (
+        "Prefill admission budget of the replica, tokens; negative when it is overloaded. None in "
+        "quarantine.",
         lambda figures: figures[figure.PAB],
     ),
 }
@@ -100,7 +105,7 @@ class Instruments(Collector):
 
     Args:
         policy: name of the routing policy, a label of the decisions.
-        mirror, fleet, demand: what the gauges show.
+        mirror, fleet, demand, quarantine: what the gauges show.
         clock: monotonic seconds.
     """
 
@@ -110,11 +115,13 @@ class Instruments(Collector):
         mirror: Mirror,
         fleet: Fleet,
         demand: Demand,
+        quarantine: Quarantine,
         clock: Callable[[], float],
     ) -> None:
         self._mirror = mirror
         self._fleet = fleet
         self._demand = demand
+        self._quarantine = quarantine
         self._clock = clock
         self.registry = CollectorRegistry(auto_describe=False)
         decisions = Counter(
@@ -188,9 +195,12 @@ class Instruments(Collector):
             value=len(fleet.ledger),
         )
         yield from self._loads(now_s)
+        yield from self._quarantines()
         for name, (documentation, read) in _REPLICA_GAUGES.items():
             gauge = GaugeMetricFamily(name, documentation, labels=("replica", "role"))
             for replica_id, row in fleet.row_of.items():
+                if name == _BUDGET and replica_id in self._quarantine.names:
+                    continue  # nobody may use it
                 labels = (replica_id, fleet.roles[row])
                 gauge.add_metric(labels, float(read(fleet.figures[row])))
             yield gauge
@@ -202,6 +212,32 @@ class Instruments(Collector):
         for replica_id, replica in self._mirror.replicas.items():
             ages.add_metric((replica_id,), now_s - replica.received_s)
         yield ages
+
+    def _quarantines(self) -> Iterator[Metric]:
+        """Who is in quarantine why, and what brought them there."""
+        quarantine = self._quarantine
+        found = Counts(quarantine.cause_of(each) for each in quarantine.names)
+        now = GaugeMetricFamily(
+            "sluice_quarantined_replicas",
+            "Replicas that get no requests because they failed or hung, by what was seen last.",
+            labels=("reason",),
+        )
+        opened = CounterMetricFamily(
+            "sluice_breaker_opened",
+            "Times that a replica went into quarantine, or back to it when it was tried.",
+            labels=("reason",),
+        )
+        notices = CounterMetricFamily(
+            "sluice_trouble_notices",
+            "What routers saw of replicas; ignored of one that had accused more than half of them.",
+            labels=("reason", "outcome"),
+        )
+        for reason in Trouble:
+            now.add_metric((reason.value,), found[reason])
+            opened.add_metric((reason.value,), quarantine.opened[reason])
+            notices.add_metric((reason.value, "counted"), quarantine.believed[reason])
+            notices.add_metric((reason.value, "ignored"), quarantine.disbelieved[reason])
+        yield from (now, opened, notices)
 
     def _loads(self, now_s: float) -> Iterator[Metric]:
         """What each role has to do."""

@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Any
 
 from controller.mirror import Mirror, MirroredReplica
+from controller.quarantine import Quarantine
 from controller.request_classes import RequestClasses
 from scheduling import fleet_rows as figure
 from scheduling.fleet import Fleet
@@ -22,7 +23,12 @@ REPLICA = "replica"
 
 
 def describe(
-    mirror: Mirror, fleet: Fleet, classes: RequestClasses, replica_id: str, now_s: float
+    mirror: Mirror,
+    fleet: Fleet,
+    classes: RequestClasses,
+    quarantine: Quarantine,
+    replica_id: str,
+    now_s: float,
 ) -> dict[str, Any]:
     """One replica, which is known. ``O(its live requests)``."""
     replica = mirror.replicas[replica_id]
@@ -39,6 +45,7 @@ def describe(
         "role": replica.hello.role,
         "condition": fleet.condition(row, now_s),
         "drain": drain_of(mirror, fleet, replica_id),
+        "quarantine": _quarantine(quarantine, replica_id, now_s),
         "report_age_ms": _ms(now_s - replica.received_s),
         "reports": replica.seq,
         "waiting": int(figures[figure.WAITING]),
@@ -70,6 +77,20 @@ def drain_of(mirror: Mirror, fleet: Fleet, replica_id: str) -> str | None:
     if fleet.is_closed(replica_id):
         return OPERATOR
     return REPLICA if mirror.replicas[replica_id].draining else None
+
+
+def _quarantine(quarantine: Quarantine, replica_id: str, now_s: float) -> dict[str, Any] | None:
+    """Why a replica is in quarantine, if it is: its reason, how long it has been there, whether it
+    is being tried, and how long until it is: ``None`` where it must first say that it works."""
+    found = quarantine.of(replica_id, now_s)
+    if found is None:
+        return None
+    return {
+        "reason": found.cause.value,
+        "state": found.state.value,
+        "since_ms": _ms(now_s - found.since_s),
+        "retry_in_ms": None if found.retry_in_s is None else _ms(found.retry_in_s),
+    }
 
 
 def left_at(fleet: Fleet, replica_id: str) -> dict[str, int]:

@@ -1,8 +1,31 @@
-"""When a replica that fails its requests gets no more of them, and when it is tried again."""
+"""When a replica that fails its requests gets no more of them, and when it is tried again.
+
+A circuit breaker (Nygard, *Release It!*, 2nd ed., 2018, chapter 5): closed, open, half-open. There
+is no clock here: the time is an argument, seconds on one monotonic clock of the caller's.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections import deque
+from math import inf
+from typing import NamedTuple
+
+FAILURES = 3
+"""Failures that open a breaker."""
+
+FAILURES_WITHIN_S = 10.0
+"""Time within which these come."""
+
+LEAST_OPEN_S = 1.0
+MOST_OPEN_S = 60.0
+"""How long a breaker is open at first, and at most."""
+
+PROBE_S = 10.0
+"""How long a probe may stay without a result before another one may be sent, seconds."""
+
+ENDED_PROBE_S = 1.0
+"""The same of one that has ended: the replica's next report tells what it got done."""
 
 
 class Trouble(enum.StrEnum):
@@ -14,3 +37,163 @@ class Trouble(enum.StrEnum):
 
     FAILED = "failed"
     HUNG = "hung"
+
+
+class State(enum.StrEnum):
+    """``CLOSED``: requests flow. ``OPEN``: none do. ``HALF_OPEN``: one at a time may, to see what
+    becomes of it."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class _Failure(NamedTuple):
+    at_s: float
+    ended: int  # requests that had ended at the replica by then
+
+
+class Breaker:
+    """Opens when its replica is in trouble, and closes when a request has got through.
+
+    - It opens when the replica says that it hangs, when a stream from it hangs while its engine
+      makes no steps, or at ``FAILURES`` failures within ``FAILURES_WITHIN_S`` in which no more
+      requests than that ended there, well or not. So neither a few requests that fail anywhere nor
+      one router that does not reach it opens the breaker of a replica that serves the others.
+    - It is open for ``LEAST_OPEN_S``, and as long as the replica says that it hangs. When it has
+      taken that back, it is tried at once.
+    - Then one probe at a time is let through. One that gets work done closes the breaker; one of
+      which nothing is heard makes room for another; a failure, of the probe or of what the replica
+      had before, opens it again.
+    - For as long as it was open, and ``FAILURES_WITHIN_S`` at least, it is on trial once it is
+      closed: until a few requests have ended there, one failure opens it again. Each time that it
+      opens while half-open or on trial it stays open for twice as long, up to ``MOST_OPEN_S``.
+
+    All methods are ``O(1)``. Each that may change :attr:`state` is followed by a look at it.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_failures",
+        "_hangs",
+        "_open_s",
+        "_trial_ended",
+        "_trial_until_s",
+        "cause",
+        "due_s",
+        "probe",
+        "since_s",
+        "state",
+    )
+
+    def __init__(self) -> None:
+        self.state = State.CLOSED
+        self.cause = Trouble.FAILED
+        """Why it was opened last."""
+        self.since_s = -inf
+        """Since when it has not been closed."""
+        self.due_s = inf
+        """When :meth:`advance` has something to do."""
+        self.probe: int | None = None
+        """Key of the request that was let through while half-open, if any."""
+        self._hangs = False
+        self._ended = 0
+        self._failures: deque[_Failure] = deque(maxlen=FAILURES)
+        self._open_s = 0.0
+        self._trial_until_s = -inf
+        self._trial_ended = 0
+
+    def advance(self, now_s: float) -> None:
+        """Let what is due happen."""
+        if now_s < self.due_s:
+            return
+        self.due_s = inf
+        if self.state is State.OPEN:
+            self.state = State.HALF_OPEN
+        self.probe = None
+
+    def trouble(self, trouble: Trouble, now_s: float, stepping: bool) -> bool:
+        """A router saw trouble; whether that opened it. ``stepping``: the replica has told of a
+        step of its engine just now, so that what hangs is not that."""
+        self.advance(now_s)
+        if self.state is State.OPEN:
+            return False
+        self._failures.append(_Failure(now_s, self._ended))
+        hangs = trouble is Trouble.HUNG and not stepping
+        if hangs or self.state is State.HALF_OPEN or self._on_trial(now_s) or self._too_many(now_s):
+            self._open(trouble, now_s)
+            return True
+        return False
+
+    def report(self, hangs: bool, ended: int, now_s: float) -> bool:
+        """The replica reported whether its engine hangs, and that so many more requests have ended
+        there; whether that opened the breaker."""
+        self.advance(now_s)
+        self._ended += ended
+        was, self._hangs = self._hangs, hangs
+        if hangs and not was:
+            opened = self.state is not State.OPEN
+            if opened:
+                self._open(Trouble.HUNG, now_s)
+            self.due_s = inf  # until it takes that back
+            return opened
+        if was and not hangs:
+            self.due_s = now_s
+            self.advance(now_s)
+        return False
+
+    def send(self, key: int, now_s: float) -> None:
+        """While half-open: the request of this key is the probe.
+
+        Raises:
+            RuntimeError: it is not half-open, or a probe is under way.
+        """
+        if self.state is not State.HALF_OPEN or self.probe is not None:
+            raise RuntimeError(f"no probe may be sent: {self.state}, probe {self.probe}")
+        self.probe = key
+        self.due_s = now_s + PROBE_S
+
+    def ended(self, now_s: float) -> None:
+        """The probe has ended, for whatever reason."""
+        if self.probe is not None:
+            self.due_s = min(self.due_s, now_s + ENDED_PROBE_S)
+
+    def close(self, now_s: float) -> None:
+        """The probe got through."""
+        if self.probe is None:
+            return
+        self.probe, self.due_s = None, inf
+        self.state = State.CLOSED
+        self._failures.clear()
+        self._trial_until_s = now_s + max(self._open_s, FAILURES_WITHIN_S)
+        self._trial_ended = self._ended
+
+    def forgettable(self, now_s: float) -> bool:
+        """Whether a new breaker would do the same."""
+        return (
+            self.state is State.CLOSED
+            and now_s >= self._trial_until_s
+            and (not self._failures or now_s - self._failures[-1].at_s > FAILURES_WITHIN_S)
+        )
+
+    def _on_trial(self, now_s: float) -> bool:
+        return now_s < self._trial_until_s and self._ended - self._trial_ended <= FAILURES
+
+    def _too_many(self, now_s: float) -> bool:
+        """Whether the last failures are close together, and nearly all that ended meanwhile."""
+        first = self._failures[0]
+        return (
+            len(self._failures) == FAILURES
+            and now_s - first.at_s <= FAILURES_WITHIN_S
+            and self._ended - first.ended <= FAILURES
+        )
+
+    def _open(self, cause: Trouble, now_s: float) -> None:
+        again = self.state is State.HALF_OPEN or now_s < self._trial_until_s
+        if self.state is State.CLOSED:
+            self.since_s = now_s
+        self._open_s = min(2 * self._open_s, MOST_OPEN_S) if again else LEAST_OPEN_S
+        self.state, self.cause, self.probe = State.OPEN, cause, None
+        self.due_s = now_s + self._open_s
+        self._failures.clear()
+        self._trial_until_s = -inf

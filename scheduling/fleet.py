@@ -33,8 +33,8 @@ from scheduling.transfer import NO_TRANSFERS, Transfers, TransferTime
 MOST_PIECES = 4
 """Most pieces of a latency model."""
 
-Condition = Literal["fresh", "aged", "stale", "draining", "gone"]
-CONDITIONS: tuple[Condition, ...] = ("fresh", "aged", "stale", "draining", "gone")
+Condition = Literal["fresh", "aged", "stale", "quarantined", "draining", "gone"]
+CONDITIONS: tuple[Condition, ...] = ("fresh", "aged", "stale", "quarantined", "draining", "gone")
 
 MOST_CLOSED = 4096
 """Most replicas that are closed at once; the one closed first is forgotten for one more."""
@@ -142,6 +142,11 @@ class Fleet:
         self._heard_s: Floats = np.zeros(0)
         self._gone_until_s: Floats = np.zeros(0)
         self._willing: NDArray[np.bool_] = np.zeros(0, bool)
+        # Kept with every change of what it is made from, as each decision reads it.
+        self._sound: NDArray[np.bool_] = np.zeros(0, bool)
+        self._quarantined: dict[int, bool] = {}
+        self.untried: frozenset[int] = frozenset()
+        """Rows of the quarantined replicas to which one request may go now, to try them."""
         self.roles: list[Role] = []
         """Role of each row's replica; ``mixed`` where the row is free."""
         self._codes: Ints = np.zeros(0, np.int64)
@@ -162,7 +167,7 @@ class Fleet:
             self._set_role(row, report.role)
         if report.transfers.done:
             self._learn(self._reports[row], report.transfers)
-        self._willing[row] = not report.draining and replica_id not in self._closed
+        self._set_willing(row, not report.draining and replica_id not in self._closed)
         self._reports[row] = report
         pieces = report.latency.pieces
         self.pieces[row] = 0.0
@@ -180,7 +185,8 @@ class Fleet:
         self.ids[row] = ""
         self._rooms[row] = 0
         self._reports[row] = None
-        self._willing[row] = False
+        self._quarantined.pop(row, None)
+        self._set_willing(row, False)
         self._set_role(row, "mixed")
         self._free.append(row)
         return True
@@ -203,7 +209,7 @@ class Fleet:
             del self._closed[next(iter(self._closed))]
         row = self.row_of.get(replica_id)
         if row is not None:
-            self._willing[row] = False
+            self._set_willing(row, False)
 
     def reopen(self, replica_id: str) -> bool:
         """Take :meth:`close` back; whether it was closed."""
@@ -214,7 +220,7 @@ class Fleet:
         if row is not None:
             report = self._reports[row]
             assert report is not None
-            self._willing[row] = not report.draining
+            self._set_willing(row, not report.draining)
         return True
 
     @property
@@ -226,15 +232,59 @@ class Fleet:
         """Whether a replica is closed."""
         return replica_id in self._closed
 
+    def quarantine(self, replica_id: str, untried: bool = False) -> None:
+        """Leave a replica, which is known, out of decisions as long as others are left, until
+        :meth:`readmit`; or with ``untried`` until a request has gone there."""
+        row = self.row_of[replica_id]
+        self._quarantined[row] = untried
+        self._set_willing(row, bool(self._willing[row]))
+
+    def readmit(self, replica_id: str) -> None:
+        """Take :meth:`quarantine` back, if the replica is known."""
+        row = self.row_of.get(replica_id)
+        if row is not None and self._quarantined.pop(row, None) is not None:
+            self._set_willing(row, bool(self._willing[row]))
+
     def candidates(self, now_s: float) -> Ints:
-        """Rows of the replicas that may be chosen, ascending: those heard of lately; where there
-        are none, the aged ones. ``O(replicas)``."""
+        """Rows of the replicas that may be chosen, ascending: those heard of lately that are not
+        quarantined; where there are none, the aged ones; and where there are none of these either,
+        the quarantined ones, the same way. ``O(replicas)``."""
         silent_s = now_s - self._heard_s
-        willing = self._willing & (now_s >= self._gone_until_s)
-        rows = np.flatnonzero(willing & (silent_s < self.settings.aged_after_s))
-        if not len(rows):
-            rows = np.flatnonzero(willing & (silent_s < self.settings.stale_after_s))
+        here = now_s >= self._gone_until_s
+        fresh = here & (silent_s < self.settings.aged_after_s)
+        rows = np.flatnonzero(self._sound & fresh)
+        if len(rows):
+            return rows
+        aged = here & (silent_s < self.settings.stale_after_s)
+        for able in (self._sound & aged, self._willing & fresh, self._willing & aged):
+            rows = np.flatnonzero(able)
+            if len(rows):
+                break
         return rows
+
+    def is_sound(self, row: int, now_s: float) -> bool:
+        """Whether anything may be promised at a candidate: it is neither aged nor one that is
+        chosen although it is quarantined."""
+        silent_s = now_s - self._heard_s[row]
+        return bool(self._sound[row] and silent_s < self.settings.aged_after_s)
+
+    def capacity(self, now_s: float) -> Ints:
+        """Rows of the candidates that are not quarantined: what there is to serve requests with."""
+        rows = self.candidates(now_s)
+        if not self._quarantined:
+            return rows
+        return np.array([row for row in rows.tolist() if row not in self._quarantined], np.int64)
+
+    def present(self, now_s: float) -> Ints:
+        """Rows of the replicas that take requests or would if they were not quarantined."""
+        heard = now_s - self._heard_s < self.settings.stale_after_s
+        return np.flatnonzero(self._willing & heard & (now_s >= self._gone_until_s))
+
+    def but(self, rows: Ints, replica_ids: Iterable[str]) -> Ints:
+        """``rows`` without those of some replicas, or all of them if none were left."""
+        out = [self.row_of.get(each, -1) for each in replica_ids]
+        rest = rows[~np.isin(rows, out)]
+        return rest if len(rest) else rows
 
     def of_role(self, rows: Ints, role: Role) -> Ints:
         """Those of ``rows`` whose replica has a role."""
@@ -247,15 +297,17 @@ class Fleet:
 
     def condition(self, row: int, now_s: float) -> Condition:
         """Whether a replica may be chosen (``fresh``), or why not, or only where no other is left
-        (``aged``)."""
+        (``aged``, ``quarantined``)."""
         if not self._willing[row]:
             return "draining"
         if now_s < self._gone_until_s[row]:
             return "gone"
         silent_s = now_s - self._heard_s[row]
-        if silent_s < self.settings.aged_after_s:
-            return "fresh"
-        return "aged" if silent_s < self.settings.stale_after_s else "stale"
+        if silent_s >= self.settings.stale_after_s:
+            return "stale"
+        if row in self._quarantined:
+            return "quarantined"
+        return "fresh" if silent_s < self.settings.aged_after_s else "aged"
 
     def cached_tokens(self, prefix: tuple[int, ...], rows: Ints) -> Floats:
         """Prompt tokens with this prefix that each of ``rows`` has in its KV cache."""
@@ -305,6 +357,13 @@ class Fleet:
         for replica_id in self.ledger.expire(now_s):
             self._again(replica_id)
 
+    def _set_willing(self, row: int, willing: bool) -> None:
+        self._willing[row] = willing
+        self._sound[row] = willing and self._quarantined.get(row, True)
+        if self._quarantined or self.untried:
+            untried = [each for each, may in self._quarantined.items() if may]
+            self.untried = frozenset(untried)
+
     def _set_role(self, row: int, role: Role) -> None:
         self.roles[row] = role
         self._codes[row] = _CODES[role]
@@ -345,6 +404,7 @@ class Fleet:
         self._heard_s = np.concatenate((self._heard_s, np.full(more, -inf)))
         self._gone_until_s = np.concatenate((self._gone_until_s, np.full(more, -inf)))
         self._willing = np.concatenate((self._willing, np.zeros(more, bool)))
+        self._sound = np.concatenate((self._sound, np.zeros(more, bool)))
 
     def _entries(self, row: int) -> tuple[Floats, Floats]:
         """The prefills and the loads of a row, with the room that it has for them."""

@@ -84,6 +84,9 @@ class Placer:
     A request that must be served whole goes to a mixed replica; where there is none, to a decode
     one; where there is none either, to any.
 
+    A quarantined replica gets requests only where no other is left, and then none is promised; but
+    when it is to be tried, it gets the next request that it could serve.
+
     Args:
         fleet: what is known; decisions are reserved in it.
         routing: chooses among the replicas that can promise; of all, without admission.
@@ -115,6 +118,8 @@ class Placer:
         rows = fleet.candidates(now_s)
         if not len(rows):
             return RouteDecision(None, NO_REPLICA)
+        if query.avoid:
+            rows = fleet.but(rows, query.avoid)
         wanted = self._promise_wanted(query)
         second: Second | None = None
         if fleet.has_roles:
@@ -152,8 +157,10 @@ class Placer:
         if promises is not None and promises.holds.any():
             places = np.flatnonzero(promises.holds)
         able = job.of(places)
-        chosen = self._routing.choose_decode(able, fleet)
-        self._check_choice(chosen, able)
+        chosen = self._untried(able)
+        if chosen is None:
+            chosen = self._routing.choose_decode(able, fleet)
+            self._check_choice(chosen, able)
         figures = fleet.figures[able.rows[chosen]]
         step_s = figures[FIXED_S] + figures[DECODE_S] + able.work_s[chosen]
         handover_s = fleet.transfer.seconds(query.prompt_tokens) + HANDOVER_STEPS * step_s
@@ -177,8 +184,8 @@ class Placer:
         if second is not None:
             promises = together(job, promises, second)
         holds = promises.holds
-        # Aged replicas are among the candidates only where there are no others.
-        if not holds.any() or self._fleet.condition(int(job.rows[0]), job.now_s) == "aged":
+        # Others than sound ones are among the candidates only where there are no sound ones.
+        if not holds.any() or not self._fleet.is_sound(int(job.rows[0]), job.now_s):
             return self._unpromised(job, promises, second)
         reserve = self.shares.reserve(job.query.tenant, job.now_s)
         if reserve > 0.0:
@@ -242,7 +249,10 @@ class Placer:
     ) -> RouteDecision:
         ahead_s = self._ahead_s(job)
         self._tell(job, promises, ahead_s, second)
-        return self._place(job, int(np.argmin(ahead_s)), second, Tier.BEST_EFFORT)
+        chosen = self._untried(job)
+        if chosen is None:
+            chosen = int(np.argmin(ahead_s))
+        return self._place(job, chosen, second, Tier.BEST_EFFORT)
 
     def _ahead_s(self, job: Job) -> Floats:
         """Predicted time of the prompts of both tiers at each replica, with this one, and until its
@@ -260,9 +270,19 @@ class Placer:
             self._witness(Weighed(job, fleet.ids, len(fleet), promises, ahead_s, second))
 
     def _choose(self, job: Job) -> int:
-        chosen = self._routing.choose(job, self._fleet)
-        self._check_choice(chosen, job)
+        chosen = self._untried(job)
+        if chosen is None:
+            chosen = self._routing.choose(job, self._fleet)
+            self._check_choice(chosen, job)
         return chosen
+
+    def _untried(self, job: Job) -> int | None:
+        """A quarantined replica that is to be tried with the next request that it could serve, for
+        else it might never be chosen. Not with one that has failed elsewhere already."""
+        untried = self._fleet.untried
+        if not untried or job.query.avoid:
+            return None
+        return next((n for n, row in enumerate(job.rows.tolist()) if row in untried), None)
 
     def _check_choice(self, chosen: int, job: Job) -> None:
         if not 0 <= chosen < len(job.rows):

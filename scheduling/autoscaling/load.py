@@ -32,7 +32,7 @@ class Load(NamedTuple):
 
     Attributes:
         now_s: on the fleet's clock.
-        ready: replicas that take requests.
+        ready: replicas that take requests; quarantined ones do not.
         asked: requests with an objective that asked for a promise, since the start.
         asked_s: predicted prefill time of these, seconds, since the start.
         unpromised: of ``asked``, those that no replica could promise their objective, though
@@ -176,7 +176,7 @@ class Demand:
                 split and missed its objective counts for both roles.
             role: of its replicas only; default: of all.
         """
-        rows = fleet.candidates(now_s)
+        rows = fleet.capacity(now_s)
         asked = self._all
         if role is not None:
             rows, asked = fleet.of_role(rows, role), self._of_role[role]

@@ -1,0 +1,266 @@
+"""Which replicas get no requests for a while because they fail or hang, and why.
+
+Each replica that was in trouble lately has a breaker (:mod:`scheduling.breaker`); the fleet leaves
+out those that are not closed. What feeds them: the notices of routers, what a replica says of
+itself, and what its reports tell of the probe. All of it is lost with the controller: after a
+restart the breakers are closed, and the replicas say with their hellos which of them hang.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import NamedTuple
+
+from controller.messages import ReplicaDelta, ReplicaHello, TroubleNotice
+from controller.mirror import Mirror, MirroredReplica
+from scheduling.breaker import Breaker, State, Trouble
+from scheduling.fleet import Fleet
+from scheduling.job import RouteDecision, RouteQuery
+from scheduling.roles import ROLES, Role
+from scheduling.state import WAITING
+
+STEPPING_S = 1.0
+"""An engine whose last step ended no longer ago than this makes steps, whatever hangs."""
+
+ACCUSED_S = 10.0
+"""How long it counts that a router has accused a replica, seconds."""
+
+MOST_ROUTERS = 1024
+"""Most routers of which that is remembered; of more, the one silent for longest is forgotten."""
+
+_log = logging.getLogger(__name__)
+
+
+class Quarantined(NamedTuple):
+    """Why a replica is in quarantine.
+
+    Attributes:
+        cause: what was seen of it.
+        state: ``open``: it is left alone; ``half-open``: it is being tried.
+        since_s: when it got there, on the controller's clock.
+        retry_in_s: until it is tried; 0 where it is, ``None`` where it must first say that it works
+            again.
+    """
+
+    cause: Trouble
+    state: State
+    since_s: float
+    retry_in_s: float | None
+
+
+class Quarantine:
+    """The breakers of a fleet's replicas.
+
+    A router that has accused more than half of the replicas of a role within ``ACCUSED_S`` is more
+    likely cut off from them than right, and if it is right there is nowhere better to go. Its word
+    opens no more breakers there. So one router alone cannot quarantine a role.
+
+    A report of a replica that has no breaker costs nothing, a decision ``O(breakers)``.
+
+    Args:
+        mirror: what is known of the replicas.
+        fleet: leaves out those in quarantine.
+    """
+
+    def __init__(self, mirror: Mirror, fleet: Fleet) -> None:
+        self._mirror = mirror
+        self._fleet = fleet
+        self._breakers: dict[str, Breaker] = {}
+        self._probes: dict[int, _Probe] = {}
+        self._accused: dict[int, dict[str, float]] = {}
+        self._names: tuple[str, ...] = ()
+        self.opened: Counter[Trouble] = Counter()
+        """Times that a breaker opened, since the start."""
+        self.believed: Counter[Trouble] = Counter()
+        """Notices of routers that counted, since the start."""
+        self.disbelieved: Counter[Trouble] = Counter()
+        """Those that did not, because their router had accused too many."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The replicas in quarantine."""
+        return self._names
+
+    def cause_of(self, replica_id: str) -> Trouble:
+        """What was seen last of one of :attr:`names`."""
+        return self._breakers[replica_id].cause
+
+    def of(self, replica_id: str, now_s: float) -> Quarantined | None:
+        """Why a replica is in quarantine, if it is."""
+        breaker = self._breakers.get(replica_id)
+        if breaker is None or breaker.state is State.CLOSED:
+            return None
+        left_s: float | None = 0.0
+        if breaker.state is State.OPEN:
+            left_s = max(0.0, breaker.due_s - now_s) if breaker.due_s < inf else None
+        return Quarantined(breaker.cause, breaker.state, breaker.since_s, left_s)
+
+    def advance(self, now_s: float) -> None:
+        """Let what is due happen. To be called before each decision."""
+        if not self._breakers:
+            return
+        for replica_id, breaker in list(self._breakers.items()):
+            if now_s >= breaker.due_s:
+                breaker.advance(now_s)
+                self._show(replica_id, breaker)
+            elif breaker.forgettable(now_s):
+                del self._breakers[replica_id]
+
+    def troubled(self, source: int, notices: Sequence[TroubleNotice], now_s: float) -> None:
+        """The router ``source`` saw trouble. What it says of unknown replicas is ignored."""
+        known = [notice for notice in notices if notice.replica_id in self._mirror.replicas]
+        accused = self._accused_by(source, known, now_s)
+        doubtful = self._doubtful(accused, now_s)
+        for replica_id, trouble in known:
+            breaker = self._breakers.get(replica_id)
+            role = self._mirror.replicas[replica_id].hello.role
+            closed = breaker is None or breaker.state is State.CLOSED
+            if closed and role in doubtful:
+                self.disbelieved[trouble] += 1
+                continue
+            self.believed[trouble] += 1
+            if breaker is None:
+                breaker = self._breakers[replica_id] = Breaker()
+            stepping = _stepped_s(self._mirror.replicas[replica_id]) > now_s - STEPPING_S
+            self._note(replica_id, breaker, breaker.trouble(trouble, now_s, stepping))
+
+    def reported(
+        self, message: ReplicaHello | ReplicaDelta, finished: Sequence[int], now_s: float
+    ) -> None:
+        """A report was taken in, in which these requests had ended."""
+        replica_id = message.replica_id
+        breaker = self._breakers.get(replica_id)
+        if breaker is None:
+            if not message.hung:
+                return
+            breaker = self._breakers[replica_id] = Breaker()
+        opened = breaker.report(message.hung, len(finished), now_s)
+        if breaker.probe is not None:
+            self._look_at_probe(breaker, message, finished, now_s)
+        self._note(replica_id, breaker, opened)
+
+    def placed(self, query: RouteQuery, decision: RouteDecision, now_s: float) -> None:
+        """A decision was made: where its replica is to be tried, the request is the probe."""
+        if not self._names:
+            return
+        for replica_id, key in (
+            (decision.replica_id, query.key),
+            (decision.prefill_id, query.prefill_key),
+        ):
+            breaker = self._breakers.get(replica_id) if replica_id is not None else None
+            if (
+                replica_id is not None
+                and breaker is not None
+                and breaker.state is State.HALF_OPEN
+                and breaker.probe is None
+            ):
+                breaker.send(key, now_s)
+                steps = int(self._mirror.replicas[replica_id].summary["steps"])
+                self._probes[key] = _Probe(replica_id, steps)
+                self._show(replica_id, breaker)
+
+    def released(self, keys: Iterable[int], now_s: float) -> None:
+        """These requests have ended, or routers gave them up."""
+        if not self._probes:
+            return
+        for key in keys:
+            probe = self._probes.get(key)
+            if probe is not None:
+                self._breakers[probe.replica_id].ended(now_s)
+
+    def forget(self, replica_id: str) -> None:
+        """A replica is known no more."""
+        breaker = self._breakers.pop(replica_id, None)
+        if breaker is not None:
+            self._fleet.readmit(replica_id)
+            self._count_up()
+
+    def _accused_by(
+        self, source: int, notices: Iterable[TroubleNotice], now_s: float
+    ) -> dict[str, float]:
+        """The replicas that a router has accused lately, with these notices, the latest last."""
+        accused = self._accused.pop(source, {})
+        for replica_id, _ in notices:
+            accused.pop(replica_id, None)
+            accused[replica_id] = now_s
+        while accused and now_s - accused[oldest := next(iter(accused))] > ACCUSED_S:
+            del accused[oldest]
+        if accused:
+            self._accused[source] = accused
+        if len(self._accused) > MOST_ROUTERS:
+            del self._accused[next(iter(self._accused))]
+        return accused
+
+    def _doubtful(self, accused: Iterable[str], now_s: float) -> set[Role]:
+        """The roles of which too many replicas are accused. ``O(replicas)``."""
+        fleet = self._fleet
+        present = fleet.present(now_s)
+        found: set[Role] = set()
+        for role in ROLES:
+            names = {fleet.ids[row] for row in fleet.of_role(present, role).tolist()}
+            if 2 * sum(each in names for each in accused) > len(names):
+                found.add(role)
+        return found
+
+    def _look_at_probe(
+        self,
+        breaker: Breaker,
+        message: ReplicaHello | ReplicaDelta,
+        finished: Sequence[int],
+        now_s: float,
+    ) -> None:
+        """Close the breaker where the probe has arrived and the engine has made steps since."""
+        key = breaker.probe
+        assert key is not None
+        probe = self._probes[key]
+        rows = message.rows
+        if not probe.arrived:
+            live = rows["key"][rows["phase"] >= WAITING]
+            if key not in finished and key not in live.tolist():
+                return
+            probe = self._probes[key] = probe._replace(arrived=True)
+        if int(message.summary["steps"]) > probe.steps:
+            breaker.close(now_s)
+            _log.warning("replica %s works again and is out of quarantine", message.replica_id)
+        elif key in finished:
+            breaker.ended(now_s)
+
+    def _note(self, replica_id: str, breaker: Breaker, opened: bool) -> None:
+        """Show what became of a breaker that was told something."""
+        if opened:
+            self.opened[breaker.cause] += 1
+            _log.warning("replica %s is in quarantine: %s", replica_id, breaker.cause)
+        self._show(replica_id, breaker)
+
+    def _show(self, replica_id: str, breaker: Breaker) -> None:
+        """Have the fleet know the state of a breaker."""
+        if breaker.state is State.CLOSED:
+            self._fleet.readmit(replica_id)
+        else:
+            untried = breaker.state is State.HALF_OPEN and breaker.probe is None
+            self._fleet.quarantine(replica_id, untried)
+        self._count_up()
+
+    def _count_up(self) -> None:
+        """Remember who is in quarantine, and the probes that are under way."""
+        breakers = self._breakers.items()
+        self._names = tuple([name for name, each in breakers if each.state is not State.CLOSED])
+        probes = {each.probe for _, each in breakers}
+        if self._probes.keys() - probes:
+            self._probes = {key: each for key, each in self._probes.items() if key in probes}
+
+
+class _Probe(NamedTuple):
+    """A request that tries a replica: what its replica had done when it was sent."""
+
+    replica_id: str
+    steps: int
+    arrived: bool = False
+
+
+def _stepped_s(replica: MirroredReplica) -> float:
+    """When its engine ended its last step, on the controller's clock."""
+    return float(replica.summary["updated_s"]) + replica.offset_s
