@@ -23,10 +23,7 @@ from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from controller.client import ControllerClient, fleet_name
 from controller.config import ControllerConfig
 from router import wire
-from router.hint import Hint, NoReplicaError
-
-NO_REPLICA_WAIT_S = 5.0
-"""How long a request waits for a first replica to appear before it fails, seconds."""
+from router.hint import NO_REPLICA_WAIT_S, Hint, NoReplicaError
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,10 @@ from replica.engine import (
 from router.answer import ReplicaFailedError
 from router.call import Call
 from router.config import RouterConfig
+from router.dispatch import EMPTY_POOLS_PAUSE_S
 from router.errors import ApiError, Reason
 from router.handover import may_split
+from router.hint import NO_REPLICA_WAIT_S
 from router.prompt_size import PromptSize
 from scheduling.objective import SLO
 from tests.router.far_side import (
@@ -38,6 +40,7 @@ from tests.router.far_side import (
     serve,
 )
 from tests.router.test_telemetry import by_name, traced
+from tests.router.virtual_time import VirtualTime
 
 UNREACHABLE = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
 DEAD = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
@@ -288,13 +291,34 @@ async def test_a_pool_without_replicas_is_left_out() -> None:
     assert [query.prefill_key != 0 for query in router.controller.queries] == [True, False, False]
 
 
-async def test_without_any_replica_it_says_so() -> None:
-    router, side = edge(None)
-    side.empty = {"prefill", "mixed", "decode"}
-    with pytest.raises(ApiError) as caught:
-        await router.dispatcher.open(call())
-    assert caught.value.reason is Reason.NO_REPLICA
+async def test_without_any_replica_it_says_so_after_a_while() -> None:
+    clock = VirtualTime()
+    side = FarSide(d=serve)
+    side.roles, side.empty = ("mixed", "decode", "prefill"), {"prefill", "mixed", "decode"}
+    router = Edge(side, FarController(None), clock=clock)
+    task = asyncio.create_task(router.dispatcher.open(call()))
+    await clock.advance(0)
     assert side.pools == ["mixed", "decode", "prefill"]
+    await clock.advance(NO_REPLICA_WAIT_S - EMPTY_POOLS_PAUSE_S)
+    assert not task.done()
+    await clock.advance(EMPTY_POOLS_PAUSE_S)
+    with pytest.raises(ApiError) as caught:
+        await task
+    assert caught.value.reason is Reason.NO_REPLICA
+    assert router.sample("sluice_retries_total") == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_pools_that_are_empty_for_a_moment_are_asked_again(stream: bool) -> None:
+    clock = VirtualTime()
+    side = FarSide(d=serve)
+    side.roles, side.empty = ("decode", "prefill"), {"prefill", "decode"}
+    router = Edge(side, FarController(None), RouterConfig(max_attempts=1), clock)
+    task = asyncio.create_task(router.dispatcher.open(call(stream=stream)))
+    await clock.advance(NO_REPLICA_WAIT_S / 2)
+    side.empty.clear()
+    await clock.advance(EMPTY_POOLS_PAUSE_S)
+    assert (await task).head.replica_id == "d"
 
 
 async def test_without_a_controller_any_replica_serves_it_whole() -> None:
