@@ -1,8 +1,9 @@
 """Sends hostile requests to a running router and says what came of them.
 
 Run with ``python -m benchmarks.fuzz --url http://127.0.0.1:8000 --requests 10000``. It fails if the
-server answers any of them with a 5xx, leaves one hanging, or does not serve a good one afterwards.
-The same seed sends the same bytes; :mod:`benchmarks.fuzz_requests` has the kinds.
+server answers any of them with a 5xx, but for a 503 that says when to come again, leaves one
+hanging, or does not serve a good one afterwards. The same seed sends the same bytes;
+:mod:`benchmarks.fuzz_requests` has the kinds.
 """
 
 from __future__ import annotations
@@ -39,6 +40,20 @@ _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
+class Response(NamedTuple):
+    """Status and head of one response."""
+
+    status: int
+    head: bytes
+
+    @property
+    def failed(self) -> bool:
+        """Whether a server must not answer so. To be told to come again is no failure: a router
+        that has too much to do says so."""
+        turned_away = self.status == 503 and b"\r\nretry-after:" in self.head.lower()
+        return self.status == 0 or (self.status >= 500 and not turned_away)
+
+
 class Answer(NamedTuple):
     """What came back on a connection.
 
@@ -55,7 +70,7 @@ class Answer(NamedTuple):
     @property
     def statuses(self) -> list[int]:
         """Of every response, in order; 0 for what is no HTTP."""
-        return statuses(self.raw)
+        return [response.status for response in responses(self.raw)]
 
 
 @dataclass
@@ -102,9 +117,9 @@ async def send(host: str, port: int, raw: Raw) -> Answer:
         for part in raw.parts:
             writer.write(part)
             await writer.drain()
-        said_end = raw.cut
-        if said_end:
+        if raw.cut:
             writer.write_eof()
+        said_end = raw.cut or raw.whole
         while len(got) < MAX_ANSWER:
             try:
                 async with asyncio.timeout(HANG_S if said_end else PATIENCE_S):
@@ -128,16 +143,16 @@ async def send(host: str, port: int, raw: Raw) -> Answer:
     return Answer(bytes(got), hung, took_s)
 
 
-def statuses(raw: bytes) -> list[int]:
-    """The status of every response in ``raw``; 0 ends the list where something else stands."""
-    found: list[int] = []
+def responses(raw: bytes) -> list[Response]:
+    """Every response in ``raw``; one of status 0 ends the list where something else stands."""
+    found: list[Response] = []
     while raw:
         head, _, rest = raw.partition(b"\r\n\r\n")
         match = _STATUS.match(head)
         if match is None:
-            return [*found, 0]
+            return [*found, Response(0, head)]
         status = int(match[1])
-        found.append(status)
+        found.append(Response(status, head))
         length = _LENGTH.search(head)
         if status < 200 or status in (204, 304):
             raw = rest
@@ -166,13 +181,13 @@ def _after_chunks(raw: bytes) -> bytes:
 
 def _note(found: Found, raw: Raw, answer: Answer) -> None:
     kind = found.kinds.setdefault(raw.kind, Kind())
-    told = answer.statuses
+    told = responses(answer.raw)
     kind.sent += 1
-    kind.statuses.update(told)
+    kind.statuses.update(response.status for response in told)
     kind.unanswered += not told
     kind.hung += answer.hung
     kind.slowest_s = max(kind.slowest_s, answer.took_s)
-    if answer.hung or any(status >= 500 or status == 0 for status in told):
+    if answer.hung or any(response.failed for response in told):
         found.bad.append((raw, answer))
 
 

@@ -64,18 +64,24 @@ FIELDS = (
 Chance = random.Random
 
 
+_BOMB = gzip.compress(bytes(1 << 22), mtime=0)
+"""Four kilobytes that would be four megabytes."""
+
+
 class Raw(NamedTuple):
     """Bytes for one connection.
 
     Attributes:
         kind: what is wrong with them.
         parts: written one after the other.
-        cut: the client sends no more after them, and says so.
+        cut: the client says at once that it sends no more.
+        whole: the server can tell that nothing more comes, so it is for it to answer and to close.
     """
 
     kind: str
     parts: tuple[bytes, ...]
     cut: bool = False
+    whole: bool = False
 
 
 class Target(NamedTuple):
@@ -92,7 +98,7 @@ def requests(target: Target, count: int, seed: int = 0) -> Iterator[Raw]:
         kind = kinds[number % len(kinds)]
         # Its own chance: one can be made again without those before it.
         made = _KINDS[kind](Maker(target, random.Random(f"{seed}/{number}")))
-        yield made if isinstance(made, Raw) else Raw(kind, (made,))
+        yield made if isinstance(made, Raw) else Raw(kind, (made,), whole=kind in _WHOLE)
 
 
 class Maker:
@@ -307,7 +313,7 @@ def _slices(make: Maker) -> Raw:
     whole = make.request()
     places = sorted(make.chance.sample(range(1, len(whole)), 5))
     parts = [whole[a:b] for a, b in zip([0, *places], [*places, len(whole)], strict=True)]
-    return Raw("slices", tuple(parts))
+    return Raw("slices", tuple(parts), whole=True)
 
 
 def _bytes(make: Maker) -> bytes:
@@ -355,7 +361,7 @@ def _upgrade(make: Maker) -> bytes:
 
 def _encoded(make: Maker) -> bytes:
     coding = make.chance.choice((b"gzip", b"br", b"identity, gzip", b"deflate", b"x" * 500))
-    return make.request(b"content-encoding: " + coding, body=gzip.compress(bytes(1 << 22)))
+    return make.request(b"content-encoding: " + coding, body=_BOMB)
 
 
 def _upload(make: Maker) -> bytes:
@@ -397,3 +403,6 @@ _KINDS: dict[str, Callable[[Maker], bytes | Raw]] = {
     "encoded": _encoded,
     "upload": _upload,
 }
+
+_WHOLE = frozenset(("valid", "fields", "numbers", "json", "encoded"))
+"""Kinds of which only the body is hostile."""
