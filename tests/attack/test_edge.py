@@ -35,7 +35,7 @@ SERVED = KINDS * 60
 LABELS = {
     *(*RouterConfig().classes, *INFERENCE_PATHS.values(), *map(str, range(1, 11))),
     *(*(reason.value for reason in Reason), "acme", UNNAMED, NO_CLASS, "ok", "cancelled"),
-    *("client_error", "best-effort", "guaranteed"),
+    *("client_error", "refused", "best-effort", "guaranteed"),
 }
 """All that a label may say here. None of it comes from a client."""
 

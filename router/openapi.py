@@ -1,0 +1,347 @@
+"""What the API takes and gives, as an OpenAPI document: ``GET /openapi.json``.
+
+It states what the router itself holds requests to. Other fields of OpenAI's bodies are for the
+engine to check, so objects are open unless they are Sluice's own.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from importlib import metadata
+from typing import Any, Final
+
+from replica.engine import UNSCHEDULED, Endpoint
+from router import wire
+from router.batches.expiry import MAX_S, MIN_S
+from router.config import RouterConfig
+from router.engine_bounds import MAX_ENTRIES
+from router.errors import RULES
+from router.gate import BATCH_PATHS, INFERENCE_PATHS
+from router.session import MAX_SESSION_CHARACTERS
+from router.validation import (
+    MAX_CHOICES,
+    MAX_INPUTS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_TOKENS,
+)
+from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
+
+Schema = dict[str, Any]
+
+PATH: Final = "/openapi.json"
+
+_TEXT: Final[Schema] = {"type": "string"}
+_OBJECT: Final[Schema] = {"type": "object"}
+_TOKEN_IDS: Final[Schema] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS},
+}
+_ERROR: Final[Schema] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+                "retry_after_ms": {"type": "number", "minimum": 0},
+            },
+        }
+    },
+}
+"""OpenAI's shape. An engine's own refusals come through and have numbers for codes."""
+
+_ERRORS: Final[dict[str, Schema]] = {
+    str(status): {
+        "description": HTTPStatus(status).phrase,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    for status in sorted({rule.status for rule in RULES.values()})
+}
+
+_SUMMARIES: Final[dict[Endpoint, str]] = {
+    "chat": "Answer a conversation",
+    "completions": "Continue a prompt",
+    "responses": "Answer an input",
+    "embeddings": "Embed inputs",
+    "tokenize": "Turn a prompt into tokens",
+    "detokenize": "Turn tokens into text",
+}
+
+
+def document(config: RouterConfig) -> Schema:
+    """The document of a router with this configuration. It names no keys, clients or models."""
+    paths: Schema = {
+        path: {"post": _inference(endpoint, config)} for path, endpoint in INFERENCE_PATHS.items()
+    }
+    paths["/v1/models"] = {"get": _operation("List the models", _json(_list()))}
+    paths["/health"] = {
+        "get": {**_operation("Whether models are served", _json(_OBJECT)), "security": []}
+    }
+    paths["/metrics"] = {
+        "get": _operation("Metrics for Prometheus", {"text/plain": {"schema": _TEXT}})
+    }
+    paths[PATH] = {"get": _operation("This document", _json(_OBJECT))}
+    if config.batches.directory is not None:
+        paths |= _files() | _batches(config)
+    has_keys = bool(config.api_keys or config.api_keys_file)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Sluice", "version": _version()},
+        "paths": paths,
+        "components": {
+            "schemas": {"Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}] if has_keys else [],
+    }
+
+
+def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
+    content = _json(_OBJECT)
+    if endpoint in ("chat", "completions", "responses"):
+        content["text/event-stream"] = {"schema": _TEXT}
+    operation = _operation(_SUMMARIES[endpoint], content)
+    scheduled = endpoint not in UNSCHEDULED
+    operation["parameters"] = [*(_objective_headers(config) if scheduled else ()), _SESSION]
+    operation["requestBody"] = {"required": True, "content": _json(_body(endpoint, config))}
+    return operation
+
+
+def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
+    fields: dict[str, Schema] = {"model": {"type": "string", "minLength": 1, "maxLength": 512}}
+    fields |= {
+        name: {"type": ["string", "null"], "maxLength": MAX_SESSION_CHARACTERS}
+        for name in wire.SESSION_FIELDS
+    }
+    fields |= _SHAPES[endpoint]
+    required = [*(name for name in _SHAPES[endpoint] if name in _REQUIRED[endpoint])]
+    if endpoint not in UNSCHEDULED:
+        required.append("model")
+        tiers = [tier for each in config.classes.values() for tier in each.service_tiers]
+        fields[wire.SERVICE_TIER_FIELD] = {"enum": [*tiers, None]}
+        fields[wire.SLO_FIELD] = _objective(config)
+        fields |= _COUNTS if endpoint != "embeddings" else {}
+    # Those that are the server's own.
+    fields |= {name: {"type": "null"} for name in ("request_id", "priority")}
+    return {"type": "object", "required": sorted(required), "properties": fields}
+
+
+def _objective(config: RouterConfig) -> Schema:
+    number = {"type": ["number", "null"], **_MS}
+    return {
+        "type": ["object", "null"],
+        "additionalProperties": False,
+        "description": "The objective of this request; what it leaves out is its class's.",
+        "properties": {
+            wire.TTFT: number,
+            wire.TPOT: number,
+            wire.E2E: number,
+            wire.PRIORITY: {"type": ["integer", "null"], **_PRIORITY},
+            wire.CLASS: {"enum": [*config.classes, None]},
+        },
+    }
+
+
+def _objective_headers(config: RouterConfig) -> list[Schema]:
+    schemas: dict[str, Schema] = {
+        wire.PRIORITY: {"type": "integer", **_PRIORITY},
+        wire.CLASS: {"enum": [*config.classes]},
+    }
+    return [
+        _header(name, schemas.get(field, {"type": "number", **_MS}))
+        for names in (wire.SLO_HEADERS, wire.SLO_HEADER_ALIASES)
+        for field, name in names.items()
+    ]
+
+
+_MS: Final[Schema] = {"minimum": wire.MIN_OBJECTIVE_MS, "maximum": wire.MAX_OBJECTIVE_MS}
+_PRIORITY: Final[Schema] = {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY}
+
+
+def _count(most: int) -> Schema:
+    return {"type": ["integer", "null"], "minimum": 1, "maximum": most}
+
+
+_COUNTS: Final[dict[str, Schema]] = {
+    "stream": {"type": ["boolean", "null"]},
+    "n": _count(MAX_CHOICES),
+    **{
+        name: _count(MAX_TOKENS)
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    },
+}
+
+_MESSAGES: Final[Schema] = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {"role": {"type": "string", "minLength": 1}},
+    },
+}
+
+
+def _prompt(most: int) -> Schema:
+    tokens = {**_TOKEN_IDS, "minItems": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": most}
+    return {"anyOf": [_TEXT, tokens, {**several, "items": _TEXT}, {**several, "items": tokens}]}
+
+
+_SHAPES: Final[dict[Endpoint, dict[str, Schema]]] = {
+    "chat": {"messages": _MESSAGES, "tools": {"maxItems": MAX_ENTRIES["tools"]}},
+    "completions": {"prompt": _prompt(MAX_PROMPTS)},
+    "responses": {
+        "input": {
+            "anyOf": [
+                _TEXT,
+                {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _OBJECT},
+            ]
+        },
+    },
+    "embeddings": {
+        "input": _prompt(MAX_INPUTS),
+        "encoding_format": {"enum": ["float", "base64", None]},
+    },
+    "tokenize": {"prompt": _TEXT},
+    "detokenize": {"tokens": _TOKEN_IDS},
+}
+_REQUIRED: Final[dict[Endpoint, tuple[str, ...]]] = {
+    "chat": ("messages",),
+    "completions": ("prompt",),
+    "responses": ("input",),
+    "embeddings": ("input",),
+    "tokenize": ("prompt",),
+    "detokenize": ("tokens",),
+}
+
+
+def _files() -> Schema:
+    file = _parameter("file_id")
+    form = {
+        "type": "object",
+        "required": ["purpose", "file"],
+        "additionalProperties": False,
+        "properties": {
+            "purpose": {"enum": ["batch"]},
+            "file": {"type": "string", "format": "binary"},
+            "expires_after[anchor]": {"enum": ["created_at"]},
+            "expires_after[seconds]": {"type": "integer", "minimum": MIN_S, "maximum": MAX_S},
+        },
+        "dependentRequired": {
+            "expires_after[anchor]": ["expires_after[seconds]"],
+            "expires_after[seconds]": ["expires_after[anchor]"],
+        },
+    }
+    upload = _operation("Upload the input of a batch", _json(_OBJECT))
+    upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    order = _query("order", {"enum": ["asc", "desc"]})
+    listed = _operation("List files", _json(_list()), *_paging(10_000), order)
+    listed["parameters"].append(_query("purpose", _TEXT))
+    content = {"application/octet-stream": {"schema": {}}}
+    return {
+        "/v1/files": {"post": upload, "get": listed},
+        "/v1/files/{file_id}": {
+            "get": _operation("Describe a file", _json(_OBJECT), file),
+            "delete": _operation("Delete a file", _json(_OBJECT), file),
+        },
+        "/v1/files/{file_id}/content": {"get": _operation("Read a file", content, file)},
+    }
+
+
+def _batches(config: RouterConfig) -> Schema:
+    batch = _parameter("batch_id")
+    expiry = {
+        "type": ["object", "null"],
+        "required": ["anchor", "seconds"],
+        "additionalProperties": False,
+        "properties": {
+            "anchor": {"enum": ["created_at"]},
+            "seconds": {"type": "integer", "minimum": MIN_S, "maximum": MAX_S},
+        },
+    }
+    body = {
+        "type": "object",
+        "required": ["completion_window", "endpoint", "input_file_id"],
+        "additionalProperties": False,
+        "properties": {
+            "input_file_id": _TEXT,
+            "endpoint": {"enum": [*BATCH_PATHS]},
+            "completion_window": {"enum": [*config.batches.completion_windows]},
+            "metadata": {
+                "type": ["object", "null"],
+                "maxProperties": 16,
+                "propertyNames": {"maxLength": 64},
+                "additionalProperties": {"type": "string", "maxLength": 512},
+            },
+            "output_expires_after": expiry,
+        },
+    }
+    made = _operation("Have a file of requests run", _json(_OBJECT))
+    made["requestBody"] = {"required": True, "content": _json(body)}
+    return {
+        "/v1/batches": {
+            "post": made,
+            "get": _operation("List batches", _json(_list()), *_paging(100)),
+        },
+        "/v1/batches/{batch_id}": {"get": _operation("Describe a batch", _json(_OBJECT), batch)},
+        "/v1/batches/{batch_id}/cancel": {
+            "post": _operation("Stop a batch", _json(_OBJECT), batch)
+        },
+    }
+
+
+def _operation(summary: str, content: Schema, *parameters: Schema) -> Schema:
+    return {
+        "summary": summary,
+        "parameters": [*parameters],
+        "responses": {"200": {"description": "OK", "content": content}, **_ERRORS},
+    }
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+def _list() -> Schema:
+    return {
+        "type": "object",
+        "required": ["object", "data"],
+        "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _OBJECT}},
+    }
+
+
+def _header(name: str, schema: Schema) -> Schema:
+    return {"name": name, "in": "header", "schema": schema}
+
+
+_SESSION: Final = _header(
+    wire.SESSION_HEADER, {"type": "string", "maxLength": MAX_SESSION_CHARACTERS}
+)
+
+
+def _query(name: str, schema: Schema) -> Schema:
+    return {"name": name, "in": "query", "schema": schema}
+
+
+def _parameter(name: str) -> Schema:
+    return {"name": name, "in": "path", "required": True, "schema": _TEXT}
+
+
+def _paging(most: int) -> tuple[Schema, ...]:
+    limit = {"type": "integer", "minimum": 1, "maximum": most}
+    return _query("limit", limit), _query("after", _TEXT)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("sluice")
+    except metadata.PackageNotFoundError:
+        return "source"
