@@ -29,7 +29,7 @@ import click
 from rich.console import Console
 
 from benchmarks.replay_client import Outcome, replay
-from benchmarks.soak_load import LOAD, Load, capacity, configuration, make_load
+from benchmarks.soak_load import LOAD, LOAD_WITH_FAULTS, Load, capacity, configuration, make_load
 from benchmarks.soak_report import is_well, summary, tables
 from benchmarks.soak_trends import Sample
 from deploy.config import SluiceConfig
@@ -68,7 +68,8 @@ _CALM_S = 15.0
 @click.option(
     "--rate",
     type=click.FloatRange(0.01, 1_000),
-    help="Requests a second in all, between bursts.  [default: 80 % of what the engines can do]",
+    help="Requests a second in all, between bursts.  [default: 80 % of what the engines can do, "
+    "with faults 50 %]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def soak(
@@ -90,7 +91,8 @@ def soak(
       sluice bench soak --minutes 20 --faults --seed 7
     """
     real = engine == "vllm"
-    load = make_load(60 * minutes, rate or LOAD * capacity(real) * replicas, seed, real)
+    share = LOAD_WITH_FAULTS if faults else LOAD
+    load = make_load(60 * minutes, rate or share * capacity(real) * replicas, seed, real)
     config = configuration(replicas, routers, pools, _free_port(), _model() if real else None)
     # Ray's own messages must not stand between the lines of the JSON.
     with redirect_stdout(sys.stderr):

@@ -48,8 +48,11 @@ _SHARES: Final = {name: 0.8 * share for name, share in SHARES.items()} | {
 LOAD: Final = 0.8
 """Share of what the engines can do that is sent between bursts."""
 
+LOAD_WITH_FAULTS: Final = 0.5
+"""The same where parts of it are missing now and then."""
+
 BURST: Final = 1.4
-"""The same in a burst: more than they can."""
+"""The same in a burst, where no part is missing: more than they can."""
 
 BURST_EVERY_S: Final = 60.0
 BURST_S: Final = 8.0
