@@ -30,7 +30,8 @@ REPLICA_DEPLOYMENTS: dict[Role, str] = {
 ROUTER_DEPLOYMENT = "Router"
 
 OTHER_POOL_WAIT_S = 0.25
-"""How long a request waits for the first replica of a pool where it may go to another, seconds."""
+"""How long a request waits for the first replica of a pool where it may go to another, seconds.
+Where all are empty they are asked again, see :mod:`router.dispatch`."""
 
 _ADMITTED_BY_CONTROLLER = 1_000_000
 """Serve must not queue: the router and the replica bound what they take and refuse the rest."""

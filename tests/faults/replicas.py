@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from benchmarks import injuries
 from benchmarks.replay_load import CLASSES
+from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.scenario import Scenario, Setting, Trial
 
@@ -34,6 +35,36 @@ def killed(trial: Trial) -> Callable[[], bool]:
     return trial.replaced(victim)
 
 
+def killed_in_mid_stream(trial: Trial) -> Callable[[], bool]:
+    """The same, of the replica with most requests that have begun to answer."""
+    victim = trial.busiest(3, "decodes")
+    injuries.replica(victim).kill()
+    return trial.replaced(victim)
+
+
+def frozen(trial: Trial) -> Callable[[], bool]:
+    """The replica with most streams stands still until one of them goes on elsewhere."""
+    victim = trial.busiest(3, "decodes")
+    before = trial.counted()["resumed"]
+    with injuries.replica(victim).frozen():
+        wait_until(lambda: trial.counted()["resumed"] > before, "a stream goes on", every_s=0.2)
+
+    def serves_again() -> bool:
+        # It comes out of quarantine by a request that it answers.
+        return victim in trial.fresh() or (trial.ask() and False)
+
+    return serves_again
+
+
+def frozen_for_good(trial: Trial) -> Callable[[], bool]:
+    """It stands still until Serve has replaced it."""
+    victim = trial.busiest(3, "decodes")
+    part = injuries.replica(victim)
+    trial.undo.callback(part.thaw)
+    part.freeze()
+    return lambda: not part.runs
+
+
 def two_killed(trial: Trial) -> Callable[[], bool]:
     """Two of three end at once."""
     victim = trial.busiest(2)
@@ -44,19 +75,13 @@ def two_killed(trial: Trial) -> Callable[[], bool]:
     return trial.replaced(victim, other)
 
 
+_STREAMS = Load(output_tokens=(60, 120), plain=0)
+_PREFILLS = Load(prompt_tokens=(1000, 1500), output_tokens=(2, 8))
+
 SCENARIOS = (
-    Scenario(
-        "replica killed in mid-stream",
-        FLEET,
-        killed,
-        Load(output_tokens=(60, 120)),
-        resumes=True,
-    ),
-    Scenario(
-        "replica killed before first tokens",
-        FLEET,
-        killed,
-        Load(prompt_tokens=(1000, 1500), output_tokens=(2, 8)),
-    ),
-    Scenario("two of three replicas killed", FLEET, two_killed, resumes=True),
+    Scenario("replica killed before first tokens", FLEET, killed, _PREFILLS),
+    Scenario("replica killed in mid-stream", FLEET, killed_in_mid_stream, _STREAMS, resumes=True),
+    Scenario("two of three replicas killed", FLEET, two_killed),
+    Scenario("replica frozen and thawed", FLEET, frozen, _STREAMS, resumes=True),
+    Scenario("replica frozen for good", FLEET, frozen_for_good, _STREAMS, quick=False),
 )

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +103,8 @@ class Trial:
     def __init__(self, serving: System) -> None:
         self.serving = serving
         self.app = serving.config.name
+        self.undo = ExitStack()
+        """What must not outlast the scenario, however it ends."""
 
     def snapshot(self) -> dict[str, Any]:
         """The controller's view; one without replicas while it does not answer."""
@@ -118,22 +120,31 @@ class Trial:
         rows = self.snapshot()["replicas"]
         return [row["replica_id"] for row in rows if row["condition"] == "fresh"]
 
-    def busiest(self, least: int = 1) -> str:
-        """The replica with most requests, once that has ``least`` of them."""
+    def busiest(self, least: int, what: str = "running") -> str:
+        """The replica with most requests that are ``running``, ``waiting`` or ``decodes``, once
+        that has ``least`` of them."""
         found: list[str] = []
 
         def look() -> bool:
             rows = [row for row in self.snapshot()["replicas"] if row["condition"] == "fresh"]
-            most = max(rows, key=_live, default=None)
-            found[:] = [most["replica_id"]] if most is not None and _live(most) >= least else []
+            most = max(rows, key=lambda row: int(row[what]), default=None)
+            found[:] = [most["replica_id"]] if most is not None and most[what] >= least else []
             return bool(found)
 
-        wait_until(look, f"a replica has {least} requests", show=self.snapshot)
+        wait_until(look, f"a replica has {least} {what}", show=self.snapshot)
         return found[0]
 
     def replaced(self, *lost: str) -> Callable[[], bool]:
         """Whether none of these replicas takes requests any more."""
         return lambda: not set(lost) & set(self.fresh())
+
+    def ask(self) -> bool:
+        """Whether a short request is answered now."""
+        body = {"model": self.serving.config.fleets[0].model, "prompt": "one", "max_tokens": 1}
+        with suppress(httpx.HTTPError):
+            answer = httpx.post(f"{self.serving.url}/v1/completions", json=body, timeout=10)
+            return answer.status_code == 200
+        return False
 
     def is_whole(self) -> bool:
         """Whether every replica and router that there should be is there, and HTTP answers."""
@@ -185,7 +196,7 @@ class Row:
         lost: neither answered nor told; must be 0.
         reasons: of what was not answered.
         before, during, after: the share of requests with an objective that met it: of those that
-            had ended before the fault, those sent once the system was whole again, and the others.
+            had ended before the fault, the others, and those sent once the system was whole again.
             ``None`` where there are none.
         missed_s: from the fault until the last request was sent that missed its objective.
         whole_s: from the fault until every part was there again.
@@ -216,7 +227,7 @@ def run(serving: System, scenario: Scenario, span: Span) -> Row:
     wait_until(trial.is_whole, "the system is whole", RECOVERY_S, trial.snapshot, _LOOK_EVERY_S)
     before = trial.counted()
     client = _Client(serving, scenario, span)
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, trial.undo:
         outcomes = threads.submit(client.run)
         wait_until(lambda: client.now_s() >= span.fault_s, "it is time", every_s=0.002)
         fault_s = client.now_s()
@@ -261,6 +272,8 @@ class _Client:
         if self._begun_s is None:
             self._begun_s = time.monotonic() - arrival.arrival_s
         body = text_body(model, number, arrival)
+        if not self._exact:
+            body |= {"temperature": 0, "ignore_eos": True}
         if self._plain and number % self._plain == 0:
             del body["stream"], body["stream_options"]
         return body
@@ -273,7 +286,7 @@ def _row(scenario: Scenario, outcomes: Sequence[Outcome], fault_s: float, whole_
     for outcome in outcomes:
         if outcome.slo.ttft_s is None:
             continue
-        if _ended_s(outcome) < fault_s:
+        if outcome.ended_s is not None and outcome.ended_s < fault_s:
             before.append(outcome.attained)
         elif outcome.sent_s >= whole_s:
             after.append(outcome.attained)
@@ -300,13 +313,6 @@ def _row(scenario: Scenario, outcomes: Sequence[Outcome], fault_s: float, whole_
         missed_s=missed_s - fault_s,
         whole_s=whole_s - fault_s,
     )
-
-
-def _ended_s(outcome: Outcome) -> float:
-    """When an answer was complete; for other ends when it was asked."""
-    if outcome.end is not End.ANSWERED or outcome.ttft_s is None or outcome.tpot_s is None:
-        return outcome.sent_s
-    return outcome.sent_s + outcome.ttft_s + outcome.tpot_s * (outcome.output_tokens - 1)
 
 
 def _share(attained: Sequence[bool]) -> float | None:
