@@ -58,7 +58,6 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> 
 
 def _run(scenarios: list[Scenario], quick: bool) -> list[Row]:
     """The rows in the order of the scenarios; those of one setting share a system."""
-    from tests.e2e.conftest import system_alone
     from tests.faults.scenario import FULL, QUICK, run
 
     say = Console(stderr=True).print
@@ -66,10 +65,10 @@ def _run(scenarios: list[Scenario], quick: bool) -> list[Row]:
     # Ray's own messages must not stand between the lines of the JSON.
     with redirect_stdout(sys.stderr):
         for setting in {each.setting.name: each.setting for each in scenarios}.values():
-            with system_alone(setting.fields) as serving:
+            with setting.open() as trial:
                 for each in scenarios:
                     if each.setting is setting:
-                        rows[each.name] = run(serving, each, QUICK if quick else FULL)
+                        rows[each.name] = run(trial, each, QUICK if quick else FULL)
                         say(rows[each.name])
     return [rows[each.name] for each in scenarios]
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from tests.faults import edge, replicas
+from tests.faults import edge, engines, nodes, replicas
 
-SCENARIOS = (*replicas.SCENARIOS, *edge.SCENARIOS)
+SCENARIOS = (
+    *replicas.SCENARIOS,
+    *edge.SCENARIOS,
+    *nodes.SCENARIOS,
+    *engines.SCENARIOS,
+)

@@ -48,12 +48,12 @@ def frozen(trial: Trial) -> Callable[[], bool]:
     before = trial.counted()["resumed"]
     with injuries.replica(victim).frozen():
         wait_until(lambda: trial.counted()["resumed"] > before, "a stream goes on", every_s=0.2)
+    return until_it_serves(trial, victim)
 
-    def serves_again() -> bool:
-        # It comes out of quarantine by a request that it answers.
-        return victim in trial.fresh() or (trial.ask() and False)
 
-    return serves_again
+def until_it_serves(trial: Trial, replica_id: str) -> Callable[[], bool]:
+    """Whether a replica is out of quarantine, which it leaves by a request that it answers."""
+    return lambda: replica_id in trial.fresh() or (trial.ask() and False)
 
 
 def frozen_for_good(trial: Trial) -> Callable[[], bool]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,10 @@ from ray.exceptions import RayError
 
 from benchmarks import injuries
 from benchmarks.replay_client import End, Outcome, replay, text_body
+from controller.lookup import NAMESPACE, controller_actor_name
+from deploy.config import SluiceConfig
 from simulation.workload import Arrival, Workload
-from tests.e2e.conftest import System, wait_until
+from tests.e2e.conftest import System, system_alone, wait_until
 from tests.faults.load import Load
 
 RECOVERY_S = 240.0
@@ -55,6 +57,12 @@ class Setting:
     def name(self) -> str:
         """Of the application."""
         return str(self.fields["name"])
+
+    @contextmanager
+    def open(self) -> Iterator[Trial]:
+        """Such a system as ``sluice serve`` starts it, until the block ends."""
+        with system_alone(self.fields) as serving:
+            yield Trial.of(serving)
 
 
 @dataclass(frozen=True)
@@ -98,20 +106,25 @@ class Scenario:
 
 
 class Trial:
-    """The system under load, as an injury sees it."""
+    """The system under load, as an injury sees it. It runs on the Ray that this process has joined."""
 
-    def __init__(self, serving: System) -> None:
-        self.serving = serving
-        self.app = serving.config.name
+    def __init__(self, config: SluiceConfig, url: str) -> None:
+        self.config = config
+        self.app = config.name
+        self.url = url
         self.undo = ExitStack()
         """What must not outlast the scenario, however it ends."""
+
+    @classmethod
+    def of(cls, serving: System) -> Trial:
+        """A system that the tests have started."""
+        return cls(serving.config, serving.url)
 
     def snapshot(self) -> dict[str, Any]:
         """The controller's view; one without replicas while it does not answer."""
         with suppress(RayError, ValueError, TimeoutError):
-            found: dict[str, Any] = ray.get(
-                self.serving.controller().snapshot.remote(), timeout=1.0
-            )
+            actor = ray.get_actor(controller_actor_name(self.app), namespace=NAMESPACE)
+            found: dict[str, Any] = ray.get(actor.snapshot.remote(), timeout=1.0)
             return found
         return {"replicas": [], "reservations": None}
 
@@ -140,9 +153,9 @@ class Trial:
 
     def ask(self) -> bool:
         """Whether a short request is answered now."""
-        body = {"model": self.serving.config.fleets[0].model, "prompt": "one", "max_tokens": 1}
+        body = {"model": self.config.fleets[0].model, "prompt": "one", "max_tokens": 1}
         with suppress(httpx.HTTPError):
-            answer = httpx.post(f"{self.serving.url}/v1/completions", json=body, timeout=10)
+            answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=10)
             return answer.status_code == 200
         return False
 
@@ -150,15 +163,17 @@ class Trial:
         """Whether every replica and router that there should be is there, and HTTP answers."""
         # One that is gone is remembered for a while.
         rows = [row for row in self.snapshot()["replicas"] if row["condition"] != "gone"]
-        wanted = sum(
-            pool.replica.count for fleet in self.serving.config.fleets for pool in fleet.pools
-        )
+        wanted = sum(pool.replica.count for fleet in self.config.fleets for pool in fleet.pools)
         fresh = [row for row in rows if row["condition"] == "fresh" and row["drain"] is None]
         return (
             len(rows) == len(fresh) == wanted
-            and len(injuries.routers(self.app)) == self.serving.config.router.replicas
+            and self.routers() == self.config.router.replicas
             and self._answers()
         )
+
+    def routers(self) -> int:
+        """The number of routers that are alive."""
+        return len(injuries.routers(self.app))
 
     def is_idle(self) -> bool:
         """Whether nobody works on any request, and the controller's ledger is empty."""
@@ -169,7 +184,7 @@ class Trial:
         """The sums of :data:`COUNTED` over all routers; 0 where the page does not come."""
         page = ""
         with suppress(httpx.HTTPError):
-            page = httpx.get(f"{self.serving.url}/metrics", timeout=5).text
+            page = httpx.get(f"{self.url}/metrics", timeout=5).text
         lines = [line.rpartition(" ") for line in page.splitlines() if not line.startswith("#")]
         return {
             column: sum(
@@ -180,7 +195,7 @@ class Trial:
 
     def _answers(self) -> bool:
         with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.serving.url}/health", timeout=1).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=1).status_code == 200
         return False
 
 
@@ -221,12 +236,11 @@ class Row:
     problems: list[str] = field(default_factory=list)
 
 
-def run(serving: System, scenario: Scenario, span: Span) -> Row:
-    """Break ``serving`` under load as ``scenario`` says, and wait until it is well again."""
-    trial = Trial(serving)
+def run(trial: Trial, scenario: Scenario, span: Span) -> Row:
+    """Break a system under load as ``scenario`` says, and wait until it is well again."""
     wait_until(trial.is_whole, "the system is whole", RECOVERY_S, trial.snapshot, _LOOK_EVERY_S)
     before = trial.counted()
-    client = _Client(serving, scenario, span)
+    client = _Client(trial, scenario, span)
     with ThreadPoolExecutor(1) as threads, trial.undo:
         outcomes = threads.submit(client.run)
         wait_until(lambda: client.now_s() >= span.fault_s, "it is time", every_s=0.002)
@@ -250,9 +264,9 @@ def run(serving: System, scenario: Scenario, span: Span) -> Row:
 class _Client:
     """Runs the load on an event loop of its own."""
 
-    def __init__(self, serving: System, scenario: Scenario, span: Span) -> None:
-        self._url = f"{serving.url}/v1/completions"
-        self._model = serving.config.fleets[0].model
+    def __init__(self, trial: Trial, scenario: Scenario, span: Span) -> None:
+        self._url = f"{trial.url}/v1/completions"
+        self._model = trial.config.fleets[0].model
         self._exact = scenario.setting.exact
         self._plain = scenario.load.plain
         self._workload: Workload = scenario.load.make(span.load_s)

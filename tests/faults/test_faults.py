@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.conftest import System, system
+from tests.e2e.conftest import system
 from tests.faults.catalogue import SCENARIOS
 from tests.faults.replicas import FLEET
-from tests.faults.scenario import QUICK, Scenario, run
+from tests.faults.scenario import QUICK, Scenario, Trial, run
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def serving() -> Iterator[System]:
+def trial() -> Iterator[Trial]:
     with system(FLEET.fields) as running:
-        yield running
+        yield Trial.of(running)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def serving() -> Iterator[System]:
     [each for each in SCENARIOS if each.quick and each.setting is FLEET],
     ids=lambda each: each.name,
 )
-def test_nothing_is_lost(serving: System, scenario: Scenario) -> None:
-    row = run(serving, scenario, QUICK)
+def test_nothing_is_lost(trial: Trial, scenario: Scenario) -> None:
+    row = run(trial, scenario, QUICK)
     print(row)
     assert row.problems == [], row

@@ -1,0 +1,58 @@
+"""Real vLLM engines on processors. What they say is not known beforehand; that all of it came is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks import injuries
+from tests.e2e.conftest import wait_until
+from tests.faults.load import Load
+from tests.faults.replicas import FLEET, killed_in_mid_stream, until_it_serves
+from tests.faults.scenario import Scenario, Setting, Trial
+
+ENGINES = Setting(
+    {
+        "name": "vllm-faults",
+        "engine": {
+            "model": "local",
+            "profile_budget_s": 2,
+            "vllm_args": {"max-model-len": 2048, "kv-cache-memory-bytes": 64 << 20},
+        },
+        "replica": {"count": 2, "num_cpus": 0.1},
+        "router": FLEET.fields["router"],
+    },
+    exact=False,
+)
+"""Two replicas with the small model that `sluice serve` makes."""
+
+
+def engine_frozen(trial: Trial) -> Callable[[], bool]:
+    """The process that computes stands still until a stream goes on elsewhere; the replica in front
+    of it answers all the while."""
+    victim = trial.busiest(2, "decodes")
+    before = trial.counted()["resumed"]
+    with injuries.replica(victim).engine().frozen():
+        wait_until(lambda: trial.counted()["resumed"] > before, "a stream goes on", every_s=0.2)
+    return until_it_serves(trial, victim)
+
+
+_STREAMS = Load(rate=1.5, prompt_tokens=(20, 100), output_tokens=(100, 200), plain=5)
+
+SCENARIOS = (
+    Scenario(
+        "vLLM: replica killed in mid-stream",
+        ENGINES,
+        killed_in_mid_stream,
+        _STREAMS,
+        resumes=True,
+        quick=False,
+    ),
+    Scenario(
+        "vLLM: engine frozen and thawed",
+        ENGINES,
+        engine_frozen,
+        _STREAMS,
+        resumes=True,
+        quick=False,
+    ),
+)

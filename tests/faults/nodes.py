@@ -1,0 +1,97 @@
+"""A node of several dies with all that runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import yaml
+
+from deploy.commands.admin import AdminApi
+from deploy.commands.exits import Exit, Failure
+from deploy.config import parse_config
+from tests.e2e.cluster import HEAD, START_S, Cluster
+from tests.faults.load import Load
+from tests.faults.replicas import FLEET
+from tests.faults.scenario import Scenario, Setting, Trial
+
+KEY = "an-admin-key-of-the-faults"
+WORKERS = ("first", "second", "third")
+
+
+class ClusterTrial(Trial):
+    """An application on a cluster, as clients and operators reach it."""
+
+    def __init__(self, cluster: Cluster, fields: dict[str, Any]) -> None:
+        self.cluster = cluster
+        super().__init__(parse_config(fields), cluster.url)
+
+    def snapshot(self) -> dict[str, Any]:
+        with suppress(Failure):
+            rows = AdminApi(self.url, KEY).fleet()["replicas"]
+            return {"replicas": rows, "reservations": sum(row["reserved"] for row in rows)}
+        return {"replicas": [], "reservations": None}
+
+    def routers(self) -> int:
+        rows = self.cluster.dashboard.ask("GET", "/api/serve/applications/")["applications"]
+        found = rows[self.app]["deployments"]["Router"]["replicas"]
+        return sum(each["state"] == "RUNNING" for each in found)
+
+
+class ClusterSetting(Setting):
+    """A head that does no work but to take the connections, and nodes that do all the rest."""
+
+    @contextmanager
+    def open(self) -> Iterator[Trial]:
+        cluster = Cluster()
+        try:
+            cluster.start()
+            for name in WORKERS:
+                cluster.add_node(name)
+            fields = {**self.fields, "router": {**self.fields["router"], "port": cluster.port}}
+            path = cluster.folder / "sluice.yaml"
+            path.write_text(yaml.safe_dump(fields))
+            done = cluster.sluice("deploy", "--config", str(path), "--timeout", f"{START_S}")
+            assert done.returncode == Exit.OK, done.stderr
+            yield ClusterTrial(cluster, fields)
+        finally:
+            cluster.close()
+
+
+NODES = ClusterSetting(
+    {
+        **FLEET.fields,
+        "name": "sluice",
+        "replica": {"count": 3, "num_cpus": 1},
+        "router": {**FLEET.fields["router"], "admin": {"keys": [KEY]}},
+    }
+)
+"""The fleet of the other scenarios on three nodes."""
+
+
+def node_killed(trial: Trial) -> Callable[[], bool]:
+    """The node with the controller ends, and with it a replica or more and perhaps a router."""
+    assert isinstance(trial, ClusterTrial)
+    cluster = trial.cluster
+    node = cluster.node_of_actor(f"{trial.app}-controller")
+    assert node is not None
+    lost = [row["replica_id"] for row in trial.snapshot()["replicas"] if row["node_id"] == node]
+    name = cluster.node_names()[node]
+    assert name != HEAD and lost
+    cluster.kill_node(name)
+    cluster.add_node(name + " again")
+    return trial.replaced(*lost)
+
+
+SCENARIOS = (
+    Scenario(
+        "a node of three killed, with the controller",
+        NODES,
+        node_killed,
+        Load(rate=4.0),
+        may_fail=True,
+        forgets=True,
+        quick=False,
+    ),
+)
