@@ -1,4 +1,4 @@
-"""Real vLLM engines on processors. What they say is not known beforehand; that all of it came is."""
+"""Real vLLM engines on processors. Their text is not known beforehand; its length is."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ def killed(trial: Trial) -> Callable[[], bool]:
 
 def killed_in_mid_stream(trial: Trial) -> Callable[[], bool]:
     """The same, of the replica with most requests that have begun to answer."""
-    victim = trial.busiest(3, "decodes")
+    victim = trial.busiest(2, "decodes")
     injuries.replica(victim).kill()
     return trial.replaced(victim)
 
 
 def frozen(trial: Trial) -> Callable[[], bool]:
     """The replica with most streams stands still until one of them goes on elsewhere."""
-    victim = trial.busiest(3, "decodes")
+    victim = trial.busiest(2, "decodes")
     before = trial.counted()["resumed"]
     with injuries.replica(victim).frozen():
         wait_until(lambda: trial.counted()["resumed"] > before, "a stream goes on", every_s=0.2)
@@ -58,7 +58,7 @@ def until_it_serves(trial: Trial, replica_id: str) -> Callable[[], bool]:
 
 def frozen_for_good(trial: Trial) -> Callable[[], bool]:
     """It stands still until Serve has replaced it."""
-    victim = trial.busiest(3, "decodes")
+    victim = trial.busiest(2, "decodes")
     part = injuries.replica(victim)
     trial.undo.callback(part.thaw)
     part.freeze()

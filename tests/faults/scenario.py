@@ -106,7 +106,7 @@ class Scenario:
 
 
 class Trial:
-    """The system under load, as an injury sees it. It runs on the Ray that this process has joined."""
+    """The system under load, as an injury sees it; on the Ray that this process has joined."""
 
     def __init__(self, config: SluiceConfig, url: str) -> None:
         self.config = config
