@@ -304,3 +304,75 @@ def test_the_names_of_rows_stay_with_who_kept_them() -> None:
     fleet.leave("0")
     fleet.report("new", report(), 0.0)
     assert kept[:2] == ["0", "1"] and fleet.ids[:2] == ["new", "1"]
+
+
+# Replicas in quarantine.
+
+
+def test_a_quarantined_replica_is_chosen_only_where_no_other_is_left() -> None:
+    fleet = Fleet(FleetSettings(aged_after_s=1.0, stale_after_s=2.0))
+    for name in ("0", "1"):
+        fleet.report(name, report(), 0.0)
+    fleet.quarantine("0")
+    fleet.report("0", report(), 0.0)
+    assert rows_of(fleet) == ["1"]
+    assert fleet.condition(fleet.row_of["0"], 0.0) == "quarantined"
+    assert [fleet.is_sound(row, 0.0) for row in (0, 1)] == [False, True]
+    assert fleet.capacity(0.0).tolist() == [1]
+    fleet.report("0", report(), 1.5)
+    assert fleet.candidates(1.5).tolist() == [1], "one that is merely late is better"
+    assert not fleet.is_sound(1, 1.5)
+    assert fleet.candidates(2.5).tolist() == [0], "and one that hangs is better than none"
+    assert fleet.capacity(2.5).tolist() == []
+    fleet.quarantine("1")
+    for name in ("0", "1"):
+        fleet.report(name, report(), 2.5)
+    assert fleet.candidates(2.6).tolist() == [0, 1]
+    fleet.close("0")
+    assert fleet.candidates(2.6).tolist() == [1], "an operator's word stands above all"
+    fleet.readmit("1")
+    fleet.reopen("0")
+    assert fleet.candidates(2.6).tolist() == [1]
+    fleet.leave("0")
+    fleet.report("next", report(), 2.6)
+    assert fleet.candidates(2.6).tolist() == [0, 1], "its row is given again, and nothing is left"
+
+
+def test_one_that_is_to_be_tried_is_a_candidate_but_no_capacity() -> None:
+    fleet = fleet_of(report(), report())
+    fleet.quarantine("0", untried=True)
+    assert rows_of(fleet) == ["0", "1"] and fleet.untried == {0}
+    assert fleet.condition(0, 0.0) == "quarantined" and fleet.is_sound(0, 0.0)
+    assert fleet.capacity(0.0).tolist() == [1]
+    fleet.quarantine("0")
+    assert rows_of(fleet) == ["1"] and not fleet.untried
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=40))
+def test_what_decisions_read_is_what_was_said_of_the_replicas(steps: list[tuple[int, int]]) -> None:
+    """The mask is kept step by step, and equals one that is made anew."""
+    fleet = fleet_of(*[report() for _ in range(4)])
+    closed, draining, out = set[int](), set[int](), dict[int, bool]()
+    for each, what in steps:
+        name = str(each)
+        match what:
+            case 0:
+                fleet.close(name)
+                closed.add(each)
+            case 1:
+                fleet.reopen(name)
+                closed.discard(each)
+            case 2 | 3:
+                fleet.quarantine(name, untried=what == 3)
+                out[each] = what == 3
+            case 4:
+                fleet.readmit(name)
+                out.pop(each, None)
+            case _:
+                fleet.report(name, report(draining=what == 5), 0.0)
+                (draining.add if what == 5 else draining.discard)(each)
+        willing = [n for n in range(4) if n not in closed | draining]
+        sound = [n for n in willing if out.get(n, True)]
+        assert fleet.candidates(0.0).tolist() == (sound or willing)
+        assert fleet.untried == {n for n, untried in out.items() if untried}
+        assert fleet.present(0.0).tolist() == willing

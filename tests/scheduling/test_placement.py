@@ -10,6 +10,7 @@ from scheduling.fleet import Fleet
 from scheduling.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
 from scheduling.objective import SLO
 from scheduling.placement import Placer, Weighed
+from scheduling.roles import Role
 from scheduling.routing import RouteQuery, Tier
 from scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
@@ -152,3 +153,80 @@ def test_the_witness_sees_what_each_decision_is_made_from() -> None:
     assert decider.place(query(SLO(), 4), 0.0).tier is Tier.BEST_EFFORT
     asked = [(each.promises is not None, each.ahead_s is not None) for each in seen[1:]]
     assert asked == [(True, True), (True, False), (False, True)]
+
+
+# Replicas in quarantine, and replicas that have failed the request.
+
+
+@pytest.mark.parametrize("admission", [*ADMISSIONS, None])
+def test_where_all_are_quarantined_they_serve_and_nothing_is_promised(
+    admission: str | None,
+) -> None:
+    fleet = fleet_of(report(), report())
+    fleet.quarantine("0")
+    placed = placer(fleet, admission).place(query(), 0.0)
+    assert (placed.replica_id, placed.tier) == ("1", Tier.GUARANTEED if admission else None)
+    fleet.quarantine("1")
+    least_bad = placer(fleet, admission).place(query(key=2), 0.0)
+    assert least_bad.reason == PLACED
+    if admission is not None:
+        assert least_bad.tier is Tier.BEST_EFFORT
+        refused = placer(fleet, admission).place(query(key=3, tiers=PROMISED), 0.0)
+        assert (refused.reason, refused.retry_after_s is None) == (UNATTAINABLE, False)
+
+
+@pytest.mark.parametrize("asked", [query(), query(SLO()), query(tiers=BEST_EFFORT)])
+@pytest.mark.parametrize("admission", ["moore_hodgson", None])
+def test_one_to_be_tried_gets_the_next_request(asked: RouteQuery, admission: str | None) -> None:
+    fleet = fleet_of(report(), report(row(prompt=4_000)), report())
+    fleet.quarantine("1", untried=True)
+    assert placer(fleet, admission).place(asked, 0.0).replica_id == "1"
+    fleet.quarantine("1")
+    assert placer(fleet, admission).place(asked._replace(key=2), 0.0).replica_id == "0"
+
+
+def test_one_to_be_tried_gets_no_request_that_it_cannot_hold_or_that_failed_elsewhere() -> None:
+    fleet = fleet_of(report(), report(*[row(EASY, 4_000, key=key) for key in range(3)]))
+    fleet.quarantine("1", untried=True)
+    placed = placer(fleet).place(query(), 0.0)
+    assert (placed.replica_id, placed.tier) == ("0", Tier.GUARANTEED)
+    fleet = fleet_of(report(), report(row(prompt=4_000)), report())
+    fleet.quarantine("1", untried=True)
+    assert placer(fleet).place(query()._replace(avoid=("0",)), 0.0).replica_id == "2"
+
+
+def test_a_replica_that_has_failed_the_request_is_left_out_where_there_are_others() -> None:
+    fleet = fleet_of(report(), report(row(prompt=4_000)))
+    assert placer(fleet).place(query()._replace(avoid=("0",)), 0.0).replica_id == "1"
+    assert placer(fleet).place(query(key=2)._replace(avoid=("who?",)), 0.0).replica_id == "0"
+    tried = query(key=3)._replace(avoid=("1", "0"))
+    assert placer(fleet).place(tried, 0.0).replica_id == "0", "once more is better than not at all"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_half_of_a_pair_is_tried_too(role: Role) -> None:
+    roles: list[Role] = ["prefill", "prefill", "decode", "decode"]
+    fleet = fleet_of(*[report(role=each) for each in roles])
+    tried = {"prefill": "1", "decode": "3"}[role]
+    fleet.quarantine(tried, untried=True)
+    placed = placer(fleet).place(query()._replace(prefill_key=9), 0.0)
+    assert placed.prefill_id == ("1" if role == "prefill" else "0")
+    assert placed.replica_id == ("3" if role == "decode" else "2")
+
+
+def test_a_role_that_is_quarantined_whole_is_as_if_it_were_not_there() -> None:
+    fleet = fleet_of(report(role="prefill"), report(role="decode"))
+    fleet.quarantine("1")
+    placed = placer(fleet).place(query()._replace(prefill_key=9), 0.0)
+    assert (placed.replica_id, placed.prefill_id) == ("0", None)
+
+
+def test_quarantined_replicas_are_no_capacity() -> None:
+    fleet = fleet_of(report(), report(row(prompt=4_000)))
+    placing = placer(fleet)
+    for untried in (True, False):
+        fleet.quarantine("1", untried)
+        load = placing.demand.load(fleet, 0.0)
+        assert (load.ready, load.ongoing) == (1.0, 0.0)
+    fleet.quarantine("0")
+    assert placing.demand.load(fleet, 0.0).ready == 0.0, "although requests go there"
