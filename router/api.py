@@ -31,6 +31,8 @@ from router.exchange import Exchange
 from router.fleets import Fleets
 from router.gate import INFERENCE_PATHS, Arrival, Gate
 from router.metrics_page import Page
+from router.openapi import PATH, document
+from router.overload import Pause, Shedder
 from router.rate_limits import RateLimiter, Share
 from router.telemetry import Telemetry
 from router.token_limits import output_to_expect
@@ -47,10 +49,14 @@ def make_api(
     share: Share | None = None,
     telemetry: Telemetry | None = None,
     overseer: Overseer | None = None,
+    shedder: Shedder | None = None,
+    pause: Pause = asyncio.sleep,
 ) -> FastAPI:
     """The FastAPI application of one router process.
 
     Args:
+        shedder: turns requests away; by default it goes by the delay of the event loop.
+        pause: waits for that many seconds, as refusals do.
         share: the way to the other routers' use of rate limits.
         overseer: the way to the controllers, for the admin API; without it there is none.
         unix_clock: Unix seconds, which files and batches expire by.
@@ -62,6 +68,7 @@ def make_api(
     """
     access = Access(config, KeyMetrics(fleets.edge.registry))
     limiter = RateLimiter(share, config.replicas, fleets.clock)
+    shedder = shedder or Shedder(fleets.edge.loop_delay_s, fleets.clock)
     api = FastAPI(
         title="Sluice",
         docs_url=None,
@@ -93,7 +100,7 @@ def make_api(
             telemetry.left_early(arrival, endpoint, span)
             return Response(status_code=400)  # nobody is there to read it
         call = replace(call, charge=charge, span=span)
-        return Exchange(call, fleet.dispatcher, fleet.metrics, telemetry)
+        return Exchange(call, fleet.dispatcher, fleet.metrics, telemetry, config.stalled_reader_s)
 
     def add(path: str, endpoint: Endpoint) -> None:
         @api.post(path, response_model=None)
@@ -116,11 +123,17 @@ def make_api(
     async def health() -> dict[str, Any]:
         return await fleets.health()
 
+    described = document(config)
+
+    @api.get(PATH)
+    async def openapi() -> dict[str, Any]:
+        return described
+
     @api.get("/metrics", response_model=None)
     async def metrics_page() -> Response:
         return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    api.include_router(APIRouter(lifespan=_running(access.watch, limiter.run)))
+    api.include_router(APIRouter(lifespan=_running(access.watch, limiter.run, shedder.watch)))
     if access.admin.on and overseer is not None:
         api.include_router(admin_routes(overseer))
         api.include_router(page_routes())
@@ -133,7 +146,9 @@ def make_api(
         access=access,
         limiter=limiter,
         telemetry=telemetry,
+        shedder=shedder,
         clock=fleets.clock,
+        pause=pause,
     )
     return api
 

@@ -107,7 +107,7 @@ class Router:
         if models[0].key is not None:
             edge = RouterMetrics()
             for part in parts:
-                for of_the_edge in (part.metrics.in_flight, part.metrics.held_bytes):
+                for of_the_edge in part.metrics.of_the_edge:
                     part.metrics.registry.unregister(of_the_edge)
             source = f"edge-{serve.get_replica_context().replica_id.unique_id}"
             labels = {"model": NO_MODEL}

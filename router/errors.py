@@ -43,6 +43,7 @@ class Reason(enum.StrEnum):
     QUEUE_TIMEOUT = "queue_timeout"
     DEADLINE_PASSED = "deadline_passed"
     ROUTER_FULL = "router_full"
+    ROUTER_OVERLOADED = "router_overloaded"
     REPLICAS_FULL = "replicas_full"
     CONTROLLER_DOWN = "controller_down"
     NO_REPLICA = "no_replica"
@@ -84,6 +85,7 @@ RULES: dict[Reason, Rule] = {
     Reason.DEADLINE_PASSED: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.INTERNAL: Rule(500, SERVER_ERROR),
     Reason.ROUTER_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
+    Reason.ROUTER_OVERLOADED: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.REPLICAS_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.CONTROLLER_DOWN: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.NO_REPLICA: Rule(503, SERVER_ERROR, retry_after_s=2),

@@ -15,6 +15,7 @@ from router.call import Call
 from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason
 from router.metrics import Outcome, RouterMetrics
+from router.slow_readers import PatientSend, StalledReaderError
 from router.telemetry import Telemetry
 from scheduling.objective import TokenClock
 from scheduling.routing.base import Tier
@@ -60,19 +61,25 @@ class DisconnectGuard:
 
 
 class Exchange(Response):
-    """Serves one call and accounts for it, however it ends."""
+    """Serves one call and accounts for it, however it ends.
+
+    Args:
+        stalled_reader_s: the client is dropped when it takes nothing for so long, seconds.
+    """
 
     def __init__(
         self,
         call: Call,
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
-        telemetry: Telemetry | None = None,
+        telemetry: Telemetry,
+        stalled_reader_s: float,
     ) -> None:
+        self._stalled_reader_s = stalled_reader_s
         self._call = call
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._telemetry = telemetry or Telemetry()
+        self._telemetry = telemetry
         self._error: ApiError | None = None
         self._clock = TokenClock(call.slo, call.received_s)
         self._answer: Answer | None = None
@@ -82,7 +89,11 @@ class Exchange(Response):
         """Answer over ASGI."""
         outcome = Outcome.FAILED
         try:
-            outcome = await self._serve(scope, receive, send)
+            with PatientSend(send, self._stalled_reader_s) as patient:
+                outcome = await self._serve(scope, receive, patient)
+        except StalledReaderError:
+            self._metrics.stalled_readers.inc()
+            outcome = Outcome.CANCELLED
         except OSError:  # how a server says that nobody is there to send to
             outcome = Outcome.CANCELLED
         except asyncio.CancelledError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections import Counter
@@ -18,6 +19,7 @@ from router.body import BodyBudget, HeldBytes
 from router.config import RouterConfig
 from router.errors import ApiError, Reason
 from router.metrics import RouterMetrics
+from router.overload import Pace, Pause, Shedder
 from router.rate_limits import RateLimiter
 from router.telemetry import Telemetry
 from router.trust import ANYONE, Client
@@ -37,6 +39,9 @@ BATCH_PATHS = tuple(path for path in INFERENCE_PATHS if path.startswith("/v1/"))
 _COUNTED_PATHS = frozenset((*INFERENCE_PATHS, "/v1/files", "/v1/batches"))
 """Those whose POST counts in the rates of requests: the others cost little, and to cancel a batch
 must not be refused because of its own lines."""
+
+_PACED_STATUSES = frozenset((401, 429, 503))
+"""After these clients come again with the same request."""
 
 
 class Arrival(NamedTuple):
@@ -59,7 +64,10 @@ class Gate:
     - Who may ask for which path is said in :mod:`router.access`.
     - At most ``max_in_flight`` inference requests are inside, and of one client at most as many as
       its key allows; more are refused before their body is read.
-    - So are those, uploads and new batches among them, that come more often than its key allows.
+    - So are those, uploads and new batches among them, that come more often than its key allows,
+      and some while the router falls behind.
+    - Refusals leave no faster than ``refusals_per_s``; see :mod:`router.overload`. Those of
+      requests without a key have a pace of their own, so that they hold up nobody else's.
     - The bodies of those that are inside have at most ``max_held_bytes`` together.
 
     Paths are those after Serve's route prefix, as for routing.
@@ -73,12 +81,18 @@ class Gate:
         access: Access,
         limiter: RateLimiter,
         telemetry: Telemetry,
+        shedder: Shedder,
         clock: Callable[[], float] = time.monotonic,
+        pause: Pause = asyncio.sleep,
     ) -> None:
         self._app = app
         self._access = access
         self._limiter = limiter
         self._telemetry = telemetry
+        self._shedder = shedder
+        held = metrics.held_refusals
+        paced = (config.refusals_per_s, config.max_in_flight, held, clock, pause)
+        self._pace, self._pace_of_strangers = Pace(*paced), Pace(*paced)
         self._max_in_flight = config.max_in_flight
         self._bodies = BodyBudget(config.max_held_bytes, metrics.held_bytes)
         self._in_flight = 0
@@ -92,18 +106,36 @@ class Gate:
             await self._app(scope, receive, send)
             return
         arrival = Arrival(uuid.uuid4().hex, self._clock())
+        refusal: list[Message] = []
         with of_request(arrival.request_id):
-            await self._admit(arrival, scope, receive, send)
+            await self._admit(arrival, scope, receive, send, refusal)
+            # By now nothing else is left of the request: no body, and no place.
+            if refusal:
+                await self._pace_of(refusal[0]["status"]).turn()
+            for message in refusal:
+                await send(message)
 
-    async def _admit(self, arrival: Arrival, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _admit(
+        self,
+        arrival: Arrival,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        refusal: list[Message],
+    ) -> None:
+        """Answer the request; a refusal is written down and not sent."""
         scope.setdefault("state", {})["arrival"] = arrival
         named = [(wire.REQUEST_ID_HEADER.encode(), arrival.request_id.encode())]
 
         async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            starts = message["type"] == "http.response.start"
+            if starts:
                 limits = self._limiter.headers(arrival.client) if counted else []
                 message["headers"] = [*message.get("headers", ()), *named, *limits]
-            await send(message)
+            if refusal or (starts and message["status"] in _PACED_STATUSES):
+                refusal.append(message)
+            else:
+                await send(message)
 
         # The function that routing itself calls, so that the two never differ over a path.
         path = get_route_path(scope)
@@ -112,6 +144,7 @@ class Gate:
         try:
             arrival = arrival._replace(client=self._access.check(path, scope["headers"]))
             if endpoint is not None:
+                self._check_load(arrival.client)
                 self._check_room(arrival.client)
             if counted:
                 self._limiter.count_request(arrival.client)
@@ -128,6 +161,17 @@ class Gate:
         with HeldBytes(self._bodies, arrival.client) as held:
             arrival = scope["state"]["arrival"] = arrival._replace(held=held)
             await self._count(arrival.client.owner, scope, receive, send_named)
+
+    def _pace_of(self, status: int) -> Pace:
+        return self._pace_of_strangers if status == 401 else self._pace
+
+    def _check_load(self, client: Client) -> None:
+        if not self._shedder.takes(client.owner):
+            raise ApiError(
+                Reason.ROUTER_OVERLOADED,
+                "More requests come than the router can look at; those of the clients that send "
+                "most are turned away.",
+            )
 
     def _check_room(self, client: Client) -> None:
         if self._in_flight >= self._max_in_flight:

@@ -1,0 +1,74 @@
+"""Sending to a client that may not take what it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+from types import TracebackType
+
+from starlette.types import Message, Send
+
+
+class StalledReaderError(OSError):
+    """The client has taken nothing for too long."""
+
+
+class PatientSend:
+    """Hands the messages of one response on, within the block, and gives up on a client that takes
+    nothing.
+
+    The server keeps the task that sends waiting once its buffers are full. One timer watches over
+    the whole response: one for each message would cost more than handing that on.
+
+    Args:
+        send: of the server.
+        limit_s: longest wait for the client to take a message, seconds.
+    """
+
+    def __init__(self, send: Send, limit_s: float) -> None:
+        self._send = send
+        self._limit_s = limit_s
+        self._since_s = inf
+        self._gave_up = False
+
+    def __enter__(self) -> PatientSend:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._limit_s, self._look)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+
+    async def __call__(self, message: Message) -> None:
+        """Hand a message on.
+
+        Raises:
+            StalledReaderError: the client does not take it.
+        """
+        self._since_s = self._loop.time()
+        try:
+            await self._send(message)
+        except asyncio.CancelledError:
+            # Somebody else may have cancelled the task as well, and then it ends as cancelled.
+            if self._gave_up and self._task.uncancel() == 0:
+                raise StalledReaderError("the client takes nothing") from None
+            raise
+        finally:
+            self._since_s = inf
+
+    def _look(self) -> None:
+        """Give up, or look again when it may be time to."""
+        waited_s = max(0.0, self._loop.time() - self._since_s)
+        if waited_s >= self._limit_s:
+            self._gave_up = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_later(self._limit_s - waited_s, self._look)
