@@ -19,7 +19,7 @@ from starlette.types import Message
 from router.config import RouterConfig
 from router.keys import ApiKey
 from router.overload import ALWAYS_PER_S, MAX_DELAY_S, MAX_HOLD_S, PERIOD_S, TICK_S, Pace, Shedder
-from tests.router.far_side import Clock, Edge, FarSide, serve, stall
+from tests.router.far_side import Clock, Edge, FarSide, serve
 from tests.router.virtual_time import VirtualTime, settle
 
 CHAT = "/v1/chat/completions"
