@@ -68,8 +68,8 @@ _CALM_S = 15.0
 @click.option(
     "--rate",
     type=click.FloatRange(0.01, 1_000),
-    help="Requests a second in all, between bursts.  [default: 80 % of what the engines can do, "
-    "with faults 50 %]",
+    help="Requests a second in all, between bursts.  [default: about 80 % of what the engines can "
+    "do, with faults 50 %]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def soak(

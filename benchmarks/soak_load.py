@@ -45,8 +45,8 @@ _SHARES: Final = {name: 0.8 * share for name, share in SHARES.items()} | {
     "strict": 0.1,
 }
 
-LOAD: Final = 0.8
-"""Share of what the engines can do that is sent between bursts."""
+LOAD: Final = 0.65
+"""Share of what the engines can do that is sent between bursts: with them it is about 80 %."""
 
 LOAD_WITH_FAULTS: Final = 0.5
 """The same where parts of it are missing now and then."""
