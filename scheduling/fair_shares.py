@@ -8,12 +8,12 @@ what can be promised. The counters that it is found from forget in :data:`WINDOW
 
 Nobody knows the capacity, requests cannot be split, and a refused one may not come back. So a
 tenant over its share is not closed out until the others have theirs, which would leave idle what
-they happen not to ask for. It may go on, but only where a part of everything stays free: time until
-each deadline, time of each second, KV blocks. Those below their share find that part when they
-come. Networks of telephone lines have long done this with single lines, as trunk reservation
-(Kelly, *Loss networks*, Annals of Applied Probability 1991). How much stays free is learned: more
-with each request of a tenant below its share that finds no room, less with each that finds some,
-and nothing where none comes.
+they happen not to ask for. It may go on, but only where beside its request there is room for one
+more: the next of those who are below their share find it when they come. Networks of telephone
+lines have long done this with single lines, as trunk reservation (Kelly, *Loss networks*, Annals of
+Applied Probability 1991). For how long a prompt there must be room is learned: for a longer one
+with each request of a tenant below its share that finds none, for a shorter one with each that
+finds some, and for none where none comes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from scheduling.job import RouteQuery
 from scheduling.kernels import Floats
 
 WINDOW_S = 10.0
@@ -38,30 +39,32 @@ MOST_TENANTS = 4_096
 MOST_KEYS = 100_000
 """Requests that are remembered until they end; of more, the oldest tenth is forgotten."""
 
-MOST_RESERVE = 0.5
-"""Most of everything that is kept free of tenants over their share."""
+MAX_WEIGHT = 1_000.0
+"""Largest weight of a tenant, and the inverse of the smallest."""
 
 SHORT = 0.97
 """A tenant with less than this part of its share is short of it. The few per cent between keep
 noise from counting as need."""
 
-_STEP = 0.1
-"""What one refusal of a tenant that is short adds to the reserve."""
+REFUSED = 0.01
+"""Share of what tenants below their share ask for that is refused where the reserve is right."""
 
-_REFUSED = 0.02
-"""Share of their requests that tenants below their share are refused where the reserve is right."""
+MOST_USUAL = 4.0
+"""The longest prompt for which there must be room, in usual prompts of who is below its share."""
 
-_LEAST_MEMORY_S, _MOST_MEMORY_S = 1.0, 10.0
-"""In how long the reserve goes where nobody below its share asks: a few times as long as it was
-between two of their requests, within these bounds, seconds."""
+_STEP = 0.5
+"""What a prompt that finds no room adds to the reserve, of its own length."""
+
+_SMOOTHING = 0.1
+"""Weight of the latest request in the means of what tenants below their share ask for."""
 
 _GAPS = 4.0
+_LEAST_MEMORY_S, _MOST_MEMORY_S = 1.0, 10.0
+"""When the reserve begins to go because nobody below its share asks: so many times as long as it
+was between two of their requests, within these bounds, seconds."""
+
 _OLDEST = 30.0
 """Windows after which the counters get a new unit, so that numbers stay small."""
-
-
-MAX_WEIGHT = 1_000.0
-"""Largest weight of a tenant, and the inverse of the smallest."""
 
 
 class _Charge(NamedTuple):
@@ -75,8 +78,8 @@ class _Charge(NamedTuple):
 class FairShares:
     """Counts what tenants ask and are promised, and tells who must leave room for others.
 
-    ``O(1)`` each, and ``O(tenants)`` ten times a second. All times are seconds on one monotonic
-    clock of the caller's.
+    ``O(1)`` each, and ``O(n log n)`` with ``n`` tenants ten times a second. All times are seconds
+    on one monotonic clock of the caller's.
 
     Args:
         most_tenants: see :data:`MOST_TENANTS`.
@@ -94,67 +97,64 @@ class FairShares:
         self._promised: Floats = np.zeros(most_tenants)
         self._total = 0.0
         self._unit_s = 0.0
-        # The water level over all that is promised, per weight.
+        # The water level per weight, over all that is promised.
         self._level = inf
         self._refreshed_s = -inf
-        self._reserve = 0.0
-        self._reserve_s = -inf
-        self._gap_s = _MOST_MEMORY_S
         self._charges: dict[int, _Charge] = {}
         self._refused: dict[int, None] = {}
+        self._reserve = 0.0
+        # Of the requests of tenants below their share: the last, and the means.
+        self._below_s = -inf
+        self._gap_s = _MOST_MEMORY_S
+        self._usual = 0.0
 
     def __len__(self) -> int:
         """Tenants that are told apart now."""
         return len(self._slots)
 
-    def reserve(self, tenant: int, now_s: float) -> float:
-        """Share of everything that a promise to ``tenant`` must leave free for others, 0 to
-        :data:`MOST_RESERVE`: 0 for one that is not over its share."""
+    def reserve_tokens(self, tenant: int, now_s: float) -> float:
+        """For how long a prompt, tokens, there must be room beside what is promised to ``tenant``;
+        0 for one that is not over its share."""
         slot = self._slots.get(tenant)
         if slot is None or self._reserve <= 0.0:
             return 0.0
         self._refresh(now_s)
         if self._promised[slot] <= self._share(slot):
             return 0.0
-        return min(self._reserve * self._fading(now_s), MOST_RESERVE)
+        reserve = self._reserve * self._fading(now_s)
+        return reserve if reserve >= 1.0 else 0.0
 
-    def promise(self, tenant: int, weight: float, key: int, tokens: float, now_s: float) -> None:
-        """A request of ``tenant`` is promised its objective."""
-        scale = self._scale(now_s)
-        slot = self._slot(tenant, weight)
-        self._note_below(slot, now_s, refused=False)
-        if self._refused.pop(key, self) is self:
+    def promise(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
+        """A request is promised its objective; its output is expected to be so long."""
+        tokens = query.prompt_tokens + output_tokens
+        slot, scale = self._slot(query), self._scale(now_s)
+        self._learn(slot, query.prompt_tokens, now_s, refused=False)
+        if self._refused.pop(query.key, self) is self:
             self._asked[slot] += tokens * scale
         self._promised[slot] += tokens * scale
         self._total += tokens * scale
-        self._charges[key] = _Charge(tenant, tokens, now_s)
+        self._charges[query.key] = _Charge(query.tenant, tokens, now_s)
         self._bound(self._charges)
 
     def refuse(
-        self,
-        tenant: int,
-        weight: float,
-        key: int,
-        tokens: float,
-        now_s: float,
-        again: bool,
-        over_share: bool = False,
+        self, query: RouteQuery, output_tokens: float, now_s: float, again: bool, over_share: bool
     ) -> None:
-        """A request of ``tenant`` is not promised its objective, now.
+        """A request is not promised its objective, now.
 
         Args:
-            again: it may ask again under this key, which then counts as no new one.
-            over_share: there was room for it, but for what its tenant has to leave free.
+            query: the request. output_tokens: expected length of its output.
+            now_s: the time.
+            again: it may ask again under its key, which then counts as no new one.
+            over_share: there was room for it, but not for the reserve as well.
         """
-        scale = self._scale(now_s)
-        slot = self._slot(tenant, weight)
+        slot, scale = self._slot(query), self._scale(now_s)
         if not over_share:
-            self._note_below(slot, now_s, refused=True)
-        if key in self._refused:
+            self._learn(slot, query.prompt_tokens, now_s, refused=True)
+        if query.key in self._refused:
             return
-        self._asked[slot] += tokens * scale
+        self._asked[slot] += (query.prompt_tokens + output_tokens) * scale
         if again:
-            self._refused[key] = None
+            self._refused[query.key] = None
             self._bound(self._refused)
 
     def settle(self, key: int, tokens: float) -> None:
@@ -177,23 +177,25 @@ class FairShares:
             return inf
         return float(self._weights[slot]) * self._level * self._total
 
-    def _note_below(self, slot: int, now_s: float, refused: bool) -> None:
-        """Learn from a request of a tenant below its share, if it is one, how much to reserve."""
+    def _learn(self, slot: int, prompt_tokens: int, now_s: float, refused: bool) -> None:
+        """Learn the reserve from a request of a tenant that is short of its share, if it is."""
         self._refresh(now_s)
         share = self._share(slot)
         if share == inf or self._promised[slot] >= SHORT * share:
             return
-        reserve = self._reserve * self._fading(now_s)
-        reserve += _STEP if refused else -_STEP * _REFUSED
-        self._reserve = min(max(reserve, 0.0), MOST_RESERVE)
-        gap_s = min(now_s - self._reserve_s, _MOST_MEMORY_S)
-        self._gap_s += 0.2 * (gap_s - self._gap_s)
-        self._reserve_s = now_s
+        self._usual += (_SMOOTHING if self._usual else 1.0) * (prompt_tokens - self._usual)
+        # This seeks the reserve with which ``REFUSED`` of their prompts, by length, find no room.
+        step = _STEP * prompt_tokens * (1.0 - REFUSED if refused else -REFUSED)
+        reserve = self._reserve * self._fading(now_s) + step
+        self._reserve = min(max(reserve, 0.0), MOST_USUAL * self._usual)
+        gap_s = min(now_s - self._below_s, _MOST_MEMORY_S)
+        self._gap_s += _SMOOTHING * (gap_s - self._gap_s)
+        self._below_s = now_s
 
     def _fading(self, now_s: float) -> float:
-        """What is left of the reserve, of 1, since anybody below its share has asked."""
+        """What is left of the reserve, of 1, since one who is short has asked."""
         memory_s = min(max(_GAPS * self._gap_s, _LEAST_MEMORY_S), _MOST_MEMORY_S)
-        return exp(-max(0.0, now_s - self._reserve_s) / memory_s)
+        return exp(min(0.0, 1.0 - (now_s - self._below_s) / memory_s))
 
     def _refresh(self, now_s: float) -> None:
         if now_s - self._refreshed_s < REFRESH_S:
@@ -221,13 +223,14 @@ class FairShares:
         for tenant in [own for own, slot in self._slots.items() if self._asked[slot] < 1e-3]:
             self._forget(tenant)
 
-    def _slot(self, tenant: int, weight: float) -> int:
-        slot = self._slots.get(tenant)
+    def _slot(self, query: RouteQuery) -> int:
+        """Where its tenant is counted."""
+        slot = self._slots.get(query.tenant)
         if slot is None:
             if not self._free:
                 self._forget(min(self._slots, key=lambda own: self._asked[self._slots[own]]))
-            slot = self._slots[tenant] = self._free.pop()
-        self._weights[slot] = weight
+            slot = self._slots[query.tenant] = self._free.pop()
+        self._weights[slot] = query.weight
         return slot
 
     def _forget(self, tenant: int) -> None:

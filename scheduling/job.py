@@ -87,8 +87,8 @@ class Job(NamedTuple):
             where that is another replica's; 0 where it is served whole.
         splits: ``bool[n]``, whether each would compute its prompt only.
         moved: whether the KV of its prompt is another replica's work, and comes along.
-        reserve: share of everything that a promise to it must leave free for others, see
-            :mod:`scheduling.fair_shares`.
+        reserve_tokens: a promise to it must leave room for one more request, with a prompt of so
+            many tokens, see :mod:`scheduling.fair_shares`.
     """
 
     query: RouteQuery
@@ -101,7 +101,7 @@ class Job(NamedTuple):
     lead_s: Floats
     splits: NDArray[np.bool_]
     moved: bool = False
-    reserve: float = 0.0
+    reserve_tokens: float = 0.0
 
     def of(self, places: NDArray[np.bool_] | Ints) -> Job:
         """The same job for some of the replicas only."""

@@ -49,6 +49,7 @@ class Weighed(NamedTuple):
         ahead_s: ``float64[n]``, predicted time of all prompts there and of this one, where that
             decided or nothing was promised; else ``None``.
         second: who would have gone on, where the request could be split.
+        untried: rows of the quarantined replicas that were to be tried.
     """
 
     job: Job
@@ -57,6 +58,7 @@ class Weighed(NamedTuple):
     promises: Promises | None
     ahead_s: Floats | None
     second: Second | None = None
+    untried: frozenset[int] = frozenset()
 
 
 Witness = Callable[[Weighed], None]
@@ -187,9 +189,9 @@ class Placer:
         # Others than sound ones are among the candidates only where there are no sound ones.
         if not holds.any() or not self._fleet.is_sound(int(job.rows[0]), job.now_s):
             return self._unpromised(job, promises, second)
-        reserve = self.shares.reserve(job.query.tenant, job.now_s)
-        if reserve > 0.0:
-            promises = self._with_room_left(job, promises, second, admission, reserve)
+        reserve_tokens = self.shares.reserve_tokens(job.query.tenant, job.now_s)
+        if reserve_tokens > 0.0:
+            promises = self._with_room_left(job, promises, second, admission, reserve_tokens)
             holds = promises.holds
             if not holds.any():
                 return self._unpromised(job, promises, second, over_share=True)
@@ -197,8 +199,7 @@ class Placer:
         places = np.flatnonzero(holds)
         chosen = int(places[self._choose(job if len(places) == len(holds) else job.of(places))])
         ttft_s = float(promises.ttft_s[chosen])
-        query = job.query
-        self.shares.promise(query.tenant, query.weight, query.key, _tokens(job), job.now_s)
+        self.shares.promise(job.query, job.output_tokens, job.now_s)
         return self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
 
     def _with_room_left(
@@ -207,12 +208,13 @@ class Placer:
         promises: Promises,
         second: Second | None,
         admission: AdmissionPolicy,
-        reserve: float,
+        reserve_tokens: float,
     ) -> Promises:
-        """Of ``promises`` those that leave ``reserve`` of everything free."""
-        kept = admission.promises(job._replace(reserve=reserve), self._fleet)
+        """Of ``promises`` those beside which there is room for another prompt of so many tokens."""
+        kept = admission.promises(job._replace(reserve_tokens=reserve_tokens), self._fleet)
         if second is not None:
-            able = admission.promises(second.job._replace(reserve=reserve), self._fleet)
+            moved = second.job._replace(reserve_tokens=reserve_tokens)
+            able = admission.promises(moved, self._fleet)
             kept = together(job, kept, second._replace(promises=able))
         return promises._replace(holds=promises.holds & kept.holds, wait_s=kept.wait_s)
 
@@ -228,13 +230,7 @@ class Placer:
         if wait_s < inf:
             # What can never be promised takes nobody's share.
             self.shares.refuse(
-                query.tenant,
-                query.weight,
-                query.key,
-                _tokens(job),
-                job.now_s,
-                again=not best_effort,
-                over_share=over_share,
+                query, job.output_tokens, job.now_s, again=not best_effort, over_share=over_share
             )
         if best_effort:
             placed = self._best_effort(job, second, promises)
@@ -267,7 +263,8 @@ class Placer:
     ) -> None:
         if self._witness is not None:
             fleet = self._fleet
-            self._witness(Weighed(job, fleet.ids, len(fleet), promises, ahead_s, second))
+            ids, untried = fleet.ids, fleet.untried
+            self._witness(Weighed(job, ids, len(fleet), promises, ahead_s, second, untried))
 
     def _choose(self, job: Job) -> int:
         chosen = self._untried(job)
@@ -365,11 +362,6 @@ class Placer:
             float(query.slo.priority),
             job.output_tokens,
         )
-
-
-def _tokens(job: Job) -> float:
-    """What a promise to it counts for, until it is known better."""
-    return job.query.prompt_tokens + job.output_tokens
 
 
 def expected_tokens(query: RouteQuery) -> float:

@@ -47,7 +47,7 @@ class AdmissionPolicy(ABC):
 
         One that would compute its prompt only (``job.splits``) promises to have done so by
         ``job.due_s - job.lead_s``. Where the KV comes along (``job.moved``) a replica needs room
-        for all of the prompt's. Where it must leave something for others (``job.reserve``), that
-        part of each deadline's time, of each second and of the KV blocks stays free beside it, at
-        each replica to which anything is promised.
+        for all of the prompt's. Where it must leave room (``job.reserve_tokens``), one more request
+        with such a prompt would be held beside it with the same objective, at each replica to which
+        anything is promised: what is idle is kept for nobody.
         """

@@ -101,7 +101,7 @@ class MooreHodgson(AdmissionPolicy):
                 job.lead_s,
                 job.splits,
                 job.moved,
-                job.reserve,
+                job.reserve_tokens,
             )
         )
 
@@ -126,7 +126,7 @@ def promises(
     lead_s: Floats,
     splits: NDArray[np.bool_],
     moved: bool,
-    reserve: float,
+    reserve_tokens: float,
 ) -> tuple[NDArray[np.bool_], Floats, Floats]:
     """The test on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
     holds = np.empty(rows.shape[0], np.bool_)
@@ -137,15 +137,18 @@ def promises(
         own_s = most_work_s(pieces[row], 1.0, prompt_tokens)
         due_s = first_due_s - lead_s[place]
         tpot_s = inf if splits[place] else asked_tpot_s
-        kept = reserve_at(of, reserve)
-        unused = headroom + (1.0 - headroom) * kept
+        all_s, step_s = work_s[place], own_s
+        kept = reserve_at(of, reserve_tokens)
+        if kept > 0.0:
+            all_s += most_work_s(pieces[row], kept, 0.0)
+            step_s += most_work_s(pieces[row], 1.0, kept)
         late_s = max(
-            late_by(of, queue, decodes, work_s[place], now_s, due_s, unused),
-            others_late_by(of, queue, decodes, work_s[place], now_s, due_s, tpot_s, own_s, unused),
+            late_by(of, queue, decodes, all_s, now_s, due_s, headroom),
+            others_late_by(of, queue, decodes, all_s, now_s, due_s, tpot_s, step_s, headroom),
         )
         slow_s = 0.0
         if tpot_s < inf:
-            slow_s = pace_wait_s(of, decodes, own_s, tpot_s, output_tokens, unused)
+            slow_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
         new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
         room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place], kept)
         alone = fits_alone(of, work_s[place], own_s, due_s - now_s + waited_s, tpot_s, headroom)

@@ -36,22 +36,14 @@ class PABAdmission(AdmissionPolicy):
         figures = fleet.figures[job.rows]
         new_tokens = np.maximum(1.0, job.query.prompt_tokens - job.cached_tokens)
         budget = figures[:, PAB]
-        if job.reserve > 0.0:
-            budget = budget - job.reserve * _horizon_tokens(job, fleet) * (figures[:, PROMISED] > 0)
+        if job.reserve_tokens > 0.0:
+            budget = budget - job.reserve_tokens * (figures[:, PROMISED] > 0)
         lack = np.maximum(0.0, new_tokens - budget)
         ttft_s = first_tokens_s(
             fleet.figures, fleet.starts, fleet.prefills, job.rows, job.work_s, job.now_s, job.due_s,
             job.lead_s,
         )  # fmt: skip
         return Promises(lack <= 0, ttft_s, lack * job.work_s / new_tokens)
-
-
-def _horizon_tokens(job: Job, fleet: Fleet) -> Floats:
-    """Prompt tokens that each replica of a job could prefill in the horizon if it did nothing
-    else."""
-    token_s = fleet.pieces[job.rows, :, PREFILL_TOKENS].max(axis=1)
-    tokens: Floats = fleet.settings.reference_ttft_s / np.maximum(token_s, 1e-9)
-    return tokens
 
 
 def pab_tokens(

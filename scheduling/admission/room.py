@@ -36,7 +36,7 @@ def room_wait_s(
     new_tokens: float,
     now_s: float,
     start_s: float,
-    reserve: float,
+    reserve_tokens: float,
 ) -> float:
     """Predicted time until there are KV blocks and a place for a prompt.
 
@@ -50,7 +50,7 @@ def room_wait_s(
         now_s: the time.
         start_s: when its prefill begins at the latest: blocks that come free until then count, up
             to ``FREED_WITHIN_S`` from now.
-        reserve: share of all blocks and places to leave free.
+        reserve_tokens: of one more prompt, for which there should be room beside it; 0: of none.
 
     Returns:
         Seconds; 0 where there is room; infinite where there never is.
@@ -59,23 +59,26 @@ def room_wait_s(
     if ceil(prompt_tokens / block) >= figures[TOTAL_BLOCKS] or figures[PLACES] < 1.0:
         return inf
     wanted = figures[NEEDED_BLOCKS] + ceil(new_tokens / block)
-    wanted += ceil(promised * GROWTH_TOKENS / block) + 1.0 + reserve * figures[TOTAL_BLOCKS]
+    wanted += ceil(promised * GROWTH_TOKENS / block) + 1.0
+    if reserve_tokens > 0.0:
+        promised += 1.0
+        wanted += ceil((reserve_tokens + GROWTH_TOKENS) / block)
     lack = wanted - figures[FREE_BLOCKS] - figures[LENT_BLOCKS]
     rate = figures[BLOCKS_PER_S]
     lack -= rate * min(FREED_WITHIN_S, max(0.0, start_s - now_s))
     wait_s = 0.0
     if lack > 0.0:
         wait_s = max(LEAST_WAIT_S, lack / rate) if rate > 0.0 else FREED_WITHIN_S
-    if promised >= figures[PLACES] * (1.0 - reserve):
+    if promised >= figures[PLACES]:
         wait_s = max(wait_s, FREED_WITHIN_S)
     return wait_s
 
 
 @compiled
-def reserve_at(figures: Floats, reserve: float) -> float:
-    """What of ``reserve`` a replica keeps: none while nothing is promised there, as what is idle
-    serves nobody."""
-    return reserve if figures[PROMISED] > 0.0 else 0.0
+def reserve_at(figures: Floats, reserve_tokens: float) -> float:
+    """The prompt for which a replica keeps room, tokens: none while nothing is promised there, as
+    what is idle serves nobody."""
+    return max(2.0, reserve_tokens) if reserve_tokens > 0.0 and figures[PROMISED] > 0.0 else 0.0
 
 
 @compiled

@@ -112,7 +112,7 @@ class VirtualReplica(AdmissionPolicy):
                 job.lead_s,
                 job.splits,
                 job.moved,
-                job.reserve,
+                job.reserve_tokens,
             )
         )
 
@@ -138,7 +138,7 @@ def promises(
     lead_s: Floats,
     splits: NDArray[np.bool_],
     moved: bool,
-    reserve: float,
+    reserve_tokens: float,
 ) -> tuple[NDArray[np.bool_], Floats, Floats]:
     """The walk on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
     holds = np.empty(rows.shape[0], np.bool_)
@@ -150,11 +150,12 @@ def promises(
         due_s = first_due_s - lead_s[place]
         tpot_s = inf if splits[place] else asked_tpot_s
         longest_s = of[FIXED_S] + most_work_s(model, batch_tokens, 0.0)
-        kept = reserve_at(of, reserve)
-        unused = headroom + (1.0 - headroom) * kept
-        late_s = late_by(
-            of, queue, work_s[place], now_s, due_s, tpot_s, own_s, longest_s, 1.0 - unused
-        )
+        all_s, step_s = work_s[place], own_s
+        kept = reserve_at(of, reserve_tokens)
+        if kept > 0.0:
+            all_s += most_work_s(model, kept, 0.0)
+            step_s += most_work_s(model, 1.0, kept)
+        late_s = late_by(of, queue, all_s, now_s, due_s, tpot_s, step_s, longest_s, 1.0 - headroom)
         new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
         room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place], kept)
         holds[place] = late_s <= 0.0 and room_s == 0.0
@@ -162,7 +163,7 @@ def promises(
         if not holds[place]:
             if late_s == inf:
                 decodes = loads[starts[row] :]
-                late_s = pace_wait_s(of, decodes, own_s, tpot_s, output_tokens, unused)
+                late_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
             wait_s[place] = max(LEAST_WAIT_S, late_s, room_s)
             fresh_s = due_s - now_s + waited_s
             if not fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom):

@@ -1,0 +1,252 @@
+"""Tenants under overload: does each get its share of what can be promised, and at what cost?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, estimate, grouped
+from benchmarks.experiments.clusters import (
+    ADMISSION,
+    DEFAULT,
+    System,
+    cluster_rate,
+    colocated,
+    run,
+)
+from benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from benchmarks.experiments.engines import SETUPS, Contender
+from benchmarks.experiments.loads import GENERATED, LOAD_WORDS
+from benchmarks.report import Table
+from scheduling.fair_shares import water_level
+from scheduling.kernels import Floats
+from simulation.config import WhenUnattainable
+from simulation.metrics import TPOTMetric, attained, stages
+from simulation.workload import Workload, merged
+
+OVERLOAD = 3.0
+WINDOW_S = 30.0
+WARM_UP_S = 20.0
+"""Counters that forget in some seconds, and the queues, begin empty."""
+
+BURST_S, SILENCE_S = 3.0, 7.0
+
+
+class Tenant(NamedTuple):
+    """One tenant.
+
+    Attributes:
+        weight: of its share.
+        demand: what it asks for over its share by weight of all that can be promised; these are
+            scaled together so that all of them make the load.
+        bursty: all of it comes in bursts of :data:`BURST_S`, with silence of :data:`SILENCE_S`.
+    """
+
+    weight: float
+    demand: float
+    bursty: bool = False
+
+
+GROUPS: dict[str, tuple[Tenant, ...]] = {
+    "one greedy": (Tenant(1, 0.5), Tenant(1, 5.5)),
+    "weights 1, 1, 2": (Tenant(1, 0.2), Tenant(1, 9.8), Tenant(2, 1.0)),
+    "all greedy": (Tenant(1, 2.0), Tenant(1, 4.0), Tenant(2, 3.0)),
+    "a burst": (Tenant(1, 0.5, bursty=True), Tenant(1, 3.0), Tenant(2, 4.25)),
+    "five": (Tenant(1, 0.2), Tenant(1, 0.6), Tenant(2, 1.0), Tenant(1, 1.5), Tenant(2, 20.0)),
+}
+
+LENGTHS = {"alike": ("proserve sharegpt",), "long and short": ("proserve azure", "proserve sharegpt")}
+"""Workloads of the tenants, which take turns at them."""
+
+
+def cells(plan: Plan) -> list[Cell]:
+    """Groups of tenants x lengths of their requests x what becomes of the others, with fair shares
+    and without."""
+    windows = plan.pick(0, 3, 10)
+    seconds = WARM_UP_S + windows * WINDOW_S if windows else 6.0
+    groups = plan.pick(("one greedy",), tuple(GROUPS), tuple(GROUPS))
+    setups = plan.pick(("8b",), ("8b", "8b-short"), ("8b", "8b-short"))
+    outcomes: tuple[WhenUnattainable, ...] = plan.pick(
+        ("reject",), ("reject",), ("reject", "best_effort")
+    )
+    return [
+        Cell(
+            {"tenants": group, "lengths": lengths, "setup": setup, "others": outcome, "shares": on},
+            partial(measure, group, lengths, setup, outcome, on, plan.pick(1, 4, 8), seconds),
+        )
+        for group in groups
+        for lengths in plan.pick(("alike",), tuple(LENGTHS), tuple(LENGTHS))
+        for setup in setups
+        for outcome in outcomes
+        for on in ("none", "fair")
+    ]
+
+
+def workload(
+    tenants: Sequence[Tenant], names: Sequence[str], setup: str, rate: float, seconds: float, seed: int
+) -> Workload:
+    """What all tenants ask for, ``rate`` requests of the mean length a second over all."""
+    weights = sum(tenant.weight for tenant in tenants)
+    asked = sum(tenant.weight * tenant.demand for tenant in tenants) / weights
+    parts = []
+    for index, tenant in enumerate(tenants):
+        make = GENERATED[names[index % len(names)]]
+        # By tokens: who has long requests asks for fewer.
+        sample = make(SETUPS[setup], 1.0, 2_000, 0)
+        mean = sample.mean_prompt_tokens + sample.mean_output_tokens
+        own = rate * tenant.weight * tenant.demand / weights / asked / mean
+        part = make(SETUPS[setup], own, max(2, round(own * seconds)), 10 * seed + index)
+        arrivals = tuple(
+            arrival._replace(
+                arrival_s=_in_bursts(arrival.arrival_s) if tenant.bursty else arrival.arrival_s,
+                tenant=index + 1,
+                weight=tenant.weight,
+            )
+            for arrival in part.arrivals
+        )
+        parts.append(replace(part, arrivals=arrivals))
+    return merged("tenants", parts)
+
+
+def _in_bursts(time_s: float) -> float:
+    """The same rate over all, on a clock that runs in bursts only, and faster there."""
+    period_s = BURST_S + SILENCE_S
+    whole, rest_s = divmod(time_s, period_s)
+    return whole * period_s + rest_s * BURST_S / period_s
+
+
+def measure(
+    group: str,
+    lengths: str,
+    setup: str,
+    outcome: WhenUnattainable,
+    shares: str,
+    replicas: int,
+    seconds: float,
+    seed: int,
+) -> Mapping[str, float]:
+    """One run: what tenants were promised against weighted max-min, and what all got.
+
+    ``error``: mean over windows and tenants of the distance from the share, of all that was
+    promised; ``worst``: the largest. ``below``: the least that a tenant who asked for less than its
+    share got of that, mean over windows. ``tokens_per_s``: promised. ``goodput``: tokens a second of
+    requests that met their objective.
+    """
+    tenants, names = GROUPS[group], LENGTHS[lengths]
+    layout, one = colocated(replicas), SETUPS[setup]
+    rate = 0.0
+    for name in names:
+        sample = GENERATED[name](one, 1.0, 2_000, 0)
+        mean = sample.mean_prompt_tokens + sample.mean_output_tokens
+        rate += cluster_rate(GENERATED[name], one, layout) * mean / len(names)
+    load = workload(tenants, names, setup, OVERLOAD * rate, seconds, seed)
+    asked = load
+    if shares == "none":
+        asked = replace(load, arrivals=tuple(a._replace(tenant=0) for a in load.arrivals))
+    system = System(DEFAULT, Contender(LOCAL, LOCAL), ADMISSION, outcome)
+    done = run(asked, system, one, layout, seed)
+    requests = done.result.requests
+    arrival_s = np.array([arrival.arrival_s for arrival in load.arrivals])
+    owner = np.array([arrival.tenant for arrival in load.arrivals]) - 1
+    tokens = np.array([float(a.prompt_tokens + a.output_tokens) for a in load.arrivals])
+    promised = ~np.isnan(requests.promised_s)
+    met = attained(requests, stages(requests), TPOTMetric.MEAN)
+    counted = (arrival_s >= min(WARM_UP_S, seconds / 3)) & (arrival_s < seconds)
+    span_s = seconds - min(WARM_UP_S, seconds / 3)
+    errors, below = [], []
+    weights = np.array([tenant.weight for tenant in tenants], np.float64)
+    window = np.floor((arrival_s - (seconds - span_s)) / WINDOW_S)
+    for number in np.unique(window[counted]):
+        here = counted & (window == number)
+        wanted = np.bincount(owner[here], tokens[here], len(tenants))
+        got = np.bincount(owner[here & promised], tokens[here & promised], len(tenants))
+        fair = fair_shares(wanted, weights, float(got.sum()))
+        errors.append(np.abs(got - fair) / got.sum())
+        modest = (fair >= wanted) & (wanted > 0.0)
+        if modest.any():
+            below.append(float((got[modest] / wanted[modest]).min()))
+    return {
+        "error": float(np.mean(errors)),
+        "worst": float(np.max(errors)),
+        "below": float(np.mean(below)) if below else 1.0,
+        "tokens_per_s": float(tokens[counted & promised].sum()) / span_s,
+        "goodput": float(tokens[counted & met].sum()) / span_s,
+        "kept": float(met[counted & promised].mean()),
+    }
+
+
+def fair_shares(wanted: Floats, weights: Floats, capacity: float) -> Floats:
+    """What each should get of ``capacity`` by weighted max-min fairness."""
+    shares: Floats = np.minimum(wanted, weights * water_level(wanted, weights, capacity))
+    return shares
+
+
+FIGURES = {
+    "error": ("distance from the share, of all that was promised", 3),
+    "worst": ("the largest of any tenant in any window", 3),
+    "below": ("least of its requests that a tenant below its share was promised", 3),
+    "kept": ("of the promised, those that met their objective", 3),
+}
+
+
+def findings(rows: Sequence[Row]) -> Findings:
+    """A line for each group: with fair shares and without, and what they cost."""
+    labels = ("tenants", "lengths", "setup", "others")
+    lines = []
+    for names, own in grouped(rows, *labels).items():
+        of = {str(on): cells for (on,), cells in grouped(own, "shares").items()}
+        shown = [
+            f"{estimate(of['none'], figure).mean:.{digits}f} -> "
+            f"{estimate(of['fair'], figure).mean:.{digits}f}"
+            for figure, (_, digits) in FIGURES.items()
+        ]
+        ratios = [
+            estimate(of["fair"], figure).mean / max(estimate(of["none"], figure).mean, 1e-9)
+            for figure in ("tokens_per_s", "goodput")
+        ]
+        lines.append((*map(str, names), *shown, *(f"{ratio:.3f}" for ratio in ratios)))
+    columns = (*labels, *FIGURES, "promised tokens", "goodput")
+    words = "; ".join(f"{name}: {said}" for name, (said, _) in FIGURES.items())
+    return Findings(
+        [
+            Table(
+                "Without fair shares -> with them",
+                columns,
+                lines,
+                f"{words}; promised tokens, goodput: with fair shares over without.",
+            )
+        ]
+    )
+
+
+EXPERIMENT = Experiment(
+    name="fair_shares",
+    source="ours; weighted max-min fairness, trunk reservation",
+    question="Under overload, does each tenant get its share of what can be promised, and what "
+    "does that cost?",
+    setting={
+        "Tenants": "; ".join(
+            f"{name}: "
+            + ", ".join(
+                f"weight {tenant.weight:g} asks {tenant.demand:g} times its share"
+                + (" in bursts" if tenant.bursty else "")
+                for tenant in tenants
+            )
+            for name, tenants in GROUPS.items()
+        ),
+        "Arrivals": f"generated, Poisson, at load {OVERLOAD:g}, the demands being scaled together "
+        f"to make it; {LOAD_WORDS}. Bursts: {BURST_S:g} s of every {BURST_S + SILENCE_S:g} s",
+        "Shares": f"weighted max-min of what was promised, in tokens of prompt and output, in each "
+        f"window of {WINDOW_S:g} s after the first {WARM_UP_S:g} s",
+        "Objectives and priorities": "ProServe's, see benchmarks/workloads/settings.py. A request "
+        "that nobody can promise is refused, or served as best effort, and does not come again",
+        "Local policy": LOCAL,
+    },
+    seeds=2,
+    cells=cells,
+    findings=findings,
+)
