@@ -178,7 +178,8 @@ class Trial:
     def is_idle(self) -> bool:
         """Whether nobody works on any request, and the controller's ledger is empty."""
         snapshot = self.snapshot()
-        return snapshot["reservations"] == 0 and not any(map(_live, snapshot["replicas"]))
+        rows = [row for row in snapshot["replicas"] if row["condition"] != "gone"]
+        return snapshot["reservations"] == 0 and not any(map(_live, rows))
 
     def counted(self) -> dict[str, float]:
         """The sums of :data:`COUNTED` over all routers; 0 where the page does not come."""
