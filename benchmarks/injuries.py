@@ -128,7 +128,11 @@ def routers(app: str = "sluice") -> list[Process]:
     """The living router replicas of an application."""
     begins = f"SERVE_REPLICA::{app}#{ROUTER_DEPLOYMENT}#"
     found = [each for each in _actors("serve") if each["Name"].startswith(begins)]
-    return [Process.of(each["Pid"]) for each in sorted(found, key=lambda each: str(each["Name"]))]
+    living = []
+    for each in sorted(found, key=lambda each: str(each["Name"])):
+        with contextlib.suppress(MissingError):  # Ray has not noticed yet
+            living.append(Process.of(each["Pid"]))
+    return living
 
 
 def controller(app: str = "sluice") -> Process:

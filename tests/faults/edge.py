@@ -29,7 +29,7 @@ def router_killed(trial: Trial) -> Callable[[], bool]:
     trial.busiest(2)
     victim = injuries.routers(trial.app)[0]
     victim.kill()
-    return lambda: not victim.runs
+    return lambda: victim.pid not in (router.pid for router in injuries.routers(trial.app))
 
 
 def serve_controller_killed(trial: Trial) -> Callable[[], bool]:
