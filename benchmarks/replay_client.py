@@ -57,7 +57,8 @@ class End(enum.StrEnum):
 
 @dataclass(slots=True)
 class Outcome:
-    """One request, as its client saw it. Durations are from when it was sent, seconds.
+    """One request, as its client saw it. Durations are from when it was sent, or sent last,
+    seconds.
 
     Attributes:
         slo: its objective.
@@ -72,6 +73,9 @@ class Outcome:
         ttft_s: until its first token; ``None`` if none came. What is not streamed has only its end:
             then this is that less the time that its objective gives to the tokens after the first.
         tpot_s: mean time per token after the first; 0 for a single one.
+        gap_s: longest time between two pieces of its stream.
+        refusals: how often it was refused.
+        refused_s: how long these refusals took together.
     """
 
     slo: SLO
@@ -86,6 +90,9 @@ class Outcome:
     predicted_ttft_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    gap_s: float = 0.0
+    refusals: int = 0
+    refused_s: float = 0.0
 
     @property
     def attained(self) -> bool:
@@ -128,6 +135,7 @@ async def replay(
     body: Callable[[str, int, Arrival], dict[str, Any]] = text_body,
     leaves_after: Callable[[int], int | None] = _stays,
     exact: bool = True,
+    patience_s: float = 0.0,
 ) -> list[Outcome]:
     """Send ``workload`` to an application; the outcomes in order of arrival.
 
@@ -141,6 +149,7 @@ async def replay(
         leaves_after: the pieces of text of its stream after which the client of an arrival's
             number goes away, if it does.
         exact: whether the engines are simulated ones, whose text is known.
+        patience_s: for so long a refused request is sent again at once, whatever the refusal says.
     """
     outcomes: list[Outcome] = []
     tasks: set[asyncio.Task[None]] = set()
@@ -161,7 +170,7 @@ async def replay(
             outcomes.append(outcome)
             asked = body(model, number, arrival)
             request = _Request(session, url, outcome, clock, leaves_after(number))
-            task = asyncio.create_task(request.run(asked, exact))
+            task = asyncio.create_task(request.run(asked, exact, patience_s))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         on_sent()
@@ -190,11 +199,21 @@ class _Request:
         self._clock = clock
         self._leaves_after = leaves_after
 
-    async def run(self, body: dict[str, Any], exact: bool) -> None:
+    async def run(self, body: dict[str, Any], exact: bool, patience_s: float) -> None:
         """Send it, read it to its end, and write down what came."""
         outcome = self._outcome
-        begun_s = self._clock()
-        await self._send(body, exact)
+        sent_s = begun_s = self._clock()
+        while True:
+            await self._send(body, exact)
+            if outcome.end is not End.REFUSED:
+                break
+            now_s = self._clock()
+            outcome.refusals += 1
+            outcome.refused_s += now_s - sent_s
+            sent_s = now_s
+            if now_s >= begun_s + patience_s:
+                break
+            outcome.end, outcome.reason = End.SILENT, "unfinished"
         outcome.ended_s = outcome.sent_s + self._clock() - begun_s
 
     async def _send(self, body: dict[str, Any], exact: bool) -> None:
@@ -234,7 +253,9 @@ class _Request:
         outcome, check = self._outcome, AnswerCheck(expected)
         last_s = sent_s
         async for data in response.content.iter_any():
-            last_s = self._clock()
+            before_s, last_s = last_s, self._clock()
+            if outcome.ttft_s is not None:
+                outcome.gap_s = max(outcome.gap_s, last_s - before_s)
             check.feed(data)
             if outcome.ttft_s is None and check.chunks:
                 outcome.ttft_s = last_s - sent_s
