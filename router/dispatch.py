@@ -61,6 +61,8 @@ class Dispatcher:
         self._metrics = metrics
         self._max_attempts = config.max_attempts
         self._pause = pause
+        # When all pools were first and last found empty, without an answer in between.
+        self._empty_since_s = self._last_empty_s = float("-inf")
 
     @property
     def estimator(self) -> TokenEstimator:
@@ -99,6 +101,7 @@ class Dispatcher:
                 self._count_first(course)
                 await self._before_the_next(course, failure)
             else:
+                self._last_empty_s = float("-inf")
                 self._count_first(course)
                 return attempt
 
@@ -117,7 +120,6 @@ class Dispatcher:
             if not self._legs.whole(course):
                 await self._wait_for_pools(course, failure)
             return
-        course.empty_since_s = None
         granted, course.granted = course.granted, False
         if not granted and self._spent(course):
             raise failure
@@ -131,15 +133,16 @@ class Dispatcher:
 
     async def _wait_for_pools(self, course: Course, failure: ReplicaFailedError) -> None:
         """Return when pools that were all empty may be asked again: together they get the time
-        that a single one gives the request itself.
+        that a single one gives requests itself, counted from when they were first found empty.
 
         Raises:
             ReplicaFailedError: they have been empty for too long.
         """
-        if course.empty_since_s is None:
-            course.empty_since_s = self.clock()
-        waited_s = self.clock() - course.empty_since_s
-        if not self._legs.has_pools or waited_s >= NO_REPLICA_WAIT_S:
+        now_s = self.clock()
+        if now_s - self._last_empty_s > NO_REPLICA_WAIT_S:
+            self._empty_since_s = now_s
+        self._last_empty_s = now_s
+        if not self._legs.has_pools or now_s - self._empty_since_s >= NO_REPLICA_WAIT_S:
             raise failure
         await self._pause(EMPTY_POOLS_PAUSE_S)
         course.empty.clear()

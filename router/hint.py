@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 NO_REPLICA_WAIT_S = 5.0
-"""How long a request waits for a first replica to appear before it fails, seconds."""
+"""How long after the last replica has gone requests wait for a first one to appear, seconds. Later
+ones are refused at once: what is not replaced by then is not replaced soon."""
 
 _AVOID = "!"
 _CLOSED = "~"

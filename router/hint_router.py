@@ -39,8 +39,9 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
       and no hint, it is the least loaded of the others by this process's count, and where there are
       no others the request fails. The same holds for one that is quarantined as long as there are
       others.
-    - Where there is no replica at all a request waits for a while, and then it fails. Where the
-      model has other pools of replicas it also fails where all here have failed it already.
+    - Where there is no replica at all requests wait for a while, counted from when the last one
+      went, and then they fail. Where the model has other pools of replicas they also fail where all
+      here have failed them already.
     - Replicas that leave or die are told to the controller.
 
     ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and,
@@ -56,6 +57,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._no_replica_wait_s = float(kwargs.get("no_replica_wait_s", NO_REPLICA_WAIT_S))
         self._other_pools = bool(kwargs.get("other_pools"))
         self._changed = asyncio.Event()
+        self._none_since_s = asyncio.get_running_loop().time()
         # Now and not when it is first needed: an old process must not look after the controller
         # when a newer version has replaced it. In a thread, because it blocks.
         self._client = asyncio.ensure_future(
@@ -109,14 +111,14 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         before = set(self._by_unique_id)
         super().update_replicas(replicas)
         self._by_unique_id = {replica.replica_id.unique_id: replica for replica in replicas}
-        self._note_change()
+        self._note_change(len(before))
         self._report_gone(sorted(before - set(self._by_unique_id)))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A call or a probe found the replica dead."""
         super().on_replica_actor_died(replica_id)
         if self._by_unique_id.pop(replica_id.unique_id, None) is not None:
-            self._note_change()
+            self._note_change(len(self._by_unique_id) + 1)
             self._report_gone([replica_id.unique_id])
 
     def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
@@ -157,15 +159,15 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """Return when there is a replica.
 
         Raises:
-            NoReplicaError: none appeared in time.
+            NoReplicaError: there has been none for too long.
         """
         try:
-            async with asyncio.timeout(self._no_replica_wait_s):
-                while not self._by_unique_id:
+            while not self._by_unique_id:
+                async with asyncio.timeout_at(self._none_since_s + self._no_replica_wait_s):
                     await self._changed.wait()
         except TimeoutError:
             raise NoReplicaError(
-                f"No replica appeared within {self._no_replica_wait_s:g} seconds."
+                f"There has been no replica for {self._no_replica_wait_s:g} seconds."
             ) from None
 
     async def _while_there_are_replicas(
@@ -197,8 +199,10 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             await self._wait_for_replica()
             await self._changed.wait()
 
-    def _note_change(self) -> None:
-        """Wake who waits for other replicas."""
+    def _note_change(self, before: int) -> None:
+        """Wake who waits for other replicas. There were so many ``before``."""
+        if before and not self._by_unique_id:
+            self._none_since_s = asyncio.get_running_loop().time()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -67,8 +67,6 @@ class Course:
         failed: replicas that have failed it.
         empty: pools that had nobody for it when they were last asked.
         in_vain: attempts that found a pool empty, which costs nobody anything.
-        empty_since_s: when all pools were first found empty, without an attempt at a replica since;
-            ``None`` if they were not.
         granted: the attempt under way is given up for another one, which the budget has paid for.
     """
 
@@ -79,7 +77,6 @@ class Course:
     empty: set[Role] = field(default_factory=set)
     granted: bool = False
     in_vain: int = 0
-    empty_since_s: float | None = None
 
 
 class Legs:

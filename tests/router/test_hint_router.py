@@ -259,6 +259,27 @@ async def test_without_a_replica_the_wait_is_bounded(
         await router._choose_replica_for_request(request)
 
 
+async def test_with_no_replica_for_long_nobody_waits(replicas: ServeReplicas) -> None:
+    router = lone_router(no_replica_wait_s=1_000)
+    for name in ("a", "b"):
+        router.on_replica_actor_died(ReplicaID(name, DeploymentID("few", APP)))
+    waiting = asyncio.create_task(router._choose_replica_for_request(hinted(Hint())))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "the last one has just gone"
+    waiting.cancel()
+    router._none_since_s -= 1_000
+    async with asyncio.timeout(60):
+        with pytest.raises(NoReplicaError):
+            await router._choose_replica_for_request(hinted(Hint()))
+    # The next time it counts anew.
+    router._by_unique_id = {"c": Running("c")}
+    router.on_replica_actor_died(ReplicaID("c", DeploymentID("few", APP)))
+    waiting = asyncio.create_task(router._choose_replica_for_request(hinted(Hint())))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+
+
 class Running:
     """A replica as Serve's router lists it."""
 
@@ -271,8 +292,8 @@ def lone_router(**settings: Any) -> HintRouter:
     router = HintRouter(
         deployment_id=DeploymentID("few", APP), handle_source=DeploymentHandleSource.REPLICA
     )
-    settings |= {"controller": CONTROLLER.model_dump(mode="json"), "no_replica_wait_s": 0.01}
-    router.initialize_state(**settings)
+    given = {"controller": CONTROLLER.model_dump(mode="json"), "no_replica_wait_s": 0.01}
+    router.initialize_state(**given | settings)
     router._by_unique_id = {name: Running(name) for name in ("a", "b")}
     return router
 

@@ -306,6 +306,22 @@ async def test_without_any_replica_it_says_so_after_a_while() -> None:
         await task
     assert caught.value.reason is Reason.NO_REPLICA
     assert router.sample("sluice_retries_total") == 0
+    # Now they have been empty for long, and nobody waits any more.
+    side.pools.clear()
+    task = asyncio.create_task(router.dispatcher.open(call()))
+    await clock.advance(0)
+    with pytest.raises(ApiError):
+        await task
+    assert side.pools == ["mixed", "decode", "prefill"]
+    # The next time it counts anew.
+    side.empty.clear()
+    await router.dispatcher.open(call())
+    side.empty = {"prefill", "mixed", "decode"}
+    task = asyncio.create_task(router.dispatcher.open(call()))
+    await clock.advance(NO_REPLICA_WAIT_S / 2)
+    side.empty.clear()
+    await clock.advance(EMPTY_POOLS_PAUSE_S)
+    assert (await task).head.replica_id == "d"
 
 
 @pytest.mark.parametrize("stream", [True, False])
