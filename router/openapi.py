@@ -105,7 +105,7 @@ def document(config: RouterConfig) -> Schema:
 def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
     content = _json(_OBJECT)
     if endpoint in ("chat", "completions", "responses"):
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {}
     operation = _operation(_SUMMARIES[endpoint], content)
     scheduled = endpoint not in UNSCHEDULED
     operation["parameters"] = [*(_objective_headers(config) if scheduled else ()), _SESSION]

@@ -23,7 +23,8 @@ from router.trust import NO_CAPS, Caps, Leash
 from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 
-_NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
+# As many digits as a float of that range is written with, so that a client may send what it has.
+_NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,20})?")
 _INTEGER = re.compile(r"[0-9]{1,12}")
 _ALLOWED_MS = f"a number of milliseconds from {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:.0f}"
 _ALLOWED = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -253,6 +253,43 @@ def test_anything_is_either_an_objective_or_a_400(
         json.dumps(error.body).encode()
     else:
         assert result.service_class in CONFIG.classes
+        for seconds in (result.ttft_s, result.tpot_s, result.e2e_s):
+            assert seconds is None or 1e-6 <= seconds <= MAX_OBJECTIVE_MS / 1000
+        assert 1 <= result.priority <= 10 and type(result.priority) is int
+
+
+_TIMES = st.sampled_from(["ttft_ms", "tpot_ms", "e2e_ms"])
+_NEAR_BOUNDS = st.sampled_from([0, 0.0009, 0.001, 1, MAX_OBJECTIVE_MS, MAX_OBJECTIVE_MS + 0.1, 11])
+
+
+def outcome(body: dict[str, Any], *headers: tuple[str, str]) -> SLO | str:
+    """The objective, or what a refusal says of it."""
+    try:
+        return read(body, *headers)
+    except ApiError as error:
+        return error.message.partition(" must be ")[2].partition(", got")[0]
+
+
+@given(
+    field=_TIMES,
+    value=st.floats(0.0001, 2 * MAX_OBJECTIVE_MS) | st.integers(0, 10**10) | _NEAR_BOUNDS,
+)
+@example(field="ttft_ms", value=333.3333333333333)
+@example(field="ttft_ms", value=0.0010000000000000002)
+def test_a_time_is_the_same_in_the_body_and_in_every_header(field: str, value: float) -> None:
+    headers = [name for name in (*HEADERS, *ALIASES) if name.endswith(field.replace("_", "-"))]
+    told = {outcome({}, (name, str(value))) for name in headers}
+    assert told == {outcome({"slo": {field: value}})}
+
+
+@given(value=st.integers(-2, 10**6))
+def test_a_priority_is_the_same_in_the_body_and_in_its_header(value: int) -> None:
+    assert outcome({}, ("x-slo-priority", str(value))) == outcome({"slo": {"priority": value}})
+
+
+@pytest.mark.parametrize("name", [*CONFIG.classes, "gold", "", "FAST", "fast ", "\xe9"])
+def test_a_class_is_the_same_in_the_body_and_in_its_header(name: str) -> None:
+    assert outcome({}, ("x-slo-class", name)) == outcome({"slo": {"class": name}})
 
 
 @given(

@@ -1,0 +1,173 @@
+"""The API keeps to its OpenAPI document, whatever is sent: schemathesis, with every check that can
+be made of one answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from fastapi.routing import APIRoute
+from hypothesis import HealthCheck, given, settings
+from pydantic import SecretStr
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+
+from router.batches.config import BatchesConfig
+from router.config import RouterConfig
+from router.keys import ApiKey
+from router.openapi import PATH, document
+from tests.router.far_side import Edge, FarSide, serve
+
+KEY = "user-key"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+CONFIG = RouterConfig(
+    api_keys=(ApiKey(key=SecretStr(KEY), name="acme"),),
+    batches=BatchesConfig(directory=Path("/nowhere")),
+)
+DOCUMENT = document(CONFIG)
+OPERATIONS = [
+    (path, method)
+    for path, operations in DOCUMENT["paths"].items()
+    for method in operations
+    if path != "/metrics"  # opened by another key
+]
+CHECKS = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+]
+OF_MODE = {
+    GenerationMode.POSITIVE: checks.positive_data_acceptance,
+    GenerationMode.NEGATIVE: checks.negative_data_rejection,
+}
+EXAMPLES = 20
+
+
+class Asked:
+    """One router, asked again and again on one event loop."""
+
+    def __init__(self, runner: asyncio.Runner, folder: Path) -> None:
+        batches = BatchesConfig(directory=folder, max_files_per_key=10_000)
+        self.edge = Edge(FarSide(a=serve), config=CONFIG.model_copy(update={"batches": batches}))
+        self._runner = runner
+
+    def ask(self, case: Case, headers: dict[str, str] = HEADERS) -> httpx.Response:
+        """The answer to exactly the bytes that schemathesis would send."""
+        kwargs = case.as_transport_kwargs(base_url="http://router")
+        made = requests.Request(
+            **{name: value for name, value in kwargs.items() if name != "allow_redirects"}
+        ).prepare()
+        content = made.body.encode() if isinstance(made.body, str) else made.body
+        return self._runner.run(
+            self._ask(made.method, made.url, {**dict(made.headers), **headers}, content)
+        )
+
+    async def _ask(self, method: Any, url: Any, headers: Any, content: Any) -> httpx.Response:
+        async with self.edge.client() as client:
+            return await client.request(method, url, headers=headers, content=content)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[Asked]:
+    with asyncio.Runner() as runner:
+        yield Asked(runner, tmp_path)
+
+
+# Keys are sent and not played with: what goes without them is known of each path below.
+SCHEMA = schemathesis.openapi.from_dict({**DOCUMENT, "security": []})
+
+
+def served(case: Case) -> Case:
+    """With the model that is served, or hardly anything would get past its name. And with integers
+    as integers: to a schema 1.0 is one, and the API takes none with a point."""
+    if isinstance(case.body, dict) and "model" in case.body:
+        case.body["model"] = "m"
+    case.body = without_points(case.body)
+    return case
+
+
+def without_points(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_points(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_points(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+MODES = [
+    (path, method, mode)
+    for path, method in OPERATIONS
+    for mode in GenerationMode
+    # Any text is a path, so what takes nothing else cannot be asked wrongly.
+    if mode is GenerationMode.POSITIVE
+    or "requestBody" in DOCUMENT["paths"][path][method]
+    or any(each["in"] != "path" for each in DOCUMENT["paths"][path][method]["parameters"])
+]
+
+
+@pytest.mark.parametrize(("path", "method", "mode"), MODES)
+def test_the_document_holds(asked: Asked, path: str, method: str, mode: GenerationMode) -> None:
+    operation = SCHEMA[path][method.upper()]
+    cases = operation.as_strategy(generation_mode=mode)
+    if mode is GenerationMode.POSITIVE:
+        cases = cases.map(served)
+    seen: set[int] = set()
+
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), database=None)
+    @given(cases)
+    def holds(case: Case) -> None:
+        answer = asked.ask(case)
+        seen.add(answer.status_code)
+        case.validate_response(answer, checks=[*CHECKS, OF_MODE[mode]])
+
+    holds()
+    # Some of what keeps to the document is served, but for the names of what is not there.
+    ids = any(each["in"] == "path" for each in operation.definition.raw["parameters"])
+    if mode is GenerationMode.POSITIVE and not ids and path != "/v1/batches":
+        assert 200 in seen
+    assert max(seen) < 500
+
+
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_what_needs_a_key_says_so(asked: Asked, path: str, method: str) -> None:
+    operation = DOCUMENT["paths"][path][method]
+    secured = operation.get("security", DOCUMENT["security"])
+    case = SCHEMA[path][method.upper()].Case(path_parameters={"file_id": "f", "batch_id": "b"})
+    assert asked.ask(case, {}).status_code == (401 if secured else 200)
+    assert asked.ask(case).status_code != 401
+
+
+def test_every_route_is_in_the_document_and_no_other(asked: Asked) -> None:
+    routes = {
+        (route.path, method.lower())
+        for route in asked.edge.api.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods
+    }
+    # Nothing is kept there to be read; it is answered to say so.
+    routes.remove(("/v1/responses/{rest:path}", "get"))
+    assert {(path, method) for path in DOCUMENT["paths"] for method in DOCUMENT["paths"][path]} == (
+        routes
+    )
+
+
+def test_without_keys_and_batches_the_document_has_none() -> None:
+    told = document(RouterConfig())
+    assert told["security"] == []
+    assert not [path for path in told["paths"] if "batches" in path or "files" in path]
+
+
+async def test_the_document_is_served() -> None:
+    edge = Edge(FarSide(a=serve))
+    async with edge.client() as client:
+        answer = await client.get(PATH)
+    assert answer.json() == document(RouterConfig())
