@@ -35,6 +35,7 @@ COUNTED = {
     "ended": "sluice_requests_total",
     "resumed": "sluice_resumes_total",
     "retried": "sluice_retries_total",
+    "undecided": "sluice_fallback_total",
 }
 """What is read of the routers' metrics."""
 
@@ -91,6 +92,10 @@ class Scenario:
         may_fail: whether requests may end in an error that says so.
         may_refuse: whether requests may be refused.
         forgets: whether a router dies, and with it what it had counted and not yet told.
+        undecided: whether requests must have gone where Serve's own choice was.
+        tidy: whether every reservation must end by what is told of it, and none by its age.
+        planned: whether an operator does it: then no stream may break.
+        longer_s: how much longer than others' its load lasts, seconds.
         quick: whether the tests run it.
     """
 
@@ -102,6 +107,10 @@ class Scenario:
     may_fail: bool = False
     may_refuse: bool = False
     forgets: bool = False
+    undecided: bool = False
+    tidy: bool = False
+    planned: bool = False
+    longer_s: float = 0.0
     quick: bool = True
 
 
@@ -194,6 +203,10 @@ class Trial:
             for column, metric in COUNTED.items()
         }
 
+    def expired(self) -> int:
+        """The reservations that ended by their age since the controller began."""
+        return int(self.snapshot().get("reservations_expired", 0))
+
     def _answers(self) -> bool:
         with suppress(httpx.HTTPError):
             return httpx.get(f"{self.url}/health", timeout=1).status_code == 200
@@ -214,6 +227,8 @@ class Row:
         before, during, after: the share of requests with an objective that met it: of those that
             had ended before the fault, the others, and those sent once the system was whole again.
             ``None`` where there are none.
+        gap_s: the longest between two tokens of a stream that had not ended before the fault.
+        undecided: requests that went where Serve's own choice was.
         missed_s: from the fault until the last request was sent that missed its objective.
         whole_s: from the fault until every part was there again.
         problems: what does not hold, a sentence each.
@@ -232,6 +247,8 @@ class Row:
     before: float | None
     during: float | None
     after: float | None
+    gap_s: float
+    undecided: int
     missed_s: float
     whole_s: float
     problems: list[str] = field(default_factory=list)
@@ -241,6 +258,7 @@ def run(trial: Trial, scenario: Scenario, span: Span) -> Row:
     """Break a system under load as ``scenario`` says, and wait until it is well again."""
     wait_until(trial.is_whole, "the system is whole", RECOVERY_S, trial.snapshot, _LOOK_EVERY_S)
     before = trial.counted()
+    expired = trial.expired()
     client = _Client(trial, scenario, span)
     with ThreadPoolExecutor(1) as threads, trial.undo:
         outcomes = threads.submit(client.run)
@@ -259,6 +277,8 @@ def run(trial: Trial, scenario: Scenario, span: Span) -> Row:
     row = _row(scenario, ended, fault_s, whole_s)
     _count(row, trial, before, scenario)
     row.problems += _problems(scenario, row)
+    if scenario.tidy and trial.expired() not in (0, expired):
+        row.problems.append("a reservation ended by its age")
     return row
 
 
@@ -270,7 +290,7 @@ class _Client:
         self._model = trial.config.fleets[0].model
         self._exact = scenario.setting.exact
         self._plain = scenario.load.plain
-        self._workload: Workload = scenario.load.make(span.load_s)
+        self._workload: Workload = scenario.load.make(span.load_s + scenario.longer_s)
         self._begun_s: float | None = None
 
     def run(self) -> list[Outcome]:
@@ -325,6 +345,10 @@ def _row(scenario: Scenario, outcomes: Sequence[Outcome], fault_s: float, whole_
         before=_share(before),
         during=_share(during),
         after=_share(after),
+        gap_s=max(
+            (each.gap_s for each in outcomes if (each.ended_s or fault_s) >= fault_s), default=0.0
+        ),
+        undecided=0,
         missed_s=missed_s - fault_s,
         whole_s=whole_s - fault_s,
     )
@@ -341,6 +365,7 @@ def _count(row: Row, trial: Trial, before: dict[str, float], scenario: Scenario)
         now = trial.counted()
         new = {column: round(now[column] - before[column]) for column in now}
         row.resumed, row.retried = new["resumed"], new["retried"]
+        row.undecided = new["undecided"]
         return new["ended"] >= row.completed or scenario.forgets
 
     wait_until(trial.is_idle, "nobody works on any request", RECOVERY_S, trial.snapshot)
@@ -357,6 +382,10 @@ def _problems(scenario: Scenario, row: Row) -> list[str]:
         found.append(f"{row.failed} requests failed")
     if row.refused and not scenario.may_refuse:
         found.append(f"{row.refused} requests were refused")
+    if scenario.undecided and not row.undecided:
+        found.append("every request went where the controller said")
+    if scenario.planned and row.resumed:
+        found.append(f"{row.resumed} streams broke")
     if scenario.resumes and not row.resumed:
         found.append("no stream went on elsewhere")
     return found

@@ -24,6 +24,7 @@ _COLUMNS = (
     "before",
     "during",
     "after",
+    "longest gap",
     "missed for",
     "whole after",
 )
@@ -48,6 +49,7 @@ def cells(row: Row) -> list[str]:
         failed,
         str(row.lost),
         *map(_percent, (row.before, row.during, row.after)),
+        f"{row.gap_s:.2f} s",
         f"{row.missed_s:.1f} s",
         f"{row.whole_s:.1f} s",
     ]
