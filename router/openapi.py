@@ -245,7 +245,7 @@ def _files() -> Schema:
     order = _query("order", {"enum": ["asc", "desc"]})
     listed = _operation("List files", _json(_list()), *_paging(10_000), order)
     listed["parameters"].append(_query("purpose", _TEXT))
-    content = {"application/octet-stream": {"schema": {}}}
+    content: Schema = {"application/octet-stream": {"schema": {}}}
     return {
         "/v1/files": {"post": upload, "get": listed},
         "/v1/files/{file_id}": {
