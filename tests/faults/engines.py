@@ -32,6 +32,7 @@ def engine_frozen(trial: Trial) -> Callable[[], bool]:
     victim = trial.busiest(2, "decodes")
     before = trial.counted()["resumed"]
     with injuries.replica(victim).engine().frozen():
+        wait_until(lambda: victim not in trial.fresh(), "it is noticed")
         wait_until(lambda: trial.counted()["resumed"] > before, "a stream goes on", every_s=0.2)
     return until_it_serves(trial, victim)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -191,17 +191,22 @@ class Trial:
         return snapshot["reservations"] == 0 and not any(map(_live, rows))
 
     def counted(self) -> dict[str, float]:
-        """The sums of :data:`COUNTED` over all routers; 0 where the page does not come."""
-        page = ""
-        with suppress(httpx.HTTPError):
-            page = httpx.get(f"{self.url}/metrics", timeout=5).text
-        lines = [line.rpartition(" ") for line in page.splitlines() if not line.startswith("#")]
-        return {
-            column: sum(
-                float(value) for name, _, value in lines if name.partition("{")[0] == metric
-            )
-            for column, metric in COUNTED.items()
-        }
+        """The sums of :data:`COUNTED` over all routers, once the controller has them: without it a
+        router knows its own."""
+        found: defaultdict[str, float] = defaultdict(float)
+
+        def look() -> bool:
+            found.clear()
+            with suppress(httpx.HTTPError):
+                page = httpx.get(f"{self.url}/metrics", timeout=5).text
+                for line in page.splitlines():
+                    series, _, value = line.rpartition(" ")
+                    if not line.startswith("#"):
+                        found[series.partition("{")[0]] += float(value)
+            return bool(found["sluice_controller_up"])
+
+        wait_until(look, "there is a page of metrics", RECOVERY_S, every_s=0.2)
+        return {column: found[metric] for column, metric in COUNTED.items()}
 
     def expired(self) -> int:
         """The reservations that ended by their age since the controller began."""
