@@ -64,6 +64,13 @@ class AdmissionMetrics:
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
+        self._over_share = Counter(
+            "sluice_over_share",
+            "Requests that were not promised their objective because their client had its share of "
+            "what could be promised.",
+            ["client"],
+            registry=registry,
+        )
         self._clamped = Counter(
             "sluice_clamped",
             "Requests in which an API key's caps changed a field of the objective.",
@@ -80,6 +87,10 @@ class AdmissionMetrics:
         for too much are no refusals."""
         if RULES[reason].status in _REFUSING:
             self._refusals.labels(service_class, reason.value).inc()
+
+    def over_share(self, client: str) -> None:
+        """Count a request that ``client`` was not promised because it has its share."""
+        self._over_share.labels(self._clients.label(client)).inc()
 
     def clamped(self, client: str, fields: Iterable[str]) -> None:
         """Count what the caps of ``client`` changed in a request."""

@@ -12,7 +12,7 @@ from prometheus_client import Gauge
 from starlette.requests import Request
 
 from router.errors import ApiError, Reason, invalid
-from router.trust import ANYONE, Client
+from router.trust import Client
 
 MAX_DEPTH = 64
 """Deepest nesting of a body."""
@@ -26,7 +26,9 @@ BODY_TIMEOUT_S = 30.0
 
 
 class BodyBudget:
-    """How many bytes of bodies one router may have in memory; those of one client may take half.
+    """How many bytes of bodies one router may have in memory. A client may have as many as it
+    leaves to others, times its weight where that is above 1: half of all where it is alone, a third
+    where another one has as many, and so on.
 
     Args:
         gauge: shows how many there are.
@@ -42,7 +44,7 @@ class BodyBudget:
         """So many more bytes have come.
 
         Raises:
-            ApiError: 503, there is no room for them; 429, the client has its half.
+            ApiError: 503, there is no room for them; 429, the client has its part.
         """
         if self.held + size > self._max_bytes:
             raise ApiError(
@@ -50,12 +52,14 @@ class BodyBudget:
                 f"The router holds request bodies of {self._max_bytes} bytes, which is its limit.",
             )
         # Or one that sends much keeps everybody else out.
-        half = self._max_bytes // 2
-        if client != ANYONE and self._of_client[client.owner] + size > half:
+        left = self._max_bytes - self.held - size
+        own = self._of_client[client.owner]
+        part = max(1.0, 1.0 / client.caps.weight)  # a low weight must not forbid long bodies
+        if not client.may_hold(own + size - 1, left, part):
             raise ApiError(
                 Reason.CLIENT_FULL,
-                f"The router holds request bodies of {half} bytes with this API key, which is the "
-                "most for one.",
+                f"The router holds request bodies of {own} bytes with this API key, and {size} "
+                f"bytes more would leave too little of its {self._max_bytes} bytes to others.",
             )
         self._change(client, size)
 

@@ -111,6 +111,8 @@ class Destinations:
         if decision is None:
             self._metrics.fallback(Fallback.NO_ANSWER)
             return Destination()
+        if decision.over_share:
+            self._metrics.admission.over_share(call.client.name)
         if decision.reason == UNATTAINABLE:
             raise _refusal(call, decision)
         if decision.replica_id is None:
@@ -161,7 +163,7 @@ class Destinations:
             if refused is None or not may_wait(refused):
                 return refused
         ttft_s, _, e2e_s, _ = call.slo.columns
-        return await line.wait(ask, call.received_s + min(ttft_s, e2e_s), refused)
+        return await line.wait(ask, call.received_s + min(ttft_s, e2e_s), refused, call.client)
 
     def _tiers(self, call: Call, begun: bool) -> frozenset[Tier]:
         if call.best_effort:
@@ -195,6 +197,8 @@ class Destinations:
             call.request_id,
             prefill_key,
             tuple(failed),
+            call.client.tenant,
+            call.client.caps.weight,
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)
@@ -205,6 +209,13 @@ class Destinations:
 
 def _refusal(call: Call, decision: RouteDecision) -> ApiError:
     name = call.slo.service_class
+    if decision.over_share:
+        return ApiError(
+            Reason.OVER_SHARE,
+            "This API key has its share of what can be promised, other keys ask for theirs, and "
+            f"the class {name} is not served without a promise.",
+            retry_after_s=decision.retry_after_s,
+        )
     when = "now" if decision.retry_after_s is not None else "even when it is idle"
     return ApiError(
         Reason.SLO_UNATTAINABLE,

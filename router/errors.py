@@ -39,6 +39,7 @@ class Reason(enum.StrEnum):
     REQUEST_RATE = "request_rate_exceeded"
     TOKEN_RATE = "token_rate_exceeded"
     SLO_UNATTAINABLE = "slo_unattainable"
+    OVER_SHARE = "over_share"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
     DEADLINE_PASSED = "deadline_passed"
@@ -80,6 +81,7 @@ RULES: dict[Reason, Rule] = {
     Reason.REQUEST_RATE: Rule(429, RATE_LIMIT_ERROR),
     Reason.TOKEN_RATE: Rule(429, RATE_LIMIT_ERROR),
     Reason.SLO_UNATTAINABLE: Rule(429, RATE_LIMIT_ERROR),
+    Reason.OVER_SHARE: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.QUEUE_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.QUEUE_TIMEOUT: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.DEADLINE_PASSED: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,6 +44,11 @@ _PACED_STATUSES = frozenset((401, 429, 503))
 """After these clients come again with the same request."""
 
 
+PLACES_PART: Final = 4.0
+"""The most places of a client of weight 1, over those that are free. One alone gets four fifths of
+all, and many get nearly all between them, in equal parts."""
+
+
 class Arrival(NamedTuple):
     """What the gate notes of a request, in the scope's state as ``arrival``.
 
@@ -63,7 +68,7 @@ class Gate:
       sent back in every response.
     - Who may ask for which path is said in :mod:`router.access`.
     - At most ``max_in_flight`` inference requests are inside, and of one client at most as many as
-      its key allows; more are refused before their body is read.
+      its key allows, and as leave room for others; more are refused before their body is read.
     - So are those, uploads and new batches among them, that come more often than its key allows,
       and some while the router falls behind.
     - Refusals leave no faster than ``refusals_per_s``; see :mod:`router.overload`. Those of
@@ -184,6 +189,13 @@ class Gate:
             raise ApiError(
                 Reason.CLIENT_FULL,
                 f"The router serves {most} requests with this API key, which is the key's limit.",
+            )
+        free = self._max_in_flight - self._in_flight
+        if not client.may_hold(self._of_client[client.owner], free, PLACES_PART):
+            raise ApiError(
+                Reason.CLIENT_FULL,
+                "The router serves as many requests with this API key as leave room for others: at "
+                f"most {PLACES_PART:g} times the places that are free, by the key's weight.",
             )
 
     async def _count(self, owner: str, scope: Scope, receive: Receive, send: Send) -> None:

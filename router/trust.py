@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +13,7 @@ from router import wire
 from router.errors import ApiError, Reason, shown
 from router.validation import MAX_TOKENS
 from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from scheduling.fair_shares import MAX_WEIGHT, has_room
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 
 UNNAMED: Final = "unnamed"
@@ -106,6 +109,14 @@ class Caps(BaseModel):
     )
     max_prompt_tokens: PromptLimit = None
     max_output_tokens: OutputLimit = None
+    weight: float = Field(
+        default=1.0,
+        ge=1 / MAX_WEIGHT,
+        le=MAX_WEIGHT,
+        description="Under overload: its share of what can be promised, and of a router's places, "
+        "against that of other keys. One of weight 2 gets twice as many tokens as one of weight 1, "
+        "if it asks for them.",
+    )
     beyond: Literal["clamp", "refuse"] = Field(
         default="clamp",
         description="What becomes of a request that states more than this allows: `clamp` serves "
@@ -143,9 +154,26 @@ class Client:
     owner: str = "anyone"
     caps: Caps = NO_CAPS
 
+    @property
+    def tenant(self) -> int:
+        """Names it where what is promised is shared, a 63-bit hash; 0 for :data:`ANYONE`."""
+        return 0 if self == ANYONE else _tenant_of(self.owner)
+
+    def may_hold(self, held: float, free: float, part: float) -> bool:
+        """Whether it may have more of something of the router's, of which it holds ``held`` and
+        nobody holds ``free``; see :func:`scheduling.fair_shares.has_room`. Where there are no keys,
+        everybody is one client, who may have all."""
+        return self == ANYONE or has_room(held, free, self.caps.weight, part)
+
 
 ANYONE: Final = Client()
 """Who asks where no keys are configured."""
+
+
+@lru_cache(maxsize=4_096)
+def _tenant_of(owner: str) -> int:
+    digest = hashlib.blake2b(owner.encode(), digest_size=8, person=b"sluice-tenant").digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 class Leash:

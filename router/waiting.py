@@ -2,19 +2,20 @@
 
 One line per service class that queues. Its first few ask the controller again and again, the others
 wait behind them; so a request is overtaken only by one of the few beside it, whose objective or
-length is easier to promise.
+length is easier to promise. The clients in a line take turns, and none takes all places.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from itertools import islice
+from itertools import chain, islice, zip_longest
 
 from controller.messages import RouteDecision
 from router.admission_metrics import AdmissionMetrics
 from router.config import ServiceClass
 from router.errors import ApiError, Reason
+from router.trust import ANYONE, Client
 from scheduling.job import UNATTAINABLE
 
 ASKERS = 4
@@ -25,6 +26,10 @@ MIN_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
 """Between two rounds of asking, seconds: half of the time after which there should be capacity,
 within these bounds."""
+
+PLACES_PART = 4.0
+"""The most places of a client of weight 1, over those that are free: four fifths of all for one
+alone."""
 
 Ask = Callable[[], Awaitable[RouteDecision | None]]
 
@@ -53,7 +58,8 @@ class _Place:
 
 
 class Line:
-    """The requests of one class that wait, in the order in which they came.
+    """The requests of one class that wait: each client's in the order in which they came, and
+    clients in turns.
 
     Args:
         name: of the class. entry: its configuration.
@@ -76,17 +82,23 @@ class Line:
         self._wait_s = metrics.line_wait_s.labels(name)
         self._clock = clock
         self._pause = pause
-        self._places: dict[_Place, None] = {}
+        self._length_now = 0
+        # By client; who was served last is last.
+        self._places: dict[str, dict[_Place, None]] = {}
         self._front_changed = asyncio.Event()
         self._caller: asyncio.Task[None] | None = None
         self._retry_after_s: float | None = None
 
     def __len__(self) -> int:
         """Requests in it."""
-        return len(self._places)
+        return self._length_now
 
     async def wait(
-        self, ask: Ask, due_s: float, refused: RouteDecision | None = None
+        self,
+        ask: Ask,
+        due_s: float,
+        refused: RouteDecision | None = None,
+        client: Client = ANYONE,
     ) -> RouteDecision | None:
         """Wait at the end of the line for the first answer of ``ask`` that is another than that
         waiting may help.
@@ -97,15 +109,14 @@ class Line:
             ask: asks the controller.
             due_s: when the request is late, on the clock; may be infinite.
             refused: the answer that sent the request here, if it has asked.
+            client: whose it is.
 
         Raises:
             ApiError: 429; the line is full, the request is late, or has waited for too long.
         """
-        if len(self._places) >= self._most:
-            message = f"{self._most} requests of this class wait already, which is the limit."
-            raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=self._retry_after_s)
+        self._check_room(client)
         joined_s = self._clock()
-        place = self._join(refused)
+        place = self._join(refused, client.owner)
         expiry = asyncio.create_task(
             place.expire(self._pause, min(self._limit_s, due_s - joined_s))
         )
@@ -122,7 +133,7 @@ class Line:
                 place.answered.set()
         finally:
             expiry.cancel()
-            self._leave(place)
+            self._leave(place, client.owner)
             self._wait_s.observe(self._clock() - joined_s)
 
     def _too_late(self, place: _Place, late: bool) -> ApiError:
@@ -134,24 +145,48 @@ class Line:
             message = f"No replica could promise the objective within {self._limit_s:g} seconds."
         return ApiError(reason, message, retry_after_s=place.retry_after_s)
 
-    def _join(self, refused: RouteDecision | None) -> _Place:
+    def _check_room(self, client: Client) -> None:
+        message = f"{self._most} requests of this class wait already, which is the limit."
+        free = self._most - self._length_now
+        if free > 0:
+            own = len(self._places.get(client.owner, ()))
+            if client.may_hold(own, free, PLACES_PART):
+                return
+            message = (
+                f"{own} requests of this class wait already with this API key, and more would "
+                "leave too little room for others."
+            )
+        raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=self._retry_after_s)
+
+    def _join(self, refused: RouteDecision | None, owner: str) -> _Place:
         if refused is not None:
             self._retry_after_s = refused.retry_after_s
         place = _Place(self._retry_after_s)
-        self._places[place] = None
+        self._places.setdefault(owner, {})[place] = None
+        self._length_now += 1
         self._length.inc()
-        if refused is None and len(self._places) <= ASKERS:
+        if refused is None and place in self._front():
             self._front_changed.set()
         if self._caller is None or self._caller.done():
             self._caller = asyncio.create_task(self._call())
         return place
 
-    def _leave(self, place: _Place) -> None:
-        if place in islice(self._places, ASKERS):
+    def _leave(self, place: _Place, owner: str) -> None:
+        if place in self._front():
             self._front_changed.set()
-        del self._places[place]
+        own = self._places.pop(owner)
+        del own[place]
+        if own:
+            self._places[owner] = own
+        self._length_now -= 1
         self._length.dec()
         place.answered.set()
+
+    def _front(self) -> list[_Place]:
+        """The first few: one of each client, then another one of each."""
+        columns = [islice(own, ASKERS) for own in islice(self._places.values(), ASKERS)]
+        rounds = chain.from_iterable(zip_longest(*columns))
+        return list(islice((place for place in rounds if place is not None), ASKERS))
 
     async def _call(self) -> None:
         """Call the first few to ask, in order and in one turn of the event loop, so that they ask
@@ -161,7 +196,7 @@ class Line:
             if not self._front_changed.is_set():
                 await self._rest()
             self._front_changed.clear()
-            first = list(islice(self._places, ASKERS))
+            first = self._front()
             for place in first:
                 place.answered.clear()
                 place.called.set()
@@ -170,7 +205,7 @@ class Line:
 
     async def _rest(self) -> None:
         """Pause between two rounds, or until the front of the line changes."""
-        known = [place.retry_after_s or 0.0 for place in islice(self._places, ASKERS)]
+        known = [place.retry_after_s or 0.0 for place in self._front()]
         pause_s = min(max(min(known) / 2, MIN_PAUSE_S), MAX_PAUSE_S)
         ends = [
             asyncio.ensure_future(self._pause(pause_s)),

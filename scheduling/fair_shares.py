@@ -127,11 +127,13 @@ class FairShares:
     def promise(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
         """A request is promised its objective; its output is expected to be so long."""
         tokens = query.prompt_tokens + output_tokens
-        slot, scale = self._slot(query), self._scale(now_s)
+        scale, slot = self._scale(now_s), self._slot(query)
         self._learn(slot, query.prompt_tokens, now_s, refused=False)
         if self._refused.pop(query.key, self) is self:
             self._asked[slot] += tokens * scale
         self._promised[slot] += tokens * scale
+        # It may have asked long ago, for fewer.
+        self._asked[slot] = max(self._asked[slot], self._promised[slot])
         self._total += tokens * scale
         self._charges[query.key] = _Charge(query.tenant, tokens, now_s)
         self._bound(self._charges)
@@ -147,7 +149,7 @@ class FairShares:
             again: it may ask again under its key, which then counts as no new one.
             over_share: there was room for it, but not for the reserve as well.
         """
-        slot, scale = self._slot(query), self._scale(now_s)
+        scale, slot = self._scale(now_s), self._slot(query)
         if not over_share:
             self._learn(slot, query.prompt_tokens, now_s, refused=True)
         if query.key in self._refused:

@@ -34,8 +34,10 @@ def test_every_defence_names_its_tests() -> None:
     assert all("`tests/" in row.split(" | ")[2] for row in rows)
 
 
-def test_the_example_of_a_key_file_is_one() -> None:
-    (text,) = marked(PAGE, "check: key-file")
+def test_the_examples_of_key_files_are_ones() -> None:
+    text, shares = marked(PAGE, "check: key-file")
+    weights = [client_of(entry).caps.weight for entry in parse_keys(shares.encode(), ())]
+    assert weights == [1, 4]
     entries = parse_keys(text.encode(), RouterConfig().classes)
     assert [client_of(entry).name for entry in entries] == ["acme", "tests"]
     assert isinstance(entries[0], ApiKey) and entries[0].tokens_per_minute == 300_000

@@ -10,6 +10,7 @@ from benchmarks.experiments import (
     default_policy,
     disaggregation,
     duration,
+    fair_shares,
     fairbatching,
     fairbatching_cluster,
     flowprefill,
@@ -58,6 +59,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         uneven.HETEROGENEOUS,
         uneven.SLOW,
         admission.EXPERIMENT,
+        fair_shares.EXPERIMENT,
         autoscaling.EXPERIMENT,
     )
 }

@@ -59,7 +59,10 @@ GROUPS: dict[str, tuple[Tenant, ...]] = {
     "five": (Tenant(1, 0.2), Tenant(1, 0.6), Tenant(2, 1.0), Tenant(1, 1.5), Tenant(2, 20.0)),
 }
 
-LENGTHS = {"alike": ("proserve sharegpt",), "long and short": ("proserve azure", "proserve sharegpt")}
+LENGTHS = {
+    "alike": ("proserve sharegpt",),
+    "long and short": ("proserve azure", "proserve sharegpt"),
+}
 """Workloads of the tenants, which take turns at them."""
 
 
@@ -87,7 +90,12 @@ def cells(plan: Plan) -> list[Cell]:
 
 
 def workload(
-    tenants: Sequence[Tenant], names: Sequence[str], setup: str, rate: float, seconds: float, seed: int
+    tenants: Sequence[Tenant],
+    names: Sequence[str],
+    setup: str,
+    rate: float,
+    seconds: float,
+    seed: int,
 ) -> Workload:
     """What all tenants ask for, ``rate`` requests of the mean length a second over all."""
     weights = sum(tenant.weight for tenant in tenants)
@@ -133,8 +141,8 @@ def measure(
 
     ``error``: mean over windows and tenants of the distance from the share, of all that was
     promised; ``worst``: the largest. ``below``: the least that a tenant who asked for less than its
-    share got of that, mean over windows. ``tokens_per_s``: promised. ``goodput``: tokens a second of
-    requests that met their objective.
+    share got of that, mean over windows. ``tokens_per_s``: promised. ``goodput``: tokens a second
+    of requests that met their objective.
     """
     tenants, names = GROUPS[group], LENGTHS[lengths]
     layout, one = colocated(replicas), SETUPS[setup]
@@ -162,8 +170,9 @@ def measure(
     window = np.floor((arrival_s - (seconds - span_s)) / WINDOW_S)
     for number in np.unique(window[counted]):
         here = counted & (window == number)
-        wanted = np.bincount(owner[here], tokens[here], len(tenants))
-        got = np.bincount(owner[here & promised], tokens[here & promised], len(tenants))
+        wanted: Floats = np.bincount(owner[here], tokens[here], len(tenants)).astype(np.float64)
+        kept = here & promised
+        got: Floats = np.bincount(owner[kept], tokens[kept], len(tenants)).astype(np.float64)
         fair = fair_shares(wanted, weights, float(got.sum()))
         errors.append(np.abs(got - fair) / got.sum())
         modest = (fair >= wanted) & (wanted > 0.0)

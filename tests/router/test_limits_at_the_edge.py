@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from router.body import BodyBudget, HeldBytes
 from router.config import MetricsConfig, RouterConfig
 from router.errors import ApiError, Reason
 from router.keys import ApiKey
-from router.trust import ANYONE, Client
+from router.trust import ANYONE, Caps, Client
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
@@ -184,9 +185,51 @@ def test_a_body_that_does_not_fit_leaves_no_trace() -> None:
             two.add(1)
         assert caught.value.reason is Reason.CLIENT_FULL
         with HeldBytes(budget, other) as two:
-            two.add(5)
+            # As many as it leaves to others.
+            two.add(2)
+            with pytest.raises(ApiError) as caught:
+                two.add(1)
+            assert caught.value.reason is Reason.CLIENT_FULL
     assert budget.held == 0
     assert not budget._of_client
+
+
+async def test_one_key_leaves_places_in_the_router_for_others() -> None:
+    config = keyed(key(), key("secret-2"), max_in_flight=20)
+    edge = Edge(FarSide(a=hang), config=config)
+    async with edge.client() as client:
+        greedy = [
+            asyncio.create_task(client.post(CHAT, json=CHAT_BODY, headers=bearer("secret-1")))
+            for _ in range(20)
+        ]
+        await edge.side.until(lambda: sum(task.done() for task in greedy) == 4)
+        refused = [task.result() for task in greedy if task.done()]
+        assert {(each.status_code, code_of(each)) for each in refused} == {(429, "client_full")}
+        others = [
+            asyncio.create_task(client.post(CHAT, json=CHAT_BODY, headers=bearer("secret-2")))
+            for _ in range(2)
+        ]
+        await edge.side.until(lambda: len(edge.side.live) == 18)
+        for task in (*greedy, *others):
+            task.cancel()
+        await asyncio.wait([*greedy, *others])
+
+
+def test_bodies_of_many_clients_leave_room_for_one_more() -> None:
+    budget = BodyBudget(1_000, Edge(FarSide(a=serve)).metrics.held_bytes)
+    heavy = Client("heavy", "name-heavy", Caps(weight=2.0))
+    clients = [heavy, *[Client(f"c{index}", f"name-c{index}") for index in range(4)]]
+    with ExitStack() as stack:
+        held = {each: stack.enter_context(HeldBytes(budget, each)) for each in clients}
+        for _ in range(1_000):
+            for each in clients:
+                with suppress(ApiError):
+                    held[each].add(1)
+        sizes = [budget._of_client[each.owner] for each in clients]
+        assert max(sizes[1:]) - min(sizes[1:]) <= 1
+        assert 1.2 * sizes[1] < sizes[0] <= 2 * sizes[1]
+        with HeldBytes(budget, Client("new", "name-new")) as one:
+            one.add(sizes[1] // 4)
 
 
 async def test_long_outputs_are_cut_and_long_prompts_refused() -> None:

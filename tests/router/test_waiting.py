@@ -13,6 +13,7 @@ from controller.messages import RouteDecision, Tier
 from router.config import ServiceClass
 from router.errors import ApiError, Reason
 from router.metrics import RouterMetrics
+from router.trust import ANYONE, Client
 from router.waiting import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S, Line
 from tests.router.virtual_time import VirtualTime, settle
 
@@ -53,13 +54,18 @@ class Queue:
         self.errors: dict[int, ApiError] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def join(self, due_s: float = inf, refused: RouteDecision | None = None) -> int:
+    async def join(
+        self,
+        due_s: float = inf,
+        refused: RouteDecision | None = None,
+        client: Client = ANYONE,
+    ) -> int:
         number = len(self.tasks)
 
         async def wait() -> None:
             try:
                 decision = await self.line.wait(
-                    lambda: self.fleet.ask(number), self.time.now_s + due_s, refused
+                    lambda: self.fleet.ask(number), self.time.now_s + due_s, refused, client
                 )
             except ApiError as error:
                 self.errors[number] = error
@@ -88,6 +94,24 @@ async def test_requests_are_served_in_the_order_in_which_they_came() -> None:
     assert queue.served == list(range(3 * ASKERS))
     assert queue.sample("sluice_line_requests") == 0
     assert queue.sample("sluice_line_wait_seconds_count") == 3 * ASKERS
+
+
+async def test_clients_take_turns_and_leave_places_to_others() -> None:
+    queue = Queue(Fleet(), length=20)
+    greedy, modest, third = (Client(name, f"name-{name}") for name in "abc")
+    for _ in range(20):
+        await queue.join(client=greedy)
+    assert len(queue.line) == 16
+    assert {error.reason for error in queue.errors.values()} == {Reason.QUEUE_FULL}
+    for client in (modest, third, modest, third):
+        await queue.join(client=client)
+    assert len(queue.line) == 20
+    queue.fleet.room = 100
+    await queue.time.advance(MAX_PAUSE_S)
+    assert sorted(queue.served) == [*range(16), 20, 21, 22, 23]
+    # Of the first six each has two, in its own order.
+    assert {queue.served.index(number) // 6 for number in (0, 1, 20, 21, 22, 23)} == {0}
+    assert queue.sample("sluice_line_requests") == 0
 
 
 async def test_only_the_first_few_ask() -> None:
