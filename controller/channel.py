@@ -32,7 +32,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple, cast
 
-from controller import report_wire
+from controller import query_wire, report_wire
 from controller.clock_offset import ClockOffset
 from controller.failure import NoAnswerError
 from controller.messages import (
@@ -41,9 +41,8 @@ from controller.messages import (
     RouteDecision,
     RouteQuery,
     RouteReply,
-    Tier,
 )
-from scheduling.objective import SLO
+from controller.wire_format import FORMAT
 
 MAX_LINE = 1 << 20
 """Longest message, bytes."""
@@ -79,11 +78,12 @@ OnLate = Callable[[RouteQuery, RouteDecision], None]
 
 
 class Endpoint(NamedTuple):
-    """Where a controller takes decisions' queries, and the secret that opens it."""
+    """Where a controller takes decisions' queries, the secret that opens it, and how it speaks."""
 
     host: str
     port: int
     token: str
+    format: str = ""
 
 
 class _Lines(asyncio.Protocol):
@@ -165,7 +165,7 @@ class _Served(_Lines):
             if isinstance(asked, dict):
                 delta, queries = report_wire.of_json(asked["report"]), []
             else:
-                delta, queries = None, [_query(row) for row in asked]
+                delta, queries = None, [query_wire.of_row(row) for row in asked]
         except (KeyError, TypeError, ValueError, RecursionError):
             self.close()
             return
@@ -228,7 +228,7 @@ class RouteServer:
                 loop = asyncio.get_running_loop()
                 self._server = await loop.create_server(lambda: _Served(self), host, 0)
         port: int = self._server.sockets[0].getsockname()[1]
-        return Endpoint(host, port, self.token)
+        return Endpoint(host, port, self.token, FORMAT)
 
     def enter(self, connection: _Served) -> None:
         """A connection was made; the oldest that has not shown the token yet may go for it."""
@@ -299,7 +299,7 @@ class _Asking(_Lines):
                 self._refused(future, answer)
             return
         if late:
-            for query, decision in zip(late, _decisions(answer[0]), strict=True):
+            for query, decision in zip(late, query_wire.decisions(answer[0]), strict=True):
                 self._on_late(query, decision)
         elif future is not None and not future.done():
             future.set_result((epoch, answer))
@@ -393,11 +393,11 @@ class RouteChannel:
             NoAnswerError: the connection broke, or no answer came in time.
             ValueError: the controller refused the queries.
         """
-        rows = [_row(query) for query in queries]
+        rows = [query_wire.to_row(query) for query in queries]
         epoch, (decisions, closed, quarantined) = await self._ask(rows, timeout_s, queries)
         return RouteReply(
             epoch,
-            _decisions(decisions),
+            query_wire.decisions(decisions),
             None if closed is None else tuple(closed),
             tuple(quarantined),
         )
@@ -447,6 +447,8 @@ class RouteChannel:
         connection: _Asking | None = None
         try:
             endpoint = Endpoint(*await self._find())
+            if endpoint.format != FORMAT:
+                raise ConnectionRefusedError("the controller is of another version")
             made = connection = _Asking(endpoint.token, lambda: self._lost(made), self._on_late)
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await loop.create_connection(lambda: made, endpoint.host, endpoint.port)
@@ -482,60 +484,3 @@ def _notice_dead_host(connection: socket.socket | None) -> None:
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _row(query: RouteQuery) -> tuple[object, ...]:
-    slo = query.slo
-    return (
-        query.key,
-        query.prompt_tokens,
-        query.waited_s,
-        [tier.value for tier in query.tiers],
-        query.output_tokens,
-        query.session,
-        query.prefix,
-        query.request_id,
-        query.prefill_key,
-        query.avoid,
-        query.tenant,
-        query.weight,
-        slo.ttft_s,
-        slo.tpot_s,
-        slo.e2e_s,
-        slo.priority,
-        slo.service_class,
-    )
-
-
-def _query(row: Any) -> RouteQuery:
-    """The query in a row.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
-    (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id, prefill_key,
-     avoid, tenant, weight, *objective) = row  # fmt: skip
-    return RouteQuery(
-        key,
-        SLO(*objective),
-        prompt_tokens,
-        waited_s,
-        frozenset(map(Tier, tiers)),
-        output_tokens,
-        session,
-        tuple(prefix),
-        request_id,
-        prefill_key,
-        tuple(avoid),
-        tenant,
-        weight,
-    )
-
-
-def _decisions(rows: Any) -> tuple[RouteDecision, ...]:
-    return tuple([_decision(row) for row in rows])
-
-
-def _decision(row: Any) -> RouteDecision:
-    replica_id, reason, tier, *rest = row
-    return RouteDecision(replica_id, reason, None if tier is None else Tier(tier), *rest)

@@ -123,8 +123,7 @@ def check_query(query: RouteQuery) -> None:
     if not isinstance(query, RouteQuery):
         raise ValueError(f"expected a RouteQuery, got {type(query).__name__}")
     _check_integer("key", query.key, 0, MAX_KEY)
-    if not isinstance(query.slo, SLO):
-        raise ValueError(f"slo must be an SLO, got {type(query.slo).__name__}")
+    _check_objective(query.slo)
     _check_integer("prompt_tokens", query.prompt_tokens, 0, MAX_PROMPT_TOKENS)
     _check_number("waited_s", query.waited_s)
     if query.waited_s < 0:
@@ -149,6 +148,20 @@ def check_query(query: RouteQuery) -> None:
         raise ValueError(
             f"weight must be from {1 / MAX_WEIGHT} to {MAX_WEIGHT}, got {query.weight}"
         )
+
+
+def _check_objective(slo: Any) -> None:
+    """Unpickled objects come without the checks of their constructors."""
+    if not isinstance(slo, SLO):
+        raise ValueError(f"slo must be an SLO, got {type(slo).__name__}")
+    try:
+        columns = slo.columns
+        check_text("service_class", slo.service_class)
+    except AttributeError as error:
+        raise ValueError(f"slo is not whole: {error}") from None
+    sound = isinstance(columns, tuple) and len(columns) == 4
+    if not sound or not all(type(value) is float and value > 0 for value in columns):
+        raise ValueError(f"slo must be of positive times and a priority, got {_short(columns)}")
 
 
 def check_text(name: str, value: Any, empty: bool = False) -> None:

@@ -21,7 +21,6 @@ from controller.channel import (
     Endpoint,
     RouteChannel,
     RouteServer,
-    _row,
 )
 from controller.failure import NoAnswerError
 from controller.messages import (
@@ -31,6 +30,8 @@ from controller.messages import (
     RouteQuery,
     RouteReply,
 )
+from controller.query_wire import to_row
+from controller.wire_format import FORMAT
 from scheduling.objective import SLO
 from tests.controller.fleet import Clock, delta, waiting_row
 
@@ -262,6 +263,35 @@ async def test_strangers_neither_shut_out_routers_nor_gather_without_end() -> No
             writer.close()
 
 
+@pytest.mark.parametrize("told", [("",), ("older",), ()])
+async def test_a_controller_of_another_version_is_asked_by_actor_calls(
+    told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = Placed()
+    server = serving(placed)
+    endpoint = await server.endpoint("127.0.0.1")
+    tried = asyncio.Event()
+    monkeypatch.setattr(channel_module, "_CONNECT_PAUSE_S", 0.0)
+    found = 0
+
+    async def find() -> Endpoint:
+        nonlocal found
+        found += 1
+        if found == 2:  # the first attempt is over
+            tried.set()
+        return Endpoint(*endpoint[:3], *told)
+
+    lost: list[None] = []
+    channel = RouteChannel(find, lambda: lost.append(None), _no_late_answers)
+    async with asyncio.timeout(5):
+        while not tried.is_set():
+            channel.connect_soon()
+            await asyncio.sleep(0)
+    assert not channel.open
+    assert lost == [], "it answers, if not here"
+    await channel.close()
+
+
 async def test_attempts_to_connect_are_bounded_in_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     paused = asyncio.Event()
     sleep = asyncio.sleep
@@ -364,12 +394,12 @@ async def test_what_comes_after_its_sender_gave_up_is_not_handled(skew_s: float)
     async with asyncio.timeout(10), Clocked(serving(placed, clock), clock) as client:
         assert await client.handled([], clock() + skew_s)
         clock.advance(10.0)
-        assert await client.handled([_row(QUERY)], clock() + skew_s - 0.2)
+        assert await client.handled([to_row(QUERY)], clock() + skew_s - 0.2)
         # The controller stood still for 5 s, or the network did, and these were under way.
         report = {"report": report_wire.to_json(delta("a", 11, 3))}
-        for asked in ([_row(QUERY)], report):
+        for asked in ([to_row(QUERY)], report):
             assert not await client.handled(asked, clock() + skew_s - 5.0)
-        assert await client.handled([_row(QUERY)], clock() + skew_s)
+        assert await client.handled([to_row(QUERY)], clock() + skew_s)
         assert await client.handled(report, clock() + skew_s)
     assert len(placed.asked) == 2
     assert [each.seq for each in placed.reports] == [3]
@@ -424,7 +454,7 @@ async def slow() -> AsyncIterator[
     late: asyncio.Queue[tuple[int, RouteDecision]] = asyncio.Queue()
 
     async def find() -> Endpoint:
-        return Endpoint("127.0.0.1", port, "secret")
+        return Endpoint("127.0.0.1", port, "secret", FORMAT)
 
     def take_back(query: RouteQuery, decision: RouteDecision) -> None:
         late.put_nowait((query.key, decision))

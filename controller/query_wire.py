@@ -1,0 +1,67 @@
+"""Queries and decisions as JSON, for the controller's plain connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from controller.messages import RouteDecision, RouteQuery, Tier
+from scheduling.objective import SLO
+
+
+def to_row(query: RouteQuery) -> tuple[object, ...]:
+    """What :func:`of_row` makes the query of again."""
+    slo = query.slo
+    return (
+        query.key,
+        query.prompt_tokens,
+        query.waited_s,
+        [tier.value for tier in query.tiers],
+        query.output_tokens,
+        query.session,
+        query.prefix,
+        query.request_id,
+        query.prefill_key,
+        query.avoid,
+        query.tenant,
+        query.weight,
+        slo.ttft_s,
+        slo.tpot_s,
+        slo.e2e_s,
+        slo.priority,
+        slo.service_class,
+    )
+
+
+def of_row(row: Any) -> RouteQuery:
+    """The query in a row.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id, prefill_key,
+     avoid, tenant, weight, *objective) = row  # fmt: skip
+    return RouteQuery(
+        key,
+        SLO(*objective),
+        prompt_tokens,
+        waited_s,
+        frozenset(map(Tier, tiers)),
+        output_tokens,
+        session,
+        tuple(prefix),
+        request_id,
+        prefill_key,
+        tuple(avoid),
+        tenant,
+        weight,
+    )
+
+
+def decisions(rows: Any) -> tuple[RouteDecision, ...]:
+    """The decisions in ``rows``: named tuples are lists in JSON."""
+    return tuple([_decision(row) for row in rows])
+
+
+def _decision(row: Any) -> RouteDecision:
+    replica_id, reason, tier, *rest = row
+    return RouteDecision(replica_id, reason, None if tier is None else Tier(tier), *rest)

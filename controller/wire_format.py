@@ -1,0 +1,29 @@
+"""What version of the plain connection's messages a process speaks."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+from controller.messages import ReplicaDelta, ReportReply, RouteDecision, RouteQuery, RouteReply
+from scheduling.objective import SLO
+from scheduling.prefix import HELD
+from scheduling.state import ROW, SUMMARY
+
+_ENVELOPE: Final = 2
+"""To be raised where messages change in anything but the fields of what they carry."""
+
+
+def _layouts() -> str:
+    """Names what messages are made of: another version may have other fields, and a row of those
+    must not be taken for one of these."""
+    messages = (RouteQuery, RouteDecision, RouteReply, ReplicaDelta, ReportReply)
+    fields = [*(message._fields for message in messages), SLO.__match_args__]
+    tables = [table.descr for table in (ROW, SUMMARY, HELD)]
+    text = repr((_ENVELOPE, fields, tables))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+FORMAT: Final = _layouts()
+"""Both sides must have the same. Processes of different versions, as in a rolling update, speak by
+actor calls, where new fields have defaults."""
