@@ -152,11 +152,11 @@ async def test_routers_that_are_cut_off_leave_nothing_behind(
         await here.controller.report(delta("a", epoch, 2, rows, finished=(MAX_TIMEOUTS + 1,)))
 
         here.clock.advance(5.0)
+        await here.controller.report(delta("a", epoch, 3, rows))
         here.cable.mend()
         await here.handled()
         assert here.reserved == 0
         assert here.controller._fleet.ledger.expired == 0
-        await here.controller.report(delta("a", epoch, 3, rows))
         await here.connect()
         assert await here.asked(99) == "a"
         assert here.reserved == 1
