@@ -21,6 +21,7 @@ from replica.engine import Engine, EngineRequest, Progress, ResponseItem, Respon
 from replica.metrics import ReplicaCollector
 from replica.server import Replica
 from replica.simulated_engine import SimulatedEngine
+from scheduling.batching.warm_up import warm_up
 from scheduling.roles import Role
 from telemetry.config import TelemetryConfig
 from telemetry.logs import configure_logs
@@ -98,6 +99,8 @@ class ReplicaServer:
         )
         self._pusher = MetricsPusher(self._client, registry, source=process)
         try:
+            if engine.kind == "simulated":  # vLLM's scheduler does it, in its own process
+                await asyncio.to_thread(warm_up, engine.policy, engine.policy_options)
             await self._replica.start()
         except BaseException:
             await self._replica.stop()

@@ -26,6 +26,7 @@ from replica.engine import (
     ResponseTail,
     request_key,
 )
+from scheduling.batching.builder import begin
 from scheduling.objective import SLO
 from tests.own_ray import own_ray
 
@@ -72,6 +73,19 @@ async def replicas(cluster: None) -> AsyncIterator[Any]:
     handle._init(_run_router_in_separate_loop=True)
     yield handle
     await asyncio.to_thread(serve.delete, APP)
+
+
+def loops_compiled(_replica: object) -> int:
+    """Forms of a policy's loop that this process has machine code of."""
+    return len(begin.signatures)  # type: ignore[attr-defined]
+
+
+async def test_a_replica_takes_requests_when_its_loops_are_compiled(replicas: Any) -> None:
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+    actors = [ray.get_actor(name, "serve") for name in names if name.startswith("SERVE_REPLICA")]
+    assert len(actors) == 2
+    for actor in actors:
+        assert await actor.__ray_call__.remote(loops_compiled) > 0
 
 
 def completion(request_id: str, **body: Any) -> EngineRequest:
