@@ -7,7 +7,7 @@ from collections.abc import Callable
 from benchmarks import injuries
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
-from tests.faults.replicas import FLEET, killed_in_mid_stream, until_it_serves
+from tests.faults.replicas import FLEET, killed_in_mid_stream
 from tests.faults.scenario import Scenario, Setting, Trial
 
 ENGINES = Setting(
@@ -34,7 +34,7 @@ def engine_frozen(trial: Trial) -> Callable[[], bool]:
     with injuries.replica(victim).engine().frozen():
         wait_until(lambda: victim not in trial.fresh(), "it is noticed")
         wait_until(lambda: trial.counted()["resumed"] > before, "a stream goes on", every_s=0.2)
-    return until_it_serves(trial, victim)
+    return lambda: injuries.replica(victim).runs
 
 
 _STREAMS = Load(rate=1.5, prompt_tokens=(20, 100), output_tokens=(100, 200), plain=5)

@@ -49,12 +49,7 @@ def frozen(trial: Trial) -> Callable[[], bool]:
     with injuries.replica(victim).frozen():
         wait_until(lambda: victim not in trial.fresh(), "it is noticed")
         wait_until(lambda: trial.counted()["resumed"] > before, "a stream goes on", every_s=0.2)
-    return until_it_serves(trial, victim)
-
-
-def until_it_serves(trial: Trial, replica_id: str) -> Callable[[], bool]:
-    """Whether a replica is out of quarantine, which it leaves by a request that it answers."""
-    return lambda: replica_id in trial.fresh() or (trial.ask() and False)
+    return lambda: injuries.replica(victim).runs
 
 
 def frozen_for_good(trial: Trial) -> Callable[[], bool]:

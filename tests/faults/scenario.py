@@ -172,6 +172,9 @@ class Trial:
         """Whether every replica and router that there should be is there, and HTTP answers."""
         # One that is gone is remembered for a while.
         rows = [row for row in self.snapshot()["replicas"] if row["condition"] != "gone"]
+        if any(row["condition"] == "quarantined" for row in rows):
+            self.ask()  # it leaves quarantine by a request that it answers
+            return False
         wanted = sum(pool.replica.count for fleet in self.config.fleets for pool in fleet.pools)
         fresh = [row for row in rows if row["condition"] == "fresh" and row["drain"] is None]
         return (
