@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from math import inf
 from types import TracebackType
+from typing import Final
 
 from starlette.types import Message, Send
+
+_RESOLUTION_S: Final = 1e-3
 
 
 class StalledReaderError(OSError):
@@ -28,7 +31,7 @@ class PatientSend:
     def __init__(self, send: Send, limit_s: float) -> None:
         self._send = send
         self._limit_s = limit_s
-        self._since_s = inf
+        self._due_s = inf
         self._gave_up = False
 
     def __enter__(self) -> PatientSend:
@@ -53,7 +56,7 @@ class PatientSend:
         Raises:
             StalledReaderError: the client does not take it.
         """
-        self._since_s = self._loop.time()
+        self._due_s = self._loop.time() + self._limit_s
         try:
             await self._send(message)
         except asyncio.CancelledError:
@@ -62,13 +65,13 @@ class PatientSend:
                 raise StalledReaderError("the client takes nothing") from None
             raise
         finally:
-            self._since_s = inf
+            self._due_s = inf
 
     def _look(self) -> None:
         """Give up, or look again when it may be time to."""
-        waited_s = max(0.0, self._loop.time() - self._since_s)
-        if waited_s >= self._limit_s:
+        now_s = self._loop.time()
+        if self._due_s - now_s < _RESOLUTION_S:
             self._gave_up = True
             self._task.cancel()
         else:
-            self._timer = self._loop.call_later(self._limit_s - waited_s, self._look)
+            self._timer = self._loop.call_at(min(self._due_s, now_s + self._limit_s), self._look)
