@@ -130,6 +130,7 @@ class Watchdog:
     async def _ask(self) -> None:
         try:
             await self._engine.pulse()
+            self._not_before_s = self._clock()
             self._moves("its loop goes round")
         except Exception:
             logger.warning("the engine that stood still did not answer", exc_info=True)
@@ -139,7 +140,6 @@ class Watchdog:
     def _moves(self, sign: str) -> None:
         logger.warning("the engine goes on: %s", sign)
         self._still_since_s = None
-        self._not_before_s = self._clock()
         if self._pulse is not None and self._pulse is not asyncio.current_task():
             self._pulse.cancel()
 

@@ -39,6 +39,9 @@ MISSES = 2
 MAX_NAMES = 256
 """Most requests that are named in one question; the others are in later ones."""
 
+REMEMBERED_S = 60.0
+"""For how long a replica that stood still is known for that when nothing was heard of it since."""
+
 SEARCHES = 3
 """Questions to find somebody in a pool who is alive; the first goes to the least loaded one that is
 not known to stand still, the others where Serve sends them."""
@@ -77,7 +80,7 @@ class Informed(Protocol):
 class _Suspect:
     """A replica with silent attempts."""
 
-    __slots__ = ("asking", "hung", "misses", "next_s", "replica_id", "role", "unknown")
+    __slots__ = ("asking", "misses", "next_s", "replica_id", "role", "unknown")
 
     def __init__(self, replica_id: str, role: Role) -> None:
         self.replica_id = replica_id
@@ -85,7 +88,6 @@ class _Suspect:
         self.asking: asyncio.Task[None] | None = None
         self.next_s = float("-inf")
         self.misses = 0
-        self.hung = False
         self.unknown: frozenset[str] = frozenset()
 
     def is_asked_no_longer(self, _: asyncio.Task[None]) -> None:
@@ -116,6 +118,8 @@ class StallWatch:
         # In the order in which they were made; who waits longest leaves first.
         self._open: dict[Attempt, Callable[[], bool]] = {}
         self._suspects: dict[str, _Suspect] = {}
+        # When each was last found to stand still.
+        self._hung: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
 
     def watch(self, attempt: Attempt, leave: Callable[[], bool]) -> None:
@@ -147,6 +151,8 @@ class StallWatch:
             place = attempt.place
             if place is not None and now_s - attempt.heard_s >= self._after_s and attempt.waits:
                 silent.setdefault(place, []).append(attempt)
+        for name in [name for name, at_s in self._hung.items() if at_s < now_s - REMEMBERED_S]:
+            del self._hung[name]
         for replica_id in [name for name in self._suspects if name not in silent]:
             if self._suspects[replica_id].asking is None:
                 del self._suspects[replica_id]
@@ -174,12 +180,13 @@ class StallWatch:
             # Serve lists it no longer: it ends what it has, and Serve sees to it.
             return
         if told is not None and not told.hung:
-            suspect.misses, suspect.hung = 0, False
+            suspect.misses = 0
+            self._hung.pop(suspect.replica_id, None)
             self._give_up_lost(suspect, begun, told, asked_s)
             return
         suspect.unknown = frozenset()
         if told is not None or suspect.misses >= MISSES:
-            suspect.hung = True
+            self._hung[suspect.replica_id] = asked_s
             self._controller.troubled(suspect.replica_id, Trouble.HUNG)
             await self._move(suspect, asked_s)
 
@@ -204,7 +211,7 @@ class StallWatch:
         def stuck(attempt: Attempt) -> bool:
             return attempt.waits and attempt.heard_s <= asked_s
 
-        if not any(self._of(suspect, stuck)) or not await self._elsewhere(suspect.role):
+        if not any(self._of(suspect, stuck)) or not await self._elsewhere(suspect):
             return
         for attempt in self._of(suspect, stuck):
             if self._open[attempt]():
@@ -215,15 +222,17 @@ class StallWatch:
         if attempt.give_up(failure):
             self._metrics.given_up.inc()
 
-    async def _elsewhere(self, role: Role) -> bool:
-        """Whether any replica answers that is not known to stand still."""
-        hung = tuple(name for name, suspect in self._suspects.items() if suspect.hung)
-        for pool in sorted(self._replicas.roles, key=lambda other: other != role):
+    async def _elsewhere(self, suspect: _Suspect) -> bool:
+        """Whether any other replica answers that it goes on."""
+        hung = tuple(self._hung)
+        for pool in sorted(self._replicas.roles, key=lambda role: role != suspect.role):
             avoided = [hung, *[()] * (SEARCHES - 1)]
             questions = (self._ask((), None, avoid, pool) for avoid in avoided)
             for told in await asyncio.gather(*questions):
-                if told and told.replica_id and not told.hung and told.replica_id not in hung:
-                    return True
+                if told is None or told.hung or told.replica_id in ("", suspect.replica_id):
+                    continue
+                self._hung.pop(told.replica_id, None)
+                return True
         return False
 
     async def _ask(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -23,10 +25,10 @@ from replica.engine import (
     request_key,
 )
 from replica.local_model import local_model
-from replica.state_table import StateTable
 from replica.vllm_args import SchedulerSettings
 from replica.vllm_engine import VllmEngine
 from replica.vllm_setup import parse_arguments, prepare_environment
+from replica.watchdog import FIRST_STEPS, Watchdog
 from router.prompt_prefix import prefix_of
 from scheduling.objective import SLO
 from scheduling.prefix import HELD_SLOTS, PrefixIndex
@@ -83,7 +85,11 @@ def request(request_id, endpoint, slo=None, **body):
 
 
 async def items(engine, request):
-    return [item async for item in engine.generate(request)]
+    return await items_of(engine.generate(request))
+
+
+async def items_of(response):
+    return [item async for item in response]
 
 
 def split(items):
@@ -475,37 +481,28 @@ async def test_a_corrupt_explicit_profile_is_an_error(config, tmp_path):
         await VllmEngine(other, "replica-3", 4).check_health()
 
 
-async def test_a_hung_engine_is_unhealthy(engine, monkeypatch):
-    await engine.check_health()
-    monkeypatch.setattr(engine, "_hung_after_s", -1.0)
-    response = engine.generate(request("hang", "completions", max_tokens=1500))
-    task = asyncio.create_task(anext(response))
-    await until(lambda: engine._llm.waits)
-    with pytest.raises(EngineDeadError, match="1 requests wait"):
+async def test_an_engine_that_stands_still_is_seen_to_and_answers_when_it_moves(engine, started):
+    dog = Watchdog(engine, started[1], hung_after_s=0.5)
+    dog._first_step = -FIRST_STEPS
+    assert engine.waits_since_s() is None
+    (core,) = engine._llm.engine_core.resources.engine_manager.processes
+    response = engine.generate(request("hang", "completions", max_tokens=1500, stream=True))
+    await anext(response)
+    os.kill(core.pid, signal.SIGSTOP)
+    try:
+        task = asyncio.create_task(items_of(response))
+        await until(dog.look)
+        assert engine.waits_since_s() is not None
         await engine.check_health()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await response.aclose()
-    await engine.check_health()
-
-
-async def test_a_state_that_stays_stuck_is_an_engines_death(engine, monkeypatch):
-    table = StateTable.create(2)
-    monkeypatch.setattr(engine, "_table", table)
-    monkeypatch.setattr("replica.vllm_engine._SECOND_LOOK_S", 0.01)
-    table._begin()
-    with pytest.raises(EngineDeadError, match="stuck in a write"):
-        await engine.check_health()
-    read = table.read
-
-    def ends_after_one_look():
-        try:
-            return read()
-        finally:
-            table._end()
-
-    monkeypatch.setattr(table, "read", ends_after_one_look)
-    await engine.check_health()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await response.aclose()
+        assert engine.waits_since_s() is None
+        assert dog.look(), "nobody waits, and still"
+    finally:
+        os.kill(core.pid, signal.SIGCONT)
+    await until(lambda: not dog.look())
+    dog.stop()
 
 
 async def test_stopping_an_engine_ends_its_requests_with_an_error(started, config, tmp_path):

@@ -34,6 +34,7 @@ from router.dispatch import Dispatcher
 from router.errors import Reason
 from router.fleets import Fleet, Fleets
 from router.metrics import RouterMetrics
+from router.overload import Shedder
 from router.telemetry import Telemetry
 from scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
@@ -187,7 +188,8 @@ class FarSide:
         """Replicas whose engine stands still, as they say."""
         self.questions: list[str | None] = []
         """Who was asked whether it goes on; ``None``: anybody."""
-        self._frozen: dict[str, asyncio.Event] = {}
+        self.frozen: dict[str, asyncio.Event] = {}
+        """Replicas whose process stands still."""
 
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role = "mixed"
@@ -206,16 +208,16 @@ class FarSide:
 
     def freeze(self, name: str) -> None:
         """A replica's process stands still: nothing comes of it any more."""
-        self._frozen[name] = asyncio.Event()
+        self.frozen[name] = asyncio.Event()
 
     def thaw(self, name: str) -> None:
         """It goes on."""
-        self._frozen.pop(name).set()
+        self.frozen.pop(name).set()
 
     async def moves(self, name: str) -> None:
         """Return when a replica's process goes on."""
-        if name in self._frozen:
-            await self._frozen[name].wait()
+        if name in self.frozen:
+            await self.frozen[name].wait()
 
     async def progress(
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
@@ -327,6 +329,7 @@ class Edge:
         )
         fleet = Fleet("m", self.dispatcher, Catalog(side), self.metrics, adapters=("local",))
         self.fleets = Fleets([fleet], self.metrics)
+        self.shedder = Shedder(self.metrics.loop_delay_s, clock or time.monotonic)
         self.api: FastAPI = make_api(
             self.config,
             self.fleets,
@@ -334,6 +337,8 @@ class Edge:
             unix_clock=unix_clock,
             telemetry=telemetry,
             overseer=overseer,
+            shedder=self.shedder,
+            pause=clock.pause if clock else asyncio.sleep,
         )
 
     def client(self, prefix: str = "") -> httpx.AsyncClient:
