@@ -18,6 +18,7 @@ import json
 import math
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ import click
 from rich.console import Console
 
 from benchmarks.replay_client import Outcome, replay
+from benchmarks.soak_batches import Batches
 from benchmarks.soak_load import LOAD, LOAD_WITH_FAULTS, Load, capacity, configuration, make_load
 from benchmarks.soak_report import is_well, summary, tables
 from benchmarks.soak_trends import Sample
@@ -93,10 +95,13 @@ def soak(
     real = engine == "vllm"
     share = LOAD_WITH_FAULTS if faults else LOAD
     load = make_load(60 * minutes, rate or share * capacity(real) * replicas, seed, real)
-    config = configuration(replicas, routers, pools, _free_port(), _model() if real else None)
-    # Ray's own messages must not stand between the lines of the JSON.
-    with redirect_stdout(sys.stderr):
-        found = measure(config, load, seed if faults else None)
+    with tempfile.TemporaryDirectory(prefix="sluice-soak-") as batches:
+        config = configuration(
+            replicas, routers, pools, _free_port(), Path(batches), _model() if real else None
+        )
+        # Ray's own messages must not stand between the lines of the JSON.
+        with redirect_stdout(sys.stderr):
+            found = measure(config, load, seed if faults else None)
     if as_json:
         click.echo(json.dumps(found))
     else:
@@ -146,11 +151,11 @@ def measure(config: SluiceConfig, load: Load, faults_seed: int | None) -> dict[s
         done = run.chaos.done if run.chaos is not None else []
         warm_s = min(WARM_UP_S, load.workload.duration_s / 5)
         samples = [sample for sample in run.samples if sample.at_s >= warm_s]
-        return summary(outcomes, load.kinds[: len(outcomes)], samples, done, left)
+        return summary(outcomes, load.kinds, samples, done, left, run.batches.ends)
 
 
 class _Run:
-    """One soak under way: the load, the samples and the injuries beside each other."""
+    """One soak under way: the load, batches, samples and injuries beside each other."""
 
     def __init__(
         self,
@@ -162,6 +167,8 @@ class _Run:
     ) -> None:
         self.samples: list[Sample] = []
         self.chaos: Chaos | None = None
+        exact = config.engine.kind == "simulated"
+        self.batches = Batches(base_url(config), config.engine.served_name, exact)
         self._config = config
         self._load = load
         self._watch = watch
@@ -183,6 +190,7 @@ class _Run:
         sent = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._look(sent))
+            group.create_task(self.batches.run(sent, GRACE_S))
             if self.chaos is not None:
                 group.create_task(self._hurt(self.chaos, sent))
             outcomes = await self._send(sent)

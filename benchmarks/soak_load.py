@@ -139,12 +139,13 @@ def _objective(name: str, entry: ServiceClass) -> SLO:
 
 
 def configuration(
-    replicas: int, routers: int, pools: bool, port: int, model: Path | None
+    replicas: int, routers: int, pools: bool, port: int, batches: Path, model: Path | None
 ) -> SluiceConfig:
     """What is served.
 
     Args:
         pools: half of the replicas compute prompts, the others the rest.
+        batches: folder of files and batches.
         model: of a real engine on processors; ``None``: the engines are simulated.
     """
     engine: dict[str, Any] = {"kind": "simulated", "model": "soak", "simulated": ENGINE}
@@ -163,4 +164,5 @@ def configuration(
         replica["count"] = replicas
     classes = {name: entry.model_dump() for name, entry in ALL_CLASSES.items()}
     router = {"port": port, "replicas": routers, "classes": classes}
+    router["batches"] = {"directory": str(batches)}
     return parse_config({"engine": engine, "replica": replica, "router": router})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -11,6 +11,7 @@ from rich.table import Table
 from benchmarks.replay_client import End, Outcome
 from benchmarks.replay_kinds import Kind
 from benchmarks.replay_report import of_class
+from benchmarks.soak_batches import lost_lines
 from benchmarks.soak_trends import Sample, Series, Trend, trends
 
 Json = dict[str, Any]
@@ -55,6 +56,7 @@ def summary(
     samples: Sequence[Sample],
     injuries: Sequence[Injury],
     left: dict[str, float],
+    batches: Mapping[str, int],
 ) -> Json:
     """Everything that is reported, as plain data.
 
@@ -62,12 +64,13 @@ def summary(
         kinds: of each outcome.
         samples: those after the warm-up.
         left: what was not 0 when nobody asked anything any more.
+        batches: how many of their lines ended how.
     """
     gone = lost(outcomes, injuries)
     grown = trends(samples)
     classes = sorted({each.slo.service_class for each in outcomes})
     return {
-        "lost": len(gone),
+        "lost": len(gone) + lost_lines(batches),
         "lost_reasons": dict(Counter(each.reason for each in gone)),
         "left_over": left,
         "growing": [_named(each.series) for each in grown if each.grows],
@@ -76,6 +79,7 @@ def summary(
             for name in classes
         },
         "all": of_class(outcomes),
+        "batch_lines": {end: count for end, count in batches.items() if count},
         "ends": _ends(outcomes, kinds),
         "late_ms": round(1e3 * max((each.late_s for each in outcomes), default=0.0), 1),
         "injuries": [
@@ -152,7 +156,7 @@ def _requests(found: Json) -> Table:
 
 def _endings(found: Json) -> Table:
     table = Table("kind", "how they ended", title="by kind of request")
-    for name, counts in found["ends"].items():
+    for name, counts in [*found["ends"].items(), ("lines of batches", found["batch_lines"])]:
         table.add_row(name, ", ".join(f"{words} {count}" for words, count in counts.items()))
     return table
 

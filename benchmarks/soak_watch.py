@@ -22,6 +22,8 @@ GAUGES: Final = (
     "sluice_replica_live_requests",
     "sluice_replica_waiting_requests",
     "sluice_replica_running_requests",
+    "sluice_batches_running",
+    "sluice_batch_lines_in_flight",
 )
 """Of the application's own page: what is 0 when nobody asks anything."""
 

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.replay_client import End, Outcome
 from benchmarks.replay_kinds import KINDS
 from benchmarks.soak import soak
+from benchmarks.soak_batches import LINES
 from benchmarks.soak_load import (
     ALL_CLASSES,
     BURST,
@@ -67,7 +69,7 @@ def test_a_real_engine_gets_less() -> None:
 
 @pytest.mark.parametrize("pools", [False, True])
 def test_what_is_served(pools: bool) -> None:
-    (fleet,) = configuration(5, 2, pools, 8123, None).fleets
+    (fleet,) = configuration(5, 2, pools, 8123, Path("/batches"), None).fleets
     counts = {pool.role: pool.replica.count for pool in fleet.pools}
     assert counts == ({"prefill": 2, "decode": 3} if pools else {"mixed": 5})
 
@@ -158,18 +160,26 @@ def test_a_report_is_json_makes_tables_and_says_whether_all_is_well() -> None:
     outcomes = [outcome(end, 90.0, 101.0) for end in End if end is not End.SILENT]
     kinds = [KINDS[0]] * len(outcomes)
     samples = [Sample(10.0 * n, {MEMORY: 100.0}) for n in range(80)]
-    found = summary(outcomes, kinds, samples, [ROUTER], {})
+    found = summary(outcomes, kinds, samples, [ROUTER], {}, {})
     assert json.loads(json.dumps(found)) == found
     assert is_well(found)
     assert len(tables(found)) == 4
     assert found["ends"][KINDS[0].name]["answered: unfinished"] == 1
-    assert not is_well(summary(outcomes, kinds, samples, [], {})), "a cut one"
-    assert not is_well(summary(outcomes, kinds, samples, [ROUTER], {"sluice_reservations": 1.0}))
-    assert not is_well(
-        summary(outcomes, kinds, samples, [ROUTER], {"sluice_reservations": math.nan})
-    )
-    growing = [Sample(10.0 * n, {MEMORY: 100.0 + n}) for n in range(80)]
-    assert summary(outcomes, kinds, growing, [ROUTER], {})["growing"] == ["routers 12 memory MiB"]
+
+    def well(
+        samples: list[Sample] = samples,
+        injuries: tuple[Injury, ...] = (ROUTER,),
+        left: dict[str, float] | None = None,
+        **lines: int,
+    ) -> bool:
+        return is_well(summary(outcomes, kinds, samples, injuries, left or {}, lines))
+
+    assert well(answered=19, failed=1)
+    assert not well(injuries=()), "a cut one"
+    assert not well(answered=19, missing=1)
+    assert not well(left={"sluice_reservations": 1.0})
+    assert not well(left={"sluice_reservations": math.nan}), "it could not be asked"
+    assert not well([Sample(10.0 * n, {MEMORY: 100.0 + n}) for n in range(80)])
 
 
 # All of it.
@@ -197,6 +207,7 @@ def test_a_short_soak_with_faults_loses_nothing(monkeypatch: pytest.MonkeyPatch)
     assert found["lost"] == 0, found["ends"]
     assert found["left_over"] == {}
     assert found["injuries"], "nothing was hurt"
+    assert found["batch_lines"]["answered"] >= LINES - found["batch_lines"].get("failed", 0)
     answered = sum(counts.get("answered", 0) for counts in found["ends"].values())
     assert answered > 0.5 * found["all"]["sent"], found["ends"]
     kinds = {name.split()[0] for name in found["samples"] if name != "at_s"}
