@@ -58,6 +58,8 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
             fleet.config.replica.drain_timeout_s for fleet in config.fleets
         ),
         graceful_shutdown_wait_loop_s=0.1,
+        # An update starts one more before it stops any: with a single router nobody would answer.
+        max_surge_percent=1,
     )
     models = tuple(
         ServedModel(fleet.model, fleet.config.controller, fleet.config.engine.adapters, fleet.key)
@@ -106,6 +108,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=replica.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
+        max_surge_percent=replica.surge_percent,
         request_router_config=RequestRouterConfig(
             request_router_class="router.hint_router:HintRouter", request_router_kwargs=hints
         ),

@@ -338,6 +338,14 @@ class ReplicaConfig(BaseModel):
         gt=0,
         description="Longest wait for live requests when a replica is stopped, seconds.",
     )
+    surge_percent: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="Replicas beyond their number that an update may start before it stops old "
+        "ones, in percent, rounded up. There must be GPUs to spare for them, or the update waits. "
+        "With 0 each is stopped before its successor starts.",
+    )
 
     @model_validator(mode="after")
     def _check_pools(self) -> ReplicaConfig:

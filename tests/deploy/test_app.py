@@ -60,3 +60,13 @@ def test_each_model_has_pools_of_its_own() -> None:
         "Prefill-large",
         "Decode-large",
     }
+
+
+def test_an_update_starts_a_router_before_it_stops_one_and_replicas_where_there_is_room() -> None:
+    router = build(parse_config({}))._bound_deployment
+    assert router._deployment_config.max_surge_percent == 1, "rounded up to one"
+    surges = {
+        percent: deployments({"replica": {"surge_percent": percent}})["Replica"]
+        for percent in (0, 50)
+    }
+    assert [each._deployment_config.max_surge_percent for each in surges.values()] == [0, 50]
