@@ -27,6 +27,7 @@ OTHERS = 3
 
 _MORE_WORK = "more work is ahead there"
 _CANNOT = "it cannot promise the objective"
+_TRIAL = "the chosen one was to be tried after its quarantine"
 
 
 class Entry(NamedTuple):
@@ -165,7 +166,10 @@ class DecisionLog:
         if decision.reason == NO_REPLICA or weighed is None:
             return "No replica may be chosen: none has reported lately, or all are drained."
         able = _able(weighed)
-        of = f"{able} of {len(weighed.job.rows)} replicas"
+        of_all = f"{len(weighed.job.rows)} replicas"
+        of = f"{able} of {of_all}"
+        if _is_trial(decision, weighed):
+            return f"It tries a replica that was in quarantine and could serve it: one of {of_all}."
         if decision.reason == UNATTAINABLE:
             return "No replica can promise the objective, and the class is not served without."
         if decision.tier is None:
@@ -176,7 +180,7 @@ class DecisionLog:
             states = entry.query.slo.stated
             first = "It asks for best effort" if states else "It states no objective to promise"
         elif able:
-            first = "No replica has reported lately, so nothing is promised"
+            first = "No replica that is well has reported lately, so nothing is promised"
         else:
             first = "No replica can promise the objective"
         return f"{first}: served as best effort, where least work is ahead."
@@ -226,11 +230,19 @@ class DecisionLog:
         }
 
     def _why_not(self, decision: RouteDecision, weighed: Weighed, place: int) -> str:
+        if _is_trial(decision, weighed):
+            return _TRIAL
         if decision.tier is Tier.BEST_EFFORT:
             return _MORE_WORK
         if weighed.promises is not None and not weighed.promises.holds[place]:
             return _CANNOT
         return self._routing.passed_over
+
+
+def _is_trial(decision: RouteDecision, weighed: Weighed) -> bool:
+    """Whether the request goes to a replica in quarantine, to see what becomes of it."""
+    tried = {weighed.ids[row] for row in weighed.untried}
+    return bool(tried & {decision.replica_id, decision.prefill_id})
 
 
 def _able(weighed: Weighed | None) -> int | None:

@@ -124,7 +124,7 @@ class Quarantine:
             self.believed[trouble] += 1
             if breaker is None:
                 breaker = self._breakers[replica_id] = Breaker()
-            stepping = _stepped_s(self._mirror.replicas[replica_id]) > now_s - STEPPING_S
+            stepping = _is_stepping(self._mirror.replicas[replica_id], now_s)
             self._note(replica_id, breaker, breaker.trouble(trouble, now_s, stepping))
 
     def reported(
@@ -261,6 +261,7 @@ class _Probe(NamedTuple):
     arrived: bool = False
 
 
-def _stepped_s(replica: MirroredReplica) -> float:
-    """When its engine ended its last step, on the controller's clock."""
-    return float(replica.summary["updated_s"]) + replica.offset_s
+def _is_stepping(replica: MirroredReplica, now_s: float) -> bool:
+    """Whether its last report tells of a step that ended just now."""
+    stepped_s = float(replica.summary["updated_s"]) + replica.offset_s
+    return bool(replica.summary["steps"] > 0 and now_s - stepped_s < STEPPING_S)

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from deploy.json_http import printable
 
-FRESH, AGED = "fresh", "aged"
-"""Conditions of a replica that takes new requests; the second only where the first is nowhere."""
+FRESH, AGED, QUARANTINED = "fresh", "aged", "quarantined"
+"""Conditions of a replica that takes new requests; the second only where the first is nowhere, the
+third only where there is none of either, and to try it."""
 
 _NONE = "-"
 
@@ -42,8 +43,8 @@ def problems(fleet: Mapping[str, Any]) -> list[str]:
         if not facts["up"] or fresh[model]:
             continue
         found.append(
-            f"reports of every replica of {model} are late: they take requests, and nothing is "
-            "promised"
+            f"every replica of {model} is late with its reports or in quarantine: they take "
+            "requests, and nothing is promised"
             if taking[model]
             else f"no replica of {model} takes requests"
         )
@@ -123,8 +124,8 @@ def headline(fleet: Mapping[str, Any]) -> Text:
             taking, known = (_by_role(each) for each in (filter(_takes, rows), rows))
             parts = (f"{taking[role]} of {known[role]} {role}" for role in sorted(known))
             line += f" ({', '.join(parts)})"
-        if late := sum(row["condition"] == AGED for row in rows):
-            line += f" ({late} only as a last resort)"
+        if last := sum(row["condition"] in (AGED, QUARANTINED) for row in rows):
+            line += f" ({last} only as a last resort)"
         if facts["up"]:
             took = facts["decision_ms"]["p99"]
             line += f", routing {facts['policy']}, admission {facts['admission']}"
@@ -174,7 +175,7 @@ def _half_pairs(fleet: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _takes(row: Mapping[str, Any]) -> bool:
-    return row["condition"] in (FRESH, AGED)
+    return row["condition"] in (FRESH, AGED, QUARANTINED)
 
 
 def _lack(row: Mapping[str, Any]) -> str | None:
@@ -184,6 +185,8 @@ def _lack(row: Mapping[str, Any]) -> str | None:
         return "takes no new requests: an operator drains it"
     if condition == FRESH:
         return None
+    if condition == QUARANTINED:
+        return f"is in quarantine: {_quarantine(row)}"
     if condition == AGED:
         lack = "is chosen only where no other is left, and nothing is promised there"
     else:
@@ -198,7 +201,23 @@ def _state(row: Mapping[str, Any]) -> Text:
     condition = printable(row["condition"])
     styles = {FRESH: "green", "draining": "yellow", AGED: "yellow"}
     style = styles.get(condition, "red")
+    if condition == QUARANTINED and row["quarantine"] is not None:
+        return Text(f"{condition}: {printable(row['quarantine']['reason'])}", style=style)
     return Text(f"{condition} {_silent(row)}" if condition in _SILENT else condition, style=style)
+
+
+def _quarantine(row: Mapping[str, Any]) -> str:
+    """What was seen of it, for how long it has been left alone, and what is next."""
+    found = row["quarantine"]
+    if found is None:
+        return "it failed or hung"
+    saw = {"hung": "it hangs", "failed": "requests failed there"}.get(found["reason"], "trouble")
+    words = f"{saw}, for {found['since_ms'] / 1e3:,.1f}s; "
+    if found["state"] == "half-open":
+        return words + "one request at a time tries it"
+    if found["retry_in_ms"] is None:
+        return words + "it gets no requests until it says that it works"
+    return words + f"it is tried again in {found['retry_in_ms'] / 1e3:,.1f}s"
 
 
 def _silent(row: Mapping[str, Any]) -> str:

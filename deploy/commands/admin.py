@@ -29,11 +29,19 @@ class _Down(BaseModel):
     up: Literal[False]
 
 
+class _Quarantine(BaseModel):
+    reason: str
+    state: str
+    since_ms: float
+    retry_in_ms: float | None
+
+
 class _Row(BaseModel):
     replica_id: str
     model: str
     condition: str
     drain: str | None
+    quarantine: _Quarantine | None
     report_age_ms: float
     waiting: int
     running: int

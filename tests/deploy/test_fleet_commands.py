@@ -22,6 +22,7 @@ from click.testing import CliRunner, Result
 
 from controller.actor import Controller
 from controller.config import ControllerConfig
+from controller.messages import Trouble, TroubleNotice
 from deploy.cli import main
 from deploy.commands.exits import Exit
 from router.admin.config import AdminConfig
@@ -127,6 +128,32 @@ def test_one_late_replica_is_no_trouble(application: Application) -> None:
     assert result.exit_code == Exit.OK, result.output
     assert "2 of 2 replicas take requests (1 only as a last resort)" in result.stdout
     assert "busy of m is chosen only where no other is left" in result.stdout
+
+
+def test_a_quarantined_replica_is_told_with_its_reason_and_what_comes_next(
+    application: Application,
+) -> None:
+    def status_tells(words: str) -> None:
+        """Sooner or later: the router keeps what the controller has said for a moment."""
+        wait_until(lambda: words in application.run("status").output, f"status says {words!r}")
+
+    notices = [TroubleNotice("busy", Trouble.HUNG)]
+    application.tell(application.controller.troubled(1, notices))
+    application.clock.advance(0.4)
+    status_tells("busy of m is in quarantine: it hangs, for 0.4s; it is tried again in 0.6s")
+    shown = application.run("top", "--once").output
+    assert "quarantined: hung" in shown
+    assert "2 of 2 replicas take requests (1 only as a last resort)" in shown
+    application.clock.advance(0.6)
+    application.tell(application.controller.hello(hello("idle")))
+    application.tell(application.controller.hello(hello("busy")))
+    status_tells("busy of m is in quarantine: it hangs, for 1.0s; one request at a time tries it")
+    for name in ("idle", "busy"):
+        application.tell(application.controller.hello(hello(name)._replace(hung=True)))
+    status_tells("it gets no requests until it says that it works")
+    result = application.run("status")
+    assert result.exit_code == Exit.FAILED
+    assert "in quarantine: they take requests, and nothing is promised" in result.stderr
 
 
 def test_top_shows_every_replica(application: Application) -> None:

@@ -32,6 +32,7 @@ const STATES = {
   fresh: ["ready", "good"],
   aged: ["silent: nothing is promised", "warn"],
   stale: ["silent: left out", "bad"],
+  quarantined: ["in quarantine", "bad"],
   draining: ["drained", "warn"],
   gone: ["gone", "bad"],
 };
@@ -75,8 +76,10 @@ function newCard(id, change) {
     if (kv.length > POINTS) kv.shift();
     const [state, tone] = STATES[replica.condition] ?? [replica.condition, ""];
     const left = replica.waiting + replica.running + replica.reserved;
+    const why = replica.condition === "quarantined" ? quarantine(replica.quarantine) : null;
     const isDraining = replica.condition === "draining";
-    const shown = isDraining ? `${state}, ${left ? `${left} left` : "nothing left"}` : state;
+    const rest = isDraining ? (left ? `${left} left` : "nothing left") : why?.reason;
+    const shown = rest ? `${state}, ${rest}` : state;
     node.classList.toggle("off", replica.condition !== "fresh");
     top.replaceChildren(
       make("h3.mono", {}, id),
@@ -84,7 +87,12 @@ function newCard(id, change) {
       ...(replica.role === "mixed" ? [] : [make("span.hint", {}, replica.role)]),
       make(`span.state${tone ? `.${tone}` : ""}`, {}, shown),
     );
-    body.replaceChildren(meter(replica, kv), queue(replica), facts(replica));
+    body.replaceChildren(
+      ...(why ? [make("p.hint.quarantine", {}, why.next)] : []),
+      meter(replica, kv),
+      queue(replica),
+      facts(replica),
+    );
     said.textContent = `${replica.policy} · ${ago(replica.report_age_ms)}`;
     said.title = `Node ${replica.node_id}`;
     const was = drained;
@@ -93,6 +101,18 @@ function newCard(id, change) {
     if (was !== drained || !button.textContent) relax();
   }
   return { node, update };
+}
+
+const TROUBLES = { hung: "it hangs", failed: "requests fail" };
+
+/** What was seen of a replica in quarantine, and what comes next. */
+function quarantine(found) {
+  const { reason, state, since_ms: since, retry_in_ms: retry } = found;
+  const next =
+    state === "half-open" ? "one request at a time tries it"
+    : retry === null ? "nothing goes there until it says that it works"
+    : `tried again in ${ms(retry)}`;
+  return { reason: TROUBLES[reason] ?? reason, next: `For ${ms(since)}; ${next}` };
 }
 
 function meter(replica, kv) {
