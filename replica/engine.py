@@ -92,6 +92,8 @@ class EngineRequest:
         resume: what its client has of the answer already; ``None``: nothing.
         resumable: the chunks are to say which tokens they carry, so that another replica can go on
             with the stream.
+        tenant: whose it is, a 63-bit hash; best-effort requests of several take turns. weight: of
+            the tenant's share, > 0.
 
     Raises:
         ValueError: ``waited_s`` is negative or not finite.
@@ -109,6 +111,8 @@ class EngineRequest:
     handoff: Handoff | None = None
     resume: Resume | None = None
     resumable: bool = False
+    tenant: int = 0
+    weight: float = 1.0
 
     @property
     def resumed_tokens(self) -> int:

@@ -44,7 +44,8 @@ class TrackedRequest:
     ``name`` is the request's id in the fleet; engines have their own ids, and one API call can be
     several engine requests. ``slot`` is its row of the state table, negative if it has none.
     ``expected_tokens`` is the predicted length of its output, nan where nothing is known, and
-    ``most_tokens`` what it may not exceed. The engine sets when the first and the latest token
+    ``most_tokens`` what it may not exceed. ``tenant`` says whose it is, and ``weight`` what that
+    one's share weighs. The engine sets when the first and the latest token
     left, monotonic seconds.
     """
 
@@ -55,6 +56,8 @@ class TrackedRequest:
     most_tokens: int
     expected_tokens: float
     best_effort: bool = False
+    tenant: int = 0
+    weight: float = 1.0
     first_token_s: float | None = None
     last_token_s: float | None = None
 
@@ -174,6 +177,8 @@ class LocalScheduler:
         prompt_tokens: int,
         most_tokens: int,
         best_effort: bool = False,
+        tenant: int = 0,
+        weight: float = 1.0,
     ) -> None:
         """Begin to follow a new request, whose output has ``most_tokens`` at most.
 
@@ -192,7 +197,7 @@ class LocalScheduler:
         if most_tokens == 1:
             expected = 1.0
         self.requests[engine_id] = TrackedRequest(
-            name, slo, arrival_s, slot, most_tokens, expected, best_effort
+            name, slo, arrival_s, slot, most_tokens, expected, best_effort, tenant, weight
         )
 
     def prolong(self, tracked: TrackedRequest, emitted_tokens: int) -> None:

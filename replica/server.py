@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
@@ -32,6 +32,7 @@ from replica.openai_format import error_body
 from replica.reporter import Membership, Reporter, ReportTarget
 from replica.request_trace import RequestTrace
 from replica.watchdog import Watchdog
+from scheduling.fair_shares import has_room
 from scheduling.roles import Role
 from scheduling.state import SUMMARY
 from telemetry.logs import of_request
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 MAX_BUFFERED_ITEMS = 256
 """Items of one response that may wait for their consumer; then the engine's stream waits."""
+
+
+PLACES_PART = 4.0
+"""The most places of best-effort requests of a tenant of weight 1, over those that are free."""
 
 
 class _Response:
@@ -117,6 +122,7 @@ class Replica:
         self._target = target
         self._tracer = tracer
         self._pumps: set[asyncio.Task[None]] = set()
+        self._of_tenant: Counter[int] = Counter()
         self._open: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -168,7 +174,7 @@ class Replica:
         Raises:
             EngineDeadError: the engine died; what was yielded before stays valid.
         """
-        if len(self._pumps) >= self._config.max_live_requests:
+        if not self._has_room(request):
             self._report_finished(request)
             yield self._refusal()
             return
@@ -176,6 +182,7 @@ class Replica:
         with of_request(request.request_id):
             pump = asyncio.create_task(self._pump(request, response))
         self._pumps.add(pump)
+        self._of_tenant[request.tenant] += 1
         self._open.add(request.request_id)
         self._idle.clear()
         pump.add_done_callback(partial(self._finish, request, response))
@@ -189,9 +196,19 @@ class Replica:
             self._open.discard(request.request_id)
             self._check_idle()
 
+    def _has_room(self, request: EngineRequest) -> bool:
+        free = self._config.max_live_requests - len(self._pumps)
+        if not request.best_effort or not request.tenant:
+            return free > 0
+        # Or best-effort requests of one tenant, who may send any number of them, take all places.
+        return has_room(self._of_tenant[request.tenant], free, request.weight, PLACES_PART)
+
     def _refusal(self) -> list[ResponseItem]:
         limit = self._config.max_live_requests
-        message = f"This replica serves {limit} requests already. Try again later."
+        message = (
+            f"This replica serves at most {limit} requests, and has no room for this one. "
+            "Try again later."
+        )
         return [
             ResponseHead(503, "application/json", self.replica_id),
             ResponseChunk(error_body(message, "ServiceUnavailableError", 503)),
@@ -220,6 +237,9 @@ class Replica:
     ) -> None:
         """A pump ended; also one that was cancelled before it ran at all."""
         self._pumps.discard(pump)
+        self._of_tenant[request.tenant] -= 1
+        if not self._of_tenant[request.tenant]:
+            del self._of_tenant[request.tenant]
         response.end(asyncio.CancelledError() if pump.cancelled() else pump.exception())
         self._report_finished(request)
         self._check_idle()

@@ -92,6 +92,8 @@ class SimulatedSequence:
             self.tracked.last_token_s,
             self.tracked.expected_tokens,
             self.tracked.best_effort,
+            tenant=self.tracked.tenant,
+            weight=self.tracked.weight,
         )
 
     def row(self) -> RowUpdate:
@@ -166,6 +168,8 @@ class SimulatedCore:
         best_effort: bool = False,
         transfer: Transfer | None = None,
         prefill_only: bool = False,
+        tenant: int = 0,
+        weight: float = 1.0,
     ) -> SimulatedSequence:
         """Queue a sequence. With a ``transfer`` the KV of its prompt comes from another engine; it
         takes its blocks when it begins to run.
@@ -183,7 +187,16 @@ class SimulatedCore:
         engine_id = str(next(self._ids))
         # Outputs here are as long as they may be.
         self._scheduler.track(
-            engine_id, name, key, slo, arrival_s, prompt_tokens, output_tokens, best_effort
+            engine_id,
+            name,
+            key,
+            slo,
+            arrival_s,
+            prompt_tokens,
+            output_tokens,
+            best_effort,
+            tenant,
+            weight,
         )
         sequence = SimulatedSequence(
             engine_id,

@@ -220,6 +220,8 @@ class SimulatedEngine:
                 request.best_effort,
                 transfer,
                 live.prefill_only,
+                request.tenant,
+                request.weight,
             )
             live.sequences.append(sequence)
         self._calls.add(live)

@@ -30,9 +30,13 @@ E2E_S = "sluice_e2e_s"
 PRIORITY = "sluice_priority"
 SERVICE_CLASS = "sluice_class"
 BEST_EFFORT = "sluice_best_effort"
+TENANT = "sluice_tenant"
+WEIGHT = "sluice_weight"
 PROMPT_PREFIX = "sluice_prefix"
 
 _PROMPT_PREFIX = re.compile(rf"([0-9a-f]{{1,15}}),((?:[0-7][0-9a-f]{{15}}){{1,{MAX_CHUNKS}}})")
+
+_TENANT = re.compile(r"[0-7]?[0-9a-f]{1,15}")
 
 _OBJECTIVES = ((TTFT_S, "ttft_s"), (TPOT_S, "tpot_s"), (E2E_S, "e2e_s"))
 
@@ -46,6 +50,7 @@ class RequestArgs(NamedTuple):
         slo: its objective.
         best_effort: nothing was promised to it.
         prefix: how its prompt begins.
+        tenant: whose it is, a 63-bit hash. weight: of the tenant's share, > 0.
     """
 
     request_id: str
@@ -53,6 +58,8 @@ class RequestArgs(NamedTuple):
     slo: SLO
     best_effort: bool = False
     prefix: PromptPrefix = NO_PREFIX
+    tenant: int = 0
+    weight: float = 1.0
 
 
 def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
@@ -69,6 +76,9 @@ def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
             xargs[key] = value
     if args.best_effort:
         xargs[BEST_EFFORT] = 1
+    if args.tenant:
+        # As text: what reads the keys may hold numbers as floats.
+        xargs[TENANT], xargs[WEIGHT] = f"{args.tenant:x}", args.weight
     if args.prefix.hashes:
         hashes = "".join(f"{chunk:016x}" for chunk in args.prefix.hashes)
         xargs[PROMPT_PREFIX] = f"{args.prefix.size:x},{hashes}"
@@ -97,17 +107,27 @@ def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -
     best_effort = given.pop(BEST_EFFORT, 0)
     if best_effort not in (0, 1):
         raise ValueError(f"{BEST_EFFORT} must be 0 or 1, got {best_effort!r}")
+    tenant, weight = _tenant(given.pop(TENANT, "0")), _number(WEIGHT, given.pop(WEIGHT, 1.0))
+    if weight <= 0:
+        raise ValueError(f"{WEIGHT} must be above 0, got {weight}")
     prefix = _prompt_prefix(given.pop(PROMPT_PREFIX, None))
     objectives = {field: _number(key, given.pop(key)) for key, field in _OBJECTIVES if key in given}
     if given:
         raise ValueError(f"unknown keys: {', '.join(sorted(given))}")
     slo = SLO(**objectives, priority=priority, service_class=service_class)
-    return RequestArgs(request_id, min(arrival_s, now_s), slo, best_effort == 1, prefix)
+    arrival_s = min(arrival_s, now_s)
+    return RequestArgs(request_id, arrival_s, slo, best_effort == 1, prefix, tenant, weight)
 
 
 def reserved_keys(xargs: Mapping[str, Any] | None) -> list[str]:
     """Keys of a client's own extra arguments that only Sluice may set."""
     return sorted(key for key in xargs or {} if key.startswith(KEY_PREFIX))
+
+
+def _tenant(value: Any) -> int:
+    if not isinstance(value, str) or not _TENANT.fullmatch(value):
+        raise ValueError(f"{TENANT} must be a hash of 63 bits in hexadecimal, got {value!r}")
+    return int(value, 16)
 
 
 def _prompt_prefix(value: Any) -> PromptPrefix:

@@ -244,6 +244,8 @@ class VllmEngine:
             request.slo,
             request.best_effort,
             request.prefix,
+            request.tenant,
+            request.weight,
         )
         call.xargs = to_xargs(args)
         call.prefill_only = request.prefill_only

@@ -133,6 +133,8 @@ class PlanMixin(_Base):
             request.num_prompt_tokens,
             request.max_tokens,
             args.best_effort,
+            args.tenant,
+            args.weight,
         )
         self._held.begin(request_id, args.prefix, request.num_prompt_tokens)
         if self._incoming.begin(request):

@@ -99,6 +99,8 @@ class RequestViews:
                     tracked.best_effort,
                     drafted,
                     acceptance,
+                    tracked.tenant,
+                    tracked.weight,
                 )
             )
         return views

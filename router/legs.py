@@ -151,6 +151,8 @@ class Legs:
             _UNTRACED if span is None else span.context,
             resume=resume,
             resumable=transcript is not None,
+            tenant=call.client.tenant,
+            weight=call.client.caps.weight,
         )
         call.charge.sent()
         if destination.prefill_id is None:

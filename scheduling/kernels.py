@@ -41,7 +41,9 @@ DRAFTED = 13  # tokens that a decode's next step could check beside its one
 ACCEPTANCE = 14  # probability that one of them is accepted; nan where nothing is known
 FIRST_TOKEN = 15  # when it left; nan before
 LAST_TOKEN = 16
-FIELDS = 17
+TENANT = 17  # a number that names it; only whether two are equal counts
+WEIGHT = 18  # of the tenant's share
+FIELDS = 19
 
 # How a row's deadline is anchored: the anchors' numbers, as compiled loops know no enumerations.
 ENVELOPE = Anchor.ENVELOPE.code

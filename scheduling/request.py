@@ -16,7 +16,17 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduling import kernels
-from scheduling.kernels import ACCEPTANCE, DRAFTED, FIELDS, FIRST_TOKEN, LAST_TOKEN, Floats, Ints
+from scheduling.kernels import (
+    ACCEPTANCE,
+    DRAFTED,
+    FIELDS,
+    FIRST_TOKEN,
+    LAST_TOKEN,
+    TENANT,
+    WEIGHT,
+    Floats,
+    Ints,
+)
 from scheduling.objective import SLO, Anchor
 
 
@@ -44,6 +54,7 @@ class RequestView(NamedTuple):
             to ``1 + drafted_tokens`` tokens.
         acceptance: probability that one of them is right if those before it are; nan where nothing
             is known. It counts in a queue in which something is drafted.
+        tenant: whose it is, a number; weight: of the tenant's share, > 0.
     """
 
     request_id: str
@@ -61,6 +72,8 @@ class RequestView(NamedTuple):
     best_effort: bool = False
     drafted_tokens: int = 0
     acceptance: float = nan
+    tenant: int = 0
+    weight: float = 1.0
 
     @property
     def is_prefill(self) -> bool:
@@ -181,7 +194,7 @@ def _table(requests: Sequence[RequestView]) -> Floats:
         return table
     # Transposed tuples and one packed string are the fastest way from objects to an array.
     (_, slos, arrival, prompt, computed, pending, emitted, first, blocks, running, last, expected,
-     best_effort, drafted, acceptance) = zip(*requests, strict=True)  # fmt: skip
+     best_effort, drafted, acceptance, tenants, weights) = zip(*requests, strict=True)  # fmt: skip
     objectives = zip(*map(_objectives, slos), strict=True)
     numbers = chain(arrival, *objectives, prompt, computed, pending, emitted, blocks, running)
     packed = struct.pack(f"{DRAFTED * count}d", *numbers, *expected, *best_effort)
@@ -190,6 +203,10 @@ def _table(requests: Sequence[RequestView]) -> Floats:
     # Most engines never draft: these two are not to cost them anything.
     table[:, DRAFTED] = drafted if speculates else 0.0
     table[:, ACCEPTANCE] = acceptance if speculates else nan
+    # The same for those without several tenants.
+    shared = any(tenants)
+    table[:, TENANT] = tenants if shared else 0.0
+    table[:, WEIGHT] = weights if shared else 1.0
     # None becomes nan.
     table[:, FIRST_TOKEN] = np.array(first, np.float64)
     table[:, LAST_TOKEN] = np.array(last, np.float64)
@@ -214,6 +231,8 @@ def _view(key: int, row: list[float], slo: SLO) -> RequestView:
         row[kernels.BEST_EFFORT] > 0,
         int(row[kernels.DRAFTED]),
         row[kernels.ACCEPTANCE],
+        int(row[TENANT]),
+        row[WEIGHT],
     )
 
 
@@ -223,6 +242,8 @@ def row_of(
     prompt_tokens: int,
     expected_tokens: float = nan,
     best_effort: bool = False,
+    tenant: int = 0,
+    weight: float = 1.0,
 ) -> list[float]:
     """The row of a request that has just arrived, :data:`~scheduling.kernels.FIELDS` numbers."""
     row = [0.0] * FIELDS
@@ -233,4 +254,5 @@ def row_of(
     row[kernels.EXPECTED] = expected_tokens
     row[kernels.BEST_EFFORT] = best_effort
     row[kernels.ACCEPTANCE] = nan
+    row[TENANT], row[WEIGHT] = tenant, weight
     return row

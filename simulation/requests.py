@@ -95,7 +95,10 @@ class Requests:
         self.offsets: Ints = np.concatenate(([0], np.cumsum(self.stage_tokens)))
         self.times: Floats = np.full(int(self.offsets[-1]) + 1, nan)
         self.emitted_s: Floats = self.times[:-1]
-        rows = [row_of(a.slo, a.arrival_s, a.prompt_tokens) for a in self.arrivals]
+        rows = [
+            row_of(a.slo, a.arrival_s, a.prompt_tokens, tenant=a.tenant, weight=a.weight)
+            for a in self.arrivals
+        ]
         self.rows: Floats = np.array(rows).reshape(len(rows), FIELDS)
         self.private: Ints = np.zeros((len(rows), PRIVATE), np.int64)
         first = self.first_stage[:-1]

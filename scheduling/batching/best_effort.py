@@ -27,7 +27,9 @@ from scheduling.kernels import (
     PENDING,
     PROMPT,
     RUNNING,
+    TENANT,
     TPOT,
+    WEIGHT,
     Floats,
     Ints,
     compiled,
@@ -110,6 +112,10 @@ class BestEffort:
        those before it, plus the time for which all memory is held by others; from twice the
        patience on none of these begins until it fits.
 
+    Where the requests are several tenants', these take turns, by tokens and by weight: in each of
+    these orders the one comes first before which, of the same tenant, least is ahead or running. So
+    one that sends thousands of requests keeps no other one's few waiting behind them all.
+
     Where nothing else can run, running best-effort requests are evicted one by one until something
     can.
 
@@ -144,6 +150,7 @@ class BestEffort:
         apart = table[:, BEST_EFFORT] > 0
         running = table[:, RUNNING] > 0
         aged = self._lane.aged(table, np.flatnonzero(apart), now_s)
+        aged = in_turns(table, aged)
         lane = aged[: self._lane.places(int(np.count_nonzero(running)))]
         apart[lane] = False
         yielding, promised = np.flatnonzero(apart), np.flatnonzero(table[:, BEST_EFFORT] == 0)
@@ -236,13 +243,16 @@ class BestEffort:
             rows = rows[running]
         else:
             overdue = lane[self._lane.overdue(table, lane, now_s)]
-            admissible = self._admissible(batch, rows[~running], overdue, yielding)
+            waiting = rows[~running]
+            waiting = in_turns(table, waiting, int(np.count_nonzero(waiting < yielding)))
+            admissible = self._admissible(batch, waiting, overdue, yielding)
             rows = np.concatenate((rows[running], admissible))
         on_time = (left_s[rows] < inf) & (left_s[rows] >= fixed_s + work_s[rows])
-        # Rows stand in order of arrival.
+        # Rows are numbered in order of arrival.
         due_s = np.where(on_time, left_s[rows], inf)
         due_s[rows < yielding] = -inf
-        batch.take(rows[np.lexsort((rows, due_s))], until_s)
+        order = rows[np.lexsort((rows, due_s))]
+        batch.take(in_turns(table, order, int(np.count_nonzero(rows < yielding))), until_s)
 
     def _admissible(self, batch: BatchBuilder, waiting: Ints, overdue: Ints, yielding: int) -> Ints:
         """Those of ``waiting`` that may begin: with the reserve to spare, and so that all that runs
@@ -301,6 +311,42 @@ def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: I
         gone.append(victims.pop())
         batch.withhold(-int(batch.table[gone[-1], KV_BLOCKS]), -1)
         batch.reopen()
+
+
+def in_turns(table: Floats, order: Ints, first: int = 0) -> Ints:
+    """The rows ``order`` of a queue, but for the ``first`` ones with their tenants in turns: each
+    tenant's in that order, and next the one before which least is ahead or running of its tenant's
+    best-effort requests, in tokens over weight. ``O(n log n)``; ``O(n)`` where all are one
+    tenant's."""
+    tenants = table[order, TENANT]
+    if not len(order) or (tenants == tenants[0]).all():
+        return order
+    ahead = tokens_ahead(table, order)
+    ahead[:first] = -inf
+    turns: Ints = order[np.argsort(ahead, kind="stable")]
+    return turns
+
+
+@compiled
+def tokens_ahead(table: Floats, order: Ints) -> Floats:
+    """For each row of ``order``: the tokens of its tenant's best-effort requests that run, and of
+    those before it, over the tenant's weight. ``O(n log n)``."""
+    names = np.unique(table[order, TENANT])
+    ahead = np.zeros(names.shape[0])
+    ordered = np.zeros(table.shape[0], np.bool_)
+    ordered[order] = True
+    for row in range(table.shape[0]):
+        if table[row, BEST_EFFORT] == 0.0 or table[row, RUNNING] == 0.0 or ordered[row]:
+            continue
+        place = np.searchsorted(names, table[row, TENANT])
+        if place < names.shape[0] and names[place] == table[row, TENANT]:
+            ahead[place] += table[row, PROMPT] + expected_tokens(table[row])
+    tags = np.empty(order.shape[0])
+    for place, row in enumerate(order):
+        tenant = np.searchsorted(names, table[row, TENANT])
+        tags[place] = ahead[tenant] / table[row, WEIGHT]
+        ahead[tenant] += table[row, PROMPT] + expected_tokens(table[row])
+    return tags
 
 
 @compiled

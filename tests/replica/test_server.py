@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from replica.engine import (
     EVENT_STREAM,
     EngineDeadError,
     EngineRequest,
+    Progress,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
@@ -173,6 +175,28 @@ async def test_requests_over_the_limit_get_503() -> None:
         tasks[1].cancel()
 
 
+async def test_best_effort_of_one_tenant_does_not_take_all_places() -> None:
+    async with running(step_s=3600.0, max_live_requests=10) as replica:
+
+        async def send(name: str, tenant: int, best_effort: bool = True) -> bool:
+            request = replace(completion(name), best_effort=best_effort, tenant=tenant)
+            before = replica.live_requests
+            task = asyncio.create_task(batches_of(replica, request))
+            await until(lambda: task.done() or replica.live_requests > before)
+            tasks.append(task)
+            return not task.done()
+
+        tasks: list[asyncio.Task[list[list[ResponseItem]]]] = []
+        assert [await send(f"a{index}", 1) for index in range(10)] == [True] * 8 + [False] * 2
+        assert await send("b", 2)
+        assert await send("promised", 1, best_effort=False)
+        assert not await send("late", 3)
+        for task in tasks:
+            task.cancel()
+        await until(lambda: replica.live_requests == 0)
+        assert not replica._of_tenant
+
+
 async def test_an_engine_s_death_reaches_the_consumer_after_its_items() -> None:
     async with running(step_s=3600.0) as replica:
         stream = replica.generate(completion(stream=True))
@@ -222,3 +246,43 @@ async def test_the_mirror_follows_live_traffic_to_the_end() -> None:
     assert snapshot["registered"]
     assert snapshot["info"]["policy"] == "fcfs"
     assert json.loads(json.dumps(snapshot))["summary"]["free_kv_blocks"] == 64
+
+
+async def test_an_engine_that_stands_still_is_told_of_and_its_requests_go_on_with_it() -> None:
+    mirror = MirrorOfOne()
+
+    def told() -> bool:
+        return bool(mirror.messages) and mirror.messages[-1].hung
+
+    async with running(mirror, step_s=0.001, hung_after_s=0.1) as replica:
+        engine = replica.engine
+        assert isinstance(engine, SimulatedEngine)
+        assert tokens_of(await batches_of(replica, completion("first", max_tokens=10))) == 10
+        engine.stand_still()
+        task = asyncio.create_task(
+            batches_of(replica, completion("stuck", max_tokens=10, stream=True))
+        )
+        await until(told)
+        assert replica.progress(["stuck", "other"]) == Progress("replica-1", True, ("other",))
+        assert replica.snapshot()["hung"]
+        await replica.check_health()
+        engine.move_on()
+        assert tokens_of(await task) == 10
+        await until(lambda: not told())
+        assert not replica.progress([]).hung
+
+
+async def test_a_hung_engine_that_all_have_left_is_well_again_when_it_moves() -> None:
+    async with running(step_s=0.001, hung_after_s=0.1) as replica:
+        engine = replica.engine
+        assert isinstance(engine, SimulatedEngine)
+        await batches_of(replica, completion("first", max_tokens=10))
+        engine.stand_still()
+        stream = replica.generate(completion("stuck", stream=True))
+        await anext(stream)
+        await until(lambda: replica.progress([]).hung)
+        await stream.aclose()
+        await until(lambda: replica.live_requests == 0)
+        assert replica.progress(["stuck"]) == Progress("replica-1", True, ("stuck",))
+        engine.move_on()
+        await until(lambda: not replica.progress([]).hung)

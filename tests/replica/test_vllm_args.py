@@ -34,10 +34,12 @@ _prefixes = st.just(NO_PREFIX) | st.builds(
     st.booleans(),
     _prefixes,
     st.dictionaries(st.text(), st.integers()),
+    st.integers(1, 2**63 - 1),
+    st.floats(0.001, 1_000),
 )
-def test_round_trip(request_id, arrival_s, slo, best_effort, prefix, others):
+def test_round_trip(request_id, arrival_s, slo, best_effort, prefix, others, tenant, weight):
     others = {key: value for key, value in others.items() if not key.startswith("sluice_")}
-    args = RequestArgs(request_id, arrival_s, slo, best_effort, prefix)
+    args = RequestArgs(request_id, arrival_s, slo, best_effort, prefix, tenant, weight)
     xargs = to_xargs(args)
     assert all(isinstance(value, str | int | float) for value in xargs.values())
     assert from_xargs({**others, **xargs}, "engine-id", now_s=2e9) == args
@@ -56,6 +58,9 @@ def test_a_request_cannot_arrive_in_the_future():
     ("xargs", "named"),
     [
         ({"sluice_ttft_s": "soon"}, "sluice_ttft_s"),
+        ({"sluice_tenant": 7}, "sluice_tenant"),
+        ({"sluice_tenant": "f" * 16}, "sluice_tenant"),
+        ({"sluice_weight": 0.0}, "sluice_weight"),
         ({"sluice_ttft_s": float("nan")}, "sluice_ttft_s"),
         ({"sluice_ttft_s": -1.0}, "ttft_s"),
         ({"sluice_priority": 11}, "priority"),

@@ -15,8 +15,9 @@ from scheduling.batching import (
     BestEffortOptions,
     make_policy,
 )
-from scheduling.batching.best_effort import longest_wait_s, victims
+from scheduling.batching.best_effort import in_turns, longest_wait_s, tokens_ahead, victims
 from scheduling.batching.fcfs import FCFS
+from scheduling.kernels import TENANT
 from scheduling.latency import LatencyModel, LinearLatency
 from scheduling.objective import SLO
 from scheduling.request import QueueView, RequestView
@@ -355,6 +356,58 @@ def test_the_wait_is_bounded_while_promises_fill_the_engine(name: str) -> None:
     # A batch is 0.5 s; twenty of them are the first one's answer.
     assert begun_s["first"] <= patience_s + 0.090 / share + 1.1
     assert begun_s["second"] <= bound_s + 20 * 0.53 + 1.1
+
+
+def of(tenant: int, view: RequestView, weight: float = 1.0) -> RequestView:
+    return behind(view)._replace(tenant=tenant, weight=weight, expected_tokens=20.0)
+
+
+def test_thousands_of_requests_of_one_tenant_do_not_stand_before_the_few_of_another() -> None:
+    greedy = [of(1, prefill(f"a{n}", 16, arrival_s=-5.0)) for n in range(2_000)]
+    later = [of(2, prefill(f"b{n}", 16, arrival_s=-1.0)) for n in range(2)]
+    made = plan(*greedy, *later, budget=ROOMY._replace(tokens=80))
+    assert [key for key, _ in made.entries] == ["a0", "b0", "a1", "b1", "a2"]
+    # What runs of a tenant is before its next one, too.
+    begun = [of(1, decode(f"run{n}", context=80)) for n in range(2)]
+    made = plan(*begun, *greedy, *later, budget=ROOMY._replace(tokens=66))
+    assert [key for key, _ in made.entries] == ["run0", "run1", "b0", "b1", "a0", "a1"]
+    # One that has waited for long is before all that has not; of these, tenants take turns as well.
+    aged = [view._replace(arrival_s=-1_000.0) for view in (*greedy, *later)]
+    made = plan(*aged, budget=ROOMY._replace(tokens=48))
+    assert [key for key, _ in made.entries] == ["a0", "b0", "a1"]
+
+
+def test_the_turns_are_by_weight_and_keep_the_order_of_deadlines() -> None:
+    heavy = [of(1, prefill(f"h{n}", 16), 3.0) for n in range(9)]
+    light = [of(2, prefill(f"l{n}", 16)) for n in range(9)]
+    made = plan(*heavy, *light, budget=ROOMY._replace(tokens=128))
+    assert sorted(key[0] for key, _ in made.entries) == ["h"] * 6 + ["l"] * 2
+    soon = SLO(ttft_s=5.0)
+    urgent = of(1, prefill("soon", 16, soon), 3.0)
+    made = plan(*heavy, urgent, *light, budget=ROOMY._replace(tokens=16))
+    assert [key for key, _ in made.entries] == ["soon"]
+
+
+@settings(max_examples=100)
+@given(queue=queues(max_size=20), data=st.data())
+def test_turns_change_no_tenant_s_own_order_and_stay_even(
+    queue: QueueView, data: st.DataObject
+) -> None:
+    table = queue.table
+    rows = data.draw(st.permutations(range(len(table))))
+    order = np.array(rows[: data.draw(st.integers(0, len(rows)))], np.int64)
+    turned = in_turns(table, order)
+    assert sorted(turned.tolist()) == sorted(order.tolist())
+    ahead = tokens_ahead(table, order) if len(order) else np.zeros(0)
+    tag_of = dict(zip(order.tolist(), ahead.tolist(), strict=True))
+    for tenant in {view.tenant for view in queue.requests}:
+        own = [row for row in order.tolist() if queue.requests[row].tenant == tenant]
+        taken = [row for row in turned.tolist() if queue.requests[row].tenant == tenant]
+        if len({queue.requests[row].weight for row in own}) <= 1:
+            assert taken == own
+    assert [tag_of[row] for row in turned.tolist()] == sorted(tag_of.values()) or (
+        len({table[row, TENANT] for row in order.tolist()}) <= 1
+    )
 
 
 def test_options_are_checked() -> None:

@@ -129,6 +129,8 @@ def requests(draw: st.DrawFn, index: int) -> RequestView:
         best_effort=draw(st.sampled_from([False, False, True])),
         drafted_tokens=draw(st.sampled_from([0, 1, 4, 12])) if drafts else 0,
         acceptance=draw(st.sampled_from([nan, 0.0, 0.4, 0.9, 1.0])) if drafts else nan,
+        tenant=draw(st.sampled_from([0, 0, 1, 2**62])),
+        weight=draw(st.sampled_from([1.0, 3.0])),
     )
 
 
