@@ -77,7 +77,7 @@ _PREFILLS = Load(prompt_tokens=(1000, 1500), output_tokens=(2, 8))
 SCENARIOS = (
     Scenario("replica killed before first tokens", FLEET, killed, _PREFILLS),
     Scenario("replica killed in mid-stream", FLEET, killed_in_mid_stream, _STREAMS, resumes=True),
-    Scenario("two of three replicas killed", FLEET, two_killed),
+    Scenario("two of three replicas killed", FLEET, two_killed, quick=False),
     Scenario("replica frozen and thawed", FLEET, frozen, _STREAMS, resumes=True),
     Scenario("replica frozen for good", FLEET, frozen_for_good, _STREAMS, quick=False),
 )
