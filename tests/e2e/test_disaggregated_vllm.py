@@ -43,6 +43,8 @@ FIELDS: dict[str, Any] = {
         "num_cpus": 0.1,
         "drain_timeout_s": 10,
         "health_check_period_s": 0.5,
+        # Engines stand still here until others have come to where they are to be, and are not left.
+        "hung_after_s": 600,
         "pools": {role: {"count": count} for role, count in PAIR.items()},
     },
     "router": {"classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 2_000}}},
