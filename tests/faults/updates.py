@@ -1,0 +1,79 @@
+"""What an operator does under load: drains, fewer replicas, another version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from benchmarks import injuries
+from deploy.local import deploy
+from tests.e2e.conftest import wait_until
+from tests.faults.load import Load
+from tests.faults.replicas import FLEET
+from tests.faults.scenario import Scenario, Trial
+
+
+def drained(trial: Trial) -> Callable[[], bool]:
+    """A replica is drained, and taken back when it has finished what it had."""
+    victim = trial.busiest(2)
+    injuries.drain(victim, True, trial.app)
+    try:
+        wait_until(lambda: _is_idle(trial, victim), "it finishes what it has", show=trial.snapshot)
+    finally:
+        injuries.drain(victim, False, trial.app)
+    return lambda: True
+
+
+def scaled_down(trial: Trial) -> Callable[[], bool]:
+    """Two of three replicas are taken away, and brought back when they have gone."""
+    wanted = len(trial.fresh())
+    trial.busiest(2)
+    injuries.scale(1, trial.app)
+    try:
+        wait_until(
+            lambda: len(injuries.replica_ids(trial.app)) == 1, "two end", show=trial.snapshot
+        )
+    finally:
+        injuries.scale(wanted, trial.app)
+    return lambda: True
+
+
+def updated(trial: Trial) -> Callable[[], bool]:
+    """The application is deployed again: every replica and every router is replaced."""
+    before = set(injuries.replica_ids(trial.app))
+    routers = {each.pid for each in injuries.routers(trial.app)}
+    deploy(trial.config, threading.Event(), print)
+
+    def replaced() -> bool:
+        return not before & set(injuries.replica_ids(trial.app)) and not routers & {
+            each.pid for each in injuries.routers(trial.app)
+        }
+
+    return replaced
+
+
+def _is_idle(trial: Trial, replica_id: str) -> bool:
+    rows = [row for row in trial.snapshot()["replicas"] if row["replica_id"] == replica_id]
+    return bool(rows) and not any(row["waiting"] + row["running"] for row in rows)
+
+
+SCENARIOS = (
+    Scenario("replica drained and taken back", FLEET, drained, tidy=True, planned=True),
+    Scenario(
+        "three replicas, then one, then three",
+        FLEET,
+        scaled_down,
+        Load(rate=4.0),
+        tidy=True,
+        planned=True,
+    ),
+    Scenario(
+        "replicas and routers replaced by an update",
+        FLEET,
+        updated,
+        Load(rate=4.0),
+        tidy=True,
+        planned=True,
+        longer_s=30.0,
+    ),
+)
