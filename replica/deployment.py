@@ -113,14 +113,14 @@ class ReplicaServer:
     ) -> AsyncGenerator[list[ResponseItem], None]:
         """Serve one request; see :meth:`replica.server.Replica.generate`.
 
-        ``_target`` is the request router's hint. Where it names another replica, or none, the first
-        item says that it was this one.
+        ``_target`` is the request router's hint. Where it names another replica, or nobody, the
+        first item says that it is this one.
 
         Raises:
             EngineDeadError: the engine died.
         """
         replica_id = self._replica.replica_id
-        if _target is None or not _target.startswith(replica_id):
+        if _target is not None and not _target.startswith(replica_id):
             yield [ResponseTaken(replica_id)]
         async with aclosing(self._replica.generate(request)) as batches:
             async for batch in batches:
@@ -131,8 +131,8 @@ class ReplicaServer:
         the request router's hint."""
         return self._replica.progress(request_ids)
 
-    async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body."""
+    async def models(self, _target: str | None = None) -> dict[str, Any]:
+        """The OpenAI list-models body. ``_target`` as in :meth:`generate`."""
         return await self._replica.engine.models()
 
     async def abort(self, request_id: str, _target: str | None = None) -> None:

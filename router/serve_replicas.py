@@ -113,7 +113,8 @@ class ServeReplicas:
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ServeStream:
         """Send a request; see :class:`~router.legs.Replicas`."""
-        hint = self._hint(target, avoid)
+        # Where it names nobody, who takes the request says so.
+        hint = self._hint(target, avoid) or ""
         return ServeStream(self._generate[role].remote(request, **{wire.TARGET_KWARG: hint}))
 
     async def progress(
@@ -145,7 +146,10 @@ class ServeReplicas:
         return await self._models_of(self.roles[-1])
 
     async def _models_of(self, role: Role) -> dict[str, Any]:
-        models: dict[str, Any] = await _answer_of(self._models[role].remote())
+        # Also one that is drained says that the model is served; one that hangs says nothing.
+        hint = Hint(quarantined=tuple(self._quarantined())).encode()
+        call = self._models[role].remote(**{wire.TARGET_KWARG: hint})
+        models: dict[str, Any] = await _answer_of(call)
         return models
 
 

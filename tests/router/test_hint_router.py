@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -20,9 +21,10 @@ from ray.serve._private.common import (
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.config import RequestRouterConfig
 
+from benchmarks.injuries import Process
 from controller.client import ControllerClient, stop_controller
 from controller.config import ControllerConfig
-from replica.engine import EngineRequest
+from replica.engine import EngineRequest, Progress
 from router import wire
 from router.answer import ReplicaFailedError
 from router.call import Call
@@ -357,3 +359,34 @@ async def test_a_hint_survives_the_way(hint: Hint) -> None:
 @pytest.mark.parametrize("odd", [None, "", 5, ["a"], b"a"])
 async def test_an_odd_hint_is_none(odd: object) -> None:
     assert Hint.parse(odd) == Hint()
+
+
+async def test_a_question_goes_where_it_is_sent_and_a_frozen_replica_owes_nobody_an_answer(
+    replicas: ServeReplicas,
+) -> None:
+    names = await names_of(replicas)
+    for name in names:
+        assert (await replicas.progress(["nobody's"], name, (), "mixed")) == Progress(
+            name, False, ("nobody's",)
+        )
+    assert (await replicas.progress((), None, names[:2], "mixed")).replica_id == names[2]
+    told = await replicas.progress(["which process"], names[0], (), "mixed")
+    process = Process.of(int(told.unknown[0]))
+    with process.frozen():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await replicas.progress((), names[0], (), "mixed")
+        # The attempt there goes elsewhere; nothing of it is left behind.
+        router = Dispatcher(
+            FarController(names[0], names[1]), replicas, RouterMetrics(), RouterConfig()
+        )
+        call = Call("r", "chat", {"do": "serve"}, SLO(), PromptSize(1), time.monotonic())
+        answer = await router.open(call)
+        assert answer.head.replica_id == names[1]
+        answer.close()
+    assert (await ask(replicas, names[0]))["replica"] == names[0]
+    await until(lambda: nobody_at(replicas, names[0]))
+
+
+async def nobody_at(replicas: ServeReplicas, name: str) -> bool:
+    return not await live_at(replicas, name)

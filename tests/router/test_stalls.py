@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.messages import RouteDecision, Trouble
-from replica.engine import EngineRequest, Progress, ResponseHead, ResponseItem, request_key
+from replica.engine import (
+    EngineRequest,
+    Progress,
+    ResponseHead,
+    ResponseItem,
+    ResponseTaken,
+    request_key,
+)
 from router.answer import Attempt, ReplicaFailedError
 from router.config import RouterConfig
 from router.errors import Reason
@@ -355,6 +362,23 @@ async def test_given_up_if_and_only_if_it_stands_still(turns: list[tuple[str, fl
         assert still_s > 0
     else:
         assert still_s <= BOUND_S
+
+
+@virtual
+async def test_who_has_taken_what_was_sent_to_anybody_is_asked() -> None:
+    class Taken(Silence):
+        async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
+            yield [ResponseTaken("a")]
+            await asyncio.Event().wait()
+
+    script = Script([("frozen", 3600.0)])
+    clock = asyncio.get_running_loop().time
+    stalls = StallWatch(script, script, RouterMetrics(), AFTER_S, clock)
+    attempt = Attempt("r", Taken(), None, "mixed", 0.0, lambda: None, clock=clock)
+    stalls.watch(attempt, lambda: True)
+    with pytest.raises(ReplicaFailedError):
+        await attempt.begin()
+    assert attempt.place == "a"
 
 
 @virtual

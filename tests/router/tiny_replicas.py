@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ray import serve
@@ -13,6 +13,7 @@ from ray import serve
 from replica.engine import (
     EngineDeadError,
     EngineRequest,
+    Progress,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
@@ -47,7 +48,12 @@ class TinyReplica:
         finally:
             self.live.discard(request.request_id)
 
-    async def models(self) -> dict[str, Any]:
+    async def progress(self, request_ids: Sequence[str], _target: str | None = None) -> Progress:
+        if "which process" in request_ids:
+            return Progress(self.name, False, (str(os.getpid()),))
+        return Progress(self.name, False, tuple(set(request_ids) - self.live))
+
+    async def models(self, _target: str | None = None) -> dict[str, Any]:
         return {"object": "list", "data": [{"id": self.name}]}
 
 
