@@ -72,7 +72,7 @@ def two_killed(trial: Trial) -> Callable[[], bool]:
 
 
 _STREAMS = Load(output_tokens=(60, 120), plain=0)
-_PREFILLS = Load(prompt_tokens=(1000, 1500), output_tokens=(2, 8))
+_PREFILLS = Load(prompt_tokens=(500, 900), output_tokens=(2, 8))
 
 SCENARIOS = (
     Scenario("replica killed before first tokens", FLEET, killed, _PREFILLS),

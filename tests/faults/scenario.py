@@ -74,7 +74,7 @@ class Span:
     load_s: float
 
 
-FULL = Span(fault_s=8.0, load_s=30.0)
+FULL = Span(fault_s=6.0, load_s=20.0)
 QUICK = Span(fault_s=1.0, load_s=4.0)
 
 
