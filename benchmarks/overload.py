@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.replay_client import End, Outcome, replay
+from benchmarks.replay_report import GUARANTEED
 from benchmarks.resources import Meter, Usage, held
 from deploy.config import SluiceConfig, parse_config
 from deploy.local import base_url, running, stop_signals
@@ -181,8 +182,11 @@ def figures(outcomes: Sequence[Outcome], usage: Usage, seconds: float) -> Json:
         "goodput": round(len(in_time) / seconds, 3),
         "kept": sum(each.attained for each in outcomes)
         / max(1, sum(each.end is End.ANSWERED for each in outcomes)),
+        "answered": sum(each.end is End.ANSWERED for each in outcomes),
+        "promised": sum(each.admission == GUARANTEED for each in outcomes),
+        "ttft_ms": _quantiles([1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None]),
         "refusals": sum(each.refusals for each in outcomes),
-        "refusal_ms": [round(float(q), 1) for q in np.quantile(refusals_ms or [0.0], (0.5, 0.99))],
+        "refusal_ms": _quantiles(refusals_ms),
         "lost": sum(each.end in (End.SILENT, End.CUT) for each in outcomes),
         "failed": sum(each.end is End.FAILED for each in outcomes),
         "late_ms": round(1e3 * float(np.quantile([each.late_s for each in outcomes], 0.99)), 1),
@@ -190,6 +194,11 @@ def figures(outcomes: Sequence[Outcome], usage: Usage, seconds: float) -> Json:
         "cores": {kind: used.cores for kind, used in usage.kinds.items()},
         "memory_mib": {kind: round(size, 1) for kind, size in sorted(memory.items())},
     }
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    """Median and 99th percentile; zeros of nothing."""
+    return [round(float(value), 1) for value in np.quantile(values or [0.0], (0.5, 0.99))]
 
 
 def add_ratios(rows: Sequence[Json]) -> None:

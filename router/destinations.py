@@ -4,6 +4,7 @@ a refusal."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from math import inf
 from typing import NamedTuple, Protocol
 
 from controller.messages import RouteDecision, RouteQuery, Tier, Trouble
@@ -19,6 +20,10 @@ from scheduling.roles import Role
 _ANY_TIER = frozenset(Tier)
 _GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})
 _BEST_EFFORT_ONLY = frozenset({Tier.BEST_EFFORT})
+
+
+FULL_FOR_S = 5.0
+"""Longest time for which a class counts as without capacity by one decision, seconds."""
 
 
 class Controller(Protocol):
@@ -82,6 +87,7 @@ class Destinations:
         self._promised_only = {
             name for name, entry in classes if entry.when_unattainable != "best_effort"
         }
+        self._full_until_s: dict[str, float] = {}
         self._lines = {
             name: Line(name, entry, metrics.admission, clock, pause)
             for name, entry in classes
@@ -109,8 +115,8 @@ class Destinations:
             return Destination()
         decision = await self._decide(call, key, failed, prefill_key, begun)
         if decision is None:
-            self._metrics.fallback(Fallback.NO_ANSWER)
-            return Destination()
+            return self._without_answer(call, begun)
+        self._note(call, decision)
         if decision.over_share:
             self._metrics.admission.over_share(call.client.name)
         if decision.reason == UNATTAINABLE:
@@ -119,6 +125,38 @@ class Destinations:
             self._metrics.fallback(Fallback.NO_DECISION)
             return Destination()
         return self._but_failed(decision, key, prefill_key, failed)
+
+    def _note(self, call: Call, decision: RouteDecision) -> None:
+        """Remember whether there is capacity to promise to the class."""
+        name = call.slo.service_class
+        if decision.tier is Tier.GUARANTEED:
+            self._full_until_s.pop(name, None)
+            return
+        refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None
+        asked = call.slo.stated and not call.best_effort and not decision.over_share
+        if asked and (refused or decision.tier is Tier.BEST_EFFORT):
+            for_s = min(max(decision.retry_after_s or 0.0, 1.0), FULL_FOR_S)
+            self._full_until_s[name] = self._clock() + for_s
+
+    def _without_answer(self, call: Call, begun: bool) -> Destination:
+        """Where a call goes of which the controller says nothing in time.
+
+        While it has just said that there is no capacity, silence is no reason to serve what it
+        would not promise: who asks often enough would get in by a late answer.
+
+        Raises:
+            ApiError: 429; as :meth:`find`.
+        """
+        left_s = self._full_until_s.get(call.slo.service_class, -inf) - self._clock()
+        if left_s > 0 and self._tiers(call, begun) == _GUARANTEED_ONLY:
+            raise ApiError(
+                Reason.SLO_UNATTAINABLE,
+                "No replica could hold the objective a moment ago, and the class "
+                f"{call.slo.service_class} is not served without.",
+                retry_after_s=left_s,
+            )
+        self._metrics.fallback(Fallback.NO_ANSWER)
+        return Destination(tier=Tier.BEST_EFFORT if left_s > 0 else None)
 
     def _but_failed(
         self, decision: RouteDecision, key: int, prefill_key: int, failed: Sequence[str]

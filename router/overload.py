@@ -34,10 +34,10 @@ TICK_S: Final = 0.05
 MAX_DELAY_S: Final = 0.05
 """A standing delay beyond this is overload, seconds. Every token of every stream is late by it."""
 
-PERIOD_S: Final = 0.25
+PERIOD_S: Final = 0.5
 """For so long a delay must have stood, seconds; the rate is set anew as often."""
 
-ALWAYS_PER_S: Final = 50.0
+ALWAYS_PER_S: Final = 100.0
 """So many requests a second of all clients together are always taken: fewer are not what keeps an
 event loop busy, but a machine that is short of time."""
 

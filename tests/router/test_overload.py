@@ -16,10 +16,12 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from pydantic import SecretStr
 from starlette.types import Message
 
-from router.config import RouterConfig
+from controller.messages import RouteDecision, RouteQuery, Tier
+from router.config import RouterConfig, ServiceClass
 from router.keys import ApiKey
 from router.overload import ALWAYS_PER_S, MAX_DELAY_S, MAX_HOLD_S, PERIOD_S, TICK_S, Pace, Shedder
-from tests.router.far_side import Clock, Edge, FarSide, serve
+from scheduling.job import UNATTAINABLE
+from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve
 from tests.router.virtual_time import VirtualTime, settle
 
 CHAT = "/v1/chat/completions"
@@ -236,7 +238,7 @@ async def test_an_overloaded_router_says_so_and_counts_it() -> None:
         shedder.tick(MAX_DELAY_S * 2)
     async with edge.client() as client:
         client.headers["authorization"] = "Bearer key-1"
-        responses = [await client.post(CHAT, content=BODY) for _ in range(30)]
+        responses = [await client.post(CHAT, content=BODY) for _ in range(80)]
     statuses = Counter(response.status_code for response in responses)
     assert set(statuses) == {200, 503} and statuses[200] >= ALWAYS_PER_S * PERIOD_S / 2
     (refused, *_) = [response for response in responses if response.status_code == 503]
@@ -248,3 +250,61 @@ async def test_an_overloaded_router_says_so_and_counts_it() -> None:
     async with edge.client() as client:
         client.headers["authorization"] = "Bearer key-1"
         assert (await client.get("/v1/models")).status_code == 200
+
+
+# A late answer of the controller is no way in.
+
+
+class Halting(FarController):
+    """A controller whose answers come too late while it is told so."""
+
+    late = False
+
+    async def route(self, query: RouteQuery) -> RouteDecision | None:
+        return None if self.late else await super().route(query)
+
+
+REFUSAL = RouteDecision(None, UNATTAINABLE, retry_after_s=3.0)
+BEST_EFFORT = RouteDecision("a", "test", tier=Tier.BEST_EFFORT)
+PROMISE = RouteDecision("a", "test", tier=Tier.GUARANTEED, predicted_ttft_s=0.1)
+
+
+async def statuses_of(edge: Edge, service_class: str, count: int) -> list[int]:
+    body = {**CHAT_BODY, "slo": {"class": service_class, "ttft_ms": 1_000}}
+    async with edge.client() as client:
+        return [(await client.post(CHAT, json=body)).status_code for _ in range(count)]
+
+
+async def test_who_asks_often_does_not_get_in_by_a_late_answer() -> None:
+    clock = Clock()
+    controller = Halting(REFUSAL)
+    config = RouterConfig(
+        classes={"strict": ServiceClass(ttft_ms=1_000, when_unattainable="reject")},
+        default_class="strict",
+    )
+    edge = Edge(FarSide(a=serve), controller, config, clock)
+    assert await statuses_of(edge, "strict", 1) == [429]
+    controller.late = True
+    assert set(await statuses_of(edge, "strict", 50)) == {429}
+    assert edge.side.calls == [] and edge.sample("sluice_fallback_total", reason="no_answer") == 0
+    # It may be away, and then requests are served as best they can.
+    clock.now_s += 3.1
+    assert await statuses_of(edge, "strict", 1) == [200]
+    assert edge.sample("sluice_fallback_total", reason="no_answer") == 1
+    # What it promised last counts, too.
+    controller.late, controller.decisions = False, [REFUSAL, PROMISE]
+    assert await statuses_of(edge, "strict", 2) == [429, 200]
+    controller.late = True
+    assert await statuses_of(edge, "strict", 1) == [200]
+
+
+async def test_without_an_answer_what_would_be_best_effort_is() -> None:
+    clock = Clock()
+    controller = Halting(BEST_EFFORT)
+    edge = Edge(FarSide(a=serve), controller, clock=clock)
+    await statuses_of(edge, "interactive", 1)
+    controller.late = True
+    await statuses_of(edge, "interactive", 1)
+    clock.now_s += 1.1
+    await statuses_of(edge, "interactive", 1)
+    assert [request.best_effort for _, request in edge.side.calls] == [True, True, False]
