@@ -14,7 +14,7 @@ few times a second, and a replica is asked once for all of its silent ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from controller.messages import Trouble
@@ -80,7 +80,7 @@ class Informed(Protocol):
 class _Suspect:
     """A replica with silent attempts."""
 
-    __slots__ = ("asking", "misses", "next_s", "replica_id", "role", "unknown")
+    __slots__ = ("asking", "misses", "next_s", "replica_id", "role", "turn", "unknown")
 
     def __init__(self, replica_id: str, role: Role) -> None:
         self.replica_id = replica_id
@@ -88,7 +88,16 @@ class _Suspect:
         self.asking: asyncio.Task[None] | None = None
         self.next_s = float("-inf")
         self.misses = 0
+        self.turn = 0
         self.unknown: frozenset[str] = frozenset()
+
+    def next_of(self, attempts: list[Attempt]) -> list[Attempt]:
+        """Those that the next question names: all in turns, where there are many."""
+        if len(attempts) <= MAX_NAMES:
+            return attempts
+        start = self.turn * MAX_NAMES % len(attempts)
+        self.turn += 1
+        return attempts[start : start + MAX_NAMES]
 
     def is_asked_no_longer(self, _: asyncio.Task[None]) -> None:
         self.asking = None
@@ -144,76 +153,77 @@ class StallWatch:
     def sweep(self) -> None:
         """Look at all attempts, and begin to ask where some are silent. ``O(open attempts)``."""
         now_s = self._clock()
-        silent: dict[str, list[Attempt]] = {}
         for attempt in [attempt for attempt in self._open if attempt.tail is not None]:
             self.forget(attempt)
+        by_place: dict[str, list[Attempt]] = {}
+        silent: set[str] = set()
         for attempt in self._open:
-            place = attempt.place
-            if place is not None and now_s - attempt.heard_s >= self._after_s and attempt.waits:
-                silent.setdefault(place, []).append(attempt)
+            if attempt.place is not None:
+                by_place.setdefault(attempt.place, []).append(attempt)
+                if self._is_silent(attempt, now_s):
+                    silent.add(attempt.place)
         for name in [name for name, at_s in self._hung.items() if at_s < now_s - REMEMBERED_S]:
             del self._hung[name]
-        for replica_id in [name for name in self._suspects if name not in silent]:
-            if self._suspects[replica_id].asking is None:
-                del self._suspects[replica_id]
-        for replica_id, attempts in silent.items():
-            suspect = self._suspects.get(replica_id)
+        for name in [name for name in self._suspects if name not in silent]:
+            if self._suspects[name].asking is None:
+                del self._suspects[name]
+        for name in silent:
+            here = by_place[name]
+            suspect = self._suspects.get(name)
             if suspect is None:
-                suspect = self._suspects[replica_id] = _Suspect(replica_id, attempts[0].role)
+                suspect = self._suspects[name] = _Suspect(name, here[0].role)
             if suspect.asking is None and now_s >= suspect.next_s:
                 suspect.next_s = now_s + ASK_EVERY_S
-                suspect.asking = asyncio.create_task(self._examine(suspect, attempts, now_s))
+                suspect.asking = asyncio.create_task(self._examine(suspect, here, now_s))
                 suspect.asking.add_done_callback(suspect.is_asked_no_longer)
 
-    async def _examine(self, suspect: _Suspect, silent: list[Attempt], asked_s: float) -> None:
-        """Ask a replica, and do what its answer asks for."""
-        # Before the first item a request may still be on its way there.
-        begun = [attempt for attempt in silent if attempt.heard][:MAX_NAMES]
-        names = tuple(attempt.request_id for attempt in begun)
-        told = await self._ask(names, suspect.replica_id, (), suspect.role)
-        if told is None:
-            if any(self._of(suspect, lambda attempt: attempt.heard_s > asked_s and attempt.heard)):
-                told = Progress(suspect.replica_id, hung=False)
-            else:
-                suspect.misses += 1
-        elif told.replica_id != suspect.replica_id:
+    def _is_silent(self, attempt: Attempt, now_s: float) -> bool:
+        return now_s - attempt.heard_s >= self._after_s and attempt.waits
+
+    async def _examine(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
+        """Ask a replica, and do for the attempts there what its answer asks for."""
+        # Before its first item a request may still be on its way there.
+        begun = [each for each in here if each.heard and self._is_silent(each, asked_s)]
+        named = {each.request_id: each for each in suspect.next_of(begun)}
+        suspect.unknown = suspect.unknown.intersection(each.request_id for each in begun)
+        told = await self._ask(tuple(named), suspect.replica_id, (), suspect.role)
+        if told is not None and told.replica_id != suspect.replica_id:
             # Serve lists it no longer: it ends what it has, and Serve sees to it.
             return
+        if told is None and any(each.heard and each.heard_s > asked_s for each in here):
+            told = Progress(suspect.replica_id, hung=False)
         if told is not None and not told.hung:
             suspect.misses = 0
             self._hung.pop(suspect.replica_id, None)
-            self._give_up_lost(suspect, begun, told, asked_s)
+            self._give_up_lost(suspect, named, told, asked_s)
             return
         suspect.unknown = frozenset()
+        suspect.misses += told is None
         if told is not None or suspect.misses >= MISSES:
             self._hung[suspect.replica_id] = asked_s
             self._controller.troubled(suspect.replica_id, Trouble.HUNG)
-            await self._move(suspect, asked_s)
-
-    def _of(self, suspect: _Suspect, which: Callable[[Attempt], bool]) -> Iterable[Attempt]:
-        here = [attempt for attempt in self._open if attempt.place == suspect.replica_id]
-        return filter(which, here)
+            await self._move(suspect, here, asked_s)
 
     def _give_up_lost(
-        self, suspect: _Suspect, begun: list[Attempt], told: Progress, asked_s: float
+        self, suspect: _Suspect, named: dict[str, Attempt], told: Progress, asked_s: float
     ) -> None:
         """Fail the attempts that a living replica did not know twice: nothing will come of them.
         The first time, their last items may have been on their way."""
         lost = suspect.unknown.intersection(told.unknown)
-        suspect.unknown = frozenset(told.unknown)
-        for attempt in begun:
-            if attempt.request_id in lost and attempt.heard_s <= asked_s:
+        suspect.unknown = (suspect.unknown - named.keys()) | frozenset(told.unknown)
+        for attempt in (named[name] for name in lost):
+            if attempt.heard_s <= asked_s:
                 self._give_up(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _LOST))
 
-    async def _move(self, suspect: _Suspect, asked_s: float) -> None:
+    async def _move(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
         """Fail the attempts at a replica that stands still, as far as they may go elsewhere."""
 
         def stuck(attempt: Attempt) -> bool:
-            return attempt.waits and attempt.heard_s <= asked_s
+            return attempt in self._open and attempt.waits and attempt.heard_s <= asked_s
 
-        if not any(self._of(suspect, stuck)) or not await self._elsewhere(suspect):
+        if not any(map(stuck, here)) or not await self._elsewhere(suspect):
             return
-        for attempt in self._of(suspect, stuck):
+        for attempt in filter(stuck, here):
             if self._open[attempt]():
                 failure = ReplicaFailedError(Reason.REPLICA_FAILED, _STANDS_STILL, hung=True)
                 self._give_up(attempt, failure)

@@ -410,12 +410,12 @@ async def test_a_word_while_a_question_is_open_is_an_answer() -> None:
 
 
 @virtual
-async def test_a_question_names_a_bounded_number_of_requests() -> None:
-    named: list[int] = []
+async def test_a_question_names_a_bounded_number_of_requests_and_all_get_their_turn() -> None:
+    questions: list[Sequence[str]] = []
 
     class Counting(Script):
         async def progress(self, names: Sequence[str], *_: Any) -> Progress:
-            named.append(len(names))
+            questions.append(names)
             return Progress("a", hung=False)
 
     class Begun(Silence):
@@ -427,16 +427,15 @@ async def test_a_question_names_a_bounded_number_of_requests() -> None:
     counting = Counting([("lives", 1.0)])
     clock = asyncio.get_running_loop().time
     stalls = StallWatch(counting, counting, RouterMetrics(), AFTER_S, clock)
-    attempts = [
-        Attempt(f"r{number}", Begun(), "a", "mixed", 0.0, lambda: None, clock=clock)
-        for number in range(2 * MAX_NAMES)
-    ]
+    names = [f"r{number}" for number in range(2 * MAX_NAMES + 3)]
     tasks = []
-    for attempt in attempts:
+    for name in names:
+        attempt = Attempt(name, Begun(), "a", "mixed", 0.0, lambda: None, clock=clock)
         stalls.watch(attempt, lambda: True)
         tasks.append(asyncio.create_task(attempt.begin()))
-    await asyncio.sleep(5)
-    assert named and max(named) == MAX_NAMES
+    await asyncio.sleep(30)
+    assert max(map(len, questions)) == MAX_NAMES
+    assert {name for named in questions for name in named} == set(names)
     for task in tasks:
         task.cancel()
 
