@@ -87,13 +87,15 @@ class Controller:
                 config.reference_tpot_ms / 1000,
             )
         )
-        self._mirror = Mirror(self._epoch, self._fleet, config.forget_after_s)
-        self._drains = Drains(self._fleet)
-        self._quarantine = Quarantine(self._mirror, self._fleet)
         routing = config.make_routing()
         self._log = DecisionLog(routing)
-        self._classes = RequestClasses()
         self._placer = Placer(self._fleet, routing, config.make_admission(), self._log.weigh)
+        self._mirror = Mirror(
+            self._epoch, self._fleet, config.forget_after_s, ended=self._placer.shares.settle
+        )
+        self._drains = Drains(self._fleet)
+        self._quarantine = Quarantine(self._mirror, self._fleet)
+        self._classes = RequestClasses()
         self._quotas = Quotas()
         self._server = RouteServer(self._route, self._report, clock)
         self._instruments = Instruments(

@@ -30,6 +30,9 @@ _CANNOT = "it cannot promise the objective"
 _TRIAL = "the chosen one was to be tried after its quarantine"
 
 
+_OVER_SHARE = "Its client has its share of what can be promised, and others ask for theirs"
+
+
 class Entry(NamedTuple):
     """One decision.
 
@@ -129,6 +132,7 @@ class DecisionLog:
             "waited_ms": _ms(query.waited_s),
             "asked": entry.asked,
             "outcome": decision.reason,
+            "over_share": decision.over_share,
             "tier": None if decision.tier is None else decision.tier.value,
             "replica_id": decision.replica_id,
             "role": None if decision.replica_id is None else decision.role,
@@ -170,6 +174,8 @@ class DecisionLog:
         of = f"{able} of {of_all}"
         if _is_trial(decision, weighed):
             return f"It tries a replica that was in quarantine and could serve it: one of {of_all}."
+        if decision.over_share and decision.reason == UNATTAINABLE:
+            return f"{_OVER_SHARE}, and the class is not served without."
         if decision.reason == UNATTAINABLE:
             return "No replica can promise the objective, and the class is not served without."
         if decision.tier is None:
@@ -179,6 +185,8 @@ class DecisionLog:
         if able is None:
             states = entry.query.slo.stated
             first = "It asks for best effort" if states else "It states no objective to promise"
+        elif decision.over_share:
+            first = _OVER_SHARE
         elif able:
             first = "No replica that is well has reported lately, so nothing is promised"
         else:

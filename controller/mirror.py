@@ -10,7 +10,7 @@ repeated or a late delta) changes nothing and asks for a new hello.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import exp, inf
 from types import MappingProxyType
 
@@ -81,6 +81,15 @@ class MirroredReplica:
         self._clock_offset.hear(message.now_s, now_s)
         self.received_s = now_s
 
+    def ending(self, delta: ReplicaDelta) -> list[tuple[int, int]]:
+        """The requests that end with a checked delta which is not applied yet: the key, and the
+        tokens of prompt and output as they were last reported."""
+        known = delta.slots < self.used_slots
+        old, new = self.table[delta.slots[known]], delta.rows[known]
+        ended = old[(old["phase"] >= WAITING) & ((new["phase"] == 0) | (new["key"] != old["key"]))]
+        tokens = ended["prompt_tokens"] + ended["emitted_tokens"]
+        return list(zip(ended["key"].tolist(), tokens.tolist(), strict=True))
+
     def report(self, made_s: float, draining: bool) -> Report:
         """Its state, made at ``made_s`` of its clock, as a fleet takes it."""
         summary, hello = self.summary, self.hello
@@ -132,15 +141,23 @@ class Mirror:
         fleet: what decisions are made from.
         forget_after_s: seconds, as above.
         limit: most replicas.
+        ended: told of each request that has ended at a replica, with its tokens of prompt and
+            output as far as they were reported.
     """
 
     def __init__(
-        self, epoch: int, fleet: Fleet, forget_after_s: float, limit: int = MAX_REPLICAS
+        self,
+        epoch: int,
+        fleet: Fleet,
+        forget_after_s: float,
+        limit: int = MAX_REPLICAS,
+        ended: Callable[[int, float], None] | None = None,
     ) -> None:
         self.epoch = epoch
         self._fleet = fleet
         self._forget_after_s = forget_after_s
         self._limit = limit
+        self._ended = ended
         self._replicas: dict[str, MirroredReplica] = {}
         self.replicas: Mapping[str, MirroredReplica] = MappingProxyType(self._replicas)
         """By id, in order of first registration. Read only."""
@@ -177,6 +194,9 @@ class Mirror:
         if replica is None or delta.epoch != self.epoch or delta.seq != replica.seq + 1:
             return False
         check_delta_body(delta, replica.hello.capacity)
+        if delta.finished and self._ended is not None:
+            for key, tokens in replica.ending(delta):
+                self._ended(key, tokens)
         self._take_in(replica, delta, delta.finished, now_s)
         return True
 

@@ -72,7 +72,7 @@ def cells(plan: Plan) -> list[Cell]:
     windows = plan.pick(0, 3, 10)
     seconds = WARM_UP_S + windows * WINDOW_S if windows else 6.0
     groups = plan.pick(("one greedy",), tuple(GROUPS), tuple(GROUPS))
-    setups = plan.pick(("8b",), ("8b", "8b-short"), ("8b", "8b-short"))
+    setups = plan.pick(("8b",), ("8b",), ("8b", "8b-short"))
     outcomes: tuple[WhenUnattainable, ...] = plan.pick(
         ("reject",), ("reject",), ("reject", "best_effort")
     )
@@ -82,7 +82,7 @@ def cells(plan: Plan) -> list[Cell]:
             partial(measure, group, lengths, setup, outcome, on, plan.pick(1, 4, 8), seconds),
         )
         for group in groups
-        for lengths in plan.pick(("alike",), tuple(LENGTHS), tuple(LENGTHS))
+        for lengths in plan.pick(("alike",), ("alike",), tuple(LENGTHS))
         for setup in setups
         for outcome in outcomes
         for on in ("none", "fair")

@@ -38,6 +38,8 @@ class Unlimited(LocalScheduler):
         prompt_tokens: int,
         most_tokens: int,
         best_effort: bool = False,
+        tenant: int = 0,
+        weight: float = 1.0,
     ) -> None:
         super().track(engine_id, name, key, slo, arrival_s, prompt_tokens, 1 << 30, best_effort)
 
