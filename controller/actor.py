@@ -26,6 +26,7 @@ from controller.checks import (
     check_role,
     check_source,
     check_text,
+    short,
 )
 from controller.config import ControllerConfig
 from controller.decision_log import DECISIONS, DecisionLog
@@ -208,8 +209,7 @@ class Controller:
         """
         now_s = self._hear()
         with self._instruments.refusals():
-            known = isinstance(push, MetricsPush) and self._hub.knows(push.source)
-            self._hub.push(push, now_s)
+            known = self._hub.push(push, now_s)
         if not known:
             self._history.joined(push.samples)
         self._history.note(self._hub, now_s)
@@ -274,7 +274,7 @@ class Controller:
             ValueError: ``limit`` is no number from 1 to ``DECISIONS``.
         """
         if not isinstance(limit, int) or not 1 <= limit <= DECISIONS:
-            raise ValueError(f"limit must be an integer from 1 to {DECISIONS}, got {limit!r}")
+            raise ValueError(f"limit must be an integer from 1 to {DECISIONS}, got {short(limit)}")
         found = []
         for told in self._log.latest(limit, self._hear()):
             found.append(told)
@@ -296,7 +296,7 @@ class Controller:
         """
         check_text("replica_id", replica_id)
         if not isinstance(drain, bool):
-            raise ValueError(f"drain must be true or false, got {drain!r}")
+            raise ValueError(f"drain must be true or false, got {short(drain)}")
         now_s = self._hear()
         self._forget_silent(now_s)
         self._fleet.expire(now_s)

@@ -7,7 +7,7 @@ allowed.
 
 from __future__ import annotations
 
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,9 @@ MAX_AVOIDED = 64
 
 MAX_PROMPT_TOKENS = 1 << 31
 MAX_KEY = (1 << 63) - 1
+
+MAX_NUMBER = 1e15
+"""Largest time or other number, and the smallest with its sign turned."""
 
 MAX_CORRECTION = 1_000.0
 """Largest factor between predicted and real step time, and the inverse of the smallest."""
@@ -129,20 +132,16 @@ def check_query(query: RouteQuery) -> None:
     if query.waited_s < 0:
         raise ValueError(f"waited_s must be at least 0, got {query.waited_s}")
     if not isinstance(query.tiers, frozenset) or not query.tiers or query.tiers - _TIERS:
-        raise ValueError(f"tiers must be any of {_short(_TIERS)}, got {_short(query.tiers)}")
+        raise ValueError(f"tiers must be any of {short(_TIERS)}, got {short(query.tiers)}")
     _check_integer("output_tokens", query.output_tokens, 0, MAX_PROMPT_TOKENS)
     _check_integer("session", query.session, 0, MAX_KEY)
-    if query.prefill_key:
-        _check_integer("prefill_key", query.prefill_key, 0, MAX_KEY)
-        if query.prefill_key == query.key:
-            raise ValueError("prefill_key must differ from key")
+    _check_integer("prefill_key", query.prefill_key, 0, MAX_KEY)
+    if query.prefill_key and query.prefill_key == query.key:
+        raise ValueError("prefill_key must differ from key")
     check_text("request_id", query.request_id, empty=True)
-    if query.prefix:
-        check_keys("prefix", query.prefix, MAX_CHUNKS)
-    if query.avoid:
-        check_ids("avoid", query.avoid, MAX_AVOIDED)
-    if query.tenant:
-        _check_integer("tenant", query.tenant, 0, MAX_KEY)
+    check_keys("prefix", query.prefix, MAX_CHUNKS)
+    check_ids("avoid", query.avoid, MAX_AVOIDED)
+    _check_integer("tenant", query.tenant, 0, MAX_KEY)
     _check_number("weight", query.weight)
     if not 1 / MAX_WEIGHT <= query.weight <= MAX_WEIGHT:
         raise ValueError(
@@ -161,7 +160,7 @@ def _check_objective(slo: Any) -> None:
         raise ValueError(f"slo is not whole: {error}") from None
     sound = isinstance(columns, tuple) and len(columns) == 4
     if not sound or not all(type(value) is float and value > 0 for value in columns):
-        raise ValueError(f"slo must be of positive times and a priority, got {_short(columns)}")
+        raise ValueError(f"slo must be of positive times and a priority, got {short(columns)}")
 
 
 def check_text(name: str, value: Any, empty: bool = False) -> None:
@@ -171,9 +170,10 @@ def check_text(name: str, value: Any, empty: bool = False) -> None:
         ValueError: it is no string, too long, or empty where that is not allowed.
     """
     least = 0 if empty else 1
-    if not isinstance(value, str) or not least <= len(value) <= MAX_TEXT:
+    sound = isinstance(value, str) and least <= len(value) <= MAX_TEXT and has_bytes(value)
+    if not sound:
         raise ValueError(
-            f"{name} must be a string of {least} to {MAX_TEXT} characters, got {_short(value)}"
+            f"{name} must be a string of {least} to {MAX_TEXT} characters, got {short(value)}"
         )
 
 
@@ -184,7 +184,7 @@ def check_ids(name: str, ids: Any, limit: int = MAX_KEYS) -> None:
         ValueError: it is no sequence, too long, or holds something that is no id.
     """
     if not isinstance(ids, list | tuple) or len(ids) > limit:
-        raise ValueError(f"{name} must be a list of at most {limit} ids, got {_short(ids)}")
+        raise ValueError(f"{name} must be a list of at most {limit} ids, got {short(ids)}")
     for each in ids:
         check_text(name, each)
 
@@ -196,15 +196,13 @@ def check_notices(notices: Any) -> None:
         ValueError: it is no sequence of notices, too long, or one of them is malformed.
     """
     if not isinstance(notices, list | tuple) or len(notices) > MAX_KEYS:
-        raise ValueError(f"notices must be a list of at most {MAX_KEYS}, got {_short(notices)}")
+        raise ValueError(f"notices must be a list of at most {MAX_KEYS}, got {short(notices)}")
     for notice in notices:
         if not isinstance(notice, TroubleNotice):
-            raise ValueError(f"expected a TroubleNotice, got {_short(notice)}")
+            raise ValueError(f"expected a TroubleNotice, got {short(notice)}")
         check_text("replica_id", notice.replica_id)
         if not isinstance(notice.trouble, Trouble):
-            raise ValueError(
-                f"trouble must be any of {_short(list(Trouble))}, got {_short(notice)}"
-            )
+            raise ValueError(f"trouble must be any of {short(list(Trouble))}, got {short(notice)}")
 
 
 def check_source(source: Any) -> None:
@@ -216,6 +214,18 @@ def check_source(source: Any) -> None:
     _check_integer("source", source, 0, MAX_KEY)
 
 
+def has_bytes(text: str) -> bool:
+    """Whether ``text`` can be written: half of a surrogate pair has no bytes, and the page of
+    metrics that it got into could not be sent."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check_role(role: Any) -> None:
     """Check the role of a replica.
 
@@ -223,7 +233,7 @@ def check_role(role: Any) -> None:
         ValueError: there is none of that name.
     """
     if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"role must be any of {', '.join(ROLES)}, got {_short(role)}")
+        raise ValueError(f"role must be any of {', '.join(ROLES)}, got {short(role)}")
 
 
 def check_keys(name: str, keys: Any, limit: int = MAX_KEYS) -> None:
@@ -233,7 +243,7 @@ def check_keys(name: str, keys: Any, limit: int = MAX_KEYS) -> None:
         ValueError: it is no sequence, too long, or holds something that is no key.
     """
     if not isinstance(keys, list | tuple) or len(keys) > limit:
-        raise ValueError(f"{name} must be a list of at most {limit} keys, got {_short(keys)}")
+        raise ValueError(f"{name} must be a list of at most {limit} keys, got {short(keys)}")
     for key in keys:
         _check_integer(name, key, 0, MAX_KEY)
 
@@ -244,30 +254,30 @@ def _check_integer(name: str, value: Any, least: int, most: int) -> None:
         or isinstance(value, bool)
         or not least <= value <= most
     ):
-        raise ValueError(f"{name} must be an integer from {least} to {most}, got {_short(value)}")
+        raise ValueError(f"{name} must be an integer from {least} to {most}, got {short(value)}")
 
 
 def _check_number(name: str, value: Any) -> None:
     if (
         not isinstance(value, float | int | np.floating)
         or isinstance(value, bool)
-        or not isfinite(value)
+        or not -MAX_NUMBER <= value <= MAX_NUMBER
     ):
-        raise ValueError(f"{name} must be a finite number, got {_short(value)}")
+        raise ValueError(f"{name} must be a number within +-{MAX_NUMBER:g}, got {short(value)}")
 
 
 def _check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {_short(value)}")
+        raise ValueError(f"{name} must be true or false, got {short(value)}")
 
 
 def _check_slots(name: str, slots: Any, capacity: int) -> None:
     if not isinstance(slots, np.ndarray) or slots.ndim != 1 or slots.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be a one-dimensional integer array, got {_short(slots)}")
+        raise ValueError(f"{name} must be a one-dimensional integer array, got {short(slots)}")
     if not len(slots):
         return
     if slots.min() < 0 or slots.max() >= capacity:
-        raise ValueError(f"{name} must be from 0 to {capacity - 1}, got {_short(slots)}")
+        raise ValueError(f"{name} must be from 0 to {capacity - 1}, got {short(slots)}")
     if len(set(slots.tolist())) != len(slots):
         raise ValueError(f"{name}: a slot appears twice in one message")
 
@@ -277,7 +287,7 @@ def _check_held(slots: Any, held: Any) -> None:
     if not isinstance(held, np.ndarray) or held.dtype != HELD or held.shape != slots.shape:
         raise ValueError(
             f"held must be an array of the type of held chunks, one per slot ({slots.shape}), "
-            f"got {_short(held)}"
+            f"got {short(held)}"
         )
     if not len(held):
         return
@@ -292,13 +302,13 @@ def _check_rows(slots: Any, rows: Any, capacity: int) -> None:
     if not isinstance(rows, np.ndarray) or rows.dtype != ROW or rows.shape != slots.shape:
         raise ValueError(
             f"rows must be an array of the row type, one per slot ({slots.shape}), "
-            f"got {_short(rows)}"
+            f"got {short(rows)}"
         )
     if not len(slots):
         return
     phase = rows["phase"]
     if phase.min() < 0 or phase.max() > RUNNING:
-        raise ValueError(f"phase must be from 0 to {RUNNING}, got {_short(phase)}")
+        raise ValueError(f"phase must be from 0 to {RUNNING}, got {short(phase)}")
     _check_live_rows(rows[phase != 0])
 
 
@@ -323,7 +333,7 @@ def _check_live_rows(rows: np.ndarray) -> None:
 
 def _check_summary(summary: Any) -> None:
     if not isinstance(summary, np.void) or summary.dtype != SUMMARY:
-        raise ValueError(f"summary must be one record of the summary type, got {_short(summary)}")
+        raise ValueError(f"summary must be one record of the summary type, got {short(summary)}")
     for name in _SUMMARY_TIMES:
         _check_number(name, summary[name].item())
     for name in _SUMMARY_COUNTS:
@@ -345,7 +355,8 @@ def _check_transfers(summary: np.void) -> None:
             raise ValueError(f"{name} must be finite and at least 0, got {summary[name]}")
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value as a message may repeat it: no longer than a line."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with shape {value.shape}"
     text = repr(value)

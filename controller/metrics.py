@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import inf, isfinite
 from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
-from controller.checks import check_text
+from controller.checks import check_text, has_bytes, short
 from controller.messages import MetricSample, MetricsPush
 
 _log = logging.getLogger(__name__)
@@ -249,8 +249,11 @@ class MetricsHub:
         self._held = 0
         self._next_expiry_s = -inf
 
-    def push(self, push: MetricsPush, now_s: float) -> None:
+    def push(self, push: MetricsPush, now_s: float) -> bool:
         """Replace what a source pushed before. ``now_s``: the hub's monotonic clock.
+
+        Returns:
+            Whether the source has pushed before, and was not silent for too long since.
 
         Raises:
             ValueError: the push is malformed or over a limit. Nothing of it is taken.
@@ -258,15 +261,15 @@ class MetricsHub:
         if now_s >= self._next_expiry_s or len(self._sources) >= MAX_SOURCES:
             self.expire(now_s)
         values = self._checked(push)
-        source = self._sources.get(push.source)
-        if source is None:
-            source = self._sources[push.source] = _Source(now_s)
+        known = push.source in self._sources
+        source = self._sources.setdefault(push.source, _Source(now_s))
         source.pushed_s = now_s
         if self._restarted(source, values):
             self._drop_gauges(source)
             self._held -= len(source.values)
             source.values = {}
         self._replace(source, values)
+        return known
 
     def expire(self, now_s: float) -> None:
         """Drop the gauges of silent sources, and forget those silent for long. ``O(sources)``."""
@@ -283,10 +286,6 @@ class MetricsHub:
     def sources(self) -> int:
         """Processes known."""
         return len(self._sources)
-
-    def knows(self, source: str) -> bool:
-        """Whether a process has pushed before, and was not silent for too long since."""
-        return source in self._sources
 
     def series(self, family: str) -> Iterator[tuple[str, tuple[tuple[str, str], ...], float]]:
         """Sample, labels and value of every series of a family; none for an unknown one."""
@@ -319,10 +318,27 @@ class MetricsHub:
         held = self._held - (len(source.values) if source else 0)
         if held + len(push.samples) > MAX_HELD_SAMPLES:
             raise ValueError(f"metrics of {push.source!r} refused: {MAX_HELD_SAMPLES} samples held")
+        try:
+            values, kinds, new = self._checked_samples(push.samples)
+        except TypeError as error:  # what should be text cannot be looked up
+            raise ValueError(f"a sample is malformed: {error}") from None
+        if self._series + new > MAX_SERIES:
+            raise ValueError(f"metrics of {push.source!r} refused: over {MAX_SERIES} series")
+        if len(self._families) + len(kinds) > MAX_FAMILIES:
+            raise ValueError(f"metrics of {push.source!r} refused: over {MAX_FAMILIES} families")
+        for sample in push.samples:
+            if sample.family not in self._families:
+                self._families[sample.family] = _Family(sample.kind, sample.documentation, {})
+        return values
+
+    def _checked_samples(
+        self, samples: Iterable[MetricSample]
+    ) -> tuple[dict[SeriesKey, tuple[str, float]], dict[str, str], int]:
+        """The values, the kinds of new families, and how many series are new."""
         values: dict[SeriesKey, tuple[str, float]] = {}
         kinds: dict[str, str] = {}
         new = 0
-        for sample in push.samples:
+        for sample in samples:
             known = _is_known(self._families, sample)
             if not known:
                 _check_sample(sample)
@@ -332,17 +348,10 @@ class MetricsHub:
             family = self._families.get(sample.family)
             kind = family.kind if family else kinds.setdefault(sample.family, sample.kind)
             if sample.kind != kind:
-                raise ValueError(f"{sample.family} is a {kind}, not a {sample.kind}")
+                raise ValueError(f"{sample.family} is a {kind}, not a {sample.kind!s:.80}")
             _check_value(sample, least=-inf if kind == "gauge" else 0.0)
             values[(sample.name, sample.labels)] = (sample.family, sample.value)
-        if self._series + new > MAX_SERIES:
-            raise ValueError(f"metrics of {push.source!r} refused: over {MAX_SERIES} series")
-        if len(self._families) + len(kinds) > MAX_FAMILIES:
-            raise ValueError(f"metrics of {push.source!r} refused: over {MAX_FAMILIES} families")
-        for sample in push.samples:
-            if sample.family not in self._families:
-                self._families[sample.family] = _Family(sample.kind, sample.documentation, {})
-        return values
+        return values, kinds, new
 
     def _restarted(self, source: _Source, values: dict[SeriesKey, tuple[str, float]]) -> bool:
         """Whether a counter of the source fell."""
@@ -411,12 +420,15 @@ def _check_sample(sample: Any) -> None:
     if not isinstance(sample.family, str) or not _FAMILY.fullmatch(sample.family):
         raise ValueError(f"a family must match {_FAMILY.pattern}, got {sample.family!r:.150}")
     if sample.kind not in SUFFIXES:
-        raise ValueError(f"{sample.family} must be one of {', '.join(SUFFIXES)}: {sample.kind!r}")
+        raise ValueError(
+            f"{sample.family} must be one of {', '.join(SUFFIXES)}: {short(sample.kind)}"
+        )
     if sample.name not in {sample.family + suffix for suffix in SUFFIXES[sample.kind]}:
         raise ValueError(f"{sample.name!r:.150} is no sample of the {sample.kind} {sample.family}")
     if (
         not isinstance(sample.documentation, str)
         or len(sample.documentation) > MAX_DOCUMENTATION_CHARACTERS
+        or not has_bytes(sample.documentation)
     ):
         raise ValueError(f"{sample.family}: documentation must be text of at most 1000 characters")
     _check_labels(sample.name, sample.labels)
@@ -438,6 +450,7 @@ def _check_labels(name: str, labels: Any) -> None:
             or not all(isinstance(text, str) for text in pair)
             or not _LABEL.fullmatch(pair[0])
             or len(pair[1]) > MAX_LABEL_CHARACTERS
+            or not has_bytes(pair[1])
         ):
             raise ValueError(
                 f"a label of {name} must be a name matching {_LABEL.pattern} and a text of at most "

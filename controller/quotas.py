@@ -9,9 +9,7 @@ than fits. That is not forgiven: the bucket of the fleet holds it, and drains it
 
 from __future__ import annotations
 
-from math import isfinite
-
-from controller.checks import check_text
+from controller.checks import check_text, short
 from controller.messages import MAX_USES, QuotaUse
 from scheduling.leaky_bucket import Bucket
 
@@ -72,7 +70,9 @@ def check_uses(uses: list[QuotaUse]) -> None:
             raise ValueError(f"expected a QuotaUse, got {type(use).__name__}")
         check_text("account", use.account)
         amounts = (use.used, use.level, use.per_s)
-        if not all(isinstance(amount, int | float) and isfinite(amount) for amount in amounts):
-            raise ValueError(f"amounts must be finite numbers, got {amounts}")
-        if max(map(abs, amounts)) > MAX_AMOUNT or use.per_s <= 0 or use.level < 0:
-            raise ValueError(f"amounts are out of range: {amounts}")
+        if not all(
+            isinstance(amount, int | float) and abs(amount) <= MAX_AMOUNT for amount in amounts
+        ):
+            raise ValueError(f"amounts must be within +-{MAX_AMOUNT:g}, got {short(amounts)}")
+        if use.per_s <= 0 or use.level < 0:
+            raise ValueError(f"amounts are out of range: {short(amounts)}")

@@ -59,9 +59,8 @@ class Side:
         self.hub, self.history = MetricsHub(source_ttl_s=1e9), History(period_s=10, window_s=60)
 
     def push(self, router: Router, now_s: float) -> None:
-        known = self.hub.knows(router.name)
         push = MetricsPush(router.name, samples_of(router.registry))
-        self.hub.push(push, now_s)
+        known = self.hub.push(push, now_s)
         if not known:
             self.history.joined(push.samples)
         self.history.note(self.hub, now_s)

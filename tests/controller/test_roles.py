@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from controller.actor import Controller
-from controller.channel import _decision, _query, _row
 from controller.config import ControllerConfig
 from controller.messages import RouteDecision, RouteQuery
+from controller.query_wire import decisions, of_row, to_row
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, summary, waiting_row
 
 MODES = {
@@ -149,6 +149,6 @@ def np_summary(**fields: float) -> Any:
 
 def test_pairs_travel_over_the_connection() -> None:
     asked = split(1)
-    assert _query(json.loads(json.dumps(_row(asked)))) == asked
+    assert of_row(json.loads(json.dumps(to_row(asked)))) == asked
     made = RouteDecision("d", "placed", None, 0.2, None, "decode", "p", 0.05)
-    assert _decision(json.loads(json.dumps(made))) == made
+    assert decisions([json.loads(json.dumps(made))]) == (made,)

@@ -1,0 +1,318 @@
+"""What confused, broken and older clients may send to the controller: it refuses that whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Callable
+from math import inf, nan
+from typing import Any
+
+import numpy as np
+import pytest
+
+from controller import report_wire
+from controller.actor import Controller
+from controller.channel import RouteServer, _Served
+from controller.config import ControllerConfig
+from controller.messages import (
+    MetricSample,
+    MetricsPush,
+    QuotaUse,
+    ReplicaDelta,
+    ReplicaHello,
+    RouteQuery,
+    Trouble,
+    TroubleNotice,
+)
+from controller.query_wire import to_row
+from scheduling.job import INVALID_QUERY
+from scheduling.objective import SLO
+from scheduling.prefix import HELD
+from scheduling.state import ROW, SUMMARY
+from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
+
+CLOCK = Clock()
+"""Stands still, so that what changes is changed by messages."""
+
+
+async def fleet() -> Controller:
+    """Two replicas, ``a`` and ``b``, with a queue each, and a reservation."""
+    controller = Controller(ControllerConfig(), CLOCK)
+    for name in ("a", "b"):
+        await controller.hello(hello(name, [waiting_row(1, 100), decode_row(2, 50)]))
+    await controller.route([query(77)])
+    return controller
+
+
+def epoch_of(controller: Controller) -> int:
+    return controller._epoch
+
+
+async def state(controller: Controller) -> str:
+    """All that an operator sees of replicas and reservations, as text."""
+    seen = await controller.snapshot()
+    kept = ("replicas", "reservations", "metric_sources")
+    return json.dumps({name: seen[name] for name in kept}, allow_nan=False)
+
+
+async def check_sound(controller: Controller) -> None:
+    """It places requests, shows itself, and writes its page."""
+    (decision,) = (await controller.route([query(99)])).decisions
+    assert decision.replica_id in (None, *controller._mirror.replicas)
+    await controller.release([99])
+    await state(controller)
+    assert b"sluice_" in await controller.render_metrics()
+
+
+ARRAYS = [
+    np.zeros(0),
+    np.zeros(3, np.int64),
+    np.zeros((2, 2), np.int32),
+    np.zeros((), ROW),
+    np.zeros(1 << 19, np.int32),
+    np.arange(1 << 19, dtype=np.int32),
+    np.array([-1], np.int32),
+    np.array([2**31 - 1], np.int32),
+    np.array([5, 5], np.int32),
+    np.array([None, "x"], object),
+    np.array(["a"]),
+    np.array([nan, inf]),
+    np.zeros(2, ROW),
+    np.full(2, 255, np.uint8).repeat(ROW.itemsize).view(ROW),
+    np.full(2, 127, np.uint8).repeat(HELD.itemsize).view(HELD),
+    np.zeros(1, ROW.descr[:-1]),
+    np.zeros(1, [*ROW.descr, ("more", "<i4")]),
+    np.zeros((), SUMMARY)[()],
+    np.full(SUMMARY.itemsize, 255, np.uint8).view(SUMMARY)[0],
+    np.float64(nan),
+    np.int64(-1),
+]
+JUNK: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 10**400, 3 + 1j),
+    *(nan, inf, -inf, 1e308, -0.5, 0.0, "", "a", "b", "x" * 300, "x" * 100_000, "\ud800", "\x00"),
+    *(b"bytes", {}, {"a": 1}, [], [1], [None], ["\ud800"], [[]], (), (1,), (None,), ((),), set()),
+    *([1] * 70_000, ["a"] * 70_000, (1,) * 300_000, frozenset({"guaranteed"}), frozenset({1})),
+    *(SLO(), SLO, object(), hello("a"), hello("d"), query(1), print, *ARRAYS),
+]
+
+SAMPLE = MetricSample("sluice_x", "counter", "X.", "sluice_x_total", (("a", "b"),), 1.0)
+PUSH = MetricsPush("router-1", (SAMPLE,))
+USE = QuotaUse("acme", 1.0, 2.0, 3.0)
+NOTICE = TroubleNotice("a", Trouble.FAILED)
+
+CALLS: dict[str, Callable[[Controller], tuple[Any, ...]]] = {
+    "hello": lambda _: (hello("c", [waiting_row(5, 10)]),),
+    "report": lambda controller: (delta("a", epoch_of(controller), 1, {0: waiting_row(5, 10)}),),
+    "route": lambda _: ([query(5)],),
+    "goodbye": lambda _: ("c",),
+    "release": lambda _: ([5, 6],),
+    "replica_gone": lambda _: (["c", "d"],),
+    "troubled": lambda _: (7, [NOTICE]),
+    "share_quotas": lambda _: ([USE],),
+    "push_metrics": lambda _: (PUSH,),
+    "load": lambda _: (None,),
+    "decisions": lambda _: (3,),
+    "drain": lambda _: ("c", False),
+}
+
+
+def places(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """Where something can be put in another's place: the value itself, and what it is made of."""
+    found = [path]
+    if isinstance(value, tuple | list):
+        for index, each in enumerate(value):
+            found += places(each, (*path, index))
+    return found
+
+
+def replaced(value: Any, path: tuple[int, ...], other: Any) -> Any:
+    if not path:
+        return other
+    parts = list(value)
+    parts[path[0]] = replaced(parts[path[0]], path[1:], other)
+    if isinstance(value, list):
+        return parts
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+@pytest.mark.parametrize("method", CALLS)
+async def test_a_call_with_anything_wrong_in_it_is_refused_and_changes_nothing(method: str) -> None:
+    refused = 0
+    controller = await fleet()
+    before = await state(controller)
+    for path in places(CALLS[method](controller))[1:]:
+        for junk in JUNK:
+            arguments = replaced(CALLS[method](controller), path, junk)
+            if await taken(controller, method, arguments):
+                await check_sound(controller)
+                controller = await fleet()
+                before = await state(controller)
+            else:
+                refused += 1
+                assert await state(controller) == before, (path, junk)
+    await check_sound(controller)
+    assert refused > len(JUNK) / 2
+
+
+async def taken(controller: Controller, method: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether a call is taken; it is refused with a reason, and fails in no other way."""
+    try:
+        told = await getattr(controller, method)(*arguments)
+    except ValueError as error:
+        assert 0 < len(str(error)) < 2_000
+        return False
+    return method != "route" or [each.reason for each in told.decisions] != [INVALID_QUERY]
+
+
+def mutated(chance: random.Random, line: bytes) -> bytes:
+    """A line with bits flipped, bytes cut out or doubled, or cut off."""
+    data = bytearray(line)
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        place = chance.randrange(len(data) or 1)
+        match chance.randrange(5):
+            case 0 if data:
+                data[place] ^= 1 << chance.randrange(8)
+            case 1:
+                del data[place : place + chance.randint(1, 20)]
+            case 2:
+                data[place:place] = data[place : place + chance.randint(1, 40)]
+            case 3:
+                data[place:place] = bytes(chance.randrange(256) for _ in range(3))
+            case _:
+                del data[place:]
+    return bytes(data).replace(b"\n", b"")
+
+
+NUMBERS = (b"null", b"-1", b"1e400", b"NaN", b"-Infinity", b"9" * 400, b"true", b'""', b"[]", b"{}")
+
+
+def renumbered(chance: random.Random, line: bytes) -> bytes:
+    """A line that is still JSON, with another value in the place of a number."""
+    found = list(re.finditer(rb"(?<=[\[,])-?[0-9.e+-]+(?=[\],])", line))
+    spot = chance.choice(found)
+    return line[: spot.start()] + chance.choice(NUMBERS) + line[spot.end() :]
+
+
+class Wire(asyncio.Transport):
+    """The controller's end of a connection, without a network."""
+
+    def __init__(self, server: RouteServer) -> None:
+        super().__init__()
+        self.sent = b""
+        self._protocol = _Served(server)
+        self._protocol.connection_made(self)
+        self.hear(server.token.encode() + b"\n")
+        assert self.sent == b"ok\n"
+
+    def hear(self, data: bytes) -> list[Any]:
+        """What the controller answers to ``data``."""
+        before = len(self.sent)
+        self._protocol.data_received(data)
+        return [json.loads(line) for line in self.sent[before:].splitlines() if line != b"ok"]
+
+    @property
+    def closed(self) -> bool:
+        return self._protocol.closed
+
+    def end(self) -> None:
+        self._protocol.connection_lost(None)
+
+    def write(self, data: Any) -> None:
+        self.sent += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        pass
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+@pytest.mark.parametrize("what", ["query", "report"])
+async def test_a_garbled_line_is_refused_or_ends_its_connection_alone(what: str) -> None:
+    chance = random.Random(what)
+    controller = await fleet()
+    server = controller._server
+    other = Wire(server)
+    closed = refused = 0
+    for number in range(1_500):
+        if what == "query":
+            asked: Any = [to_row(query(5)._replace(prefix=(1, 2), avoid=("a",)))]
+        else:
+            seq = controller._mirror.replicas["a"].seq + 1
+            sent = delta("a", epoch_of(controller), seq, {0: waiting_row(5, 10)}, finished=(3,))
+            asked = {"report": report_wire.to_json(sent)}
+        line = json.dumps([number, asked, CLOCK(), 5.0]).encode()
+        change = chance.choice((mutated, renumbered))
+        wire = Wire(server)
+        answers = wire.hear(change(chance, line) + b"\n")
+        assert len(answers) <= 1
+        assert wire.closed or answers, "it is answered, or the connection ends"
+        closed += wire.closed
+        refused += bool(answers and answers[0][1] is None)
+        wire.end()
+        # Another client is answered all the while.
+        (told,) = other.hear(json.dumps([number, [], CLOCK(), 5.0]).encode() + b"\n")
+        assert told[:2] == [number, epoch_of(controller)]
+        if "a" not in controller._mirror.replicas:
+            await controller.hello(hello("a"))
+    await check_sound(controller)
+    assert closed > 100 and (refused > 10 or what == "query")
+    other.end()
+    assert not server._trusted and not server._strangers
+
+
+async def test_a_report_under_another_replicas_name_is_asked_to_say_hello() -> None:
+    controller = await fleet()
+    await controller.report(delta("b", epoch_of(controller), 1))
+    before = await state(controller)
+    # a's next report, sent as b's: b is ahead, so the number is not the next one.
+    told = await controller.report(delta("b", epoch_of(controller), 1, {0: waiting_row(9, 9)}))
+    assert told.resync
+    assert await state(controller) == before
+
+
+async def test_reports_of_an_earlier_epoch_and_replays_change_nothing() -> None:
+    controller = await fleet()
+    first = delta("a", epoch_of(controller), 1, {0: decode_row(1, 100)})
+    assert not (await controller.report(first)).resync
+    before = await state(controller)
+    for late in (first, first._replace(epoch=first.epoch - 1, seq=2), first._replace(seq=3)):
+        assert (await controller.report(late)).resync
+        assert await state(controller) == before
+
+
+def of_older(message: Any, fields: int) -> Any:
+    """As it comes from a process whose class had only the first ``fields`` of them: a named tuple
+    travels as its class and its fields in order."""
+    return type(message)(*tuple(message)[:fields])
+
+
+async def test_messages_of_an_older_version_are_understood() -> None:
+    """In a rolling update old routers and replicas ask a new controller, by actor calls."""
+    controller = await fleet()
+    required = {RouteQuery: 3, ReplicaDelta: 9, ReplicaHello: 15}
+    for kind, least in required.items():
+        assert len(kind._fields) - len(kind._field_defaults) == least, "old ones lack this field"
+    older_hello = of_older(hello("c", [waiting_row(5, 10)]), 15)
+    older_delta = of_older(delta("c", epoch_of(controller), 1), 9)
+    older_query = of_older(query(5), 3)
+    assert not (await controller.hello(older_hello)).resync
+    assert not (await controller.report(older_delta)).resync
+    (decision,) = (await controller.route([older_query])).decisions
+    assert decision.replica_id in ("a", "b", "c")
+
+
+async def test_tables_of_another_version_are_refused_and_harm_nobody() -> None:
+    controller = await fleet()
+    before = await state(controller)
+    other = np.zeros(1, [*ROW.descr, ("more", "<i4")])
+    with pytest.raises(ValueError, match="rows must be an array of the row type"):
+        await controller.hello(hello("c", [waiting_row(5, 10)])._replace(rows=other))
+    assert await state(controller) == before
+    await check_sound(controller)
