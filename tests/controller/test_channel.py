@@ -35,7 +35,9 @@ from controller.wire_format import FORMAT
 from scheduling.objective import SLO
 from tests.controller.fleet import Clock, delta, waiting_row
 
-QUERY = RouteQuery(7, SLO(ttft_s=0.5, tpot_s=0.05, priority=3, service_class="fast"), 120, 0.25)
+QUERY = RouteQuery(
+    7, SLO(ttft_s=0.5, tpot_s=0.05, priority=3, service_class="fast"), 120, 0.25, avoid=("x", "y")
+)
 
 
 class Placed:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from controller.actor import MAX_QUERIES
 from controller.channel import MAX_TIMEOUTS
 from controller.client import (
+    QUARANTINE_KEPT_S,
     ControllerClient,
     controller_actor_name,
     ensure_controller,
@@ -25,8 +26,8 @@ from controller.client import (
 from controller.config import ControllerConfig
 from controller.detached import DetachedController
 from controller.lookup import NAMESPACE
-from controller.messages import RouteDecision
-from tests.controller.fleet import delta, hello, query, waiting_row
+from controller.messages import MetricsPush, RouteDecision, Trouble
+from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 from tests.own_ray import own_ray
 
 pytestmark = pytest.mark.ray
@@ -51,12 +52,15 @@ def app(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @contextlib.asynccontextmanager
 async def connected(
-    app: str, timeout_s: float = 5.0, registry: CollectorRegistry | None = None
+    app: str,
+    timeout_s: float = 5.0,
+    registry: CollectorRegistry | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[ControllerClient]:
     """A client; its deadline is generous where the test is not about deadlines."""
     # Started first and with patience: these tests may share a busy machine.
     await asyncio.to_thread(ensure_controller, app, CONFIG, 120)
-    client = await asyncio.to_thread(ControllerClient, app, CONFIG, timeout_s, registry)
+    client = await asyncio.to_thread(ControllerClient, app, CONFIG, timeout_s, registry, clock)
     try:
         yield client
     finally:
@@ -143,6 +147,27 @@ async def test_the_whole_conversation(app: str) -> None:
         assert await client.route(query(12)) == RouteDecision(None, "no_replica")
         page = await client.render_metrics()
         assert page is not None and b"sluice_decisions_total" in page
+
+
+async def test_troubles_are_told_and_what_becomes_of_them_is_heard(app: str) -> None:
+    clock = Clock()
+    async with connected(app, clock=clock) as client:
+        assert await client.hello(hello("a", now_s=5)) is not None
+        await until(lambda: _placed_by_connection(client), "the connection is open")
+        assert await client.hello(hello("b", now_s=5)) is not None
+        assert client.quarantined == frozenset()
+        client.troubled("a", Trouble.HUNG)
+
+        async def heard() -> bool:
+            placed = await client.route(query(2))
+            return placed is not None and client.quarantined == {"a"}
+
+        await until(heard, "the replica is in quarantine")
+        assert await client.push_metrics(MetricsPush("router", ()))
+        assert client.quarantined == {"a"}
+        # Nothing is heard for long: what was said then counts no more.
+        clock.advance(QUARANTINE_KEPT_S + 1)
+        assert client.quarantined == frozenset()
 
 
 async def test_concurrent_questions_share_calls(app: str) -> None:

@@ -338,6 +338,31 @@ async def test_a_pool_that_has_failed_a_request_hands_it_to_the_others(
 
 
 @pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        (Hint(quarantined=("a",)), "b"),
+        (Hint("a", quarantined=("a",)), "a"),
+        # One that has just failed the request is better than one that fails all.
+        (Hint(avoid=("b",), quarantined=("a",)), "b"),
+        # And that is better than none, but no better than one that an operator has closed.
+        (Hint(closed=("a",), quarantined=("b",)), "b"),
+        (Hint(avoid=("a",), quarantined=("a", "b")), "b"),
+    ],
+)
+async def test_a_quarantined_replica_is_chosen_by_a_target_or_as_the_last(
+    replicas: ServeReplicas, hint: Hint, expected: str
+) -> None:
+    chosen = await lone_router()._choose_replica_for_request(hinted(hint))
+    assert chosen.replica_id.unique_id == expected
+
+
+async def test_another_pool_is_better_than_a_quarantined_replica(replicas: ServeReplicas) -> None:
+    router = lone_router(other_pools=True)
+    with pytest.raises(NoReplicaError):
+        await router._choose_replica_for_request(hinted(Hint(avoid=("b",), quarantined=("a",))))
+
+
+@pytest.mark.parametrize(
     "hint",
     [
         Hint(),

@@ -13,10 +13,11 @@ import pytest
 import uvicorn
 
 from controller.config import ControllerConfig
-from controller.messages import RouteQuery, Tier
+from controller.messages import RouteQuery, Tier, Trouble, TroubleNotice
 from router.admin.overseer import Overseer
 from router.config import RouterConfig
 from router.metrics import Outcome
+from scheduling.breaker import FAILURES
 from scheduling.objective import SLO, TokenClock
 from tests.controller.fleet import decode_row, delta, hello, waiting_row
 from tests.router.browser import Browser, Tab, browser
@@ -254,6 +255,34 @@ def test_draining_takes_two_clicks_and_is_taken_back_with_one(
         tab.click(button)
         tab.until(f"document.querySelector('{button}').innerText === 'Drain'")
         assert site.do(site.local.controller.route([])).closed == ()
+        check_whole(tab, site)
+
+
+def test_a_replica_in_quarantine_says_why_and_what_comes_next(
+    chromium: Browser, site: Site
+) -> None:
+    card = "document.querySelector('[data-replica=k3x9a2bq]')"
+    controller = site.local.controller
+    with chromium.tab() as tab:
+        opened(tab, site)
+        # As often as opens a breaker also where the engine has just made a step.
+        notices = [TroubleNotice("k3x9a2bq", Trouble.HUNG)] * FAILURES
+        site.do(controller.troubled(1, notices))
+        tab.until(f"{card}.innerText.includes('in quarantine, it hangs')")
+        assert tab.eval(f"{card}.classList.contains('off')")
+        assert "2 of 3" in tab.text("#tiles")
+        tab.until(f"{card}.innerText.includes('one request at a time tries it')")
+        probe = RouteQuery(80, CLASSES["batch"], 100, request_id=f"{80:032x}")
+        reply = site.do(controller.route([probe]))
+        assert reply.decisions[0].replica_id == "k3x9a2bq"
+        report = delta("k3x9a2bq", reply.epoch, 2, finished=(80,))
+        report.summary["steps"] = 10
+        assert not site.do(controller.report(report)).resync
+        tab.until(f"{card}.innerText.includes('ready')")
+        tab.enter("#request", f"{80:032x}")
+        tab.until("document.querySelectorAll('#decisions details').length === 1")
+        tab.until("document.querySelector('#decisions .why table')")
+        assert "tries a replica that was in quarantine" in tab.text("#decisions .why")
         check_whole(tab, site)
 
 
