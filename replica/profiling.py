@@ -140,7 +140,7 @@ def write_profile(path: Path, profile: LatencyProfile) -> None:
 
 
 def save_profile(path: Path, profile: LatencyProfile) -> None:
-    """Write ``profile`` to ``path``, whole or not at all.
+    """Write ``profile`` to ``path``, whole or not at all, also where power is lost.
 
     Raises:
         OSError: it cannot be written.
@@ -149,7 +149,10 @@ def save_profile(path: Path, profile: LatencyProfile) -> None:
     # In a directory of its own, which goes whatever happens.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
         file = Path(directory) / path.name
-        file.write_text(profile.to_json(), encoding="utf-8")
+        with file.open("w", encoding="utf-8") as writing:
+            writing.write(profile.to_json())
+            writing.flush()
+            os.fsync(writing.fileno())
         file.chmod(0o644)
         file.replace(path)
 

@@ -46,7 +46,7 @@ _TIMED: Final = (
 class FileRecord(BaseModel):
     """A stored file. Times are Unix seconds."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     id: str
     owner: str
@@ -74,7 +74,7 @@ class FileRecord(BaseModel):
 class LineFault(BaseModel):
     """Why a batch was refused: ``line`` counts from 1, and is ``None`` for the whole file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     code: str
     message: str
@@ -95,7 +95,7 @@ class BatchRecord(BaseModel):
         output_file_id, error_file_id: its results, where it has ended and there are any.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     id: str
     owner: str

@@ -25,10 +25,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from router.batches.config import BatchesConfig
 from router.batches.disk import (
@@ -405,12 +406,23 @@ def _batch(folder: Path, fresh: bool = False) -> BatchRecord | None:
     record = _read(folder / _RECORD, BatchRecord, fresh)
     if record is None or record.ended or record.cancelling:
         return record
-    with suppress(FileNotFoundError):
-        asked_s = float((folder / _CANCEL).read_text(encoding="ascii"))
-        return record.model_copy(
-            update={"reached_s": {**record.reached_s, Status.CANCELLING: asked_s}}
-        )
-    return record
+    asked_s = _asked_s(folder / _CANCEL)
+    if asked_s is None:
+        return record
+    return record.model_copy(update={"reached_s": {**record.reached_s, Status.CANCELLING: asked_s}})
+
+
+def _asked_s(path: Path) -> float | None:
+    """When the batch was asked to end, Unix seconds. That the file is there is what counts: of a
+    damaged one its own time is taken."""
+    try:
+        with suppress(ValueError):
+            asked_s = float(path.read_text(encoding="ascii"))
+            if isfinite(asked_s):
+                return asked_s
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None
 
 
 def _read(path: Path, kind: type[_Record], fresh: bool = False) -> _Record | None:
@@ -422,23 +434,49 @@ def _read(path: Path, kind: type[_Record], fresh: bool = False) -> _Record | Non
     try:
         found = path.stat()
         if fresh:
-            return kind.model_validate_json(path.read_bytes())
-        parsed = _parsed(os.fspath(path), kind, found.st_ino, found.st_mtime_ns, found.st_size)
+            parsed = _parse(path, kind)
+        else:
+            version = (found.st_ino, found.st_mtime_ns, found.st_size)
+            parsed = _parsed(os.fspath(path), kind, *version)
     except FileNotFoundError:
         return None
-    except ValueError:
-        _tell_of(os.fspath(path))
+    except ValueError as error:
+        _tell_of(os.fspath(path), _first_line(error))
         return None
     assert isinstance(parsed, kind)
     return parsed
 
 
+def _first_line(error: ValueError) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'text'}: {first['msg']}"
+    return str(error)
+
+
 @lru_cache(maxsize=1_024)
-def _tell_of(path: str) -> None:
+def _tell_of(path: str, why: str) -> None:
     """Say once that a record cannot be read: it is come by every few seconds."""
-    _log.warning("%s is not a record of ours; it is passed over", path)
+    _log.warning(
+        "%s is not a record of ours, and what it tells of is hidden: restore it, or delete it (%s)",
+        path,
+        why,
+    )
 
 
 @lru_cache(maxsize=_KEPT_RECORDS)
 def _parsed(path: str, kind: type[BaseModel], *_version: int) -> BaseModel:
-    return kind.model_validate_json(Path(path).read_bytes())
+    return _parse(Path(path), kind)
+
+
+def _parse(path: Path, kind: type[BaseModel]) -> BaseModel:
+    record = kind.model_validate_json(path.read_bytes())
+    # Or what else is of it would be looked for elsewhere, outside of the folder perhaps.
+    if isinstance(record, BatchRecord):
+        sound = (record.owner, record.id) == (path.parents[2].name, path.parent.name)
+    else:
+        assert isinstance(record, FileRecord)
+        sound = (record.owner, record.id) == (path.parents[1].name, path.stem)
+    if not sound:
+        raise ValueError("it is the record of something else")
+    return record

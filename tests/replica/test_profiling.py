@@ -53,6 +53,32 @@ def test_a_corrupt_profile_is_refused_with_a_reason_and_replaced(tmp_path, caplo
     assert read_profile(path, "key") == PROFILE
 
 
+def test_a_profile_cut_off_or_garbled_anywhere_is_read_as_none_or_as_one(tmp_path):
+    path = profile_path(tmp_path, "key")
+    write_profile(path, PROFILE)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        for damaged in (whole[:place], whole[:place] + b"\0\xff" + whole[place + 2 :]):
+            path.write_bytes(damaged)
+            read = read_profile(path, "key")
+            # Only what stands in for a space is not noticed.
+            assert read is None or read == PROFILE
+
+
+def test_a_write_that_is_broken_off_leaves_the_old_one(tmp_path, monkeypatch):
+    path = profile_path(tmp_path, "key")
+    write_profile(path, PROFILE)
+
+    def crash(_handle):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", crash)
+    with pytest.raises(KeyboardInterrupt):
+        write_profile(path, LatencyProfile.of("key", LinearLatency(1.0, 1.0, 1.0)))
+    assert read_profile(path, "key") == PROFILE
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
 def test_a_profile_of_something_else_is_not_used(tmp_path, caplog):
     path = profile_path(tmp_path, "other")
     write_profile(path, PROFILE)

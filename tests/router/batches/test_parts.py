@@ -480,6 +480,48 @@ def test_a_damaged_record_hides_itself_alone(
     assert kept.store.unfinished() == [batch] == kept.store.unfinished()
     assert kept.store.file("anyone", kept.file.id) is None
     assert len(caplog.records) == 2, "each is told of once"
+    assert all("restore it, or delete it" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", ["batch.json", "cancel"])
+def test_a_batch_file_cut_off_or_garbled_anywhere_hides_at_most_its_batch(
+    tmp_path: Path, name: str
+) -> None:
+    kept = Kept(tmp_path)
+    batch, other = kept.batch(), kept.batch()
+    kept.store.cancel(batch)
+    path = tmp_path / "anyone/batches" / batch.id / name
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        for damaged in (whole[:place], whole[:place] + b"\xff" + whole[place + 1 :]):
+            path.unlink()
+            path.write_bytes(damaged)
+            found = kept.store.unfinished()
+            assert other in found
+            for record in found:
+                json.dumps(record.shown())
+            if name == "cancel":
+                assert [record.cancelling for record in found if record.id == batch.id] == [True]
+
+
+@pytest.mark.parametrize("change", [{"owner": "../x"}, {"id": "batch_" + "0" * 32}])
+def test_a_record_of_something_else_is_none(tmp_path: Path, change: dict[str, str]) -> None:
+    kept = Kept(tmp_path)
+    batch = kept.batch()
+    path = tmp_path / "anyone/batches" / batch.id / "batch.json"
+    path.write_text(batch.model_copy(update=change).model_dump_json())
+    assert kept.store.unfinished() == []
+    assert kept.store.lease(batch) is None
+
+
+@pytest.mark.parametrize("time", ["NaN", "Infinity", "-Infinity"])
+def test_a_time_that_is_none_is_no_record(tmp_path: Path, time: str) -> None:
+    kept = Kept(tmp_path)
+    batch = kept.batch()
+    path = tmp_path / "anyone/batches" / batch.id / "batch.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({**fields, "created_s": float(time)}))
+    assert kept.store.batches("anyone") == []
 
 
 def test_a_record_that_cannot_be_read_is_not_swept(tmp_path: Path) -> None:
