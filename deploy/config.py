@@ -101,6 +101,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         # Not what the parser says: it shows the line, which may hold a key.
         raise ValueError(f"{path} is not YAML{_place_of(error)}") from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        # Whatever the parser runs into: a date or number that is none, a tag, or depth.
+        raise ValueError(
+            f"{path} cannot be read: a value in it is not of its type, or nested too deeply"
+        ) from None
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a mapping at its top level")
     return data

@@ -4,6 +4,8 @@ import traceback
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deploy.app import build
 from deploy.config import SluiceConfig, load_config
@@ -85,3 +87,44 @@ def test_every_field_says_what_it_is() -> None:
         if not field.get("description")
     ]
     assert bare == []
+
+
+KEY = "top-secret-key-of-acme"
+WHOLE = f"""
+engine: {{kind: simulated}}
+router:
+  api_keys: [{{key: {KEY}, name: acme}}]
+  classes: {{fast: {{ttft_ms: 100.5, priority: 3}}}}
+  default_class: fast
+  batches: {{service_class: fast}}
+""".encode()
+ODD = (
+    *(b"[" * 5_000, b"2026-99-99", b"!!bool x", b"!!timestamp x", b"9" * 5_000, b"!!int x"),
+    *(b"{{a: 1}: 2}", b"&a [*a]", b"\x00", b"!!python/object:os.system x", b"- ", b": "),
+)
+
+
+@given(
+    place=st.integers(0, len(WHOLE)),
+    cut=st.integers(0, 40) | st.just(len(WHOLE)),
+    put=st.binary(max_size=3) | st.sampled_from(ODD),
+)
+def test_a_damaged_file_is_refused_by_name_or_is_a_configuration(
+    tmp_path_factory: pytest.TempPathFactory, place: int, cut: int, put: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "sluice.yaml"
+    path.write_bytes(WHOLE[:place] + put + WHOLE[place + cut :])
+    try:
+        load_config(path)
+    except ValueError as error:
+        told = str(error)
+        assert told.startswith((str(path), "the configuration is not valid:\n"))
+        assert KEY not in told
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_yaml_cannot_make_is_refused_by_name(tmp_path: Path, odd: bytes) -> None:
+    path = tmp_path / "sluice.yaml"
+    path.write_bytes(b"name: " + odd)
+    with pytest.raises(ValueError, match=r"sluice\.yaml|the configuration is not valid"):
+        load_config(path)
