@@ -75,5 +75,6 @@ SCENARIOS = (
         tidy=True,
         planned=True,
         longer_s=30.0,
+        quick=False,
     ),
 )
