@@ -19,7 +19,9 @@ _KINDS = (
     (":Router", "routers"),
     ("DetachedController", "controller"),
     ("haproxy", "HAProxy"),
-    ("ray::", "Serve"),
+    ("ServeController", "Serve"),
+    ("ProxyActor", "Serve"),
+    ("HAProxyManager", "Serve"),
 )
 """Part of a process's title -> what it is; the first one that fits."""
 

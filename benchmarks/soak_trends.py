@@ -71,7 +71,7 @@ def trends(samples: Sequence[Sample]) -> list[Trend]:
 def trend(series: Series, points: np.ndarray) -> Trend:
     """How a series went. It grows where the median of its last quarter is more than that of its
     first by more than is allowed of its kind (a number and a share), and its slope is more than
-    twice its standard error.
+    twice its standard error. What counts events (``_total``) is not judged.
 
     Args:
         points: ``[samples, 2]``, seconds and values, four samples or more.
@@ -87,6 +87,7 @@ def trend(series: Series, points: np.ndarray) -> Trend:
     number, share = _ALLOWED.get(series.what, _ALLOWED_OF_GAUGES)
     grows = (
         series.kind in JUDGED
+        and not series.what.endswith("_total")
         and hours[-1] - hours[0] >= LEAST_S / 3600
         and last - first > max(number, share * first)
         and slope > 2 * error

@@ -145,6 +145,7 @@ def test_a_short_time_says_nothing_and_rays_own_growth_is_not_ours() -> None:
     assert not trend(Series("Ray", "1", "memory MiB"), points(rising)).grows
     assert not trend(MEMORY, points(rising[::-1])).grows
     assert trend(Series(APPLICATION, "", "sluice_reservations"), points(rising)).grows
+    assert not trend(Series(APPLICATION, "", "sluice_resumes_total"), points(rising)).grows
 
 
 def test_a_process_that_was_not_there_for_half_of_the_time_is_left_out() -> None:
