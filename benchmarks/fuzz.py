@@ -30,13 +30,17 @@ PATIENCE_S = 0.3
 """How long an answer may keep silent before the client says that it sends no more, seconds: many of
 the requests announce more than they have."""
 
-HANG_S = 20.0
-"""Silence after that which counts as a connection that hangs, seconds."""
+HANG_S = 45.0
+"""Silence after that which counts as a connection that hangs, seconds. A router waits 30 s for the
+rest of a body, and a proxy before it does not tell it that none will come."""
 
 MAX_ANSWER = 8 << 20
 _MAX_SHOWN = 5
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
+_HTTP2 = re.compile(rb"\x00\x00.\x04", re.DOTALL)
+"""Begins what a proxy answers to who speaks HTTP/2."""
+
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
@@ -146,6 +150,8 @@ async def send(host: str, port: int, raw: Raw) -> Answer:
 def responses(raw: bytes) -> list[Response]:
     """Every response in ``raw``; one of status 0 ends the list where something else stands."""
     found: list[Response] = []
+    if _HTTP2.match(raw):
+        return found
     while raw:
         head, _, rest = raw.partition(b"\r\n\r\n")
         match = _STATUS.match(head)

@@ -145,6 +145,7 @@ def test_the_same_seed_makes_the_same_requests() -> None:
     [
         (b"", []),
         (b"junk", [0]),
+        (b"\x00\x00\x12\x04\x00\x00\x00\x00\x00settings of HTTP/2", []),
         (b"HTTP/1.1 400 Bad\r\n\r\nuntil the end HTTP/1.1 200 ", [400]),
         (
             b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
