@@ -36,7 +36,13 @@ from scheduling.objective import SLO
 from tests.controller.fleet import Clock, delta, waiting_row
 
 QUERY = RouteQuery(
-    7, SLO(ttft_s=0.5, tpot_s=0.05, priority=3, service_class="fast"), 120, 0.25, avoid=("x", "y")
+    7,
+    SLO(ttft_s=0.5, tpot_s=0.05, priority=3, service_class="fast"),
+    120,
+    0.25,
+    avoid=("x", "y"),
+    tenant=2**62 + 1,
+    weight=2.5,
 )
 
 
