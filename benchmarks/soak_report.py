@@ -20,6 +20,10 @@ CUT_S = 5.0
 """How long after the death of who held them connections may still be found broken, seconds."""
 
 
+MOST_FAILURES = 1_000
+"""So many failed requests are listed one by one."""
+
+
 class Injury(NamedTuple):
     """One that was done: when, from the load's start, what to whom, and for how long."""
 
@@ -81,6 +85,11 @@ def summary(
         "all": of_class(outcomes),
         "batch_lines": {end: count for end, count in batches.items() if count},
         "ends": _ends(outcomes, kinds),
+        "failures": [
+            {"at_s": round(each.sent_s, 1), "kind": kind.name, "end": f"{each.end}: {each.reason}"}
+            for each, kind in zip(outcomes, kinds, strict=True)
+            if each.end in (End.FAILED, End.CUT, End.SILENT)
+        ][:MOST_FAILURES],
         "late_ms": round(1e3 * max((each.late_s for each in outcomes), default=0.0), 1),
         "injuries": [
             {**injury._asdict(), "at_s": round(injury.at_s, 1), "seconds": round(injury.seconds, 1)}
