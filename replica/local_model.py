@@ -6,13 +6,24 @@ prefills, decodes, streams and stops exactly as with trained weights.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
+import logging
+import os
 import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_FORMAT = 1
+_log = logging.getLogger(__name__)
+
+_FORMAT = 2
 """Part of the directory name: a change of anything below must not find an older model."""
+
+_DIGESTS = "digests.json"
+"""SHA-256 of each of the other files, by name. It is written last."""
 
 _VOCABULARY = 2048
 _SPECIAL = ("<|end|>", "<|begin|>", "<|pad|>")
@@ -71,8 +82,9 @@ def local_model(
 ) -> Path:
     """Directory of the model of these parameters; it is made at the first call.
 
-    Equal parameters make equal files. Two makers at once do no harm: each writes its own temporary
-    directory, and the first to rename it wins.
+    Equal parameters make equal files. It is there whole or not at all, also where its maker
+    crashes or power is lost. One whose files have changed since is logged and made anew. Of several
+    processes one makes it, and the others wait. ``O(bytes)``: the files are read each time.
 
     Args:
         cache_dir: models are kept in ``cache_dir/models``.
@@ -84,7 +96,7 @@ def local_model(
 
     Raises:
         ValueError: a size that is not positive, one expert, or a width that 64 does not divide.
-        OSError: the directory cannot be written.
+        OSError: the directory cannot be read, written or locked.
     """
     if layers < 1 or max_positions < 16:
         raise ValueError(
@@ -98,22 +110,66 @@ def local_model(
     kind = f"moe{experts}" if experts else "llama"
     name = f"sluice-{kind}-{layers}x{hidden}-{max_positions}-seed{seed}-v{_FORMAT}"
     target = cache_dir.expanduser() / "models" / name
-    if target.is_dir():
+    if _is_whole(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
-    try:
-        vocabulary = _save_tokenizer(temporary, max_positions)
-        _save_weights(temporary, _config(layers, hidden, max_positions, vocabulary, experts), seed)
-        temporary.chmod(0o755)
-        try:
-            temporary.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with _locked(target.parent / ".lock"):
+        if not _is_whole(target):
+            temporary = target.with_name(f".{name}.part")
+            shutil.rmtree(temporary, ignore_errors=True)  # of a maker that was killed
+            temporary.mkdir()
+            try:
+                vocabulary = _save_tokenizer(temporary, max_positions)
+                config = _config(layers, hidden, max_positions, vocabulary, experts)
+                _save_weights(temporary, config, seed)
+                _seal(temporary)
+                if target.exists():
+                    _log.warning("the local model %s is damaged and made anew", target)
+                    shutil.rmtree(target)
+                temporary.rename(target)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+            _sync(target.parent)
     return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of ``path``, which the system frees where its holder dies."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _seal(directory: Path) -> None:
+    """Make the files outlive a loss of power, and write down what they are."""
+    paths = sorted(directory.iterdir())
+    digests = directory / _DIGESTS
+    digests.write_text(json.dumps({path.name: _digest(path) for path in paths}, indent=2) + "\n")
+    for path in (*paths, digests, directory):
+        _sync(path)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether every file is as it was made."""
+    try:
+        digests: dict[str, str] = json.loads((directory / _DIGESTS).read_bytes())
+        return all(_digest(directory / name) == digest for name, digest in digests.items())
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _save_tokenizer(directory: Path, max_positions: int) -> int:

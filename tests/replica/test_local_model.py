@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -32,7 +34,55 @@ def test_two_makers_get_equal_files_and_a_second_call_makes_nothing(model_dir, t
     made = (other / "model.safetensors").stat().st_mtime_ns
     assert local_model(tmp_path, layers=2, hidden=128) == other
     assert (other / "model.safetensors").stat().st_mtime_ns == made
-    assert [path.name for path in (tmp_path / "models").iterdir()] == [other.name]
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [".lock", other.name]
+
+
+def _cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_a_damaged_one_is_made_anew(tmp_path, caplog):
+    model = local_model(tmp_path, layers=1, hidden=64)
+    sound = _contents(model)
+    for name, damage in (
+        ("model.safetensors", _cut),
+        ("model.safetensors", _flip_a_bit),
+        ("tokenizer.json", Path.unlink),
+        ("digests.json", _cut),
+    ):
+        damage(model / name)
+        caplog.clear()
+        assert local_model(tmp_path, layers=1, hidden=64) == model
+        assert f"{model} is damaged" in caplog.text
+        assert _contents(model) == sound
+
+
+def test_one_whose_maker_crashed_is_not_there(tmp_path, monkeypatch):
+    def crash(_handle):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", crash)
+        with pytest.raises(KeyboardInterrupt):
+            local_model(tmp_path, layers=1, hidden=64)
+    models = tmp_path / "models"
+    assert [path.name for path in models.iterdir()] == [".lock"]
+    # One that was killed leaves what it had.
+    name = "sluice-llama-1x64-8192-seed0-v2"
+    (models / f".{name}.part").mkdir()
+    (models / f".{name}.part" / "model.safetensors").write_bytes(b"half")
+    assert local_model(tmp_path, layers=1, hidden=64) == models / name
+    assert sorted(path.name for path in models.iterdir()) == [".lock", name]
 
 
 def test_seeds_differ(model_dir, tmp_path):
