@@ -201,7 +201,7 @@ def test_a_short_soak_with_faults_loses_nothing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("benchmarks.soak.running", _on_the_shared_ray)
     monkeypatch.setattr("benchmarks.soak._free_port", shared_ray.serve_port)
     monkeypatch.setattr("benchmarks.soak_faults.PAUSE_S", (2.0, 4.0))
-    command = ["--minutes", "0.3", "--faults", "--seed", "3", "--rate", "4", "--json"]
+    command = ["--minutes", "0.2", "--faults", "--seed", "3", "--rate", "4", "--json"]
     done = CliRunner().invoke(soak, command)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.output
     found: dict[str, Any] = json.loads(done.stdout)
