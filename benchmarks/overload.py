@@ -2,9 +2,11 @@
 the same when clients send far more than can be, and come again at once when they are refused?
 
 Run with ``sluice bench overload``. The classes refuse what cannot be promised, so all that is
-served was promised. The runs take turns on one cluster, the same requests at the same times with
-and without retries. The client and the cluster share this machine: see how late the client was, and
-how busy the machine, before believing a figure.
+served was promised. The runs take turns on one cluster: in each round the same requests at the same
+times with and without retries, each of the two first in every other round. Which requests are
+promised is chance, so one run says little: see the error beside the ratio. The client and the
+cluster share this machine: see how late the client was, and how busy the machine, before believing
+a figure.
 
 The exit status is 1 if an answer was lost, or if with retries less was served in time than
 :data:`LEAST_RATIO` of what was without.
@@ -18,6 +20,8 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from math import sqrt
+from statistics import fmean, stdev
 from typing import Any, Final
 
 import click
@@ -49,7 +53,7 @@ ENGINE: Final[dict[str, Any]] = {
 SLO_OF: Final = SLO(ttft_s=1.5, tpot_s=0.15, priority=2, service_class="strict")
 CLASS: Final = {"ttft_ms": 1_500, "tpot_ms": 150, "priority": 2, "when_unattainable": "reject"}
 
-RATE: Final = 3.0
+RATE: Final = 3.6
 """About what one engine can promise of such requests, requests a second: 1x."""
 
 PATIENCE_S: Final = 5.0
@@ -57,8 +61,11 @@ PATIENCE_S: Final = 5.0
 
 LEAST_RATIO: Final = 0.95
 
+WARM_UP_S: Final = 5.0
+"""What ends in the first seconds of a run does not count: the engines begin it empty."""
+
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 300, 40
-_WARM_UP_S = 5.0
+_SHAPE = 8.0  # of the lengths' distribution: the more they differ, the more is chance
 _SETTINGS: Final = {"none": 0.0, "at once": PATIENCE_S}
 _DEFAULT = RouterConfig()
 
@@ -66,13 +73,14 @@ Json = dict[str, Any]
 
 
 @click.command(name="overload")
-@click.option("--seconds", default=20.0, show_default=True, type=click.FloatRange(1, 3_600))
+@click.option("--seconds", default=30.0, show_default=True, type=click.FloatRange(6, 3_600))
+@click.option("--rounds", default=4, show_default=True, type=click.IntRange(1, 100))
 @click.option(
     "--load",
     "loads",
     multiple=True,
     type=click.FloatRange(0.1, 100),
-    help="Times of what the engines can do; several.  [default: 1, 3, 10]",
+    help="Times of what the engines can do; several.  [default: 3, 10]",
 )
 @click.option("--replicas", default=2, show_default=True, type=click.IntRange(1, 64))
 @click.option(
@@ -86,6 +94,7 @@ Json = dict[str, Any]
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def overload(
     seconds: float,
+    rounds: int,
     loads: tuple[float, ...],
     replicas: int,
     refusals_per_s: float,
@@ -100,21 +109,23 @@ def overload(
     """
     say = Console(stderr=True).print
     config = _config(replicas, refusals_per_s)
-    rows: list[Json] = []
+    runs: list[Json] = []
     # Ray's own messages must not stand between the lines of the JSON.
     with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
         url = f"{base_url(config)}/v1/completions"
-        _replayed(url, window(make_load(RATE * replicas, 60.0, seed), 0.0, _WARM_UP_S), 0.0)
-        for load in loads or (1.0, 3.0, 10.0):
-            workload = make_load(load * RATE * replicas, seconds, seed)
-            for retries, patience_s in _SETTINGS.items():
-                outcomes, usage = _replayed(url, workload, patience_s)
-                row = {"load": load, "retries": retries, **figures(outcomes, usage, seconds)}
-                say(f"{load:g}x, retries {retries}: {row['goodput']:.2f}/s in time")
-                rows.append(row)
-    add_ratios(rows)
+        # Of the heaviest kind, so that what grows by a storm once has grown.
+        _run(url, window(make_load(10 * RATE * replicas, 60.0, seed), 0.0, WARM_UP_S), PATIENCE_S)
+        for number in range(rounds):
+            for load in loads or (3.0, 10.0):
+                workload = make_load(load * RATE * replicas, seconds, seed + number)
+                for retries in list(_SETTINGS)[:: -1 if number % 2 else 1]:
+                    outcomes, usage, memory = _run(url, workload, _SETTINGS[retries])
+                    row = figures(outcomes, usage, memory, seconds)
+                    say(f"{load:g}x, retries {retries}: {row['goodput']:.2f}/s in time")
+                    runs.append({"load": load, "retries": retries, "round": number, **row})
+    rows = summary(runs)
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps({"summary": rows, "runs": runs}, indent=2))
     else:
         Console().print(table(rows))
     missed = any(row["ratio"] < LEAST_RATIO for row in rows)
@@ -122,13 +133,13 @@ def overload(
 
 
 def make_load(rate: float, seconds: float, seed: int) -> Workload:
-    """Poisson arrivals for so many seconds, with lengths drawn from exponential distributions."""
+    """Poisson arrivals for so many seconds, with lengths drawn from gamma distributions."""
     chance = np.random.default_rng(seed)
     times = np.cumsum(chance.exponential(1 / rate, size=round(2 * rate * seconds) + 50))
     times = times[times < seconds]
     most = ENGINE["max_model_tokens"] // 2
-    prompts = np.clip(chance.exponential(_PROMPT_TOKENS, len(times)), 8, most)
-    outputs = np.clip(chance.exponential(_OUTPUT_TOKENS, len(times)), 2, most)
+    prompts = np.clip(chance.gamma(_SHAPE, _PROMPT_TOKENS / _SHAPE, len(times)), 8, most)
+    outputs = np.clip(chance.gamma(_SHAPE, _OUTPUT_TOKENS / _SHAPE, len(times)), 2, most)
     return Workload(
         "overload",
         tuple(
@@ -156,35 +167,52 @@ def _config(replicas: int, refusals_per_s: float) -> SluiceConfig:
     )
 
 
-def _replayed(url: str, workload: Workload, patience_s: float) -> tuple[list[Outcome], Usage]:
+def _run(
+    url: str, workload: Workload, patience_s: float
+) -> tuple[list[Outcome], Usage, dict[str, list[float]]]:
+    """The outcomes, what was used, and the memory before and after, MiB, by kind of process."""
+    before = _memory()
     meter = Meter()
     outcomes = asyncio.run(
         replay(url, "simulated", workload, on_sent=meter.stop, patience_s=patience_s)
     )
-    return outcomes, meter.usage
+    after = _memory()
+    return outcomes, meter.usage, {kind: [before.get(kind, 0.0), after[kind]] for kind in after}
 
 
-def figures(outcomes: Sequence[Outcome], usage: Usage, seconds: float) -> Json:
-    """What is reported of one run, as plain data.
-
-    ``goodput`` counts what was answered within its objective before the last request was due: what
-    a client gets by its patience after that would be none of the same time.
-    """
-    in_time = [
-        each for each in outcomes if each.attained and each.ended_s and each.ended_s <= seconds
-    ]
-    refusals_ms = [1e3 * each.refused_s / each.refusals for each in outcomes if each.refusals]
-    memory = dict.fromkeys(usage.kinds, 0.0)
+def _memory() -> dict[str, float]:
+    memory: dict[str, float] = {}
     for each in held().values():
         memory[each.kind] = memory.get(each.kind, 0.0) + each.memory_mib
+    return {kind: round(size, 1) for kind, size in sorted(memory.items())}
+
+
+def figures(
+    outcomes: Sequence[Outcome], usage: Usage, memory: dict[str, list[float]], seconds: float
+) -> Json:
+    """What is reported of one run, as plain data.
+
+    ``goodput`` counts what was answered within its objective, requests a second, and
+    ``goodput_tokens`` its output tokens. Both count what ended from :data:`WARM_UP_S` on until the
+    last request was due: what a client gets by its patience after that would be none of the same
+    time. The TTFT of who comes again is that of the request that was taken.
+    """
+    in_time = [
+        each
+        for each in outcomes
+        if each.attained and each.ended_s and WARM_UP_S <= each.ended_s <= seconds
+    ]
+    span_s = seconds - WARM_UP_S
+    refusals_ms = [1e3 * each.refused_s / each.refusals for each in outcomes if each.refusals]
+    ttfts_ms = [1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None]
     return {
         "sent": len(outcomes),
-        "goodput": round(len(in_time) / seconds, 3),
-        "kept": sum(each.attained for each in outcomes)
-        / max(1, sum(each.end is End.ANSWERED for each in outcomes)),
+        "goodput": round(len(in_time) / span_s, 3),
+        "goodput_tokens": round(sum(each.output_tokens for each in in_time) / span_s, 2),
+        "attained": sum(each.attained for each in outcomes),
         "answered": sum(each.end is End.ANSWERED for each in outcomes),
         "promised": sum(each.admission == GUARANTEED for each in outcomes),
-        "ttft_ms": _quantiles([1e3 * each.ttft_s for each in outcomes if each.ttft_s is not None]),
+        "ttft_ms": _quantiles(ttfts_ms),
         "refusals": sum(each.refusals for each in outcomes),
         "refusal_ms": _quantiles(refusals_ms),
         "lost": sum(each.end in (End.SILENT, End.CUT) for each in outcomes),
@@ -192,7 +220,7 @@ def figures(outcomes: Sequence[Outcome], usage: Usage, seconds: float) -> Json:
         "late_ms": round(1e3 * float(np.quantile([each.late_s for each in outcomes], 0.99)), 1),
         "busy": usage.machine_busy,
         "cores": {kind: used.cores for kind, used in usage.kinds.items()},
-        "memory_mib": {kind: round(size, 1) for kind, size in sorted(memory.items())},
+        "memory_mib": memory,
     }
 
 
@@ -201,30 +229,81 @@ def _quantiles(values: Sequence[float]) -> list[float]:
     return [round(float(value), 1) for value in np.quantile(values or [0.0], (0.5, 0.99))]
 
 
-def add_ratios(rows: Sequence[Json]) -> None:
-    """Add to each row its goodput over that of the row with the same load and no retries."""
-    bases = {row["load"]: row["goodput"] for row in rows if row["retries"] == "none"}
-    for row in rows:
-        row["ratio"] = round(row["goodput"] / bases[row["load"]], 3) if bases[row["load"]] else 1.0
+def summary(runs: Sequence[Json]) -> list[Json]:
+    """The rounds of each load and way to retry taken together, in the order of ``runs``.
+
+    ``ratio`` is the goodput over that of the same rounds without retries, and ``error`` its
+    standard error by the scatter of the rounds' own ratios; ``None`` of one round.
+    """
+    groups: dict[tuple[float, str], list[Json]] = {}
+    for run in runs:
+        groups.setdefault((run["load"], run["retries"]), []).append(run)
+    rows = []
+    for (load, retries), own in groups.items():
+        ratio, error = _ratio(own, groups[load, "none"], "goodput")
+        of_tokens, _ = _ratio(own, groups[load, "none"], "goodput_tokens")
+        answered = sum(run["answered"] for run in own)
+        memory = {
+            kind: [own[0]["memory_mib"].get(kind, [0.0])[0], after]
+            for kind, (_, after) in own[-1]["memory_mib"].items()
+        }
+        rows.append(
+            {
+                "load": load,
+                "retries": retries,
+                "rounds": len(own),
+                **{
+                    name: sum(run[name] for run in own)
+                    for name in ("sent", "answered", "refusals", "lost", "failed")
+                },
+                "goodput": round(fmean(run["goodput"] for run in own), 3),
+                "ratio": ratio,
+                "error": error,
+                "ratio_tokens": of_tokens,
+                "kept": round(sum(run["attained"] for run in own) / max(1, answered), 4),
+                "refusal_ms": np.mean([run["refusal_ms"] for run in own], axis=0).round(1).tolist(),
+                "late_ms": max(run["late_ms"] for run in own),
+                "busy": round(fmean(run["busy"] for run in own), 3),
+                "cores": {
+                    kind: round(fmean(run["cores"].get(kind, 0.0) for run in own), 3)
+                    for kind in own[0]["cores"]
+                },
+                "memory_mib": memory,
+            }
+        )
+    return rows
+
+
+def _ratio(runs: Sequence[Json], bases: Sequence[Json], name: str) -> tuple[float, float | None]:
+    """Of the sums, and its standard error. Where nothing was served without retries it is 1."""
+    pairs = [(run[name], base[name]) for run, base in zip(runs, bases, strict=True) if base[name]]
+    if not pairs:
+        return 1.0, None
+    each = [above / below for above, below in pairs]
+    error = round(stdev(each) / sqrt(len(each)), 3) if len(each) > 1 else None
+    return round(sum(above for above, _ in pairs) / sum(below for _, below in pairs), 3), error
 
 
 def table(rows: Sequence[Json]) -> Table:
-    """The runs as a table."""
+    """The summary as a table."""
     shown = Table(
-        *("load", "retries", "sent", "in time /s", "to none", "answered in time", "refusals"),
-        *("refusal p50 / p99 ms", "lost", "sent late p99 ms", "machine busy"),
-        *("router, client cores", "router, HAProxy MiB"),
-        title="what is served in time, and what it takes",
+        *("load", "retries", "sent", "in time /s", "to none", "in tokens", "answered in time"),
+        *("refusals", "refusal p50 / p99 ms", "lost", "sent late p99 ms", "machine busy"),
+        *("router, client cores", "router MiB", "HAProxy MiB"),
+        title=f"what is served in time, and what it takes; rounds: {rows[0]['rounds']}",
     )
     for row in rows:
         cores, memory = row["cores"], row["memory_mib"]
+        error = "" if row["error"] is None else f" ± {row['error']:.3f}"
         shown.add_row(
             *(f"{row['load']:g}x", row["retries"], str(row["sent"]), f"{row['goodput']:.2f}"),
-            *(f"{row['ratio']:.3f}", f"{100 * row['kept']:.1f} %", str(row["refusals"])),
+            *(f"{row['ratio']:.3f}{error}", f"{row['ratio_tokens']:.3f}"),
+            *(f"{100 * row['kept']:.1f} %", str(row["refusals"])),
             "{:.0f} / {:.0f}".format(*row["refusal_ms"]),
             *(str(row["lost"]), f"{row['late_ms']:.0f}", f"{100 * row['busy']:.0f} %"),
             f"{cores.get('routers', 0):.2f}, {cores.get('client', 0):.2f}",
-            f"{memory.get('routers', 0):.0f}, {memory.get('HAProxy', 0):.0f}",
+            "{:.0f} → {:.0f}".format(*memory.get("routers", (0, 0))),
+            "{:.0f} → {:.0f}".format(*memory.get("HAProxy", (0, 0))),
         )
     return shown
 
