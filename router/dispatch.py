@@ -129,7 +129,7 @@ class Dispatcher:
             self._metrics.retries_refused.inc()
             raise failure
         self._metrics.retries.inc()
-        await self._pause(RETRY_PAUSE_S * 2 ** (course.attempts - 1))
+        await self._pause(RETRY_PAUSE_S * 2 ** (course.made - 1))
 
     async def _wait_for_pools(self, course: Course, failure: ReplicaFailedError) -> None:
         """Return when pools that were all empty may be asked again: together they get the time
@@ -149,7 +149,7 @@ class Dispatcher:
 
     def _spent(self, course: Course) -> bool:
         """Whether it has had its attempts."""
-        return course.attempts - course.in_vain >= self._max_attempts
+        return course.made >= self._max_attempts
 
     def _leave(self, course: Course, attempt: Attempt) -> bool:
         """Whether ``attempt``, whose replica stands still, is to be given up for another one; that
@@ -173,7 +173,7 @@ class Dispatcher:
         """
         broken.end_span(failure.reason.value)
         broken.close()
-        self._legs.note_failure(course, broken.head.replica_id, failure)
+        self._legs.note_failure(course, broken.place, failure)
         if course.transcript is None or not course.transcript.resumable:
             raise ReplicaFailedError(failure.reason, f"{failure} {NOT_RESUMABLE}") from failure
         await self._before_the_next(course, failure)

@@ -78,6 +78,11 @@ class Course:
     granted: bool = False
     in_vain: int = 0
 
+    @property
+    def made(self) -> int:
+        """The attempts that were not in vain."""
+        return self.attempts - self.in_vain
+
 
 class Legs:
     """Makes attempts. One per router process.

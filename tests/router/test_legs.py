@@ -20,7 +20,7 @@ from replica.engine import (
 from router.answer import ReplicaFailedError
 from router.call import Call
 from router.config import RouterConfig
-from router.dispatch import EMPTY_POOLS_PAUSE_S
+from router.dispatch import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S
 from router.errors import ApiError, Reason
 from router.handover import may_split
 from router.hint import NO_REPLICA_WAIT_S
@@ -334,6 +334,29 @@ async def test_pools_that_are_empty_for_a_moment_are_asked_again(stream: bool) -
     await clock.advance(NO_REPLICA_WAIT_S / 2)
     side.empty.clear()
     await clock.advance(EMPTY_POOLS_PAUSE_S)
+    assert (await task).head.replica_id == "d"
+
+
+async def test_pools_that_were_empty_do_not_lengthen_the_pause_after_a_failure() -> None:
+    clock = VirtualTime()
+    failures = iter([UNREACHABLE])
+
+    async def fails_once(
+        side: FarSide, name: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        for failure in failures:
+            raise failure
+        async for item in serve(side, name, request):
+            yield item
+
+    side = FarSide(d=fails_once)
+    side.roles, side.empty = ("decode", "prefill"), {"prefill", "decode"}
+    router = Edge(side, FarController(None), clock=clock)
+    task = asyncio.create_task(router.dispatcher.open(call()))
+    await clock.advance(NO_REPLICA_WAIT_S / 2)
+    side.empty.clear()
+    await clock.advance(EMPTY_POOLS_PAUSE_S + RETRY_PAUSE_S)
+    assert task.done()
     assert (await task).head.replica_id == "d"
 
 
