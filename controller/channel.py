@@ -252,6 +252,13 @@ class RouteServer:
         self._trusted.discard(connection)
 
 
+class _Waiting(NamedTuple):
+    """A question under way: where its answer goes, and until when that is of use."""
+
+    answer: asyncio.Future[tuple[int, Any]]
+    due_s: float
+
+
 class _Asking(_Lines):
     """The connection, at a client."""
 
@@ -261,7 +268,7 @@ class _Asking(_Lines):
         self._on_lost = on_lost
         self._on_late = on_late
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[tuple[int, Any]]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         # Bounded: an answer clears all that were asked before it, and without one the connection
         # soon ends.
         self._late: dict[int, Sequence[RouteQuery]] = {}
@@ -276,9 +283,9 @@ class _Asking(_Lines):
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(NoAnswerError("unavailable"))
+        for waiting in self._waiting.values():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(NoAnswerError("unavailable"))
         if not self.greeted.done():
             self.greeted.set_result(False)
         self._on_lost()
@@ -290,28 +297,32 @@ class _Asking(_Lines):
             return
         number, epoch, answer = json.loads(line)
         self._timeouts = 0
-        future = self._waiting.get(number)
+        waiting = self._waiting.get(number)
+        if waiting is not None and waiting.answer.done():
+            waiting = None
         late = self._late.get(number)
         if self._late:
             self._late = {asked: of for asked, of in self._late.items() if asked > number}
         if epoch is None:
-            if future is not None and not future.done():
-                self._refused(future, answer)
+            if waiting is not None:
+                self._refused(waiting, answer)
             return
         if late:
             for query, decision in zip(late, query_wire.decisions(answer[0]), strict=True):
                 self._on_late(query, decision)
-        elif future is not None and not future.done():
-            future.set_result((epoch, answer))
+        elif waiting is not None:
+            waiting.answer.set_result((epoch, answer))
 
-    def _refused(self, future: asyncio.Future[tuple[int, Any]], why: str | None) -> None:
+    def _refused(self, waiting: _Waiting, why: str | None) -> None:
         if why is not None:
-            future.set_exception(ValueError(why))
+            waiting.answer.set_exception(ValueError(why))
             return
-        # It came in time after all: one of the hosts stood still, and the controller misjudges the
-        # age of what comes here. A new connection begins anew.
-        future.set_exception(NoAnswerError("timeout"))
-        self.close()
+        waiting.answer.set_exception(NoAnswerError("timeout"))
+        # Its time may be up, which a busy event loop has not noticed yet. If not, one of the hosts
+        # stood still, and the controller misjudges the age of what comes from here: a new
+        # connection begins anew.
+        if asyncio.get_running_loop().time() < waiting.due_s:
+            self.close()
 
     def _ask(self, message: Any, left_s: float) -> int:
         number = next(self._numbers)
@@ -332,7 +343,7 @@ class _Asking(_Lines):
         asked_s = loop.time()
         number = self._ask(message, timeout_s)
         future: asyncio.Future[tuple[int, Any]] = loop.create_future()
-        self._waiting[number] = future
+        self._waiting[number] = _Waiting(future, asked_s + timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 return await future

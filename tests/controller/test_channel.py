@@ -493,6 +493,28 @@ async def test_a_timeout_drops_its_question_alone_and_a_late_answer_is_given_bac
         assert lost == []
 
 
+async def test_what_is_late_costs_no_connection_though_the_client_was_too_busy_to_notice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with slow() as (far, channel, lost, _), asyncio.timeout(10):
+        asked = asyncio.create_task(channel.route([QUERY], 5))
+        number = await far.numbers.get()
+        loop, connection = asyncio.get_running_loop(), channel._connection
+        assert connection is not None
+        # The answer is read in the turn of the event loop before the one that ends the wait.
+        later_s = loop.time() + 6.0
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "time", lambda: later_s)
+            connection.line_received(json.dumps([number, None, None]).encode())
+        with pytest.raises(NoAnswerError, match="timeout"):
+            await asked
+        asked = asyncio.create_task(channel.route([QUERY], 5))
+        far.answer(await far.numbers.get())
+        assert (await asked).epoch == 11
+        assert channel.open
+        assert lost == []
+
+
 async def test_a_controller_that_hangs_is_lost_after_several_timeouts_in_a_row() -> None:
     async with slow() as (_, channel, lost, _), asyncio.timeout(10):
         for _ in range(MAX_TIMEOUTS):
