@@ -28,6 +28,9 @@ STEPPING_S = 1.0
 ACCUSED_S = 10.0
 """How long it counts that a router has accused a replica, seconds."""
 
+LOOK_S = 1.0
+"""How often those are looked for that have long been in order, seconds."""
+
 MOST_ROUTERS = 1024
 """Most routers of which that is remembered; of more, the one silent for longest is forgotten."""
 
@@ -58,7 +61,8 @@ class Quarantine:
     likely cut off from them than right, and if it is right there is nowhere better to go. Its word
     opens no more breakers there. So one router alone cannot quarantine a role.
 
-    A report of a replica that has no breaker costs nothing, a decision ``O(breakers)``.
+    A report of a replica that has no breaker costs nothing, and neither does a decision, unless
+    something has become of a breaker since the last one or ``LOOK_S`` have passed: ``O(breakers)``.
 
     Args:
         mirror: what is known of the replicas.
@@ -69,7 +73,8 @@ class Quarantine:
         self._mirror = mirror
         self._fleet = fleet
         self._breakers: dict[str, Breaker] = {}
-        self._probes: dict[int, _Probe] = {}
+        self._probes: dict[str, _Probe] = {}
+        self._look_s = inf
         self._accused: dict[int, dict[str, float]] = {}
         self._names: tuple[str, ...] = ()
         self.opened: Counter[Trouble] = Counter()
@@ -100,7 +105,7 @@ class Quarantine:
 
     def advance(self, now_s: float) -> None:
         """Let what is due happen. To be called before each decision."""
-        if not self._breakers:
+        if now_s < self._look_s:
             return
         for replica_id, breaker in list(self._breakers.items()):
             if now_s >= breaker.due_s:
@@ -108,6 +113,8 @@ class Quarantine:
                 self._show(replica_id, breaker)
             elif breaker.forgettable(now_s):
                 del self._breakers[replica_id]
+        due_s = min((each.due_s for each in self._breakers.values()), default=inf)
+        self._look_s = min(due_s, now_s + LOOK_S) if self._breakers else inf
 
     def troubled(self, source: int, notices: Sequence[TroubleNotice], now_s: float) -> None:
         """The router ``source`` saw trouble. What it says of unknown replicas is ignored."""
@@ -159,17 +166,19 @@ class Quarantine:
             ):
                 breaker.send(key, now_s)
                 steps = int(self._mirror.replicas[replica_id].summary["steps"])
-                self._probes[key] = _Probe(replica_id, steps)
+                self._probes[replica_id] = _Probe(steps)
                 self._show(replica_id, breaker)
 
     def released(self, keys: Iterable[int], now_s: float) -> None:
         """These requests have ended, or routers gave them up."""
         if not self._probes:
             return
-        for key in keys:
-            probe = self._probes.get(key)
-            if probe is not None:
-                self._breakers[probe.replica_id].ended(now_s)
+        ended = set(keys)
+        for replica_id in self._probes:
+            breaker = self._breakers[replica_id]
+            if breaker.probe in ended:
+                breaker.ended(now_s)
+                self._look_s = -inf
 
     def forget(self, replica_id: str) -> None:
         """A replica is known no more."""
@@ -213,18 +222,17 @@ class Quarantine:
         now_s: float,
     ) -> None:
         """Close the breaker where the probe has arrived and the engine has made steps since."""
-        key = breaker.probe
-        assert key is not None
-        probe = self._probes[key]
+        key, replica_id = breaker.probe, message.replica_id
+        probe = self._probes[replica_id]
         rows = message.rows
         if not probe.arrived:
             live = rows["key"][rows["phase"] >= WAITING]
             if key not in finished and key not in live.tolist():
                 return
-            probe = self._probes[key] = probe._replace(arrived=True)
+            probe = self._probes[replica_id] = probe._replace(arrived=True)
         if int(message.summary["steps"]) > probe.steps:
             breaker.close(now_s)
-            _log.warning("replica %s works again and is out of quarantine", message.replica_id)
+            _log.warning("replica %s works again and is out of quarantine", replica_id)
         elif key in finished:
             breaker.ended(now_s)
 
@@ -246,17 +254,19 @@ class Quarantine:
 
     def _count_up(self) -> None:
         """Remember who is in quarantine, and the probes that are under way."""
-        breakers = self._breakers.items()
-        self._names = tuple([name for name, each in breakers if each.state is not State.CLOSED])
-        probes = {each.probe for _, each in breakers}
-        if self._probes.keys() - probes:
-            self._probes = {key: each for key, each in self._probes.items() if key in probes}
+        breakers = self._breakers
+        self._look_s = -inf
+        self._names = tuple(
+            [name for name, each in breakers.items() if each.state is not State.CLOSED]
+        )
+        for name in list(self._probes):
+            if name not in breakers or breakers[name].probe is None:
+                del self._probes[name]
 
 
 class _Probe(NamedTuple):
-    """A request that tries a replica: what its replica had done when it was sent."""
+    """What a replica had done when the request was sent that tries it, and whether that came."""
 
-    replica_id: str
     steps: int
     arrived: bool = False
 
