@@ -60,10 +60,15 @@ class DiskThreads:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that only its owner can read, and such folders above it where they lack."""
+    """Make a folder that only its owner can read, and such folders above it where they lack; they
+    outlive a loss of power."""
     if not path.parent.exists():
         make_folder(path.parent)  # mkdir's own way to make those lets everyone read them
-    path.mkdir(mode=_PRIVATE_FOLDER, exist_ok=True)
+    try:
+        path.mkdir(mode=_PRIVATE_FOLDER)
+    except FileExistsError:
+        return  # the folder above it may be one that we cannot read
+    sync_folder(path.parent)
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import stat
 from collections import Counter
 from pathlib import Path
 
@@ -354,3 +356,35 @@ async def test_the_caps_of_a_key_hold_for_its_batches(tmp_path: Path) -> None:
         (entry,) = await results(router.client, done.output_file_id)
         assert entry["response"]["clamped"] == {"priority": "3"}
     assert [path.name for path in tmp_path.glob("*-*")] == ["name-tenant"]  # noqa: ASYNC240
+
+
+async def test_what_a_client_was_told_outlives_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are on the disk once their folder was synced with them in it, bytes once the file was
+    with so many of them."""
+    names: dict[Path, set[str]] = {}
+    sizes: dict[int, int] = {}
+    fsync = os.fsync
+
+    def seen(handle: int) -> None:
+        fsync(handle)
+        found = os.fstat(handle)
+        if stat.S_ISDIR(found.st_mode):
+            path = Path(f"/proc/self/fd/{handle}").readlink()
+            names[path] = set(os.listdir(handle))
+        else:
+            sizes[found.st_ino] = found.st_size
+
+    monkeypatch.setattr(
+        "os.fsync", lambda file: seen(file if isinstance(file, int) else file.fileno())
+    )
+    directory = tmp_path / "new" / "store"
+    async with serving(config(directory)) as router:
+        made = await submit(router.client, map(line, NAMES))
+        await until(router.client, made.id, "completed")
+    kept = [each for each in directory.rglob("*") if each.name not in ("lock", "lease")]
+    assert len(kept) >= 9, "owner, folders, the batch and its record, two files with theirs"
+    for path in (directory.parent, directory, *kept):
+        assert path.name in names.get(path.parent, ()), path
+        assert path.is_dir() or sizes.get(path.stat().st_ino) == path.stat().st_size, path
