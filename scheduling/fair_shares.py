@@ -78,8 +78,8 @@ class _Charge(NamedTuple):
 class FairShares:
     """Counts what tenants ask and are promised, and tells who must leave room for others.
 
-    ``O(1)`` each, and ``O(n log n)`` with ``n`` tenants ten times a second. All times are seconds
-    on one monotonic clock of the caller's.
+    ``O(1)`` each, and ``O(n log n)`` with ``n`` tenants ten times a second; ``O(n)`` for a tenant
+    for whom another one is forgotten. All times are seconds on one monotonic clock of the caller's.
 
     Args:
         most_tenants: see :data:`MOST_TENANTS`.
@@ -89,6 +89,7 @@ class FairShares:
     def __init__(self, most_tenants: int = MOST_TENANTS, most_keys: int = MOST_KEYS) -> None:
         self._most_keys = most_keys
         self._slots: dict[int, int] = {}
+        self._tenants = [0] * most_tenants
         self._free = list(range(most_tenants - 1, -1, -1))
         # Tokens of the past weigh less, so they are counted in a unit that shrinks: what comes is
         # multiplied by a factor that grows, and all are compared as they are.
@@ -217,21 +218,28 @@ class FairShares:
         return exp(windows)
 
     def _new_unit(self, now_s: float, factor: float) -> None:
-        """Count in the unit of now, and forget who has not asked for long."""
+        """Count in the unit of now, and forget who has not asked for long, and the requests of so
+        long ago: some are never heard of again, as when their replica died."""
         for counts in (self._asked, self._promised):
             counts *= factor
         self._total *= factor
         self._unit_s = now_s
         for tenant in [own for own, slot in self._slots.items() if self._asked[slot] < 1e-3]:
             self._forget(tenant)
+        since_s = now_s - _OLDEST * WINDOW_S
+        self._charges = {
+            key: charge for key, charge in self._charges.items() if charge.made_s > since_s
+        }
+        self._refused.clear()
 
     def _slot(self, query: RouteQuery) -> int:
         """Where its tenant is counted."""
         slot = self._slots.get(query.tenant)
         if slot is None:
             if not self._free:
-                self._forget(min(self._slots, key=lambda own: self._asked[self._slots[own]]))
+                self._forget(self._tenants[int(np.argmin(self._asked))])
             slot = self._slots[query.tenant] = self._free.pop()
+            self._tenants[slot] = query.tenant
         self._weights[slot] = query.weight
         return slot
 

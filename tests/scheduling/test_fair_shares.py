@@ -186,6 +186,26 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(shares) == 1
 
 
+def test_requests_that_are_never_heard_of_again_are_forgotten() -> None:
+    shares = FairShares()
+    for key in range(100):
+        shares.promise(query(1, 2 * key), 1.0, key / 100)
+        shares.refuse(query(2, 2 * key + 1), 1.0, key / 100, again=True, over_share=False)
+    shares.promise(query(1, 999), 1.0, 1_000.0)
+    assert list(shares._charges) == [999] and not shares._refused
+    shares.settle(0, 1_000.0)
+    assert shares._promised[shares._slots[1]] == pytest.approx(101.0)
+
+
+def test_of_too_many_tenants_the_one_that_asked_for_least_is_forgotten() -> None:
+    shares = FairShares(most_tenants=3)
+    for tenant, tokens in ((1, 300), (2, 100), (3, 200), (4, 50)):
+        shares.promise(query(tenant, tenant, tokens), 1.0, 0.0)
+    assert sorted(shares._slots) == [1, 3, 4]
+    shares.promise(query(5, 5), 1.0, 0.0)
+    assert sorted(shares._slots) == [1, 3, 5]
+
+
 def test_a_request_that_asks_again_counts_once() -> None:
     shares = FairShares()
     shares.promise(query(2, 1), 0.0, 0.0)
