@@ -5,7 +5,7 @@ only a reason to ask. A replica that answers that it goes on is waited for, for 
 One that says that its engine hangs, or does not answer twice in a row, stands still: its attempts
 are given up, each where another one may be made and somebody else is alive. Where everything stands
 still, or a stream cannot be resumed, to wait is better: the replica may come back, and where Serve
-replaces it the attempt ends with an error.
+stops it the attempt ends with an error.
 
 It costs an attempt a dictionary entry, and a piece a time stamp: one task looks at all attempts a
 few times a second, and a replica is asked once for all of its silent ones.
@@ -188,7 +188,7 @@ class StallWatch:
         suspect.unknown = suspect.unknown.intersection(each.request_id for each in begun)
         told = await self._ask(tuple(named), suspect.replica_id, (), suspect.role)
         if told is not None and told.replica_id != suspect.replica_id:
-            # Serve lists it no longer: it ends what it has, and Serve sees to it.
+            await self._leave_replaced(suspect, here, asked_s)
             return
         if told is None and any(each.heard and each.heard_s > asked_s for each in here):
             told = Progress(suspect.replica_id, hung=False)
@@ -203,6 +203,15 @@ class StallWatch:
             self._hung[suspect.replica_id] = asked_s
             self._controller.troubled(suspect.replica_id, Trouble.HUNG)
             await self._move(suspect, here, asked_s)
+
+    async def _leave_replaced(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
+        """Serve lists it no longer, and it cannot be asked. What drains ends what it has; what
+        stood still before is waited for by Serve, too, for as long as a drain may take."""
+        hung_s = self._hung.get(suspect.replica_id)
+        if hung_s is None or any(each.heard and each.heard_s > hung_s for each in here):
+            return
+        self._hung[suspect.replica_id] = asked_s
+        await self._move(suspect, here, asked_s)
 
     def _give_up_lost(
         self, suspect: _Suspect, named: dict[str, Attempt], told: Progress, asked_s: float

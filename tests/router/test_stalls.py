@@ -381,6 +381,44 @@ async def test_who_has_taken_what_was_sent_to_anybody_is_asked() -> None:
     assert attempt.place == "a"
 
 
+@pytest.mark.parametrize("stood_still", [True, False])
+@virtual
+async def test_what_waits_at_a_replica_that_serve_has_replaced_goes_to_the_new_one(
+    stood_still: bool,
+) -> None:
+    """Where the old one hung and nobody else was there. One that only drains keeps what it has."""
+
+    class Replaced(Script):
+        replaced = False
+
+        async def progress(
+            self, names: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
+        ) -> Progress:
+            if self.replaced:
+                return Progress("b", hung=False)
+            return Progress("a", hung=stood_still)
+
+    script = Replaced([("hung", 3600.0)])
+    clock = asyncio.get_running_loop().time
+    stalls = StallWatch(script, script, RouterMetrics(), AFTER_S, clock)
+    script.told.append("hung")
+    waiting = []
+    for after_s in (100.0, 0.1):  # the second comes between two questions
+        attempt = attempt_at("a")
+        stalls.watch(attempt, lambda: True)
+        waiting.append(asyncio.create_task(attempt.begin()))
+        await asyncio.sleep(after_s)
+    assert not any(each.done() for each in waiting), "there is nobody else"
+    script.replaced = True
+    await asyncio.wait(waiting, timeout=30)
+    assert [each.done() for each in waiting] == [stood_still] * 2
+    for each in waiting:
+        each.cancel()
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    kind = ReplicaFailedError if stood_still else asyncio.CancelledError
+    assert all(isinstance(end, kind) for end in ends)
+
+
 @virtual
 async def test_a_word_while_a_question_is_open_is_an_answer() -> None:
     """A replica that has no time for questions but sends tokens goes on."""
