@@ -1,0 +1,112 @@
+"""Clients that come again at once when they are refused, in virtual time: what that changes by the
+decisions alone, where refusals cost nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.overload import ENGINE, PATIENCE_S, RATE, SLO_OF, WARM_UP_S, make_load
+from controller.config import ControllerConfig
+from replica.config import EngineConfig as ReplicaEngineConfig
+from router.config import RouterConfig
+from scheduling.batching import make_policy
+from scheduling.job import RouteQuery
+from scheduling.kernels import ARRIVAL
+from scheduling.latency import LinearLatency
+from scheduling.roles import Role
+from simulation.cluster import Cluster
+from simulation.config import ClusterConfig, EngineConfig
+from simulation.engine import Engine
+from simulation.requests import Requests
+from simulation.truth import Belief, Truth
+
+REPLICAS = 2
+SECONDS = 35.0
+SEEDS = (1, 2)
+MODEL = LinearLatency(ENGINE["step_s"], ENGINE["token_s"], ENGINE["context_token_s"])
+LIMITS = ("kv_blocks", "block_tokens", "max_batch_tokens", "max_sequences")
+
+
+class Impatient(Cluster):
+    """Clients send a refused request again when the refusal has left, at the router's pace, for
+    ``patience_s``. Each attempt is a new request to the router: its time counts anew.
+
+    Decisions know the most tokens that a request may have, as at a real router.
+    """
+
+    patience_s = 0.0
+    refusals = 0
+    _turn_s = -1.0
+
+    def _query(self, key: int) -> RouteQuery:
+        if not self._requests.begun(key):
+            self._requests.rows[key, ARRIVAL] = self.events.now_s
+        most = self._requests.arrivals[key].output_tokens
+        return super()._query(key)._replace(output_tokens=most)
+
+    def _wait(self, key: int, limit_s: float, failure: str) -> None:
+        self.refusals += 1
+        now_s = self.events.now_s
+        self._turn_s = max(self._turn_s, now_s - 1.0) + 1 / RouterConfig().refusals_per_s
+        back_s = max(self._turn_s, now_s) + 0.005
+        if back_s - self._waiting_since.setdefault(key, now_s) < self.patience_s:
+            self.events.at(back_s, partial(self._place, key))
+        else:
+            self._end(key, failure)
+
+
+def served(load: float, seed: int, patience_s: float) -> tuple[int, int, int]:
+    """Requests and tokens that were served in time after the warm-up, and how often one was
+    refused."""
+    workload = make_load(load * RATE * REPLICAS, SECONDS, seed)
+    requests = Requests(workload)
+    limits: dict[str, Any] = {name: ENGINE[name] for name in LIMITS}
+
+    def make_engine(role: Role, number: int) -> Engine:
+        policy = make_policy(ReplicaEngineConfig().policy)
+        belief = Belief(MODEL.with_headroom(1.05))
+        rng = np.random.default_rng(number)
+        return Engine(EngineConfig(**limits), policy, belief, Truth(MODEL, 0.0), requests, rng)
+
+    control = ControllerConfig()
+    config = ClusterConfig(
+        replicas=REPLICAS, when_unattainable={str(SLO_OF.service_class): "reject"}
+    )
+    run = Impatient(
+        requests,
+        make_engine,
+        control.make_routing(),
+        config,
+        np.random.default_rng(0),
+        control.make_admission(),
+    )
+    run.patience_s = patience_s
+    run.run()
+    count = tokens = 0
+    for key in range(len(requests)):
+        times = requests.emitted_s[requests.offsets[key] : requests.offsets[key + 1]]
+        if key in requests.failures or not WARM_UP_S <= times[-1] < SECONDS:
+            continue
+        ttft_s = times[0] - requests.rows[key, ARRIVAL]
+        pace_s = (times[-1] - times[0]) / max(1, len(times) - 1)
+        if ttft_s <= (SLO_OF.ttft_s or 0.0) and pace_s <= (SLO_OF.tpot_s or 0.0):
+            count += 1
+            tokens += len(times)
+    return count, tokens, run.refusals
+
+
+@pytest.mark.parametrize("load", [3.0, 10.0])
+def test_who_comes_again_at_once_takes_the_place_of_others_and_as_much_is_served(
+    load: float,
+) -> None:
+    once = np.sum([served(load, seed, 0.0) for seed in SEEDS], axis=0)
+    again = np.sum([served(load, seed, PATIENCE_S) for seed in SEEDS], axis=0)
+    # The storm was one: as many refusals as the pace lets leave.
+    assert again[2] > 0.9 * RouterConfig().refusals_per_s * SECONDS * len(SEEDS)
+    assert again[:2] == pytest.approx(once[:2], rel=0.05)
+    per_s = once[0] / len(SEEDS) / (SECONDS - WARM_UP_S)
+    assert per_s == pytest.approx(REPLICAS * RATE, rel=0.1)
