@@ -116,7 +116,7 @@ class Line:
         """
         self._check_room(client)
         joined_s = self._clock()
-        place = self._join(refused, client.owner)
+        place, served = self._join(refused, client.owner), False
         expiry = asyncio.create_task(
             place.expire(self._pause, min(self._limit_s, due_s - joined_s))
         )
@@ -128,12 +128,13 @@ class Line:
                 place.called.clear()
                 decision = await ask()
                 if decision is None or not may_wait(decision):
+                    served = True
                     return decision
                 place.retry_after_s = self._retry_after_s = decision.retry_after_s
                 place.answered.set()
         finally:
             expiry.cancel()
-            self._leave(place, client.owner)
+            self._leave(place, client.owner, served)
             self._wait_s.observe(self._clock() - joined_s)
 
     def _too_late(self, place: _Place, late: bool) -> ApiError:
@@ -171,13 +172,18 @@ class Line:
             self._caller = asyncio.create_task(self._call())
         return place
 
-    def _leave(self, place: _Place, owner: str) -> None:
-        if place in self._front():
+    def _leave(self, place: _Place, owner: str, served: bool) -> None:
+        """It is over. Whose request leaves before it could ask keeps its turn: else who gives its
+        requests little time would never come to the front."""
+        in_front = place in self._front()
+        if in_front:
             self._front_changed.set()
-        own = self._places.pop(owner)
+        own = self._places[owner]
         del own[place]
-        if own:
-            self._places[owner] = own
+        if served or in_front or not own:
+            del self._places[owner]
+            if own:
+                self._places[owner] = own
         self._length_now -= 1
         self._length.dec()
         place.answered.set()

@@ -114,6 +114,20 @@ async def test_clients_take_turns_and_leave_places_to_others() -> None:
     assert queue.sample("sluice_line_requests") == 0
 
 
+async def test_whose_request_leaves_before_it_could_ask_keeps_its_turn() -> None:
+    queue = Queue(Fleet())
+    clients = [Client(name, f"name-{name}") for name in "abcdef"]
+    for client in (*clients, clients[4]):
+        await queue.join(client=client)
+    await queue.time.advance(MAX_PAUSE_S)
+    assert set(queue.fleet.asked) == {0, 1, 2, 3}
+    queue.tasks[4].cancel()
+    await settle()
+    queue.tasks[0].cancel()
+    await settle()
+    assert queue.fleet.asked[-1] == 6, "before the sixth client"
+
+
 async def test_only_the_first_few_ask() -> None:
     queue = Queue(Fleet())
     for _ in range(ASKERS + 5):
