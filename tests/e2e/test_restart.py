@@ -1,0 +1,185 @@
+"""A restart of everything: all processes of ``sluice serve`` end at once, as where a machine loses
+power, and another ``sluice serve`` goes on with the batches in the same folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from openai import OpenAI
+from openai.types import Batch
+
+from benchmarks.replay_answer import AnswerCheck, simulated
+from tests.documents import newcomer
+from tests.e2e.conftest import wait_until
+from tests.own_ray import free_port
+
+pytestmark = pytest.mark.ray
+
+SLUICE = Path(sys.executable).with_name("sluice")
+LINES = 96
+SLOW_STEP_S = 0.5
+"""The first engines would need a minute for the lines, at eight at once and ten steps each."""
+
+
+@contextmanager
+def served(fields: dict[str, Any], folder: Path) -> Iterator[OpenAI]:
+    """``sluice serve`` with a client of it, until the block ends; then all of it is killed."""
+    config, log = folder / "sluice.yaml", folder / "log"
+    config.write_text(yaml.safe_dump(fields))
+    environment = {**newcomer(), "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.02"}
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [SLUICE, "serve", "--config", config],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("curl "), log.read_text()
+        url = f"http://127.0.0.1:{fields['router']['port']}/v1"
+        with OpenAI(base_url=url, api_key="none") as client:
+            yield client
+    finally:
+        _kill_all(process)
+
+
+def _kill_all(process: subprocess.Popen[str]) -> None:
+    root = psutil.Process(process.pid)
+    # They stand still first, so that nothing is started anew by what still lives.
+    for member in (root, *root.children(recursive=True)):
+        member.suspend()
+    family = root.children(recursive=True)
+    titles = [" ".join(member.cmdline()) for member in family]
+    for part in ("serve:Router", ":Replica", "Controller", ""):
+        for member, title in zip(family, titles, strict=True):
+            if part in title:
+                member.kill()
+    process.kill()
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == [], "it was not all of it"
+    for folder in set(re.findall(r"=(/tmp/sluice-[^/]+)/", " ".join(titles))):
+        shutil.rmtree(folder)
+
+
+def test_batches_and_files_survive_a_restart_of_everything(tmp_path: Path) -> None:
+    directory = tmp_path / "batches"
+    fields = {
+        "engine": {"kind": "simulated", "model": "sim", "simulated": {"step_s": SLOW_STEP_S}},
+        "replica": {"count": 2},
+        "router": {
+            "port": free_port(),
+            "replicas": 2,
+            # Of three batches two run, one at each router, and one waits.
+            "batches": {
+                "directory": str(directory),
+                "max_running": 1,
+                "max_lines_in_flight": 8,
+            },
+        },
+    }
+    bodies = {
+        name: [_body(f"{name}, number {n}.", 1 + n % 20) for n in range(LINES)] for name in "ABC"
+    }
+    inputs = {name: _lines(bodies[name]) for name in bodies}
+    short = [_body("Before.", 1)]
+
+    with served(fields, tmp_path) as client:
+        ended = _submit(client, _lines(short))
+        wait_until(lambda: _of(client, ended).status == "completed", "a short batch ended")
+        ended = _of(client, ended)
+        before = _output(client, ended)
+        made = {name: _submit(client, inputs[name]) for name in inputs}
+
+        def midway() -> bool:
+            done = sorted(_completed(client, batch) for batch in made.values())
+            return done[0] == 0 and done[1] > 0 and done[2] < LINES
+
+        wait_until(midway, "two are midway", show=lambda: [_of(client, b) for b in made.values()])
+
+    logs = {name: _log(directory, batch) for name, batch in made.items()}
+    begun = [log for log in logs.values() if log]
+    assert len(begun) == 2 and max(log.count(b"\n") for log in begun) < LINES
+    fields["engine"] = {"kind": "simulated", "model": "sim"}
+
+    with served(fields, tmp_path) as client:
+        assert _of(client, ended) == ended
+        assert _output(client, ended) == before
+        _check(before, short)
+        for name, batch in made.items():
+            wait_until(
+                lambda batch=batch: _of(client, batch).completed_at is not None,  # type: ignore[misc]
+                f"batch {name} completed",
+                show=lambda batch=batch: _of(client, batch),  # type: ignore[misc]
+            )
+            done = _of(client, batch)
+            assert done.status == "completed" and done.error_file_id is None, done
+            assert done.request_counts is not None
+            assert (done.request_counts.completed, done.request_counts.failed) == (LINES, 0)
+            output = _output(client, done)
+            whole_lines = logs[name][: logs[name].rfind(b"\n") + 1]
+            assert output.startswith(whole_lines), "what was answered is not run again"
+            _check(output, bodies[name])
+            assert client.files.content(batch.input_file_id).content == inputs[name]
+        assert len(client.files.list().data) == 2 * (len(made) + 1)
+
+
+def _body(prompt: str, tokens: int) -> dict[str, Any]:
+    return {"model": "sim", "prompt": prompt, "max_tokens": tokens}
+
+
+def _lines(bodies: list[dict[str, Any]]) -> bytes:
+    where = {"method": "POST", "url": "/v1/completions"}
+    lines = [{"custom_id": str(n), **where, "body": body} for n, body in enumerate(bodies)]
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+def _submit(client: OpenAI, lines: bytes) -> Batch:
+    file = client.files.create(file=("lines.jsonl", lines), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+
+
+def _of(client: OpenAI, batch: Batch) -> Batch:
+    return client.batches.retrieve(batch.id)
+
+
+def _completed(client: OpenAI, batch: Batch) -> int:
+    counts = _of(client, batch).request_counts
+    assert counts is not None
+    return counts.completed
+
+
+def _output(client: OpenAI, batch: Batch) -> bytes:
+    assert batch.output_file_id is not None
+    return client.files.content(batch.output_file_id).content
+
+
+def _log(directory: Path, batch: Batch) -> bytes:
+    """What was written of a batch's results."""
+    path = directory / "anyone" / "batches" / batch.id / "output.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
+def _check(output: bytes, bodies: list[dict[str, Any]]) -> None:
+    """Each line is there once, with the text that belongs to its prompt."""
+    results = [json.loads(line) for line in output.splitlines()]
+    assert sorted(int(each["custom_id"]) for each in results) == list(range(len(bodies)))
+    for each in results:
+        assert each["response"]["status_code"] == 200, each
+        expected = simulated("completions", bodies[int(each["custom_id"])])
+        AnswerCheck(expected).whole(json.dumps(each["response"]["body"]).encode())
