@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replica.engine import Endpoint
 from router import wire
-from router.access import Access
+from router.access import OPEN_PATH, Access
 from router.body import BodyBudget, HeldBytes
 from router.config import RouterConfig
 from router.errors import ApiError, Reason
@@ -72,7 +72,8 @@ class Gate:
     - So are those, uploads and new batches among them, that come more often than its key allows,
       and some while the router falls behind.
     - Refusals leave no faster than ``refusals_per_s``; see :mod:`router.overload`. Those of
-      requests without a key have a pace of their own, so that they hold up nobody else's.
+      requests without a key have a pace of their own, so that they hold up nobody else's. Probes of
+      the router's health are told at once.
     - The bodies of those that are inside have at most ``max_held_bytes`` together.
 
     Paths are those after Serve's route prefix, as for routing.
@@ -137,7 +138,7 @@ class Gate:
             if starts:
                 limits = self._limiter.headers(arrival.client) if counted else []
                 message["headers"] = [*message.get("headers", ()), *named, *limits]
-            if refusal or (starts and message["status"] in _PACED_STATUSES):
+            if refusal or (starts and paced and message["status"] in _PACED_STATUSES):
                 refusal.append(message)
             else:
                 await send(message)
@@ -145,6 +146,7 @@ class Gate:
         # The function that routing itself calls, so that the two never differ over a path.
         path = get_route_path(scope)
         counted = scope["method"] == "POST" and path in _COUNTED_PATHS
+        paced = path != OPEN_PATH
         endpoint = INFERENCE_PATHS.get(path) if counted else None
         try:
             arrival = arrival._replace(client=self._access.check(path, scope["headers"]))

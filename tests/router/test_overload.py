@@ -17,7 +17,9 @@ from pydantic import SecretStr
 from starlette.types import Message
 
 from controller.messages import RouteDecision, RouteQuery, Tier
+from router.answer import ReplicaFailedError
 from router.config import RouterConfig, ServiceClass
+from router.errors import Reason
 from router.keys import ApiKey
 from router.overload import ALWAYS_PER_S, MAX_DELAY_S, MAX_HOLD_S, PERIOD_S, TICK_S, Pace, Shedder
 from scheduling.job import UNATTAINABLE
@@ -206,6 +208,24 @@ def keyed(**more: Any) -> RouterConfig:
         ApiKey(key=SecretStr("key-3"), name="few", max_in_flight=1),
     )
     return RouterConfig(api_keys=keys, **more)
+
+
+async def test_a_probe_of_health_waits_for_no_refusal() -> None:
+    class Nobody(FarSide):
+        async def models(self) -> dict[str, object]:
+            raise ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.")
+
+    time = VirtualTime()
+    edge = Edge(Nobody(a=serve), config=keyed(refusals_per_s=1.0), clock=time)
+    async with edge.client() as client:
+        client.headers["authorization"] = "Bearer key-2"
+        refused = [asyncio.create_task(client.post(CHAT, content=b"x")) for _ in range(9)]
+        await settle()
+        assert edge.sample("sluice_held_refusals") > 0
+        for _ in range(5):
+            assert (await asyncio.wait_for(client.get("/health"), 20)).status_code == 503
+        await time.advance(MAX_HOLD_S + 1)
+        await asyncio.gather(*refused)
 
 
 async def test_what_is_refused_by_key_rate_room_or_load_is_refused_unread() -> None:
