@@ -127,7 +127,7 @@ def overload(
     if as_json:
         click.echo(json.dumps({"summary": rows, "runs": runs}, indent=2))
     else:
-        Console().print(table(rows))
+        Console().print(served(rows), cost(rows))
     missed = any(row["ratio"] < LEAST_RATIO for row in rows)
     raise SystemExit(missed or any(row["lost"] for row in rows))
 
@@ -284,23 +284,35 @@ def _ratio(runs: Sequence[Json], bases: Sequence[Json], name: str) -> tuple[floa
     return round(sum(above for above, _ in pairs) / sum(below for _, below in pairs), 3), error
 
 
-def table(rows: Sequence[Json]) -> Table:
-    """The summary as a table."""
+def served(rows: Sequence[Json]) -> Table:
+    """What the summary says of the requests, as a table."""
     shown = Table(
-        *("load", "retries", "sent", "in time /s", "to none", "in tokens", "answered in time"),
-        *("refusals", "refusal p50 / p99 ms", "lost", "sent late p99 ms", "machine busy"),
-        *("router, client cores", "router MiB", "HAProxy MiB"),
-        title=f"what is served in time, and what it takes; rounds: {rows[0]['rounds']}",
+        *("load", "retries", "sent", "in time /s", "to none", "in tokens", "kept", "lost"),
+        title=f"what is served in time, mean of rounds: {rows[0]['rounds']}",
     )
     for row in rows:
-        cores, memory = row["cores"], row["memory_mib"]
         error = "" if row["error"] is None else f" ± {row['error']:.3f}"
         shown.add_row(
             *(f"{row['load']:g}x", row["retries"], str(row["sent"]), f"{row['goodput']:.2f}"),
             *(f"{row['ratio']:.3f}{error}", f"{row['ratio_tokens']:.3f}"),
-            *(f"{100 * row['kept']:.1f} %", str(row["refusals"])),
+            *(f"{100 * row['kept']:.1f} %", str(row["lost"])),
+        )
+    return shown
+
+
+def cost(rows: Sequence[Json]) -> Table:
+    """What the summary says of the processes, as a table."""
+    shown = Table(
+        *("load", "retries", "refusals", "each p50 / p99 ms", "late ms", "busy"),
+        *("cores: router, client", "MiB: router", "HAProxy"),
+        title="what it takes: memory before the first and after the last round",
+    )
+    for row in rows:
+        cores, memory = row["cores"], row["memory_mib"]
+        shown.add_row(
+            *(f"{row['load']:g}x", row["retries"], str(row["refusals"])),
             "{:.0f} / {:.0f}".format(*row["refusal_ms"]),
-            *(str(row["lost"]), f"{row['late_ms']:.0f}", f"{100 * row['busy']:.0f} %"),
+            *(f"{row['late_ms']:.0f}", f"{100 * row['busy']:.0f} %"),
             f"{cores.get('routers', 0):.2f}, {cores.get('client', 0):.2f}",
             "{:.0f} → {:.0f}".format(*memory.get("routers", (0, 0))),
             "{:.0f} → {:.0f}".format(*memory.get("HAProxy", (0, 0))),
