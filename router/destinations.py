@@ -115,8 +115,8 @@ class Destinations:
             return Destination()
         decision = await self._decide(call, key, failed, prefill_key, begun)
         if decision is None:
-            return self._without_answer(call, begun)
-        self._note(call, decision)
+            self._metrics.fallback(Fallback.NO_ANSWER)
+            return Destination(tier=Tier.BEST_EFFORT if self._full_s(call) > 0 else None)
         if decision.over_share:
             self._metrics.admission.over_share(call.client.name)
         if decision.reason == UNATTAINABLE:
@@ -138,25 +138,9 @@ class Destinations:
             for_s = min(max(decision.retry_after_s or 0.0, 1.0), FULL_FOR_S)
             self._full_until_s[name] = self._clock() + for_s
 
-    def _without_answer(self, call: Call, begun: bool) -> Destination:
-        """Where a call goes of which the controller says nothing in time.
-
-        While it has just said that there is no capacity, silence is no reason to serve what it
-        would not promise: who asks often enough would get in by a late answer.
-
-        Raises:
-            ApiError: 429; as :meth:`find`.
-        """
-        left_s = self._full_until_s.get(call.slo.service_class, -inf) - self._clock()
-        if left_s > 0 and self._tiers(call, begun) == _GUARANTEED_ONLY:
-            raise ApiError(
-                Reason.SLO_UNATTAINABLE,
-                "No replica could hold the objective a moment ago, and the class "
-                f"{call.slo.service_class} is not served without.",
-                retry_after_s=left_s,
-            )
-        self._metrics.fallback(Fallback.NO_ANSWER)
-        return Destination(tier=Tier.BEST_EFFORT if left_s > 0 else None)
+    def _full_s(self, call: Call) -> float:
+        """For how long its class still counts as without capacity, seconds."""
+        return self._full_until_s.get(call.slo.service_class, -inf) - self._clock()
 
     def _but_failed(
         self, decision: RouteDecision, key: int, prefill_key: int, failed: Sequence[str]
@@ -189,7 +173,16 @@ class Destinations:
         tiers = self._tiers(call, begun)
 
         async def ask() -> RouteDecision | None:
-            return await self._ask(call, key, failed, prefill_key, tiers)
+            decision = await self._ask(call, key, failed, prefill_key, tiers)
+            if decision is not None:
+                self._note(call, decision)
+                return decision
+            # While the controller has just said that there is no capacity, silence is no reason to
+            # serve what it would not promise: who asks often enough would get in by a late answer.
+            left_s = self._full_s(call)
+            if left_s > 0 and tiers == _GUARANTEED_ONLY:
+                return RouteDecision(None, UNATTAINABLE, retry_after_s=left_s)
+            return None
 
         line = self._lines.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
         if line is None:

@@ -19,6 +19,7 @@ from starlette.types import Message
 from controller.messages import RouteDecision, RouteQuery, Tier
 from router.answer import ReplicaFailedError
 from router.config import RouterConfig, ServiceClass
+from router.destinations import FULL_FOR_S
 from router.errors import Reason
 from router.keys import ApiKey
 from router.overload import ALWAYS_PER_S, MAX_DELAY_S, MAX_HOLD_S, PERIOD_S, TICK_S, Pace, Shedder
@@ -316,6 +317,26 @@ async def test_who_asks_often_does_not_get_in_by_a_late_answer() -> None:
     assert await statuses_of(edge, "strict", 2) == [429, 200]
     controller.late = True
     assert await statuses_of(edge, "strict", 1) == [200]
+
+
+async def test_who_waits_in_a_line_does_not_get_in_by_a_late_answer_either() -> None:
+    time = VirtualTime()
+    controller = Halting(REFUSAL)
+    config = RouterConfig(
+        classes={"patient": ServiceClass(ttft_ms=60_000, when_unattainable="queue")},
+        default_class="patient",
+    )
+    edge = Edge(FarSide(a=serve), controller, config, time)
+    async with edge.client() as client:
+        waiting = asyncio.create_task(client.post(CHAT, json=CHAT_BODY))
+        await time.advance(0.5)
+        controller.late = True
+        await time.advance(2.0)
+        assert edge.side.calls == [] and not waiting.done()
+        # It may be away, and then requests are served as best they can.
+        await time.advance(FULL_FOR_S)
+        assert (await waiting).status_code == 200
+    assert edge.sample("sluice_fallback_total", reason="no_answer") == 1
 
 
 async def test_without_an_answer_what_would_be_best_effort_is() -> None:
