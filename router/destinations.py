@@ -127,16 +127,16 @@ class Destinations:
         return self._but_failed(decision, key, prefill_key, failed)
 
     def _note(self, call: Call, decision: RouteDecision) -> None:
-        """Remember whether there is capacity to promise to the class."""
-        name = call.slo.service_class
-        if decision.tier is Tier.GUARANTEED:
-            self._full_until_s.pop(name, None)
-            return
+        """Remember that there is no capacity to promise to the class.
+
+        A promise does not end that: under overload they come between refusals, and each would be a
+        way in for all that the controller does not answer in time then.
+        """
         refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None
         asked = call.slo.stated and not call.best_effort and not decision.over_share
         if asked and (refused or decision.tier is Tier.BEST_EFFORT):
             for_s = min(max(decision.retry_after_s or 0.0, 1.0), FULL_FOR_S)
-            self._full_until_s[name] = self._clock() + for_s
+            self._full_until_s[call.slo.service_class] = self._clock() + for_s
 
     def _full_s(self, call: Call) -> float:
         """For how long its class still counts as without capacity, seconds."""

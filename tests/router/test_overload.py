@@ -312,10 +312,12 @@ async def test_who_asks_often_does_not_get_in_by_a_late_answer() -> None:
     clock.now_s += 3.1
     assert await statuses_of(edge, "strict", 1) == [200]
     assert edge.sample("sluice_fallback_total", reason="no_answer") == 1
-    # What it promised last counts, too.
+    # A promise between refusals opens no way in for others.
     controller.late, controller.decisions = False, [REFUSAL, PROMISE]
     assert await statuses_of(edge, "strict", 2) == [429, 200]
     controller.late = True
+    assert await statuses_of(edge, "strict", 3) == [429] * 3
+    clock.now_s += 3.1
     assert await statuses_of(edge, "strict", 1) == [200]
 
 
