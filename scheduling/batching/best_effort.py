@@ -112,9 +112,11 @@ class BestEffort:
        those before it, plus the time for which all memory is held by others; from twice the
        patience on none of these begins until it fits.
 
-    Where the requests are several tenants', these take turns, by tokens and by weight: in each of
-    these orders the one comes first before which, of the same tenant, least is ahead or running. So
-    one that sends thousands of requests keeps no other one's few waiting behind them all.
+    Where the requests are several tenants', these take turns, by tokens and by weight: in the
+    orders of step 3 the one comes first before which, of the same tenant, least is ahead or
+    running. So one that sends thousands of requests keeps no other one's few waiting behind them
+    all. The lane is of the oldest, whosesoever they are, so that what step 4 says of the wait
+    holds.
 
     Where nothing else can run, running best-effort requests are evicted one by one until something
     can.
@@ -150,7 +152,6 @@ class BestEffort:
         apart = table[:, BEST_EFFORT] > 0
         running = table[:, RUNNING] > 0
         aged = self._lane.aged(table, np.flatnonzero(apart), now_s)
-        aged = in_turns(table, aged)
         lane = aged[: self._lane.places(int(np.count_nonzero(running)))]
         apart[lane] = False
         yielding, promised = np.flatnonzero(apart), np.flatnonzero(table[:, BEST_EFFORT] == 0)
@@ -316,14 +317,15 @@ def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: I
 def in_turns(table: Floats, order: Ints, first: int = 0) -> Ints:
     """The rows ``order`` of a queue, but for the ``first`` ones with their tenants in turns: each
     tenant's in that order, and next the one before which least is ahead or running of its tenant's
-    best-effort requests, in tokens over weight. ``O(n log n)``; ``O(n)`` where all are one
-    tenant's."""
+    best-effort requests, in tokens over weight, of equals one that has begun. ``O(n log n)``;
+    ``O(n)`` where all are one tenant's."""
     tenants = table[order, TENANT]
     if not len(order) or (tenants == tenants[0]).all():
         return order
     ahead = tokens_ahead(table, order)
-    ahead[:first] = -inf
-    turns: Ints = order[np.argsort(ahead, kind="stable")]
+    waits = table[order, RUNNING] == 0
+    ahead[:first], waits[:first] = -inf, False
+    turns: Ints = order[np.lexsort((waits, ahead))]
     return turns
 
 

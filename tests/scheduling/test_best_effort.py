@@ -377,6 +377,24 @@ def test_thousands_of_requests_of_one_tenant_do_not_stand_before_the_few_of_anot
     assert [key for key, _ in made.entries] == ["a0", "b0", "a1"]
 
 
+def test_the_oldest_keeps_its_place_in_the_lane_whatever_runs_of_its_tenant() -> None:
+    policy = make_policy("fcfs", {}, BestEffortOptions(patience_s=5.0))
+    oldest = of(1, prefill("oldest", 4_000, arrival_s=0.0, computed=160))
+    others = [of(1, decode(f"run{n}", context=1_600, arrival_s=19.0)) for n in range(3)]
+    aged = [of(2, prefill(f"b{n}", 16, arrival_s=10.0)) for n in range(3)]
+    urgent = prefill("urgent", 160, CHAT, arrival_s=20.0)
+    budget = BatchBudget(tokens=512, sequences=99, kv_blocks=0, block_tokens=16)
+    made = plan(oldest, *others, *aged, urgent, policy=policy, now_s=20.0, budget=budget)
+    assert made.evicted_ids == ["run2"]
+
+
+def test_a_prompt_that_has_begun_is_before_the_next_one_of_who_had_the_last_turn() -> None:
+    greedy = [of(1, prefill(f"a{n}", 400, arrival_s=-5.0)) for n in range(9)]
+    other = of(2, prefill("b", 400, arrival_s=-1.0, computed=16))
+    made = plan(*greedy, other, budget=ROOMY._replace(tokens=200))
+    assert [key for key, _ in made.entries] == ["b"]
+
+
 def test_the_turns_are_by_weight_and_keep_the_order_of_deadlines() -> None:
     heavy = [of(1, prefill(f"h{n}", 16), 3.0) for n in range(9)]
     light = [of(2, prefill(f"l{n}", 16)) for n in range(9)]
