@@ -28,6 +28,9 @@ TUNED: Mapping[str, str] = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     # A dead proxy is noticed after 1 s, not 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # One that fails its health check is ended at once: there is nothing to wait for in a process
+    # that stands still, and Serve would wait for as long as a drain may take.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Lets HAProxy see clients that leave; see deploy/haproxy.py.
     BINARY_VARIABLE: str(Path(sys.executable).with_name(COMMAND)),
 }
