@@ -70,13 +70,14 @@ SCENARIOS = (
     Scenario("all replicas killed", FLEET, all_killed, may_fail=True, may_refuse=True),
     Scenario("one of two routers killed", FLEET, router_killed, may_fail=True, forgets=True),
     Scenario("Serve's controller killed", FLEET, serve_controller_killed),
-    Scenario("HAProxy killed", FLEET, haproxy_killed, _STREAMS, may_fail=True),
+    Scenario("HAProxy killed", FLEET, haproxy_killed, _STREAMS, may_fail=True, may_refuse=True),
     Scenario(
         "HAProxy and its manager killed",
         FLEET,
         haproxy_manager_killed,
         _STREAMS,
         may_fail=True,
+        may_refuse=True,
         quick=False,
     ),
 )
