@@ -182,6 +182,8 @@ class FairShares:
 
     def _learn(self, slot: int, prompt_tokens: int, now_s: float, refused: bool) -> None:
         """Learn the reserve from a request of a tenant that is short of its share, if it is."""
+        if len(self._slots) < 2:
+            return  # all of it is its own
         self._refresh(now_s)
         share = self._share(slot)
         if share == inf or self._promised[slot] >= SHORT * share:
