@@ -120,7 +120,8 @@ async def send(host: str, port: int, raw: Raw) -> Answer:
     try:
         for part in raw.parts:
             writer.write(part)
-            await writer.drain()
+            async with asyncio.timeout(HANG_S):
+                await writer.drain()
         if raw.cut:
             writer.write_eof()
         said_end = raw.cut or raw.whole
@@ -139,6 +140,8 @@ async def send(host: str, port: int, raw: Raw) -> Answer:
             if not data:
                 break
             got += data
+    except TimeoutError:
+        hung = True
     except OSError:
         pass  # a server may close on what it does not want to read
     finally:

@@ -163,6 +163,17 @@ def test_answers_are_told_apart(raw: bytes, told: list[int]) -> None:
     assert [response.status for response in responses(raw)] == told
 
 
+async def test_a_server_that_takes_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.fuzz.HANG_S", 0.1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        raw = Raw("x", (bytes(1 << 25),))
+        async with asyncio.timeout(30):
+            answer = await send("127.0.0.1", listener.getsockname()[1], raw)
+    assert answer.hung
+
+
 @pytest.mark.parametrize(
     ("head", "bad"),
     [
