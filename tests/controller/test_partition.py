@@ -108,8 +108,8 @@ class Site:
     async def handled(self) -> None:
         """Return when the controller has dealt with all that came through the cable."""
         again = RouteChannel(self.cable.endpoint, lambda: None, lambda *_: None)
-        again.connect_soon()
-        while not again.open:  # noqa: ASYNC110
+        while not again.open:
+            again.connect_soon()
             await asyncio.sleep(0)
         await again.route([], 5)
         await again.close()
