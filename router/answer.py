@@ -138,6 +138,11 @@ class Attempt:
         """Whether anything has come of it."""
         return self.heard_s > self._made_s
 
+    def sent_to(self, replica_id: str) -> None:
+        """Serve has sent it there: the place, until it says itself who has it."""
+        if not self.heard:
+            self.place = replica_id
+
     def give_up(self, failure: ReplicaFailedError) -> bool:
         """Fail it with ``failure`` for who waits for its next items, if anybody does."""
         if self._waiter is None or not self.waits:

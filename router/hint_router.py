@@ -22,7 +22,8 @@ from ray.serve._private.request_router.replica_wrapper import RunningReplica
 
 from controller.client import ControllerClient, fleet_name
 from controller.config import ControllerConfig
-from router import wire
+from replica.engine import EngineRequest
+from router import choices, wire
 from router.hint import NO_REPLICA_WAIT_S, Hint, NoReplicaError
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,19 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     ) -> RunningReplica:
         """Serve asks for the replica of a request. Everything unexpected ends in Serve's own way:
         an exception here would fail the request."""
+        chosen = await self._choice_for(pending_request, is_retry)
+        request = pending_request.args[0] if pending_request.args else None
+        if isinstance(request, EngineRequest):
+            # By its module: the object itself would be pickled with this class, and be another one.
+            choices.CHOICES.made(request.request_id, chosen.replica_id.unique_id)
+        return chosen
+
+    async def _choice_for(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica:
+        """The replica of a request.
+
+        Raises:
+            NoReplicaError: there is none for it.
+        """
         if not self._by_unique_id:
             await self._wait_for_replica()
         hint = _hint_of(pending_request)

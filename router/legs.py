@@ -12,6 +12,7 @@ from controller.messages import Tier, Trouble
 from replica.engine import EVENT_STREAM, EngineRequest, Progress, ResponseChunk, request_key
 from router.answer import Attempt, Piece, ReplicaFailedError, ReplicaStream
 from router.call import Call
+from router.choices import CHOICES
 from router.destinations import Controller, Destination, Destinations
 from router.errors import ApiError, Reason
 from router.handover import may_split, prompt_slo, rest_of
@@ -281,6 +282,7 @@ class Legs:
 
         def close() -> None:
             stream.cancel()
+            CHOICES.forget(request.request_id)
             self._stalls.forget(attempt)
             self._controller.release(request_key(request.request_id))
 
@@ -296,8 +298,10 @@ class Legs:
             self._clock,
         )
         self._stalls.watch(attempt, partial(self._leave, course, attempt))
+        CHOICES.expect(request.request_id, attempt.sent_to)
         try:
             await attempt.begin()
+            CHOICES.forget(request.request_id)
             if attempt.head.status == _BUSY:
                 raise ReplicaFailedError(Reason.REPLICAS_FULL, "Every replica tried is full.")
             if request.resume is not None and not request.prefill_only:

@@ -29,6 +29,7 @@ from router.admin.overseer import Overseer
 from router.answer import ReplicaFailedError
 from router.api import make_api
 from router.catalog import Catalog
+from router.choices import CHOICES
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.errors import Reason
@@ -201,6 +202,8 @@ class FarSide:
         if target not in self.behaviours:
             rest = [name for name in self.behaviours if name not in avoid]
             target = rest[0] if rest else next(iter(self.behaviours))
+            # As Serve's request router does, a moment later.
+            asyncio.get_running_loop().call_soon(CHOICES.made, request.request_id, target)
         self.calls.append((target, request))
         self.changed.set()
         items = self.behaviours[target](self, target, request)

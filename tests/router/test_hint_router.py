@@ -28,6 +28,7 @@ from replica.engine import EngineRequest, Progress
 from router import wire
 from router.answer import ReplicaFailedError
 from router.call import Call
+from router.choices import CHOICES
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.errors import Reason
@@ -411,6 +412,19 @@ async def test_a_question_goes_where_it_is_sent_and_a_frozen_replica_owes_nobody
         answer.close()
     assert (await ask(replicas, names[0]))["replica"] == names[0]
     await until(lambda: nobody_at(replicas, names[0]))
+
+
+async def test_who_waits_hears_where_serve_has_sent_a_request(replicas: ServeReplicas) -> None:
+    chosen: list[str] = []
+    request = EngineRequest(uuid.uuid4().hex, "chat", {"do": "serve"}, SLO())
+    CHOICES.expect(request.request_id, chosen.append)
+    try:
+        items = [
+            item async for batch in replicas.generate(request, None, (), "mixed") for item in batch
+        ]
+    finally:
+        CHOICES.forget(request.request_id)
+    assert chosen[-1:] == [items[0].replica_id]  # type: ignore[union-attr]
 
 
 async def nobody_at(replicas: ServeReplicas, name: str) -> bool:

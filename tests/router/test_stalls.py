@@ -266,6 +266,14 @@ async def test_a_stream_that_its_replica_has_lost_goes_on_elsewhere() -> None:
 
 
 @virtual
+async def test_a_frozen_replica_is_left_that_nobody_but_serve_has_chosen() -> None:
+    router = edge(decisions=[None], r0=freezing(0), r1=simulated())
+    whole = await text(edge(r0=simulated()), CHAT)
+    assert without_time_and_name(await text(router, CHAT)) == without_time_and_name(whole)
+    assert router.controller.troubles == [("r0", Trouble.HUNG)]
+
+
+@virtual
 async def test_a_client_that_leaves_a_frozen_replica_is_forgotten() -> None:
     router = edge(r0=freezing(2))
     stream = await asked(router)
