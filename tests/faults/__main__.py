@@ -14,6 +14,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 import click
+import pytest
 from rich.console import Console
 
 from deploy import ray_settings
@@ -43,7 +44,7 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> 
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise click.UsageError(f"no such scenario: {', '.join(unknown)}; see --list")
-    rows = _run([known[name] for name in names or known], quick)
+    rows, bad = _run([known[name] for name in names or known], quick)
     if as_json:
         plain = [dataclasses.asdict(row) for row in rows]
         click.echo(json.dumps({"machine": machine(), "rows": plain}, indent=2))
@@ -51,26 +52,31 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> 
         console = Console()
         console.print(table(rows))
         console.print(machine())
-    bad = [f"{row.name}: {problem}" for row in rows for problem in row.problems]
+    bad += [f"{row.name}: {problem}" for row in rows for problem in row.problems]
     click.echo("".join(f"{line}\n" for line in bad), err=True, nl=False)
     raise SystemExit(bool(bad))
 
 
-def _run(scenarios: list[Scenario], quick: bool) -> list[Row]:
-    """The rows in the order of the scenarios; those of one setting share a system."""
+def _run(scenarios: list[Scenario], quick: bool) -> tuple[list[Row], list[str]]:
+    """The rows in the order of the scenarios, and what went so wrong that there is no row. Those of
+    one setting share a system; after one without a row it gets no more, as it may not be well."""
     from tests.faults.scenario import FULL, QUICK, run
 
     say = Console(stderr=True).print
-    rows = {}
+    rows, broken = {}, []
     # Ray's own messages must not stand between the lines of the JSON.
     with redirect_stdout(sys.stderr):
         for setting in {each.setting.name: each.setting for each in scenarios}.values():
             with setting.open() as trial:
-                for each in scenarios:
-                    if each.setting is setting:
-                        rows[each.name] = run(trial, each, QUICK if quick else FULL)
-                        say(rows[each.name])
-    return [rows[each.name] for each in scenarios]
+                try:
+                    for each in scenarios:
+                        if each.setting is setting:
+                            rows[each.name] = run(trial, each, QUICK if quick else FULL)
+                            say(rows[each.name])
+                except pytest.fail.Exception as error:
+                    broken.append(f"{each.name}: {error}")
+                    say(broken[-1])
+    return [rows[each.name] for each in scenarios if each.name in rows], broken
 
 
 if __name__ == "__main__":
