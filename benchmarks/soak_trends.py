@@ -25,6 +25,21 @@ _ALLOWED: Final[dict[str, tuple[float, float]]] = {
 }
 _ALLOWED_OF_GAUGES = (20.0, 0.25)
 
+_LOAD: Final = "sluice_in_flight_requests"
+_BACKLOG: Final = (
+    _LOAD,
+    "sluice_held_body_bytes",
+    "sluice_line_requests",
+    "sluice_replica_live_requests",
+    "sluice_replica_waiting_requests",
+    "sluice_replica_running_requests",
+    "sluice_batches_running",
+    "sluice_batch_lines_in_flight",
+    "used KV blocks",
+)
+"""What the requests under way are and hold: as many as come and wait. What one leaves behind shows
+in the end, when there is none."""
+
 
 class Series(NamedTuple):
     """What was looked at: of which kind of process, of which one, and what of it."""
@@ -45,7 +60,7 @@ class Trend(NamedTuple):
     """How a series went.
 
     Attributes:
-        first, last: medians of the first and the last quarter of its samples.
+        first, last: medians of the first and the last quarter of its samples, at the mean load.
         slope: of a straight line through all, per hour; error: its standard error.
         grows: whether it is more in the end than the rule allows, and rises steadily.
     """
@@ -61,33 +76,58 @@ class Trend(NamedTuple):
 def trends(samples: Sequence[Sample]) -> list[Trend]:
     """Of every series that is there in at least half of the samples, and in four."""
     found = []
+    under_way = Series(APPLICATION, "", _LOAD)
     for series in sorted({series for sample in samples for series in sample.values}):
-        points = [(each.at_s, each.values[series]) for each in samples if series in each.values]
-        if len(points) >= max(4, len(samples) / 2):
+        seen = [each for each in samples if series in each.values]
+        if len(seen) < max(4, len(samples) / 2):
+            continue
+        if series.kind == APPLICATION:
+            load = [0.0] * len(seen)
+        else:
+            # What could not be asked is as it was.
+            seen = [each for each in seen if under_way in each.values] or seen
+            load = [each.values.get(under_way, 0.0) for each in seen]
+        points = [
+            (each.at_s, each.values[series], requests)
+            for each, requests in zip(seen, load, strict=True)
+        ]
+        if len(points) >= 4:
             found.append(trend(series, np.array(points)))
     return found
 
 
 def trend(series: Series, points: np.ndarray) -> Trend:
-    """How a series went. It grows where the median of its last quarter is more than that of its
-    first by more than is allowed of its kind (a number and a share), and its slope is more than
-    twice its standard error. What counts events (``_total``) is not judged.
+    """How a series went, beside the load: what processes hold for requests under way is taken out
+    by least squares of the values over time and those requests together.
+
+    It grows where the median of its last quarter is more than that of its first by more than is
+    allowed of its kind (a number and a share), and its slope is more than twice its standard error.
+    What counts events (``_total``) is not judged, nor what requests under way are.
 
     Args:
-        points: ``[samples, 2]``, seconds and values, four samples or more.
+        points: ``[samples, 3]``, seconds, values and requests under way; four samples or more.
     """
-    hours, values = points[:, 0] / 3600, points[:, 1]
-    quarter = max(1, len(values) // 4)
-    first, last = float(np.median(values[:quarter])), float(np.median(values[-quarter:]))
-    centred = hours - hours.mean()
-    spread = float(centred @ centred)
-    slope = float(centred @ values) / spread if spread else 0.0
-    rest = values - values.mean() - slope * centred
-    error = float(np.sqrt(rest @ rest / (len(values) - 2) / spread)) if spread else 0.0
+    hours, values, load = points[:, 0] / 3600, points[:, 1], points[:, 2]
+    columns = [np.ones_like(hours), hours - hours.mean()]
+    if np.ptp(load):
+        columns.append(load - load.mean())
+    facts = np.column_stack(columns)
+    fitted = np.linalg.lstsq(facts, values, rcond=None)[0]
+    rest = values - facts @ fitted
+    slope = float(fitted[1])
+    freedom = len(values) - len(columns)
+    error = 0.0
+    if freedom > 0:
+        spread = np.linalg.pinv(facts.T @ facts)[1, 1]
+        error = float(np.sqrt(rest @ rest / freedom * spread))
+    alike = values - facts[:, 2:] @ fitted[2:]
+    quarter = max(1, len(alike) // 4)
+    first, last = float(np.median(alike[:quarter])), float(np.median(alike[-quarter:]))
     number, share = _ALLOWED.get(series.what, _ALLOWED_OF_GAUGES)
     grows = (
         series.kind in JUDGED
         and not series.what.endswith("_total")
+        and series.what not in _BACKLOG
         and hours[-1] - hours[0] >= LEAST_S / 3600
         and last - first > max(number, share * first)
         and slope > 2 * error

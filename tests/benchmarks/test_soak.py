@@ -107,8 +107,11 @@ def test_silence_is_lost_whatever_was_killed_and_explicit_ends_never_are() -> No
 # What grows.
 
 
-def points(values: list[float], seconds: float = 2 * LEAST_S) -> np.ndarray:
-    return np.column_stack([np.linspace(0.0, seconds, len(values)), values])
+def points(
+    values: list[float], seconds: float = 2 * LEAST_S, load: list[float] | None = None
+) -> np.ndarray:
+    times = np.linspace(0.0, seconds, len(values))
+    return np.column_stack([times, values, load or [30.0] * len(values)])
 
 
 @given(
@@ -129,6 +132,22 @@ def test_a_leak_shows_and_a_steady_level_with_noise_does_not(
     )
     if rate >= 1:
         assert found.grows
+
+
+def test_what_requests_under_way_hold_is_no_growth_and_what_stays_is() -> None:
+    """A backlog that builds up, at 1 MiB a request."""
+    load = [20.0 + 2.0 * index + index % 5 for index in range(60)]
+    held = [100.0 + each for each in load]
+    found = trend(MEMORY, points(held, load=load))
+    assert not found.grows and found.slope == pytest.approx(0.0, abs=1e-6)
+    leaking = [each + 0.5 * index for index, each in enumerate(held)]
+    found = trend(MEMORY, points(leaking, load=load))
+    assert found.grows and found.slope == pytest.approx(0.5 * 59 / (2 * LEAST_S / 3600))
+    backlog = Series(APPLICATION, "", "sluice_in_flight_requests")
+    samples = [
+        Sample(10.0 * n, {MEMORY: held[n], backlog: load[n]}) for n in range(60) if n % 7
+    ] + [Sample(600.0, {MEMORY: 170.0})]
+    assert not any(each.grows for each in trends(samples))
 
 
 def test_the_slope_is_per_hour_and_that_of_a_straight_line() -> None:
