@@ -69,8 +69,10 @@ _SERVES_HEADERS = (
 """Serve reads them as UTF-8 before our code is asked, and answers 500 where they are not."""
 
 BOUNDS: Final = """\
-    # Added by sluice-haproxy: headers that come a byte at a time, and clients that are gone.
+    # Added by sluice-haproxy: headers that come a byte at a time, bodies of which the rest does not
+    # come, and clients that are gone. Who waits for an answer is not meant by the second.
     timeout http-request 10s
+    timeout client 60s
     option clitcpka
     clitcpka-idle 60s
     clitcpka-intvl 10s

@@ -23,7 +23,7 @@ from deploy.haproxy import BINARY_VARIABLE, BOUNDS, GONE, write_bounded
 from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem
 from tests.deploy.test_tls import HAPROXY, SERVE_CONFIG
 from tests.own_ray import free_port
-from tests.router.far_side import CHAT_BODY, Edge, FarSide, event
+from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, serve
 
 POST = "POST /v1/chat/completions HTTP/1.1\r\nhost: sluice\r\n"
 
@@ -37,9 +37,15 @@ def haproxy_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(BINARY_VARIABLE, raising=False)
 
 
+HEADERS = ("http-request 10s", "http-request 300ms")
+TAKES_NOTHING = (GONE, "tcp-ut 500ms")
+REST = ("timeout client 60s", "timeout client 500ms")
+"""Bounds, and what stands for them in tests."""
+
+
 @asynccontextmanager
-async def behind_haproxy(edge: Edge, folder: Path) -> AsyncIterator[int]:
-    """The port of ``edge`` behind HAProxy, whose bounds are those of Sluice, but short."""
+async def behind_haproxy(edge: Edge, folder: Path, *bounds: tuple[str, str]) -> AsyncIterator[int]:
+    """The port of ``edge`` behind HAProxy, whose bounds are those of Sluice, but some are short."""
     plain = free_port()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -50,7 +56,7 @@ async def behind_haproxy(edge: Edge, folder: Path) -> AsyncIterator[int]:
         serves.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=port))
         bounded = write_bounded(serves)
         text = bounded.read_text()
-        for long, short in (("http-request 10s", "http-request 300ms"), (GONE, "tcp-ut 500ms")):
+        for long, short in bounds:
             assert text.count(long) == 1
             text = text.replace(long, short)
         bounded.write_text(text)
@@ -86,7 +92,7 @@ async def endless(
 
 @pytest.mark.parametrize("begun", ["", POST])
 async def test_headers_that_do_not_come_are_not_waited_for(begun: str, tmp_path: Path) -> None:
-    async with behind_haproxy(Edge(FarSide()), tmp_path) as port:
+    async with behind_haproxy(Edge(FarSide()), tmp_path, HEADERS) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(begun.encode())
         async with asyncio.timeout(20):
@@ -97,7 +103,7 @@ async def test_headers_that_do_not_come_are_not_waited_for(begun: str, tmp_path:
 
 async def test_who_takes_nothing_of_a_stream_is_dropped_and_its_work_ends(tmp_path: Path) -> None:
     edge = Edge(FarSide(a=endless))
-    async with behind_haproxy(edge, tmp_path) as port:
+    async with behind_haproxy(edge, tmp_path, TAKES_NOTHING) as port:
         body = json.dumps({**CHAT_BODY, "stream": True}).encode()
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -115,6 +121,35 @@ async def test_who_takes_nothing_of_a_stream_is_dropped_and_its_work_ends(tmp_pa
                     await edge.side.changed.wait()
     # By HAProxy, long before the router would have given up.
     assert edge.sample("sluice_stalled_readers_total") == 0
+
+
+@pytest.mark.parametrize(
+    "rest", ["content-length: 9\r\n\r\n{", "transfer-encoding: chunked\r\n\r\n5\r\n{"]
+)
+async def test_who_owes_the_rest_of_a_body_is_dropped_and_who_waits_is_not(
+    rest: str, tmp_path: Path
+) -> None:
+    dropped = asyncio.Event()
+
+    async def late(
+        side: FarSide, replica: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        await dropped.wait()
+        async for item in serve(side, replica, request):
+            yield item
+
+    edge = Edge(FarSide(a=late))
+    async with behind_haproxy(edge, tmp_path, REST) as port, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        waits = asyncio.create_task(client.post(url, json=CHAT_BODY, timeout=30))
+        await edge.side.until(lambda: bool(edge.side.live))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{POST}{rest}".encode())
+        async with asyncio.timeout(20):
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+        dropped.set()
+        assert (await waits).status_code == 200
 
 
 async def test_headers_that_serve_cannot_read_do_not_come_to_it(tmp_path: Path) -> None:
