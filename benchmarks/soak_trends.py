@@ -19,10 +19,13 @@ LEAST_S: Final = 300.0
 _ALLOWED: Final[dict[str, tuple[float, float]]] = {
     "memory MiB": (8.0, 0.04),
     "objects": (20_000.0, 0.03),
-    "handles": (10.0, 0.1),
+    "handles": (20.0, 0.15),
     "threads": (5.0, 0.1),
     "tasks": (30.0, 0.15),
 }
+"""Number and share by which a series may be more in the end. Connections linger after their requests,
+so handles follow the load with noise."""
+
 _ALLOWED_OF_GAUGES = (20.0, 0.25)
 
 _LOAD: Final = "sluice_in_flight_requests"
@@ -76,46 +79,53 @@ class Trend(NamedTuple):
 def trends(samples: Sequence[Sample]) -> list[Trend]:
     """Of every series that is there in at least half of the samples, and in four."""
     found = []
-    under_way = Series(APPLICATION, "", _LOAD)
+    loaded = _with_load(samples)
     for series in sorted({series for sample in samples for series in sample.values}):
-        seen = [each for each in samples if series in each.values]
-        if len(seen) < max(4, len(samples) / 2):
-            continue
-        if series.kind == APPLICATION:
-            load = [0.0] * len(seen)
-        else:
-            # What could not be asked is as it was.
-            seen = [each for each in seen if under_way in each.values] or seen
-            load = [each.values.get(under_way, 0.0) for each in seen]
         points = [
-            (each.at_s, each.values[series], requests)
-            for each, requests in zip(seen, load, strict=True)
+            (each.at_s, each.values[series], *requests)
+            for each, requests in loaded
+            if series in each.values
         ]
-        if len(points) >= 4:
+        if len(points) >= max(4, len(samples) / 2):
             found.append(trend(series, np.array(points)))
+    return found
+
+
+def _with_load(samples: Sequence[Sample]) -> list[tuple[Sample, tuple[float, float]]]:
+    """Each sample with the requests under way, and the most of them so far. Where that could not be
+    asked it is as it was."""
+    under_way = Series(APPLICATION, "", _LOAD)
+    found, now, most = [], 0.0, 0.0
+    for sample in samples:
+        now = sample.values.get(under_way, now)
+        most = max(most, now)
+        found.append((sample, (now, most)))
     return found
 
 
 def trend(series: Series, points: np.ndarray) -> Trend:
     """How a series went, beside the load: what processes hold for requests under way is taken out
-    by least squares of the values over time and those requests together.
+    by least squares of the values over time and those requests together. Of memory it is the most
+    of them so far, as allocators keep what they once needed.
 
     It grows where the median of its last quarter is more than that of its first by more than is
     allowed of its kind (a number and a share), and its slope is more than twice its standard error.
     What counts events (``_total``) is not judged, nor what requests under way are.
 
     Args:
-        points: ``[samples, 3]``, seconds, values and requests under way; four samples or more.
+        points: ``[samples, 4]``: seconds, values, requests under way, and the most of them so far;
+            four samples or more.
     """
-    hours, values, load = points[:, 0] / 3600, points[:, 1], points[:, 2]
+    hours, values = points[:, 0] / 3600, points[:, 1]
+    load = points[:, 3] if series.what == "memory MiB" else points[:, 2]
     columns = [np.ones_like(hours), hours - hours.mean()]
-    if np.ptp(load):
+    if series.kind != APPLICATION and np.ptp(load):
         columns.append(load - load.mean())
     facts = np.column_stack(columns)
     fitted = np.linalg.lstsq(facts, values, rcond=None)[0]
     rest = values - facts @ fitted
     slope = float(fitted[1])
-    freedom = len(values) - len(columns)
+    freedom = len(values) - facts.shape[1]
     error = 0.0
     if freedom > 0:
         spread = np.linalg.pinv(facts.T @ facts)[1, 1]

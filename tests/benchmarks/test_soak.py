@@ -111,7 +111,8 @@ def points(
     values: list[float], seconds: float = 2 * LEAST_S, load: list[float] | None = None
 ) -> np.ndarray:
     times = np.linspace(0.0, seconds, len(values))
-    return np.column_stack([times, values, load or [30.0] * len(values)])
+    load = load or [30.0] * len(values)
+    return np.column_stack([times, values, load, np.maximum.accumulate(load)])
 
 
 @given(
@@ -134,20 +135,29 @@ def test_a_leak_shows_and_a_steady_level_with_noise_does_not(
         assert found.grows
 
 
-def test_what_requests_under_way_hold_is_no_growth_and_what_stays_is() -> None:
-    """A backlog that builds up, at 1 MiB a request."""
-    load = [20.0 + 2.0 * index + index % 5 for index in range(60)]
-    held = [100.0 + each for each in load]
+def test_what_requests_under_way_hold_and_what_is_kept_of_it_is_no_growth() -> None:
+    """A backlog that builds up and goes, at 1 MiB and 5 handles a request."""
+    load = [20.0 + 60.0 * math.sin(index / 10) ** 2 + index % 5 for index in range(60)]
+    handles = trend(MEMORY._replace(what="handles"), points([5 * now for now in load], load=load))
+    assert not handles.grows and handles.slope == pytest.approx(0.0, abs=1e-6)
+    held = [100.0 + most for most in np.maximum.accumulate(load)]
     found = trend(MEMORY, points(held, load=load))
     assert not found.grows and found.slope == pytest.approx(0.0, abs=1e-6)
     leaking = [each + 0.5 * index for index, each in enumerate(held)]
     found = trend(MEMORY, points(leaking, load=load))
     assert found.grows and found.slope == pytest.approx(0.5 * 59 / (2 * LEAST_S / 3600))
+
+
+def test_the_load_of_a_sample_that_could_not_ask_is_that_of_the_one_before() -> None:
     backlog = Series(APPLICATION, "", "sluice_in_flight_requests")
+    load = [float(n % 30) for n in range(60)]
     samples = [
-        Sample(10.0 * n, {MEMORY: held[n], backlog: load[n]}) for n in range(60) if n % 7
-    ] + [Sample(600.0, {MEMORY: 170.0})]
-    assert not any(each.grows for each in trends(samples))
+        Sample(10.0 * n, {MEMORY: 100.0 + load[n], backlog: load[n]} if n % 7 else {MEMORY: 110.0})
+        for n in range(60)
+    ]
+    told = {each.series: each for each in trends(samples)}
+    assert set(told) == {MEMORY, backlog}
+    assert not any(each.grows for each in told.values())
 
 
 def test_the_slope_is_per_hour_and_that_of_a_straight_line() -> None:
