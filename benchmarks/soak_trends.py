@@ -23,8 +23,8 @@ _ALLOWED: Final[dict[str, tuple[float, float]]] = {
     "threads": (5.0, 0.1),
     "tasks": (30.0, 0.15),
 }
-"""Number and share by which a series may be more in the end. Connections linger after their requests,
-so handles follow the load with noise."""
+"""Number and share by which a series may be more in the end. Connections linger after their
+requests, so handles follow the load with noise."""
 
 _ALLOWED_OF_GAUGES = (20.0, 0.25)
 
