@@ -249,6 +249,8 @@ EXPERIMENT = Experiment(
         ),
         "Arrivals": f"generated, Poisson, at load {OVERLOAD:g}, the demands being scaled together "
         f"to make it; {LOAD_WORDS}. Bursts: {BURST_S:g} s of every {BURST_S + SILENCE_S:g} s",
+        "TPOT": "mean since the first token",
+        "Latency": "setup 8b of benchmarks/experiments/engines.py; in full scale 8b-short, too",
         "Shares": f"weighted max-min of what was promised, in tokens of prompt and output, in each "
         f"window of {WINDOW_S:g} s after the first {WARM_UP_S:g} s",
         "Objectives and priorities": "ProServe's, see benchmarks/workloads/settings.py. A request "

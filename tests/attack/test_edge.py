@@ -20,6 +20,7 @@ from benchmarks.fuzz import Answer, attack, good_request, responses, send
 from benchmarks.fuzz_requests import Raw, Target, requests
 from router.admission_metrics import NO_CLASS
 from router.batches.config import BatchesConfig
+from router.body import BODY_TIMEOUT_S
 from router.client_names import UNNAMED
 from router.config import RouterConfig
 from router.errors import Reason
@@ -88,8 +89,9 @@ def kept(system: Listening, folder: Path) -> Kept:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """The server needs a moment for what was cut off, and has no event for it."""
-    async with asyncio.timeout(30):
+    """The server needs a moment for what was cut off, and has no event for it; and for a body of
+    which the rest does not come as long as one may take."""
+    async with asyncio.timeout(3 * BODY_TIMEOUT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -180,7 +180,7 @@ def fleet(left: int | None, unavailable: tuple[str, ...] = ()) -> Answer:
         **dict.fromkeys(("prefill_ms", "kv_usage", "pab_tokens"), 0.0),
         **dict.fromkeys(("last_step_ms", "predicted_step_ms"), 0.0),
         **{"replica_id": "one", "model": "m", "condition": "draining", "drain": "operator"},
-        "running": left,
+        **{"running": left, "quarantine": None},
     }
     rows = [] if left is None else [row]
     return 200, {"models": {}, "unavailable": [*unavailable], "replicas": rows, "classes": []}
