@@ -109,7 +109,8 @@ def trend(series: Series, points: np.ndarray) -> Trend:
     of them so far, as allocators keep what they once needed.
 
     It grows where the median of its last quarter is more than that of its first by more than is
-    allowed of its kind (a number and a share), and its slope is more than twice its standard error.
+    allowed of its kind (a number and a share), beside the load and as it is, and its slope is more
+    than twice its standard error.
     What counts events (``_total``) is not judged, nor what requests under way are.
 
     Args:
@@ -131,15 +132,21 @@ def trend(series: Series, points: np.ndarray) -> Trend:
         spread = np.linalg.pinv(facts.T @ facts)[1, 1]
         error = float(np.sqrt(rest @ rest / freedom * spread))
     alike = values - facts[:, 2:] @ fitted[2:]
-    quarter = max(1, len(alike) // 4)
-    first, last = float(np.median(alike[:quarter])), float(np.median(alike[-quarter:]))
+    first, last = _ends(alike)
+    first_as_is, last_as_is = _ends(values)
     number, share = _ALLOWED.get(series.what, _ALLOWED_OF_GAUGES)
     grows = (
         series.kind in JUDGED
         and not series.what.endswith("_total")
         and series.what not in _BACKLOG
         and hours[-1] - hours[0] >= LEAST_S / 3600
-        and last - first > max(number, share * first)
+        and min(last - first, last_as_is - first_as_is) > max(number, share * first)
         and slope > 2 * error
     )
     return Trend(series, first, last, slope, error, bool(grows))
+
+
+def _ends(values: np.ndarray) -> tuple[float, float]:
+    """Medians of the first and the last quarter."""
+    quarter = max(1, len(values) // 4)
+    return float(np.median(values[:quarter])), float(np.median(values[-quarter:]))
