@@ -4,7 +4,7 @@ from itertools import chain, combinations
 from math import floor, inf
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduling.admission.slos_serve import (
@@ -156,6 +156,7 @@ def test_it_admits_what_an_exhaustive_search_finds_best(seed: int) -> None:
 
 
 @settings(max_examples=150)
+@example(seed=134217728)
 @given(seed=st.integers(0, 2**32))
 def test_more_time_blocks_or_places_never_admit_less(seed: int) -> None:
     new, promised, given_ = contended(seed)
@@ -163,8 +164,14 @@ def test_more_time_blocks_or_places_never_admit_less(seed: int) -> None:
     def worth(new: Demand, promised: Demand, given_: Supply) -> float:
         return float(new.value[admissible(new, promised, given_)].sum())
 
+    def passed(due_s: np.ndarray) -> list[int]:
+        return np.searchsorted(np.sort(promised.due_s), due_s).tolist()
+
     before = worth(new, promised, given_)
-    assert worth(new._replace(due_s=new.due_s + 0.2), promised, given_) >= before
+    for later_s in (new.due_s + 0.05, new.due_s + 0.2):
+        # Behind a promised one, whose decodes have begun by then, it may be too much for them.
+        if passed(later_s) == passed(new.due_s):
+            assert worth(new._replace(due_s=later_s), promised, given_) >= before
     assert worth(new._replace(prefill_s=new.prefill_s * 0.8), promised, given_) >= before
     assert worth(new, promised, given_._replace(blocks=given_.blocks + 2)) >= before
     assert worth(new, promised, given_._replace(places=given_.places + 1)) >= before
