@@ -66,6 +66,9 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     }
     fields["router"]["classes"]["interactive"] = {"ttft_ms": 60_000}  # the documents name it
     with system(fields) as started:
+        # A model whose replica does not answer in time is not listed for a moment.
+        url = f"{started.url}/v1/models"
+        wait_until(lambda: len(httpx.get(url, timeout=30).json()["data"]) == 3, "all are listed")
         yield started
 
 
