@@ -175,13 +175,18 @@ class Trial:
         if any(row["condition"] == "quarantined" for row in rows):
             self.ask()  # it leaves quarantine by a request that it answers
             return False
-        wanted = sum(pool.replica.count for fleet in self.config.fleets for pool in fleet.pools)
+        wanted = self._processes() - self.config.router.replicas
         fresh = [row for row in rows if row["condition"] == "fresh" and row["drain"] is None]
         return (
             len(rows) == len(fresh) == wanted
             and self.routers() == self.config.router.replicas
             and self._answers()
         )
+
+    def _processes(self) -> int:
+        """Replicas and routers that there should be."""
+        replicas = sum(pool.replica.count for fleet in self.config.fleets for pool in fleet.pools)
+        return replicas + self.config.router.replicas
 
     def routers(self) -> int:
         """The number of routers that are alive."""
@@ -206,7 +211,9 @@ class Trial:
                     series, _, value = line.rpartition(" ")
                     if not line.startswith("#"):
                         found[series.partition("{")[0]] += float(value)
-            return bool(found["sluice_controller_up"])
+            # One that has just started has heard of few, and of the others later.
+            heard = self.snapshot().get("metric_sources", 0)
+            return bool(found["sluice_controller_up"]) and heard >= self._processes()
 
         wait_until(look, "there is a page of metrics", RECOVERY_S, every_s=0.2)
         return {column: found[metric] for column, metric in COUNTED.items()}
