@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from deploy.models import MAX_MODELS, ModelConfig, ModelFleet, ModelName, key_of
 from replica.config import EngineConfig, ReplicaConfig
 from router.config import RouterConfig
 from telemetry.config import TelemetryConfig
+
+_FIELD = re.compile(r"[a-z_]{0,40}[0-9]?[a-z_]{0,40}")
+"""What the fields here are named like, and what a mistyped one is, but hardly a key."""
 
 
 class SluiceConfig(BaseModel):
@@ -122,10 +126,18 @@ def parse_config(data: Mapping[str, Any]) -> SluiceConfig:
         return SluiceConfig.model_validate(dict(data))
     except ValidationError as error:
         lines = [
-            f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}"
+            f"{_name_of(entry['loc'], entry['type'])}: {entry['msg']}"
             for entry in error.errors(include_input=False, include_url=False)
         ]
         raise ValueError("the configuration is not valid:\n" + "\n".join(lines)) from None
+
+
+def _name_of(parts: tuple[int | str, ...], fault: str) -> str:
+    """The place of a fault. A name that nothing has may be a key that came loose in the file."""
+    *above, last = parts
+    if fault == "extra_forbidden" and not _FIELD.fullmatch(str(last)):
+        last = "(no name of a field, so not shown)"
+    return ".".join(str(part) for part in (*above, last))
 
 
 def _place_of(error: yaml.YAMLError) -> str:
