@@ -7,6 +7,7 @@ allowed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -183,9 +184,7 @@ def check_ids(name: str, ids: Any, limit: int = MAX_KEYS) -> None:
     Raises:
         ValueError: it is no sequence, too long, or holds something that is no id.
     """
-    if not isinstance(ids, list | tuple) or len(ids) > limit:
-        raise ValueError(f"{name} must be a list of at most {limit} ids, got {short(ids)}")
-    for each in ids:
+    for each in _listed(name, ids, "ids", limit):
         check_text(name, each)
 
 
@@ -195,9 +194,7 @@ def check_notices(notices: Any) -> None:
     Raises:
         ValueError: it is no sequence of notices, too long, or one of them is malformed.
     """
-    if not isinstance(notices, list | tuple) or len(notices) > MAX_KEYS:
-        raise ValueError(f"notices must be a list of at most {MAX_KEYS}, got {short(notices)}")
-    for notice in notices:
+    for notice in _listed("notices", notices, "notices", MAX_KEYS):
         if not isinstance(notice, TroubleNotice):
             raise ValueError(f"expected a TroubleNotice, got {short(notice)}")
         check_text("replica_id", notice.replica_id)
@@ -242,10 +239,14 @@ def check_keys(name: str, keys: Any, limit: int = MAX_KEYS) -> None:
     Raises:
         ValueError: it is no sequence, too long, or holds something that is no key.
     """
-    if not isinstance(keys, list | tuple) or len(keys) > limit:
-        raise ValueError(f"{name} must be a list of at most {limit} keys, got {short(keys)}")
-    for key in keys:
+    for key in _listed(name, keys, "keys", limit):
         _check_integer(name, key, 0, MAX_KEY)
+
+
+def _listed(name: str, values: Any, what: str, limit: int) -> Sequence[Any]:
+    if not isinstance(values, list | tuple) or len(values) > limit:
+        raise ValueError(f"{name} must be a list of at most {limit} {what}, got {short(values)}")
+    return values
 
 
 def _check_integer(name: str, value: Any, least: int, most: int) -> None:
