@@ -12,7 +12,6 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any
 
 import ray.util
@@ -56,6 +55,7 @@ from scheduling.fleet import Fleet, FleetSettings
 from scheduling.job import INVALID_QUERY
 from scheduling.placement import Placer
 from scheduling.roles import Role
+from telemetry.version import version
 
 MAX_QUERIES = 1024
 """Most queries in one call."""
@@ -375,13 +375,6 @@ class Controller:
 
 def fingerprint_of(config: ControllerConfig) -> str:
     """Names version and configuration: a living controller with another one must be replaced,
-    because a detached actor keeps the code that it was started with.
-
-    A source tree that is not installed counts as one version, however it is edited.
-    """
-    try:
-        version = metadata.version("sluice")
-    except metadata.PackageNotFoundError:
-        version = "source"
+    because a detached actor keeps the code that it was started with."""
     digest = hashlib.blake2b(config.model_dump_json().encode(), digest_size=8)
-    return f"{version}-{digest.hexdigest()}"
+    return f"{version()}-{digest.hexdigest()}"

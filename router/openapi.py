@@ -7,11 +7,11 @@ engine to check, so objects are open unless they are Sluice's own.
 from __future__ import annotations
 
 from http import HTTPStatus
-from importlib import metadata
 from typing import Any, Final
 
 from replica.engine import UNSCHEDULED, Endpoint
 from router import wire
+from router.batches import batches_api, files_api
 from router.batches.expiry import MAX_S, MIN_S
 from router.config import RouterConfig
 from router.engine_bounds import MAX_ENTRIES
@@ -26,6 +26,7 @@ from router.validation import (
     MAX_TOKENS,
 )
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
+from telemetry.version import version
 
 Schema = dict[str, Any]
 
@@ -92,7 +93,7 @@ def document(config: RouterConfig) -> Schema:
     has_keys = bool(config.api_keys or config.api_keys_file)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Sluice", "version": _version()},
+        "info": {"title": "Sluice", "version": version()},
         "paths": paths,
         "components": {
             "schemas": {"Error": _ERROR},
@@ -120,7 +121,7 @@ def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
         for name in wire.SESSION_FIELDS
     }
     fields |= _SHAPES[endpoint]
-    required = [*(name for name in _SHAPES[endpoint] if name in _REQUIRED[endpoint])]
+    required = [*_REQUIRED[endpoint]]
     if endpoint not in UNSCHEDULED:
         required.append("model")
         tiers = [tier for each in config.classes.values() for tier in each.service_tiers]
@@ -243,7 +244,7 @@ def _files() -> Schema:
     upload = _operation("Upload the input of a batch", _json(_OBJECT))
     upload["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
     order = _query("order", {"enum": ["asc", "desc"]})
-    listed = _operation("List files", _json(_list()), *_paging(10_000), order)
+    listed = _operation("List files", _json(_list()), *_paging(files_api.MAX_PAGE), order)
     listed["parameters"].append(_query("purpose", _TEXT))
     content: Schema = {"application/octet-stream": {"schema": {}}}
     return {
@@ -277,9 +278,12 @@ def _batches(config: RouterConfig) -> Schema:
             "completion_window": {"enum": [*config.batches.completion_windows]},
             "metadata": {
                 "type": ["object", "null"],
-                "maxProperties": 16,
-                "propertyNames": {"maxLength": 64},
-                "additionalProperties": {"type": "string", "maxLength": 512},
+                "maxProperties": batches_api.MAX_METADATA,
+                "propertyNames": {"maxLength": batches_api.MAX_METADATA_KEY},
+                "additionalProperties": {
+                    "type": "string",
+                    "maxLength": batches_api.MAX_METADATA_VALUE,
+                },
             },
             "output_expires_after": expiry,
         },
@@ -289,7 +293,7 @@ def _batches(config: RouterConfig) -> Schema:
     return {
         "/v1/batches": {
             "post": made,
-            "get": _operation("List batches", _json(_list()), *_paging(100)),
+            "get": _operation("List batches", _json(_list()), *_paging(batches_api.MAX_PAGE)),
         },
         "/v1/batches/{batch_id}": {"get": _operation("Describe a batch", _json(_OBJECT), batch)},
         "/v1/batches/{batch_id}/cancel": {
@@ -338,10 +342,3 @@ def _parameter(name: str) -> Schema:
 def _paging(most: int) -> tuple[Schema, ...]:
     limit = {"type": "integer", "minimum": 1, "maximum": most}
     return _query("limit", limit), _query("after", _TEXT)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("sluice")
-    except metadata.PackageNotFoundError:
-        return "source"
