@@ -32,7 +32,7 @@ from replica.openai_format import error_body
 from replica.reporter import Membership, Reporter, ReportTarget
 from replica.request_trace import RequestTrace
 from replica.watchdog import Watchdog
-from scheduling.fair_shares import has_room
+from scheduling.fair_shares import PLACES_PART, has_room
 from scheduling.roles import Role
 from scheduling.state import SUMMARY
 from telemetry.logs import of_request
@@ -42,10 +42,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BUFFERED_ITEMS = 256
 """Items of one response that may wait for their consumer; then the engine's stream waits."""
-
-
-PLACES_PART = 4.0
-"""The most places of best-effort requests of a tenant of weight 1, over those that are free."""
 
 
 class _Response:

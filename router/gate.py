@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +23,7 @@ from router.overload import Pace, Pause, Shedder
 from router.rate_limits import RateLimiter
 from router.telemetry import Telemetry
 from router.trust import ANYONE, Client
+from scheduling.fair_shares import PLACES_PART
 from telemetry.logs import of_request
 
 INFERENCE_PATHS: dict[str, Endpoint] = {
@@ -42,11 +43,6 @@ must not be refused because of its own lines."""
 
 _PACED_STATUSES = frozenset((401, 429, 503))
 """After these clients come again with the same request."""
-
-
-PLACES_PART: Final = 4.0
-"""The most places of a client of weight 1, over those that are free. One alone gets four fifths of
-all, and many get nearly all between them, in equal parts."""
 
 
 class Arrival(NamedTuple):

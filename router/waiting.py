@@ -16,6 +16,7 @@ from router.admission_metrics import AdmissionMetrics
 from router.config import ServiceClass
 from router.errors import ApiError, Reason
 from router.trust import ANYONE, Client
+from scheduling.fair_shares import PLACES_PART
 from scheduling.job import UNATTAINABLE
 
 ASKERS = 4
@@ -26,10 +27,6 @@ MIN_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
 """Between two rounds of asking, seconds: half of the time after which there should be capacity,
 within these bounds."""
-
-PLACES_PART = 4.0
-"""The most places of a client of weight 1, over those that are free: four fifths of all for one
-alone."""
 
 Ask = Callable[[], Awaitable[RouteDecision | None]]
 

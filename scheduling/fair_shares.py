@@ -49,6 +49,11 @@ noise from counting as need."""
 REFUSED = 0.01
 """Share of what tenants below their share ask for that is refused where the reserve is right."""
 
+PLACES_PART = 4.0
+"""For :func:`has_room` where places are shared: the most of a tenant of weight 1, over those that
+are free. One alone gets four fifths of all, and many get nearly all between them, in equal parts.
+"""
+
 MOST_USUAL = 4.0
 """The longest prompt for which there must be room, in usual prompts of who is below its share."""
 
