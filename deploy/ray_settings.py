@@ -69,7 +69,8 @@ def make_local_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix="sluice-", dir=short if short.is_dir() else None))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -110,7 +111,7 @@ def apply(local_dir: Path | None = None) -> None:
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = str(proxy)
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = str(proxy / "server-state")
         for listener in LOCAL_LISTENERS:
-            settings[listener] = str(_free_port())
+            settings[listener] = str(free_port())
         ports = _router_ports()
         settings["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(ports.start)
         settings["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(ports.stop)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import uvicorn
 from pydantic import SecretStr
+from uvicorn.server import ServerState
 
 from benchmarks.fuzz import Answer, attack, good_request, responses, send
 from benchmarks.fuzz_requests import Raw, Target, requests
@@ -27,6 +27,7 @@ from router.errors import Reason
 from router.gate import INFERENCE_PATHS
 from router.keys import ApiKey
 from tests.router.far_side import Edge, FarSide, serve
+from tests.router.listening import listening
 
 KEY = "user-key"
 TARGET = Target("m", (b"authorization: Bearer " + KEY.encode(),))
@@ -41,9 +42,9 @@ LABELS = {
 """All that a label may say here. None of it comes from a client."""
 
 
-class Listening(NamedTuple):
+class Attacked(NamedTuple):
     edge: Edge
-    server: uvicorn.Server
+    state: ServerState
     port: int
 
     async def good(self) -> Answer:
@@ -51,18 +52,10 @@ class Listening(NamedTuple):
 
 
 @asynccontextmanager
-async def listening(config: RouterConfig) -> AsyncIterator[Listening]:
+async def attacked(config: RouterConfig) -> AsyncIterator[Attacked]:
     edge = Edge(FarSide(a=serve), config=config)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        server = uvicorn.Server(uvicorn.Config(edge.api, log_level="critical"))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield Listening(edge, server, listener.getsockname()[1])
-        finally:
-            server.should_exit = True
-            await task
+    async with listening(edge, log_level="critical") as system:
+        yield Attacked(edge, system.server.server_state, system.port)
 
 
 class Kept(NamedTuple):
@@ -76,8 +69,8 @@ class Kept(NamedTuple):
     uploads: int
 
 
-def kept(system: Listening, folder: Path) -> Kept:
-    edge, state = system.edge, system.server.server_state
+def kept(system: Attacked, folder: Path) -> Kept:
+    edge, state = system.edge, system.state
     return Kept(
         len(state.connections) + len(state.tasks),
         len(asyncio.all_tasks()),
@@ -107,7 +100,7 @@ async def test_a_thousand_hostile_requests_break_nothing_and_leave_nothing(tmp_p
         api_keys=(ApiKey(key=SecretStr(KEY), name="acme"),),
         batches=BatchesConfig(directory=tmp_path, max_files_per_key=10_000),
     )
-    async with listening(config) as system:
+    async with attacked(config) as system:
         assert (await system.good()).statuses == [200]
         await until(lambda: not kept(system, tmp_path).connections)
         before = kept(system, tmp_path)
@@ -129,7 +122,7 @@ async def test_a_thousand_hostile_requests_break_nothing_and_leave_nothing(tmp_p
 async def test_nothing_of_a_smuggled_request_is_answered() -> None:
     config = RouterConfig(api_keys=(ApiKey(key=SecretStr(KEY), name="acme"),))
     smuggled = [raw for raw in requests(TARGET, KINDS * 30, seed=2) if raw.kind == "smuggled"]
-    async with listening(config) as system:
+    async with attacked(config) as system:
         for raw in smuggled:
             answer = await send("127.0.0.1", system.port, raw)
             assert b"sluice_requests" not in answer.raw

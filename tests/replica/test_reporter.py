@@ -209,19 +209,17 @@ async def test_a_dead_engine_is_not_reported_as_alive() -> None:
     assert len(bench.mirror.messages) == 1
 
 
+def idle_reporter(table: StateTable, mirror: MirrorOfOne, config: ReplicaConfig) -> Reporter:
+    """Of a replica that has no request and steps as it should, by the real clock."""
+    membership = Membership("replica-1", "node-1", 8)
+    return Reporter(table.read, INFO, mirror, config, membership, lambda: 0, lambda _: False)
+
+
 async def test_the_task_reports_changes_and_says_goodbye() -> None:
     table = StateTable.create(8)
     mirror = MirrorOfOne()
     config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=10)
-    reporter = Reporter(
-        table.read,
-        INFO,
-        mirror,
-        config,
-        Membership("replica-1", "node-1", 8),
-        lambda: 0,
-        lambda _: False,
-    )
+    reporter = idle_reporter(table, mirror, config)
     reporter.start()
     await until(lambda: reporter.registered)
     # It sleeps until the heartbeat now, far beyond this test; only a wake-up brings it back.
@@ -269,15 +267,7 @@ async def test_a_refused_message_does_not_end_the_reports() -> None:
     table = StateTable.create(8)
     mirror = Refusing()
     config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=0.01)
-    reporter = Reporter(
-        table.read,
-        INFO,
-        mirror,
-        config,
-        Membership("replica-1", "node-1", 8),
-        lambda: 0,
-        lambda _: False,
-    )
+    reporter = idle_reporter(table, mirror, config)
     reporter.start()
     await until(lambda: reporter.registered)
     await reporter.stop()

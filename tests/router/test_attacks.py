@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-import uvicorn
 from pydantic import SecretStr
 
 from router.admin.config import AdminConfig
 from router.config import MetricsConfig, RouterConfig
 from router.keys import ApiKey
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, serve
+from tests.router.listening import listening
 
 USER, ADMIN, METRICS = "user-key", "admin-key", "metrics-key"
 CONFIG = RouterConfig(
@@ -30,20 +29,13 @@ Send = Callable[[bytes], Awaitable[bytes]]
 
 
 @asynccontextmanager
-async def listening(edge: Edge) -> AsyncIterator[Send]:
+async def attacked(edge: Edge) -> AsyncIterator[Send]:
     """Sends raw bytes on a connection of their own, and reads until the server closes it."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()  # who connects before the server runs waits
-        # An idle connection is closed at once, so that reading to the end does not wait.
-        server = uvicorn.Server(
-            uvicorn.Config(edge.api, log_level="critical", timeout_keep_alive=0)
-        )
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        port = listener.getsockname()[1]
+    # An idle connection is closed at once, so that reading to the end does not wait.
+    async with listening(edge, log_level="critical", timeout_keep_alive=0) as system:
 
         async def send(raw: bytes) -> bytes:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", system.port)
             try:
                 writer.write(raw)
                 async with asyncio.timeout(20):
@@ -51,11 +43,7 @@ async def listening(edge: Edge) -> AsyncIterator[Send]:
             finally:
                 writer.close()
 
-        try:
-            yield send
-        finally:
-            server.should_exit = True
-            await task
+        yield send
 
 
 def request(line: bytes, *headers: bytes, body: bytes = b"") -> bytes:
@@ -102,7 +90,7 @@ WITHOUT_A_KEY = {
 @pytest.mark.parametrize("name", WITHOUT_A_KEY)
 async def test_there_is_no_way_around_the_key(name: str) -> None:
     edge = Edge(FarSide(a=serve), config=CONFIG)
-    async with listening(edge) as send:
+    async with attacked(edge) as send:
         answer = await send(WITHOUT_A_KEY[name])
     assert statuses(answer) and set(statuses(answer)) <= {400, 401, 404}, answer
     assert b'"id": "m"' not in answer and b"sluice_requests" not in answer
@@ -140,7 +128,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 async def test_a_broken_request_breaks_nothing(name: str) -> None:
     edge = Edge(FarSide(a=serve), config=CONFIG)
-    async with listening(edge) as send:
+    async with attacked(edge) as send:
         answer = await send(BROKEN[name])
         assert b"sluice_requests" not in answer, "what was smuggled was served"
         # One request came, whatever it looked like, and none is answered as a second one.
@@ -153,7 +141,7 @@ async def test_a_broken_request_breaks_nothing(name: str) -> None:
 async def test_each_kind_of_key_opens_its_own_door_only() -> None:
     edge = Edge(FarSide(a=serve), config=CONFIG)
     doors = {"/v1/models": USER, "/metrics": METRICS}
-    async with listening(edge) as send:
+    async with attacked(edge) as send:
         for path in doors:
             for key in (USER, ADMIN, METRICS):
                 bearer = b"authorization: Bearer " + key.encode()
@@ -163,7 +151,7 @@ async def test_each_kind_of_key_opens_its_own_door_only() -> None:
 
 async def test_an_error_tells_nothing_of_other_keys_and_names() -> None:
     edge = Edge(FarSide(a=serve), config=CONFIG)
-    async with listening(edge) as send:
+    async with attacked(edge) as send:
         told = {
             (
                 await send(request(b"GET /v1/models", HOST, b"authorization: Bearer " + key))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import openai
 import pytest
-import uvicorn
 from pydantic import SecretStr
 
 from router.answer import ReplicaFailedError
 from router.config import RouterConfig
 from router.errors import Reason
 from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve, stall
+from tests.router.listening import listening
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 KEY = "test-key"
@@ -24,17 +23,10 @@ KEY = "test-key"
 @asynccontextmanager
 async def served(edge: Edge, key: str = KEY) -> AsyncIterator[openai.AsyncOpenAI]:
     """A client of ``edge`` behind uvicorn on a free port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(edge.api, log_level="error", lifespan="off"))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        try:
-            async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-                yield client
-        finally:
-            server.should_exit = True
-            await task
+    async with listening(edge, lifespan="off") as system:
+        url = f"{system.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            yield client
 
 
 def router(**behaviours: object) -> Edge:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -14,6 +13,7 @@ import uvicorn
 
 from controller.config import ControllerConfig
 from controller.messages import RouteQuery, Tier, Trouble, TroubleNotice
+from deploy.ray_settings import free_port
 from router.admin.overseer import Overseer
 from router.config import RouterConfig
 from router.metrics import Outcome
@@ -57,9 +57,7 @@ class Site:
             RouterConfig.model_validate({"admin": {"keys": [KEY]}}),
             overseer=Overseer(self.controllers),
         )
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         config = uvicorn.Config(self.edge.api, port=self.port, log_level="error", lifespan="off")
         self._server = uvicorn.Server(config)
         self._ready = threading.Event()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
-import uvicorn
 from openai.types import Batch
 from pydantic import SecretStr
 
@@ -19,6 +17,7 @@ from replica.engine import EngineRequest, ResponseItem
 from router.batches.config import BatchesConfig
 from router.config import RouterConfig
 from tests.router.far_side import Edge, FarSide, serve
+from tests.router.listening import listening
 
 URL = "/v1/chat/completions"
 KEY = "first-key"
@@ -80,17 +79,10 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """A router on a free port, with all that its start and end do."""
     edge = Edge(side or FarSide(a=serve), config=settings, unix_clock=now or UnixClock())
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(edge.api, log_level="error", lifespan="on"))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        try:
-            async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
-                yield Served(edge, url, client)
-        finally:
-            server.should_exit = True
-            await task
+    async with listening(edge, lifespan="on") as system:
+        url = f"{system.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+            yield Served(edge, url, client)
 
 
 def line(custom_id: str, url: str = URL, **body: Any) -> dict[str, Any]:
