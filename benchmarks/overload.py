@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -30,25 +29,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.replay_client import End, Outcome, replay
+from benchmarks.replay_load import LIGHT_ENGINE
 from benchmarks.replay_report import GUARANTEED
 from benchmarks.resources import Meter, Usage, held
 from deploy.config import SluiceConfig, parse_config
 from deploy.local import base_url, running, stop_signals
+from deploy.ray_settings import free_port
 from router.config import RouterConfig
 from scheduling.objective import SLO
 from simulation.workload import Arrival, Workload, window
-
-ENGINE: Final[dict[str, Any]] = {
-    "step_s": 0.05,
-    "token_s": 0.0004,
-    "context_token_s": 1e-7,
-    "kv_blocks": 4096,
-    "block_tokens": 16,
-    "max_model_tokens": 4096,
-    "max_batch_tokens": 1024,
-    "max_sequences": 16,
-}
-"""The simulated engine. Its steps cost no processor time, and are long beside what delays them."""
 
 SLO_OF: Final = SLO(ttft_s=1.5, tpot_s=0.15, priority=2, service_class="strict")
 CLASS: Final = {"ttft_ms": 1_500, "tpot_ms": 150, "priority": 2, "when_unattainable": "reject"}
@@ -137,7 +126,7 @@ def make_load(rate: float, seconds: float, seed: int) -> Workload:
     chance = np.random.default_rng(seed)
     times = np.cumsum(chance.exponential(1 / rate, size=round(2 * rate * seconds) + 50))
     times = times[times < seconds]
-    most = ENGINE["max_model_tokens"] // 2
+    most = LIGHT_ENGINE["max_model_tokens"] // 2
     prompts = np.clip(chance.gamma(_SHAPE, _PROMPT_TOKENS / _SHAPE, len(times)), 8, most)
     outputs = np.clip(chance.gamma(_SHAPE, _OUTPUT_TOKENS / _SHAPE, len(times)), 2, most)
     return Workload(
@@ -150,15 +139,12 @@ def make_load(rate: float, seconds: float, seed: int) -> Workload:
 
 
 def _config(replicas: int, refusals_per_s: float) -> SluiceConfig:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return parse_config(
         {
-            "engine": {"kind": "simulated", "model": "simulated", "simulated": ENGINE},
+            "engine": {"kind": "simulated", "model": "simulated", "simulated": LIGHT_ENGINE},
             "replica": {"count": replicas, "num_cpus": 0.1},
             "router": {
-                "port": port,
+                "port": free_port(),
                 "refusals_per_s": refusals_per_s,
                 "classes": {SLO_OF.service_class: CLASS},
                 "default_class": SLO_OF.service_class,

@@ -20,7 +20,6 @@ import asyncio
 import json
 import random
 import re
-import socket
 import sys
 import tempfile
 import urllib.request
@@ -53,6 +52,7 @@ from benchmarks.workloads.settings import (
 from controller.config import NO_ADMISSION
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
+from deploy.ray_settings import free_port
 from replica.local_model import local_model
 from scheduling.fit import fit
 from scheduling.latency import StepSample
@@ -436,14 +436,6 @@ def summary(outcomes: Sequence[Outcome], stops: Mapping[str, float]) -> Json:
         "suspensions": int(stops.get("sluice_prefill_suspensions_total", 0)),
         "blocked_ms": round(1e3 * total_s / count, 2) if count else None,
     }
-
-
-def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _show(load: Load, results: Mapping[str, Json]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import sys
 import urllib.request
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from benchmarks.workloads.traces import TraceError
 from controller.config import NO_ADMISSION
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
+from deploy.ray_settings import free_port
 from scheduling.routing import POLICIES
 from simulation.workload import Workload, window
 
@@ -126,16 +126,13 @@ def _settings(policies: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 
 def _config(controller: dict[str, Any], replicas: int, routers: int) -> SluiceConfig:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return SluiceConfig.model_validate(
         {
             "engine": {"kind": "simulated", "model": "simulated", "simulated": ENGINE},
             "replica": {"count": replicas, "num_cpus": 0.1},
             "controller": controller,
             "router": {
-                "port": port,
+                "port": free_port(),
                 "replicas": routers,
                 "classes": {name: entry.model_dump() for name, entry in CLASSES.items()},
             },
@@ -147,8 +144,6 @@ def _measure(
     config: SluiceConfig, workload: Workload, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Serve ``config``, replay the workload's first seconds to warm up, and then all of it."""
-    # Not above: `sluice serve` must start without what only benchmarks need, and faster.
-
     url = f"{base_url(config)}/v1/completions"
     model = config.engine.model
     with stop_signals() as stop, running(config, stop, say):

@@ -8,7 +8,7 @@ processor time, and few tokens a second. The classes' objectives are as much lon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +35,19 @@ ENGINE: Final[dict[str, Any]] = {
 """The simulated engine: about the steps of a model of 70B parameters on two older GPUs. None of it
 was measured."""
 
+LIGHT_ENGINE: Final[dict[str, Any]] = {
+    "step_s": 0.05,
+    "token_s": 0.0004,
+    "context_token_s": 1e-7,
+    "kv_blocks": 4096,
+    "block_tokens": 16,
+    "max_model_tokens": 4096,
+    "max_batch_tokens": 1024,
+    "max_sequences": 16,
+}
+"""One that few requests fill, for runs that ask for more than the engines can do: its steps are
+long beside what delays them."""
+
 CLASSES: Final = {
     "interactive": ServiceClass(ttft_ms=2_000, tpot_ms=150, priority=4),
     "standard": ServiceClass(ttft_ms=6_000, tpot_ms=250, priority=2),
@@ -44,7 +57,7 @@ SHARES: Final = {"interactive": 0.5, "standard": 0.35, "batch": 0.15}
 """Share of each class in the requests, drawn independently of their lengths."""
 
 
-def objectives() -> dict[str, SLO]:
+def objectives(classes: Mapping[str, ServiceClass] = CLASSES) -> dict[str, SLO]:
     """The objective of each class, as a router reads it."""
     return {
         name: SLO(
@@ -54,7 +67,7 @@ def objectives() -> dict[str, SLO]:
             entry.priority,
             name,
         )
-        for name, entry in CLASSES.items()
+        for name, entry in classes.items()
     }
 
 

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import json
 import math
-import socket
 import sys
 import tempfile
 import threading
@@ -36,6 +35,7 @@ from benchmarks.soak_report import is_well, summary, tables
 from benchmarks.soak_trends import Sample
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
+from deploy.ray_settings import free_port
 from scheduling.roles import Role
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def soak(
     load = make_load(60 * minutes, rate or share * capacity(real) * replicas, seed, real)
     with tempfile.TemporaryDirectory(prefix="sluice-soak-") as batches:
         config = configuration(
-            replicas, routers, pools, _free_port(), Path(batches), _model() if real else None
+            replicas, routers, pools, free_port(), Path(batches), _model() if real else None
         )
         # Ray's own messages must not stand between the lines of the JSON.
         with redirect_stdout(sys.stderr):
@@ -110,12 +110,6 @@ def soak(
             console.print(table)
         console.print(f"left over: {found['left_over'] or 'nothing'}")
     raise SystemExit(not is_well(found))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _model() -> Path:

@@ -13,23 +13,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from benchmarks.replay_kinds import KINDS, Kind
-from benchmarks.replay_load import CLASSES, SHARES
+from benchmarks.replay_load import CLASSES, LIGHT_ENGINE, SHARES, objectives
 from deploy.config import SluiceConfig, parse_config
 from router.config import ServiceClass
-from scheduling.objective import SLO
 from simulation.workload import Arrival, Workload
-
-ENGINE: Final[dict[str, Any]] = {
-    "step_s": 0.05,
-    "token_s": 0.0004,
-    "context_token_s": 1e-7,
-    "kv_blocks": 4096,
-    "block_tokens": 16,
-    "max_model_tokens": 4096,
-    "max_batch_tokens": 1024,
-    "max_sequences": 16,
-}
-"""The simulated engine."""
 
 ALL_CLASSES: Final = {
     **CLASSES,
@@ -90,8 +77,8 @@ def capacity(real: bool) -> float:
     """
     if real:
         return _VLLM_RATE / LOAD
-    share_s = ENGINE["step_s"] / ENGINE["max_sequences"] + ENGINE["token_s"]
-    return float(1 / (_MEAN_OUTPUT * share_s + _MEAN_PROMPT * ENGINE["token_s"]))
+    share_s = LIGHT_ENGINE["step_s"] / LIGHT_ENGINE["max_sequences"] + LIGHT_ENGINE["token_s"]
+    return float(1 / (_MEAN_OUTPUT * share_s + _MEAN_PROMPT * LIGHT_ENGINE["token_s"]))
 
 
 def make_load(seconds: float, rate: float, seed: int, real: bool = False) -> Load:
@@ -102,9 +89,9 @@ def make_load(seconds: float, rate: float, seed: int, real: bool = False) -> Loa
     prompts = _lengths(chance, count, _MEAN_PROMPT // shorter, _MOST_PROMPT // shorter)
     outputs = _lengths(chance, count, _MEAN_OUTPUT // shorter, _MOST_OUTPUT // shorter)
     names = chance.choice(list(_SHARES), size=count, p=list(_SHARES.values()))
-    objectives = {name: _objective(name, entry) for name, entry in ALL_CLASSES.items()}
+    objective_of = objectives(ALL_CLASSES)
     arrivals = tuple(
-        Arrival(float(time_s), int(prompt), int(output), objectives[str(name)])
+        Arrival(float(time_s), int(prompt), int(output), objective_of[str(name)])
         for time_s, prompt, output, name in zip(times, prompts, outputs, names, strict=True)
     )
     shares = np.array([kind.share for kind in KINDS])
@@ -132,12 +119,6 @@ def _lengths(chance: np.random.Generator, count: int, mean: float, most: float) 
     return np.clip(np.ceil(chance.exponential(mean, size=count)), 1, most)
 
 
-def _objective(name: str, entry: ServiceClass) -> SLO:
-    ttft_s = None if entry.ttft_ms is None else entry.ttft_ms / 1e3
-    tpot_s = None if entry.tpot_ms is None else entry.tpot_ms / 1e3
-    return SLO(ttft_s, tpot_s, None, entry.priority, name)
-
-
 def configuration(
     replicas: int, routers: int, pools: bool, port: int, batches: Path, model: Path | None
 ) -> SluiceConfig:
@@ -148,7 +129,7 @@ def configuration(
         batches: folder of files and batches.
         model: of a real engine on processors; ``None``: the engines are simulated.
     """
-    engine: dict[str, Any] = {"kind": "simulated", "model": "soak", "simulated": ENGINE}
+    engine: dict[str, Any] = {"kind": "simulated", "model": "soak", "simulated": LIGHT_ENGINE}
     if model is not None:
         args = {
             "max-model-len": 2048,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from rich.table import Table
 
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
+from deploy.ray_settings import free_port
 
 _TOKENS = 20
 _FIRST_TOKEN = re.compile(rb'"content": ?"[^"]')
@@ -78,15 +78,12 @@ def main(rounds: int, requests: int, replicas: int, as_json: bool) -> None:
 
 
 def _config(replicas: int) -> SluiceConfig:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     instant = {"step_s": 0.0, "token_s": 0.0, "context_token_s": 0.0}
     return SluiceConfig.model_validate(
         {
             "engine": {"kind": "simulated", "model": "simulated", "simulated": instant},
             "replica": {"count": replicas, "num_cpus": 0.1},
-            "router": {"port": port},
+            "router": {"port": free_port()},
         }
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,15 +14,9 @@ import ray
 from ray import serve
 
 from controller.lookup import NAMESPACE
+from deploy.ray_settings import free_port
 
 _ROOT = str(Path(__file__).parents[1])
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class SharedRay:

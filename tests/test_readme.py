@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.ray_settings import free_port
 from tests.documents import README, ROOT, marked, newcomer, shell
-from tests.own_ray import free_port
 
 BIN = Path(sys.executable).parent
 GUIDE = ROOT / "docs" / "getting-started.md"

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from benchmarks.replay_report import of_class, predictions, summary, tables
 from benchmarks.resources import Meter, Usage, Used
 from benchmarks.workloads.traces import TraceError
 from controller.config import NO_ADMISSION
-from deploy.config import SluiceConfig
-from deploy.local import deploy
 from replica.engine import Endpoint
 from replica.openai_format import ResponseWriter, parse_call
 from scheduling.objective import SLO
 from simulation.workload import Arrival, Workload
+from tests.e2e.conftest import on_the_shared_ray
 from tests.own_ray import shared_ray
 
 SLOW = SLO(ttft_s=60.0, tpot_s=60.0, service_class="standard")
@@ -360,28 +358,13 @@ def test_the_default_is_compared_with_plain_controllers() -> None:
         assert (config.admission == NO_ADMISSION) == (name != "default")
 
 
-@contextmanager
-def _on_the_shared_ray(config: SluiceConfig, *_: object) -> Iterator[None]:
-    """In place of a Ray of its own, which takes long to start."""
-    try:
-        deploy(config, threading.Event(), report=print)
-        yield
-    finally:
-        shared_ray.clear()
-
-
 @pytest.mark.ray
 def test_a_short_replay_serves_every_request_on_real_ray(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def on_its_port(*given: Any) -> SluiceConfig:
-        config = _config(*given)
-        router = config.router.model_copy(update={"port": shared_ray.serve_port()})
-        return config.model_copy(update={"router": router})
-
     monkeypatch.setattr("benchmarks.replay.PLAIN", ())
-    monkeypatch.setattr("benchmarks.replay.running", _on_the_shared_ray)
-    monkeypatch.setattr("benchmarks.replay._config", on_its_port)
+    monkeypatch.setattr("benchmarks.replay.running", on_the_shared_ray)
+    monkeypatch.setattr("benchmarks.replay.free_port", shared_ray.serve_port)
     traces = ["--traces", str(write_trace(tmp_path / "trace.csv", 100))]
     command = ["--json", "--minutes", "0.05", "--rate", "2", "--replicas", "2", "--routers", "1"]
     done = CliRunner().invoke(replay_command, [*traces, *command])

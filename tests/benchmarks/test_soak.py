@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.replay_client import End, Outcome
 from benchmarks.replay_kinds import KINDS
+from benchmarks.replay_load import LIGHT_ENGINE
 from benchmarks.soak import soak
 from benchmarks.soak_batches import LINES
 from benchmarks.soak_load import (
@@ -23,7 +21,6 @@ from benchmarks.soak_load import (
     BURST,
     BURST_EVERY_S,
     BURST_S,
-    ENGINE,
     LEAVING,
     LOAD,
     capacity,
@@ -32,9 +29,8 @@ from benchmarks.soak_load import (
 )
 from benchmarks.soak_report import Injury, is_well, lost, summary, tables
 from benchmarks.soak_trends import APPLICATION, LEAST_S, Sample, Series, trend, trends
-from deploy.config import SluiceConfig
-from deploy.local import deploy
 from scheduling.objective import SLO
+from tests.e2e.conftest import on_the_shared_ray
 from tests.own_ray import shared_ray
 
 MEMORY = Series("routers", "12", "memory MiB")
@@ -57,7 +53,7 @@ def test_the_load_has_every_kind_and_class_and_bursts_over_what_the_engines_can(
     leaving = [leave for leave in load.leaves if leave is not None]
     assert len(leaving) / streams == pytest.approx(LEAVING, abs=0.01)
     longest = max(each.prompt_tokens + each.output_tokens for each in arrivals)
-    assert longest <= ENGINE["max_model_tokens"]
+    assert longest <= LIGHT_ENGINE["max_model_tokens"]
 
 
 def test_a_real_engine_gets_less() -> None:
@@ -215,20 +211,10 @@ def test_a_report_is_json_makes_tables_and_says_whether_all_is_well() -> None:
 # All of it.
 
 
-@contextmanager
-def _on_the_shared_ray(config: SluiceConfig, *_: object) -> Iterator[None]:
-    """In place of a Ray of its own, which takes long to start."""
-    try:
-        deploy(config, threading.Event(), report=print)
-        yield
-    finally:
-        shared_ray.clear()
-
-
 @pytest.mark.ray
 def test_a_short_soak_with_faults_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.soak.running", _on_the_shared_ray)
-    monkeypatch.setattr("benchmarks.soak._free_port", shared_ray.serve_port)
+    monkeypatch.setattr("benchmarks.soak.running", on_the_shared_ray)
+    monkeypatch.setattr("benchmarks.soak.free_port", shared_ray.serve_port)
     monkeypatch.setattr("benchmarks.soak_faults.PAUSE_S", (2.0, 4.0))
     command = ["--minutes", "0.2", "--faults", "--seed", "3", "--rate", "4", "--json"]
     done = CliRunner().invoke(soak, command)

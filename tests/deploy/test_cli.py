@@ -14,8 +14,8 @@ from deploy.cli import main
 from deploy.commands.exits import Exit, Failure
 from deploy.config import SluiceConfig
 from deploy.local import StartError, curl_line, running, stop_signals
+from deploy.ray_settings import free_port
 from scheduling import admission, autoscaling, batching, routing
-from tests.own_ray import free_port
 
 
 def test_the_command_line_leaves_ray_alone_until_it_has_set_its_environment() -> None:

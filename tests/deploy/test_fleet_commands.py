@@ -25,6 +25,7 @@ from controller.config import ControllerConfig
 from controller.messages import Trouble, TroubleNotice
 from deploy.cli import main
 from deploy.commands.exits import Exit
+from deploy.ray_settings import free_port
 from router.admin.config import AdminConfig
 from router.admin.overseer import Overseer
 from router.api import make_api
@@ -35,7 +36,6 @@ from router.fleets import Fleet, Fleets
 from router.metrics import RouterMetrics
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
 from tests.e2e.conftest import wait_until
-from tests.own_ray import free_port
 from tests.router.far_side import FarController, FarSide, LocalPage
 
 KEY = "an-admin-key-of-the-tests"

@@ -15,8 +15,8 @@ from typing import ClassVar
 import pytest
 
 from deploy.json_http import AnswerError, JsonServer, UnreachableError, checked_address
+from deploy.ray_settings import free_port
 from tests.deploy.certificate import make_certificate
-from tests.own_ray import free_port
 
 ANSWERS: dict[str, tuple[int, dict[str, str], bytes]] = {
     "/fine": (200, {}, b'{"a": 1}'),

@@ -9,8 +9,8 @@ import pytest
 
 from deploy.config import parse_config
 from deploy.local import StartError, running
+from deploy.ray_settings import free_port
 from replica.transfer.config import TransferConfig
-from tests.own_ray import free_port
 
 PAIR: dict[str, Any] = {"prefill": {}, "decode": {}}
 

@@ -19,8 +19,8 @@ import ray
 
 from deploy import ray_settings
 from deploy.json_http import AnswerError, JsonServer, UnreachableError
+from deploy.ray_settings import free_port
 from tests.e2e.conftest import wait_until
-from tests.own_ray import free_port
 
 BIN = Path(sys.executable).parent
 HEAD = "head"

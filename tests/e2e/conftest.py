@@ -15,7 +15,8 @@ from ray.serve.context import _get_global_client
 
 from deploy.config import SluiceConfig
 from deploy.local import base_url, deploy, running
-from tests.own_ray import free_port, shared_ray
+from deploy.ray_settings import free_port
+from tests.own_ray import shared_ray
 
 
 class System:
@@ -64,11 +65,18 @@ def wait_until(
 @contextmanager
 def system(fields: dict[str, Any]) -> Iterator[System]:
     """Serve the configuration ``fields`` on the Ray that tests share until the block ends."""
-    port = shared_ray.serve_port()
-    try:
-        config = _configuration(fields, port)
-        deploy(config, threading.Event(), report=print)
+    config = _configuration(fields, shared_ray.serve_port())
+    with on_the_shared_ray(config):
         yield System(config)
+
+
+@contextmanager
+def on_the_shared_ray(config: SluiceConfig, *_: object) -> Iterator[None]:
+    """What `deploy.local.running` does, on the Ray that tests share, where Serve's port must be
+    that of ``config``."""
+    try:
+        deploy(config, threading.Event(), report=print)
+        yield
     finally:
         shared_ray.clear()
 

@@ -21,9 +21,9 @@ from openai.types import Batch
 
 from benchmarks.injuries import Process
 from benchmarks.replay_answer import AnswerCheck, simulated
+from deploy.ray_settings import free_port
 from tests.documents import newcomer
 from tests.e2e.conftest import wait_until
-from tests.own_ray import free_port
 
 pytestmark = pytest.mark.ray
 

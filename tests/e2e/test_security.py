@@ -11,9 +11,9 @@ import ray
 
 from controller.messages import QuotaUse
 from deploy.haproxy import TLS_CERTIFICATE_VARIABLE
+from deploy.ray_settings import free_port
 from tests.deploy.certificate import make_certificate
 from tests.e2e.conftest import system_alone, wait_until
-from tests.own_ray import free_port
 
 pytestmark = pytest.mark.ray
 

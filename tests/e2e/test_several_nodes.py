@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.commands.admin import AdminApi
 from deploy.commands.exits import Exit, Failure
+from deploy.ray_settings import free_port
 from tests.e2e.cluster import HEAD, START_S, Cluster
 from tests.e2e.conftest import wait_until
-from tests.own_ray import free_port
 
 pytestmark = pytest.mark.ray
 

@@ -17,10 +17,10 @@ import pytest
 import ray
 import yaml
 
+from deploy.ray_settings import free_port
 from tests.documents import ROOT
 from tests.e2e.conftest import System, system, wait_until
 from tests.otlp_collector import Collector, collector
-from tests.own_ray import free_port
 
 pytestmark = pytest.mark.ray
 

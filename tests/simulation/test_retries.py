@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.overload import ENGINE, PATIENCE_S, RATE, SLO_OF, WARM_UP_S, make_load
+from benchmarks.overload import PATIENCE_S, RATE, SLO_OF, WARM_UP_S, make_load
+from benchmarks.replay_load import LIGHT_ENGINE
 from controller.config import ControllerConfig
 from replica.config import EngineConfig as ReplicaEngineConfig
 from router.config import RouterConfig
@@ -27,7 +28,9 @@ from simulation.truth import Belief, Truth
 REPLICAS = 2
 SECONDS = 35.0
 SEEDS = (1, 2)
-MODEL = LinearLatency(ENGINE["step_s"], ENGINE["token_s"], ENGINE["context_token_s"])
+MODEL = LinearLatency(
+    LIGHT_ENGINE["step_s"], LIGHT_ENGINE["token_s"], LIGHT_ENGINE["context_token_s"]
+)
 LIMITS = ("kv_blocks", "block_tokens", "max_batch_tokens", "max_sequences")
 
 
@@ -64,7 +67,7 @@ def served(load: float, seed: int, patience_s: float) -> tuple[int, int, int]:
     refused."""
     workload = make_load(load * RATE * REPLICAS, SECONDS, seed)
     requests = Requests(workload)
-    limits: dict[str, Any] = {name: ENGINE[name] for name in LIMITS}
+    limits: dict[str, Any] = {name: LIGHT_ENGINE[name] for name in LIMITS}
 
     def make_engine(role: Role, number: int) -> Engine:
         policy = make_policy(ReplicaEngineConfig().policy)
