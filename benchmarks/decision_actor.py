@@ -22,6 +22,7 @@ from benchmarks.resources import Meter
 from controller.client import ControllerClient, ensure_controller, stop_controller
 from controller.config import ControllerConfig
 from controller.messages import RouteDecision, RouteQuery, RouteReply
+from deploy.ray_start import start_ray
 
 REPORTS_PER_S = 50
 """Of each replica."""
@@ -185,14 +186,13 @@ def own_ray() -> Iterator[None]:
     root = str(Path(__file__).parent.parent)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-        ray.init(
-            address="local",
+        start_ray(
+            Path(folder),
             num_cpus=4,
             object_store_memory=80 << 20,
             include_dashboard=False,
             log_to_driver=False,
             runtime_env={"env_vars": {"PYTHONPATH": root}},
-            _temp_dir=folder,
         )
         try:
             yield

@@ -116,7 +116,7 @@ def running(
 
 
 def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
-    import ray
+    from deploy.ray_start import start_ray
 
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
     # themselves.
@@ -124,13 +124,12 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
         sum(pool.replica.most * pool.replica.num_cpus for pool in fleet.pools) + 1  # its controller
         for fleet in config.fleets
     )
-    ray.init(
-        address="local",  # never the cluster that the environment may name
+    start_ray(
+        local_dir / "ray",
         num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.WARNING,
-        _temp_dir=str(local_dir / "ray"),
     )
 
 

@@ -42,6 +42,8 @@ LOCAL: Mapping[str, str] = {
     "RAY_AUTH_MODE": "token",
     # One machine has no other proxies that would have to learn of a stopped replica first.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+    # A small machine that starts everything at once needs more than 5 s for a proxy.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
 }
 """For a Ray instance that Sluice starts itself on this machine."""
 

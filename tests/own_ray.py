@@ -15,6 +15,7 @@ from ray import serve
 
 from controller.lookup import NAMESPACE
 from deploy.ray_settings import free_port
+from deploy.ray_start import start_ray
 
 _ROOT = str(Path(__file__).parents[1])
 
@@ -68,12 +69,11 @@ def own_ray(num_cpus: int) -> Iterator[None]:
 def _start(num_cpus: int, folder: str) -> None:
     # By the environment and not by a job's, for which Ray would start other workers.
     os.environ["PYTHONPATH"] = _ROOT
-    ray.init(
-        address="local",
+    start_ray(
+        Path(folder),
         num_cpus=num_cpus,
         object_store_memory=80 << 20,
         include_dashboard=False,
-        _temp_dir=folder,
         log_to_driver=False,
     )
 

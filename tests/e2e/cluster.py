@@ -49,15 +49,19 @@ class Cluster:
 
     def start(self) -> None:
         """Start the head, and Serve with one proxy: several would want the same port here."""
-        self._start_node(
-            HEAD,
-            *("--head", f"--port={self.gcs_port}", "--num-cpus=0"),
-            *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}"),
-            f"--ray-client-server-port={free_port()}",
-        )
+
+        def runs() -> bool:
+            self._keep_starting(
+                HEAD,
+                *("--head", f"--port={self.gcs_port}", "--num-cpus=0"),
+                *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}"),
+                f"--ray-client-server-port={free_port()}",
+            )
+            return self._answers("GET", "/api/serve/applications/")
+
         options = {"host": "127.0.0.1", "port": self.port}
         serve = {"proxy_location": "HeadOnly", "http_options": options, "applications": []}
-        self.wait(lambda: self._answers("GET", "/api/serve/applications/"), "Ray runs")
+        self.wait(runs, "Ray runs")
         self.dashboard.ask("PUT", "/api/serve/applications/", serve)
 
     def add_node(self, name: str) -> None:
@@ -65,9 +69,7 @@ class Cluster:
         address = f"{ray.util.get_node_ip_address()}:{self.gcs_port}"
 
         def joined() -> bool:
-            # Ray gives a node 30 s to start, which a busy machine may need more than once.
-            if name not in self.nodes or self.nodes[name].poll() is not None:
-                self._start_node(name, f"--address={address}", "--num-cpus=4")
+            self._keep_starting(name, f"--address={address}", "--num-cpus=4")
             return name in self.node_names().values()
 
         self.wait(joined, f"node {name} has joined")
@@ -125,6 +127,11 @@ class Cluster:
             os.environ.update(saved)
         own = {"RAY_AUTH_TOKEN": self.token, "RAY_TMPDIR": str(self.folder)}
         return {**kept, **settings, **_FAST, **own}
+
+    def _keep_starting(self, name: str, *options: str) -> None:
+        """Start a node that does not run: Ray gives it 30 s, and a busy machine may need more."""
+        if name not in self.nodes or self.nodes[name].poll() is not None:
+            self._start_node(name, *options)
 
     def _start_node(self, name: str, *options: str) -> None:
         command = [BIN / "ray", "start", "--block", f"--node-name={name}", *options]
