@@ -76,7 +76,7 @@ def _no_late_answers(query: RouteQuery, decision: RouteDecision) -> None:
 
 
 async def opened(channel: RouteChannel) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not channel.open:  # noqa: ASYNC110 - it has no event, because nothing else waits
             await asyncio.sleep(0)
 
@@ -104,7 +104,7 @@ async def raw(server: RouteServer, *lines: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     try:
         writer.write(b"".join(line + b"\n" for line in lines))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             answer = await reader.readline()
             return await reader.readline() if answer == b"ok\n" else answer
     except (ConnectionResetError, BrokenPipeError):
@@ -291,7 +291,7 @@ async def test_a_controller_of_another_version_is_asked_by_actor_calls(
 
     lost: list[None] = []
     channel = RouteChannel(find, lambda: lost.append(None), _no_late_answers)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not tried.is_set():
             channel.connect_soon()
             await asyncio.sleep(0)
@@ -326,7 +326,7 @@ async def test_attempts_to_connect_are_bounded_in_rate(monkeypatch: pytest.Monke
     lost: list[None] = []
     refused = RouteChannel(finder("guess"), lambda: lost.append(None), _no_late_answers)
     refused.connect_soon()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await paused.wait()
     refused.connect_soon()
     await sleep(0)
@@ -339,7 +339,7 @@ async def test_attempts_to_connect_are_bounded_in_rate(monkeypatch: pytest.Monke
     paused.clear()
     broken = RouteChannel(finder(server.token), lambda: lost.append(None), _no_late_answers)
     broken.connect_soon()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await paused.wait()
         assert broken.open
         for connection in tuple(server._trusted):
@@ -361,7 +361,7 @@ async def test_a_broken_connection_fails_what_waits_and_is_told() -> None:
             connection.close()
         with pytest.raises(NoAnswerError, match="unavailable"):
             await channel.route([QUERY], 5)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await lost.wait()
         assert not channel.open
 
@@ -422,7 +422,7 @@ async def test_a_client_that_is_misjudged_connects_anew() -> None:
         clock.advance(10.0)
         with pytest.raises(NoAnswerError, match="timeout"):
             await channel.route([QUERY], 5)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await lost.wait()
         assert not channel.open
 

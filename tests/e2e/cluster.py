@@ -24,7 +24,7 @@ from tests.e2e.conftest import wait_until
 
 BIN = Path(sys.executable).parent
 HEAD = "head"
-START_S = 180.0
+START_S = 400.0
 """Longest wait for nodes and applications to start, seconds: many processes import Ray."""
 
 _FAST = {
@@ -75,8 +75,16 @@ class Cluster:
         self.wait(joined, f"node {name} has joined")
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Return once ``condition`` holds. A look costs the cluster some work, so they are few."""
-        wait_until(condition, what, START_S, every_s=0.5)
+        """Return once ``condition`` holds. A look costs the cluster some work, so they are few.
+        While nodes come and go, Ray's dashboard cannot always tell: not yet, then."""
+
+        def holds() -> bool:
+            try:
+                return condition()
+            except (UnreachableError, AnswerError):
+                return False
+
+        wait_until(holds, what, START_S, every_s=0.5)
 
     def kill_node(self, name: str) -> None:
         """Let a node vanish with all that runs on it."""

@@ -32,7 +32,7 @@ class System:
 
     def snapshot(self) -> dict[str, Any]:
         """The controller's view of the fleet."""
-        snapshot: dict[str, Any] = ray.get(self.controller().snapshot.remote(), timeout=10)
+        snapshot: dict[str, Any] = ray.get(self.controller().snapshot.remote(), timeout=60)
         return snapshot
 
     def live(self) -> int:
@@ -43,13 +43,13 @@ class System:
         """Have Serve start or gracefully stop replicas of the engine."""
         target = DeploymentID(name="Replica", app_name=self.config.name)
         serve_controller = _get_global_client()._controller
-        ray.get(serve_controller.update_deployment_replicas.remote(target, replicas), timeout=10)
+        ray.get(serve_controller.update_deployment_replicas.remote(target, replicas), timeout=60)
 
 
 def wait_until(
     condition: Callable[[], bool],
     what: str,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     show: Callable[[], object] = lambda: "",
     every_s: float = 0.02,
 ) -> None:

@@ -59,11 +59,11 @@ def only(serving: System, *wanted: str) -> Iterator[None]:
     """The replicas of other roles are drained meanwhile."""
     others = [each["replica_id"] for each in fresh(serving) if each["role"] not in wanted]
     drain = serving.controller().drain.remote
-    ray.get([drain(replica_id, True) for replica_id in others], timeout=10)
+    ray.get([drain(replica_id, True) for replica_id in others], timeout=60)
     try:
         yield
     finally:
-        ray.get([drain(replica_id, False) for replica_id in others], timeout=10)
+        ray.get([drain(replica_id, False) for replica_id in others], timeout=60)
 
 
 class Streamed(NamedTuple):

@@ -67,7 +67,7 @@ def test_the_edge_of_a_real_application(tmp_path: Path, monkeypatch: pytest.Monk
 
         def known() -> float:
             use = QuotaUse("requests/name-acme", 0, 0, PER_MINUTE / 60)
-            (level,) = ray.get(serving.controller().share_quotas.remote([use]), timeout=10)
+            (level,) = ray.get(serving.controller().share_quotas.remote([use]), timeout=60)
             return float(level)
 
         wait_until(

@@ -18,7 +18,6 @@ from deploy.commands.admin import AdminApi
 from deploy.commands.exits import Exit, Failure
 from deploy.ray_settings import free_port
 from tests.e2e.cluster import HEAD, START_S, Cluster
-from tests.e2e.conftest import wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -83,7 +82,7 @@ def serving(cluster: Cluster) -> dict[str, str]:
 
 def configured(cluster: Cluster) -> set[float]:
     """The numbers of replicas that there should be, by the metric of each."""
-    families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics").text)
+    families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=30).text)
     return {
         sample.value
         for family in families
@@ -126,7 +125,9 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back(deployed: Cluster
     done = deployed.sluice("drain", one, "--json", SLUICE_ADMIN_KEY=KEY)
     assert json.loads(done.stdout) == {"replica_id": one, "draining": True, "left": 0}
     body = {"model": "sim", "prompt": "word", "max_tokens": 1}
-    answers = [httpx.post(f"{deployed.url}/v1/completions", json=body) for _ in range(20)]
+    answers = [
+        httpx.post(f"{deployed.url}/v1/completions", json=body, timeout=60) for _ in range(20)
+    ]
     assert {answer.headers["x-sluice-replica"] for answer in answers} == {other}
     assert deployed.sluice("drain", one, "--undo", SLUICE_ADMIN_KEY=KEY).returncode == Exit.OK
     assert set(serving(deployed)) == {one, other}
@@ -167,10 +168,10 @@ def test_no_request_is_lost_in_silence_with_a_node(deployed: Cluster) -> None:
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients: list[Future[None]] = [pool.submit(client) for _ in range(CLIENTS)]
         try:
-            wait_until(lambda: outcomes["answered"] >= CLIENTS, "the load has begun")
+            deployed.wait(lambda: outcomes["answered"] >= CLIENTS, "the load has begun")
             deployed.kill_node(names[node])
             before = outcomes["answered"]
-            wait_until(lambda: outcomes["answered"] > before + 3 * CLIENTS, "requests go on")
+            deployed.wait(lambda: outcomes["answered"] > before + 3 * CLIENTS, "requests go on")
             deployed.add_node("third")
             deployed.wait(lambda: recovered(deployed, lost), "the lost replica is replaced")
         finally:
@@ -212,7 +213,7 @@ def test_a_second_application_leaves_the_first_as_it_is(deployed: Cluster) -> No
 
 def resumed(cluster: Cluster) -> float:
     """Streams that went on at another replica, by the routers that are left."""
-    families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics").text)
+    families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=30).text)
     return sum(
         sample.value
         for family in families

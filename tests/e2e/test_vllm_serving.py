@@ -235,7 +235,7 @@ def test_disconnect_cancels_the_work_in_the_engine(serving: System) -> None:
         lines = answer.iter_lines()  # kept: the connection closes with it
         assert next(lines).startswith("data: ")
         wait_until(lambda: serving.live() == 1, "the engine works on it", show=serving.snapshot)
-    wait_until(lambda: serving.live() == 0, "the engine dropped it", timeout_s=10)
+    wait_until(lambda: serving.live() == 0, "the engine dropped it")
 
 
 def test_disconnect_during_prefill_cancels(serving: System) -> None:
@@ -243,12 +243,12 @@ def test_disconnect_during_prefill_cancels(serving: System) -> None:
     body = {"model": "local", "prompt": ["the of and to in a " * 300] * 8, "max_tokens": 500}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{serving.url}/v1/completions", json=body, timeout=0.5)
-    wait_until(lambda: serving.live() == 0, "the engine dropped it", timeout_s=20)
+    wait_until(lambda: serving.live() == 0, "the engine dropped it")
 
 
 def test_requests_go_on_while_the_controller_is_dead(serving: System) -> None:
     before = serving.snapshot()
-    pid = ray.get(serving.controller().__ray_call__.remote(lambda _: os.getpid()), timeout=10)
+    pid = ray.get(serving.controller().__ray_call__.remote(lambda _: os.getpid()), timeout=60)
     os.kill(pid, signal.SIGKILL)
     body = {"model": "local", "prompt": "one two", "max_tokens": 4}
     answers = [httpx.post(f"{serving.url}/v1/completions", json=body, timeout=60) for _ in range(5)]
@@ -263,7 +263,7 @@ def test_requests_go_on_while_the_controller_is_dead(serving: System) -> None:
             return False
         return now["epoch"] != before["epoch"] and len(now["replicas"]) == 2
 
-    wait_until(rebuilt, "both replicas registered again", timeout_s=30)
+    wait_until(rebuilt, "both replicas registered again")
     print(f"rebuilt {time.monotonic() - killed:.2f} s after the requests")
 
 
@@ -301,7 +301,6 @@ def test_metrics_are_one_page_that_prometheus_reads(serving: System) -> None:
     wait_until(
         lambda: all(name in samples() for name in expected),
         f"all of {expected}",
-        timeout_s=15,
     )
     found = samples()
     assert found["sluice_requests_total"] >= 1
