@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from benchmarks.cli import bench, simulate
 from deploy.commands.config import config
 from deploy.commands.deploy import deploy
 from deploy.commands.drain import drain
@@ -16,8 +15,25 @@ from deploy.commands.serve import serve
 from deploy.commands.status import status
 from deploy.commands.top import top
 
+_MEASURING = ("bench", "simulate")
 
-@click.group(context_settings=CONTEXT)
+
+class _Commands(click.Group):
+    """Imports what measures where it is asked for: that takes as long as all the rest."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_MEASURING])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _MEASURING:
+            return super().get_command(ctx, cmd_name)
+        from benchmarks import cli
+
+        command: click.Command = getattr(cli, cmd_name)
+        return command
+
+
+@click.group(cls=_Commands, context_settings=CONTEXT)
 @click.version_option(package_name="sluice")
 def main() -> None:
     """Sluice: an SLO-aware serving control plane for large language models on Ray."""
@@ -33,8 +49,6 @@ for _command in (
     config,
     keys,
     policies,
-    bench,
-    simulate,
 ):
     main.add_command(_command)
 
