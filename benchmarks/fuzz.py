@@ -30,9 +30,10 @@ PATIENCE_S = 0.3
 """How long an answer may keep silent before the client says that it sends no more, seconds: many of
 the requests announce more than they have."""
 
-HANG_S = 45.0
+HANG_S = 100.0
 """Silence after that which counts as a connection that hangs, seconds. A router waits 30 s for the
-rest of a body, and a proxy before it does not tell it that none will come."""
+rest of a body and the proxy before it 60 s, and the proxy does not tell the router that none will
+come."""
 
 MAX_ANSWER = 8 << 20
 _MAX_SHOWN = 5
@@ -196,7 +197,8 @@ def _note(found: Found, raw: Raw, answer: Answer) -> None:
     kind.unanswered += not told
     kind.hung += answer.hung
     kind.slowest_s = max(kind.slowest_s, answer.took_s)
-    if answer.hung or any(response.failed for response in told):
+    failed = answer.hung or any(response.failed for response in told)
+    if failed and len(found.bad) < _MAX_SHOWN:
         found.bad.append((raw, answer))
 
 
@@ -268,7 +270,7 @@ def main(url: str, key: str | None, count: int, seed: int, at_once: int, pids: t
     if pids:
         console.print(f"memory: {before / 2**20:.1f} MiB before, {after / 2**20:.1f} MiB after")
     console.print(f"a good request afterwards: {last.statuses}")
-    for raw, answer in found.bad[:_MAX_SHOWN]:
+    for raw, answer in found.bad:
         console.print(f"{raw.kind}: {b''.join(raw.parts)[:300]!r}\n  -> {answer.raw[:300]!r}")
     sys.exit(bool(found.bad) or last.statuses != [200])
 
