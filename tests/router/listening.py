@@ -23,10 +23,12 @@ class Listening(NamedTuple):
 
 
 @asynccontextmanager
-async def listening(edge: Edge, **settings: Any) -> AsyncIterator[Listening]:
+async def listening(
+    edge: Edge, host: str = "127.0.0.1", **settings: Any
+) -> AsyncIterator[Listening]:
     """``edge`` behind uvicorn with these settings, on a free port; who connects early waits."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((host, 0))
         listener.listen(128)
         config = uvicorn.Config(edge.api, **{"log_level": "error", **settings})
         server = uvicorn.Server(config)

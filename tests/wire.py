@@ -1,0 +1,101 @@
+"""Networks that can be cut: a namespace of this machine, joined to it by cables of which each can
+lose every packet both ways, with no word to either end, as between machines. Needs root."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+import pytest
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="only root can make networks, with the command `ip`",
+)
+
+_NOBODY = "02:00:00:00:00:01"
+"""An address that no interface has."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A cable.
+
+    Attributes:
+        here, there: the addresses of its ends, on this machine and in the namespace.
+    """
+
+    number: int
+    namespace: str
+    here: str
+    there: str
+
+    def cut(self) -> None:
+        """Send all packets to nobody."""
+        _ip(
+            "neigh", "replace", self.there, "lladdr", _NOBODY, "dev", self._near, "nud", "permanent"
+        )
+        far = ("neigh", "replace", self.here, "lladdr", _NOBODY, "dev", self._far)
+        _ip("-n", self.namespace, *far, "nud", "permanent")
+
+    def mend(self) -> None:
+        """Let them through again. Idempotent."""
+        with suppress(subprocess.CalledProcessError):
+            _ip("neigh", "del", self.there, "dev", self._near)
+            _ip("-n", self.namespace, "neigh", "del", self.here, "dev", self._far)
+
+    @property
+    def _near(self) -> str:
+        return f"sluice{self.number}"
+
+    @property
+    def _far(self) -> str:
+        return f"far{self.number}"
+
+    def lay(self) -> None:
+        """Make it."""
+        _ip("link", "add", self._near, "type", "veth", "peer", "name", self._far)
+        _ip("link", "set", self._far, "netns", self.namespace)
+        _ip("addr", "add", f"{self.here}/30", "dev", self._near)
+        _ip("link", "set", self._near, "up")
+        _ip("-n", self.namespace, "addr", "add", f"{self.there}/30", "dev", self._far)
+        _ip("-n", self.namespace, "link", "set", self._far, "up")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A namespace with the cables to it; what it has no other way to goes over the first."""
+
+    name: str
+    wires: tuple[Wire, ...]
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """The words before a command that is to run in it."""
+        return ("ip", "netns", "exec", self.name)
+
+
+@contextmanager
+def network(wires: int = 1) -> Iterator[Network]:
+    """A namespace with so many cables, until the block ends."""
+    name = f"sluice-{os.getpid()}-{random.randrange(10_000)}"
+    with ExitStack() as undo:
+        _ip("netns", "add", name)
+        undo.callback(_ip, "netns", "del", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+        laid = []
+        for number in random.sample(range(1 << 14), wires):
+            addresses = [f"10.77.{number >> 6}.{(number & 63) * 4 + end}" for end in (1, 2)]
+            laid.append(Wire(number, name, *addresses))
+            laid[-1].lay()
+        _ip("-n", name, "route", "add", "default", "via", laid[0].here)
+        yield Network(name, tuple(laid))
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
