@@ -193,6 +193,8 @@ def test_top_goes_on_in_a_terminal_until_ctrl_c(application: Application) -> Non
         stdin=its,
         stdout=its,
         stderr=its,
+        # Who runs the tests in the background ignores Ctrl-C, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(its)
     shown = b""
