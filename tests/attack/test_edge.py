@@ -9,6 +9,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from operator import le
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,7 +108,11 @@ async def test_a_thousand_hostile_requests_break_nothing_and_leave_nothing(tmp_p
         found = await attack("127.0.0.1", system.port, requests(TARGET, SERVED))
         assert not found.bad, [(b"".join(raw.parts)[:300], answer) for raw, answer in found.bad]
         assert before[2:] == (0, 0, 0, 0)
-        await until(lambda: kept(system, tmp_path) == before)
+        try:
+            # What there was before may have ended since.
+            await until(lambda: all(map(le, kept(system, tmp_path), before)))
+        except TimeoutError:
+            pytest.fail(f"left over: {kept(system, tmp_path)}, and before it was {before}")
         assert labels(system.edge) <= LABELS
         # The attack got to where it was to get: all was sent, and some of it was served.
         assert {kind.sent for kind in found.kinds.values()} == {SERVED // KINDS}
