@@ -183,11 +183,16 @@ class _Run:
         self._started_s = time.monotonic()
         sent = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._look(sent))
-            group.create_task(self.batches.run(sent, GRACE_S))
+            beside = [
+                group.create_task(self._look(sent)),
+                group.create_task(self.batches.run(sent, GRACE_S)),
+            ]
             if self.chaos is not None:
-                group.create_task(self._hurt(self.chaos, sent))
+                beside.append(group.create_task(self._hurt(self.chaos, sent)))
             outcomes = await self._send(sent)
+            if outcomes is None:
+                for task in beside:
+                    task.cancel()
         if outcomes is None:
             raise click.Abort
         return outcomes
@@ -210,7 +215,6 @@ class _Run:
             await asyncio.wait([replaying], timeout=_POLL_S)
             if self._stop.is_set():
                 replaying.cancel()
-                sent.set()
                 return None
         return replaying.result()
 

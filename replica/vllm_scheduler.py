@@ -30,6 +30,7 @@ from replica.garbage import GarbageCollector
 from replica.held_prefixes import HeldPrefixes
 from replica.kv_events import PooledBlocks
 from replica.local_scheduler import BatchLog, LocalScheduler, StepInFlight
+from replica.parent import end_with_parent
 from replica.prefix_hits import PrefixHits
 from replica.state_table import RowUpdate, StateTable
 from replica.transfer.incoming import IncomingKv, hands_over
@@ -69,6 +70,7 @@ class PlanMixin(_Base):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
         super().__init__(*args, **kwargs)
         settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
         started_s = time.monotonic()

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import pytest
 
+CAN_CUT = os.geteuid() == 0 and shutil.which("ip") is not None
+"""Whether networks can be made here."""
+
 needs_root = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None,
-    reason="only root can make networks, with the command `ip`",
+    not CAN_CUT, reason="only root can make networks, with the command `ip`"
 )
 
 _NOBODY = "02:00:00:00:00:01"

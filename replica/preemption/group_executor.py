@@ -7,11 +7,8 @@ compute one together."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import pickle
-import signal
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -23,6 +20,7 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from replica.parent import end_with_parent
 from replica.preemption.config import PreemptionConfig
 from replica.preemption.executor import nothing
 from replica.preemption.messages import Answer, Command, Died, Exit, Failed
@@ -32,9 +30,6 @@ from replica.preemption.worker import TaskRunner
 from replica.vllm_args import SchedulerSettings
 
 logger = logging.getLogger(__name__)
-
-_ON_PARENTS_DEATH = 1
-"""``PR_SET_PDEATHSIG``, prctl(2)."""
 
 
 class PreemptiveGroupExecutor(MultiprocExecutor):
@@ -171,16 +166,6 @@ def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, 
     checks = runner.make_ready(worker, options)
     worker.sluice_tasks = runner
     return checks
-
-
-def end_with_parent() -> None:
-    """Have the system kill this process when the one that made it ends, however that ends.
-
-    A worker whose engine has gone may wait for another worker, in a loop that looks for nothing
-    else. Only Linux can do so; elsewhere it is left to vLLM, whose workers look for their parent.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_ON_PARENTS_DEATH, signal.SIGKILL)
 
 
 def _serve(wrapper: Any) -> None:

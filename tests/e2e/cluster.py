@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from deploy import ray_settings
 from deploy.json_http import AnswerError, JsonServer, UnreachableError
 from deploy.ray_settings import free_port
 from tests.e2e.conftest import wait_until
+from tests.wire import Wire, network
 
 BIN = Path(sys.executable).parent
 HEAD = "head"
@@ -36,9 +38,15 @@ _FAST = {
 
 
 class Cluster:
-    """Nodes by name. The head does no work, as `deploy/ray/` and the chart have it."""
+    """Nodes by name. The head does no work, as `deploy/ray/` and the chart have it.
+
+    Attributes:
+        wires: what joins a node to the others that has a network of its own.
+    """
 
     def __init__(self) -> None:
+        self.wires: dict[str, Wire] = {}
+        self._networks = ExitStack()
         self.folder = ray_settings.make_local_dir()
         self.token = secrets.token_hex(32)
         self.gcs_port, self.dashboard_port, self.port = free_port(), free_port(), free_port()
@@ -64,12 +72,21 @@ class Cluster:
         self.wait(runs, "Ray runs")
         self.dashboard.ask("PUT", "/api/serve/applications/", serve)
 
-    def add_node(self, name: str) -> None:
-        """Start a worker node, and wait until it has joined."""
-        address = f"{ray.util.get_node_ip_address()}:{self.gcs_port}"
+    def add_node(self, name: str, apart: bool = False) -> None:
+        """Start a worker node, and wait until it has joined.
+
+        Args:
+            apart: on a network of its own, of which ``wires`` has the cable.
+        """
+        options = [f"--address={ray.util.get_node_ip_address()}:{self.gcs_port}", "--num-cpus=4"]
+        inside: tuple[str, ...] = ()
+        if apart:
+            own = self._networks.enter_context(network())
+            inside, (self.wires[name],) = own.inside, own.wires
+            options.append(f"--node-ip-address={self.wires[name].there}")
 
         def joined() -> bool:
-            self._keep_starting(name, f"--address={address}", "--num-cpus=4")
+            self._keep_starting(name, *options, inside=inside)
             return name in self.node_names().values()
 
         self.wait(joined, f"node {name} has joined")
@@ -120,6 +137,7 @@ class Cluster:
         """End every process."""
         for name in reversed(list(self.nodes)):
             self._end(self.nodes.pop(name))
+        self._networks.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _environment(self) -> dict[str, str]:
@@ -136,13 +154,13 @@ class Cluster:
         own = {"RAY_AUTH_TOKEN": self.token, "RAY_TMPDIR": str(self.folder)}
         return {**kept, **settings, **_FAST, **own}
 
-    def _keep_starting(self, name: str, *options: str) -> None:
+    def _keep_starting(self, name: str, *options: str, inside: tuple[str, ...] = ()) -> None:
         """Start a node that does not run: Ray gives it 30 s, and a busy machine may need more."""
         if name not in self.nodes or self.nodes[name].poll() is not None:
-            self._start_node(name, *options)
+            self._start_node(name, *options, inside=inside)
 
-    def _start_node(self, name: str, *options: str) -> None:
-        command = [BIN / "ray", "start", "--block", f"--node-name={name}", *options]
+    def _start_node(self, name: str, *options: str, inside: tuple[str, ...]) -> None:
+        command = [*inside, BIN / "ray", "start", "--block", f"--node-name={name}", *options]
         command += ["--dashboard-agent-listen-port=0", "--object-store-memory=80000000"]
         # Each picks its own: the nodes share this machine's ports.
         command += ["--min-worker-port=0", "--max-worker-port=0"]

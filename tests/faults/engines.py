@@ -37,6 +37,16 @@ def engine_frozen(trial: Trial) -> Callable[[], bool]:
     return lambda: injuries.replica(victim).runs
 
 
+def engine_frozen_for_good(trial: Trial) -> Callable[[], bool]:
+    """The process that computes stands still for ever, as on a GPU that does not answer. Serve
+    replaces the replica, and the process must not outlive it: it has the GPU."""
+    victim = trial.busiest(2, "decodes")
+    engine = injuries.replica(victim).engine()
+    trial.undo.callback(engine.kill)
+    engine.freeze()
+    return lambda: victim not in trial.fresh() and not engine.runs
+
+
 _STREAMS = Load(rate=1.5, prompt_tokens=(20, 100), output_tokens=(100, 200), plain=5)
 
 SCENARIOS = (
@@ -52,6 +62,14 @@ SCENARIOS = (
         "vLLM: engine frozen and thawed",
         ENGINES,
         engine_frozen,
+        _STREAMS,
+        resumes=True,
+        quick=False,
+    ),
+    Scenario(
+        "vLLM: engine frozen for good",
+        ENGINES,
+        engine_frozen_for_good,
         _STREAMS,
         resumes=True,
         quick=False,

@@ -1,4 +1,4 @@
-"""A node of several dies with all that runs on it."""
+"""A node of several dies with all that runs on it, or nothing comes through to it and from it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.e2e.cluster import HEAD, START_S, Cluster
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET
 from tests.faults.scenario import Scenario, Setting, Trial
+from tests.wire import CAN_CUT
 
 KEY = "an-admin-key-of-the-faults"
 WORKERS = ("first", "second", "third")
@@ -48,7 +49,7 @@ class ClusterSetting(Setting):
         try:
             cluster.start()
             for name in WORKERS:
-                cluster.add_node(name)
+                cluster.add_node(name, apart=CAN_CUT)
             fields = {**self.fields, "router": {**self.fields["router"], "port": cluster.port}}
             path = cluster.folder / "sluice.yaml"
             path.write_text(yaml.safe_dump(fields))
@@ -73,15 +74,31 @@ NODES = ClusterSetting(
 def node_killed(trial: Trial) -> Callable[[], bool]:
     """The node with the controller ends, and with it a replica or more and perhaps a router."""
     assert isinstance(trial, ClusterTrial)
-    cluster = trial.cluster
-    node = cluster.node_of_actor(f"{trial.app}-controller")
-    assert node is not None
-    lost = [row["replica_id"] for row in trial.snapshot()["replicas"] if row["node_id"] == node]
-    name = cluster.node_names()[node]
-    assert name != HEAD and lost
-    cluster.kill_node(name)
-    cluster.add_node(name + " again")
+    name, lost = _with_controller(trial)
+    trial.cluster.kill_node(name)
+    trial.cluster.add_node(name + " again", apart=CAN_CUT)
     return trial.replaced(*lost)
+
+
+def node_cut_off(trial: Trial) -> Callable[[], bool]:
+    """Every packet to and from the node with the controller is lost, and nobody is told. What runs
+    there goes on by itself; later the cable is whole again, and Ray ends what it has replaced."""
+    assert isinstance(trial, ClusterTrial)
+    name, lost = _with_controller(trial)
+    wire = trial.cluster.wires[name]
+    trial.undo.callback(wire.mend)
+    wire.cut()
+    return trial.replaced(*lost)
+
+
+def _with_controller(trial: ClusterTrial) -> tuple[str, list[str]]:
+    """The name of the node with the controller, and the replicas on it."""
+    node = trial.cluster.node_of_actor(f"{trial.app}-controller")
+    assert node is not None
+    there = [row["replica_id"] for row in trial.snapshot()["replicas"] if row["node_id"] == node]
+    name = trial.cluster.node_names()[node]
+    assert name != HEAD and there
+    return name, there
 
 
 SCENARIOS = (
@@ -93,5 +110,16 @@ SCENARIOS = (
         may_fail=True,
         forgets=True,
         quick=False,
+    ),
+    Scenario(
+        "a node of three cut off, with the controller",
+        NODES,
+        node_cut_off,
+        Load(rate=4.0),
+        may_fail=True,
+        forgets=True,
+        longer_s=60.0,
+        quick=False,
+        root=True,
     ),
 )
