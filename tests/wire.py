@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,8 @@ class Wire:
         _ip("link", "set", self._far, "netns", self.namespace)
         _ip("addr", "add", f"{self.here}/30", "dev", self._near)
         _ip("link", "set", self._near, "up")
+        # To other namespaces. Of this interface alone, not of the machine.
+        Path(f"/proc/sys/net/ipv4/conf/{self._near}/forwarding").write_text("1")
         _ip("-n", self.namespace, "addr", "add", f"{self.there}/30", "dev", self._far)
         _ip("-n", self.namespace, "link", "set", self._far, "up")
 

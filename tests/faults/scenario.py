@@ -214,11 +214,14 @@ class Trial:
                     if not line.startswith("#"):
                         found[series.partition("{")[0]] += float(value)
             # One that has just started has heard of few, and of the others later.
-            heard = self.snapshot().get("metric_sources", 0)
-            return bool(found["sluice_controller_up"]) and heard >= self._processes()
+            return bool(found["sluice_controller_up"]) and self.has_heard_of_all()
 
         wait_until(look, "there is a page of metrics", RECOVERY_S, every_s=0.2)
         return {column: found[metric] for column, metric in COUNTED.items()}
+
+    def has_heard_of_all(self) -> bool:
+        """Whether the controller has metrics of every process that there should be."""
+        return bool(self.snapshot().get("metric_sources", 0) >= self._processes())
 
     def expired(self) -> int:
         """The reservations that ended by their age since the controller began."""
