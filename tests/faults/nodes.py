@@ -12,6 +12,7 @@ from deploy.commands.admin import AdminApi
 from deploy.commands.exits import Exit, Failure
 from deploy.config import parse_config
 from tests.e2e.cluster import HEAD, START_S, Cluster
+from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET
 from tests.faults.scenario import Scenario, Setting, Trial
@@ -90,6 +91,12 @@ def node_cut_off(trial: Trial) -> Callable[[], bool]:
     name, lost = _with_controller(trial)
     wire = trial.cluster.wires[name]
     trial.undo.callback(wire.mend)
+
+    def streams() -> bool:
+        rows = trial.snapshot()["replicas"]
+        return any(row["decodes"] >= 2 for row in rows if row["replica_id"] in lost)
+
+    wait_until(streams, "it has streams under way", show=trial.snapshot)
     wire.cut()
     return trial.replaced(*lost)
 
