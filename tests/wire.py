@@ -5,21 +5,12 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-
-import pytest
-
-CAN_CUT = os.geteuid() == 0 and shutil.which("ip") is not None
-"""Whether networks can be made here."""
-
-needs_root = pytest.mark.skipif(
-    not CAN_CUT, reason="only root can make networks, with the command `ip`"
-)
 
 _NOBODY = "02:00:00:00:00:01"
 """An address that no interface has."""
@@ -100,6 +91,17 @@ def network(wires: int = 1) -> Iterator[Network]:
             laid[-1].lay()
         _ip("-n", name, "route", "add", "default", "via", laid[0].here)
         yield Network(name, tuple(laid))
+
+
+@cache
+def can_cut() -> bool:
+    """Whether networks can be made here: by root, with the command ``ip``, where the system lets
+    it."""
+    try:
+        with network():
+            return True
+    except (OSError, subprocess.CalledProcessError):
+        return False
 
 
 def _ip(*words: str) -> None:

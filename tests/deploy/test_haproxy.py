@@ -25,7 +25,7 @@ from tests.deploy.test_tls import HAPROXY, SERVE_CONFIG
 from tests.replica.waiting import until
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, serve
 from tests.router.listening import listening
-from tests.wire import Network, needs_root, network
+from tests.wire import Network, can_cut, network
 
 POST = "POST /v1/chat/completions HTTP/1.1\r\nhost: sluice\r\n"
 
@@ -161,9 +161,10 @@ async def test_who_owes_the_rest_of_a_body_is_dropped_and_who_waits_is_not(
         assert (await waits).status_code == 200
 
 
-@needs_root
 @pytest.mark.parametrize("stage", ["its answer", "its body"])
 async def test_a_client_hears_of_a_router_that_is_cut_off(stage: str, tmp_path: Path) -> None:
+    if not can_cut():
+        pytest.skip("no networks can be made here")
     edge = Edge(FarSide(a=endless))
     body = json.dumps({**CHAT_BODY, "stream": True}).encode()
     with network(2) as cables:

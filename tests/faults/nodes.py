@@ -16,7 +16,7 @@ from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET
 from tests.faults.scenario import Scenario, Setting, Trial
-from tests.wire import CAN_CUT
+from tests.wire import can_cut
 
 KEY = "an-admin-key-of-the-faults"
 WORKERS = ("first", "second", "third")
@@ -53,7 +53,7 @@ class ClusterSetting(Setting):
         try:
             cluster.start()
             for name in WORKERS:
-                cluster.add_node(name, apart=CAN_CUT)
+                cluster.add_node(name, apart=can_cut())
             fields = {**self.fields, "router": {**self.fields["router"], "port": cluster.port}}
             path = cluster.folder / "sluice.yaml"
             path.write_text(yaml.safe_dump(fields))
@@ -80,7 +80,7 @@ def node_killed(trial: Trial) -> Callable[[], bool]:
     assert isinstance(trial, ClusterTrial)
     name, lost = _with_controller(trial)
     trial.cluster.kill_node(name)
-    trial.cluster.add_node(name + " again", apart=CAN_CUT)
+    trial.cluster.add_node(name + " again", apart=can_cut())
     return trial.replaced(*lost)
 
 
@@ -130,6 +130,6 @@ SCENARIOS = (
         forgets=True,
         longer_s=60.0,
         quick=False,
-        root=True,
+        cuts=True,
     ),
 )

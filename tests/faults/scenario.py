@@ -97,7 +97,7 @@ class Scenario:
         planned: whether an operator does it: then no stream may break.
         longer_s: how much longer than others' its load lasts, seconds.
         quick: whether the tests run it.
-        root: whether only root can do it.
+        cuts: whether it cuts a network, which not everybody can.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Scenario:
     planned: bool = False
     longer_s: float = 0.0
     quick: bool = True
-    root: bool = False
+    cuts: bool = False
 
 
 class Trial:
