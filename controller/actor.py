@@ -50,12 +50,12 @@ from controller.overview import describe, drain_of, left_at
 from controller.quarantine import Quarantine
 from controller.quotas import Quotas
 from controller.request_classes import RequestClasses
+from controller.version import version
 from scheduling.autoscaling import Load
 from scheduling.fleet import Fleet, FleetSettings
 from scheduling.job import INVALID_QUERY
 from scheduling.placement import Placer
 from scheduling.roles import Role
-from telemetry.version import version
 
 MAX_QUERIES = 1024
 """Most queries in one call."""

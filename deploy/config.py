@@ -134,10 +134,10 @@ def parse_config(data: Mapping[str, Any]) -> SluiceConfig:
 
 def _name_of(parts: tuple[int | str, ...], fault: str) -> str:
     """The place of a fault. A name that nothing has may be a key that came loose in the file."""
-    *above, last = parts
-    if fault == "extra_forbidden" and not _FIELD.fullmatch(str(last)):
-        last = "(no name of a field, so not shown)"
-    return ".".join(str(part) for part in (*above, last))
+    names = [str(part) for part in parts]  # none where the parts are at odds
+    if fault == "extra_forbidden" and not _FIELD.fullmatch(names[-1]):
+        names[-1] = "(no name of a field, so not shown)"
+    return ".".join(names)
 
 
 def _place_of(error: yaml.YAMLError) -> str:

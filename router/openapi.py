@@ -9,6 +9,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any, Final
 
+from controller.version import version
 from replica.engine import UNSCHEDULED, Endpoint
 from router import wire
 from router.batches import batches_api, files_api
@@ -26,7 +27,6 @@ from router.validation import (
     MAX_TOKENS,
 )
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
-from telemetry.version import version
 
 Schema = dict[str, Any]
 

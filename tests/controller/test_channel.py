@@ -517,13 +517,16 @@ async def test_what_is_late_costs_no_connection_though_the_client_was_too_busy_t
 
 async def test_a_controller_that_hangs_is_lost_after_several_timeouts_in_a_row() -> None:
     async with slow() as (_, channel, lost, _), asyncio.timeout(10):
-        for _ in range(MAX_TIMEOUTS):
+        for left in reversed(range(MAX_TIMEOUTS)):
             assert channel.open
             # Those under way at the same time count once.
             outcomes = await asyncio.gather(
                 *(channel.route([QUERY], 0.01) for _ in range(5)), return_exceptions=True
             )
-            assert [str(outcome) for outcome in outcomes] == ["timeout"] * 5
+            told = [str(outcome) for outcome in outcomes]
+            assert told[0] == "timeout"
+            # The last time, the first may take the connection from those after it.
+            assert set(told) <= ({"timeout"} if left else {"timeout", "unavailable"})
         while channel.open:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0)
         assert lost == [None]

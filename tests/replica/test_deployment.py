@@ -123,17 +123,25 @@ async def test_life_of_a_replica(replicas: Any) -> None:
     await check_loops_compiled()
 
     # Responses are whole, and come from replicas that the controller knows by the same name.
-    requests = [completion(f"r{index}", max_tokens=30, stream=True) for index in range(20)]
-    results = await asyncio.gather(*(items_of(replicas, request) for request in requests))
-    heads = set()
-    for items in results:
-        head, tail = items[0], items[-1]
-        assert isinstance(head, ResponseHead)
-        assert isinstance(tail, ResponseTail)
-        assert tail.output_tokens == 30
-        assert sum(item.tokens for item in items if isinstance(item, ResponseChunk)) == 30
-        heads.add(head.replica_id)
-    assert heads == names
+    async def answered() -> set[str]:
+        requests = [completion(f"r{index}", max_tokens=30, stream=True) for index in range(20)]
+        results = await asyncio.gather(*(items_of(replicas, request) for request in requests))
+        heads = set()
+        for items in results:
+            head, tail = items[0], items[-1]
+            assert isinstance(head, ResponseHead)
+            assert isinstance(tail, ResponseTail)
+            assert tail.output_tokens == 30
+            assert sum(item.tokens for item in items if isinstance(item, ResponseChunk)) == 30
+            heads.add(head.replica_id)
+        assert heads <= names
+        return heads
+
+    async def both_answer() -> bool:
+        # Serve tells a handle of new replicas after they have told the controller of themselves.
+        return await answered() == names
+
+    await eventually(both_answer)
     models = await replicas.models.remote()
     assert [entry["id"] for entry in models["data"]] == ["model"]
 
