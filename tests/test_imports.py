@@ -14,6 +14,7 @@ CONTROLLER_SURFACE = (
     "controller.messages",
     "controller.config",
     "controller.metrics",
+    "controller.version",
 )
 
 ALLOWED: dict[str, tuple[str, ...]] = {
