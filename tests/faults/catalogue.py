@@ -6,8 +6,8 @@ from tests.faults import controller, edge, engines, nodes, replicas, updates
 
 SCENARIOS = (
     *replicas.SCENARIOS,
+    *controller.SCENARIOS,  # before routers die: what those had counted ends with a controller
     *edge.SCENARIOS,
-    *controller.SCENARIOS,
     *updates.SCENARIOS,
     *nodes.SCENARIOS,
     *engines.SCENARIOS,
