@@ -31,11 +31,9 @@ class Wire:
 
     def cut(self) -> None:
         """Send all packets to nobody."""
-        _ip(
-            "neigh", "replace", self.there, "lladdr", _NOBODY, "dev", self._near, "nud", "permanent"
-        )
-        far = ("neigh", "replace", self.here, "lladdr", _NOBODY, "dev", self._far)
-        _ip("-n", self.namespace, *far, "nud", "permanent")
+        nobody = ("lladdr", _NOBODY, "nud", "permanent")
+        _ip("neigh", "replace", self.there, "dev", self._near, *nobody)
+        _ip("-n", self.namespace, "neigh", "replace", self.here, "dev", self._far, *nobody)
 
     def mend(self) -> None:
         """Let them through again. Idempotent."""

@@ -46,10 +46,10 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> 
     if unknown:
         raise click.UsageError(f"no such scenario: {', '.join(unknown)}; see --list")
     chosen = [known[name] for name in names or known]
-    for each in chosen:
-        if each.cuts and not can_cut():
-            click.echo(f"left out, as no networks can be cut here: {each.name}", err=True)
-    rows, bad = _run([each for each in chosen if can_cut() or not each.cuts], quick)
+    for each in [each for each in chosen if each.cuts and not can_cut()]:
+        click.echo(f"left out, as no networks can be cut here: {each.name}", err=True)
+        chosen.remove(each)
+    rows, bad = _run(chosen, quick)
     if as_json:
         plain = [dataclasses.asdict(row) for row in rows]
         click.echo(json.dumps({"machine": machine(), "rows": plain}, indent=2))

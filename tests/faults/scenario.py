@@ -177,7 +177,7 @@ class Trial:
         if any(row["condition"] == "quarantined" for row in rows):
             self.ask()  # it leaves quarantine by a request that it answers
             return False
-        wanted = self._processes() - self.config.router.replicas
+        wanted = self._replicas()
         fresh = [row for row in rows if row["condition"] == "fresh" and row["drain"] is None]
         return (
             len(rows) == len(fresh) == wanted
@@ -185,10 +185,9 @@ class Trial:
             and self._answers()
         )
 
-    def _processes(self) -> int:
-        """Replicas and routers that there should be."""
-        replicas = sum(pool.replica.count for fleet in self.config.fleets for pool in fleet.pools)
-        return replicas + self.config.router.replicas
+    def _replicas(self) -> int:
+        """The number that there should be."""
+        return sum(pool.replica.count for fleet in self.config.fleets for pool in fleet.pools)
 
     def routers(self) -> int:
         """The number of routers that are alive."""
@@ -213,15 +212,16 @@ class Trial:
                     series, _, value = line.rpartition(" ")
                     if not line.startswith("#"):
                         found[series.partition("{")[0]] += float(value)
-            # One that has just started has heard of few, and of the others later.
             return bool(found["sluice_controller_up"]) and self.has_heard_of_all()
 
         wait_until(look, "there is a page of metrics", RECOVERY_S, every_s=0.2)
         return {column: found[metric] for column, metric in COUNTED.items()}
 
     def has_heard_of_all(self) -> bool:
-        """Whether the controller has metrics of every process that there should be."""
-        return bool(self.snapshot().get("metric_sources", 0) >= self._processes())
+        """Whether the controller has metrics of every process that there should be: one that has
+        just started has heard of few."""
+        wanted = self._replicas() + self.config.router.replicas
+        return bool(self.snapshot().get("metric_sources", 0) >= wanted)
 
     def expired(self) -> int:
         """The reservations that ended by their age since the controller began."""
