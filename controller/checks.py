@@ -140,6 +140,7 @@ def check_query(query: RouteQuery) -> None:
     if query.prefill_key and query.prefill_key == query.key:
         raise ValueError("prefill_key must differ from key")
     check_text("request_id", query.request_id, empty=True)
+    check_text("client_request_id", query.client_request_id, empty=True)
     check_keys("prefix", query.prefix, MAX_CHUNKS)
     check_ids("avoid", query.avoid, MAX_AVOIDED)
     _check_integer("tenant", query.tenant, 0, MAX_KEY)

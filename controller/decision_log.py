@@ -120,6 +120,7 @@ class DecisionLog:
         told: dict[str, Any] = {
             "age_ms": _ms(now_s - entry.decided_s),
             "request_id": query.request_id or None,
+            "client_request_id": query.client_request_id or None,
             "key": f"{query.key:016x}",
             "class": slo.service_class,
             "objective": {

@@ -24,6 +24,7 @@ def to_row(query: RouteQuery) -> tuple[object, ...]:
         query.avoid,
         query.tenant,
         query.weight,
+        query.client_request_id,
         slo.ttft_s,
         slo.tpot_s,
         slo.e2e_s,
@@ -39,7 +40,7 @@ def of_row(row: Any) -> RouteQuery:
         TypeError, ValueError: it is none.
     """
     (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id, prefill_key,
-     avoid, tenant, weight, *objective) = row  # fmt: skip
+     avoid, tenant, weight, client_request_id, *objective) = row  # fmt: skip
     return RouteQuery(
         key,
         SLO(*objective),
@@ -54,6 +55,7 @@ def of_row(row: Any) -> RouteQuery:
         tuple(avoid),
         tenant,
         weight,
+        client_request_id,
     )
 
 

@@ -46,6 +46,7 @@ class Call:
         clamped: what the client's caps changed in what it asked, and to what, by field.
         charge: the tokens set aside for it of the client's rate.
         span: of the request, where it is traced.
+        client_request_id: the client's own id of it, for lookups.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class Call:
     clamped: Mapping[str, str] = field(default_factory=dict)
     charge: Charge = NO_CHARGE
     span: Span | None = None
+    client_request_id: str = ""
 
     @property
     def scheduled(self) -> bool:
@@ -141,4 +143,5 @@ class CallReader:
             prefix=prefix_of(endpoint, body),
             client=client,
             clamped={**clamped, **shortened},
+            client_request_id=arrival.client_request_id,
         )

@@ -230,6 +230,7 @@ class Destinations:
             tuple(failed),
             call.client.tenant,
             call.client.caps.weight,
+            call.client_request_id,
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)

@@ -16,6 +16,7 @@ from replica.engine import Endpoint
 from router import wire
 from router.access import OPEN_PATH, Access
 from router.body import BodyBudget, HeldBytes
+from router.client_request_id import client_request_id
 from router.config import RouterConfig
 from router.errors import ApiError, Reason
 from router.metrics import RouterMetrics
@@ -48,13 +49,15 @@ _PACED_STATUSES = frozenset((401, 429, 503))
 class Arrival(NamedTuple):
     """What the gate notes of a request, in the scope's state as ``arrival``.
 
-    ``held`` counts the bytes of its body for as long as it is inside.
+    ``held`` counts the bytes of its body for as long as it is inside. ``client_request_id`` is the
+    client's own id of it, see :mod:`router.client_request_id`.
     """
 
     request_id: str
     received_s: float
     client: Client = ANYONE
     held: HeldBytes | None = None
+    client_request_id: str = ""
 
 
 class Gate:
@@ -107,7 +110,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arrival = Arrival(uuid.uuid4().hex, self._clock())
+        theirs = client_request_id(scope["headers"])
+        arrival = Arrival(uuid.uuid4().hex, self._clock(), client_request_id=theirs)
         refusal: list[Message] = []
         with of_request(arrival.request_id):
             await self._admit(arrival, scope, receive, send, refusal)

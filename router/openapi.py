@@ -109,7 +109,8 @@ def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
         content["text/event-stream"] = {}
     operation = _operation(_SUMMARIES[endpoint], content)
     scheduled = endpoint not in UNSCHEDULED
-    operation["parameters"] = [*(_objective_headers(config) if scheduled else ()), _SESSION]
+    objective = _objective_headers(config) if scheduled else ()
+    operation["parameters"] = [*objective, _SESSION, _CLIENT_REQUEST_ID]
     operation["requestBody"] = {"required": True, "content": _json(_body(endpoint, config))}
     return operation
 
@@ -329,6 +330,7 @@ def _header(name: str, schema: Schema) -> Schema:
 _SESSION: Final = _header(
     wire.SESSION_HEADER, {"type": "string", "maxLength": MAX_SESSION_CHARACTERS}
 )
+_CLIENT_REQUEST_ID: Final = _header(wire.CLIENT_REQUEST_ID_HEADER, _TEXT)
 
 
 def _query(name: str, schema: Schema) -> Schema:

@@ -57,6 +57,7 @@ class Telemetry:
         span = self._tracer.begin(endpoint, context, arrival.received_s)
         if span is not None:
             span.set(sluice__request_id=arrival.request_id, sluice__endpoint=endpoint)
+            span.set(sluice__client_request_id=arrival.client_request_id or None)
         return span
 
     def refused(
@@ -72,6 +73,7 @@ class Telemetry:
                 "reason": reason.value,
                 "endpoint": endpoint,
                 "client": arrival.client.name,
+                **_theirs(arrival),
             }
             _line(outcome, arrival.request_id, fields, span)
         _end(span, outcome, reason)
@@ -83,6 +85,7 @@ class Telemetry:
                 "outcome": Outcome.CANCELLED.value,
                 "endpoint": endpoint,
                 "client": arrival.client.name,
+                **_theirs(arrival),
             }
             _line(Outcome.CANCELLED, arrival.request_id, fields, span)
         _end(span, Outcome.CANCELLED, None)
@@ -108,8 +111,14 @@ class Telemetry:
             return
         figures = _figures(call, clock, answer, now_s)
         if wanted:
-            told = {"outcome": outcome.value, "reason": reason and reason.value}
-            fields = told | {"endpoint": call.endpoint, "client": call.client.name} | figures
+            fields = {
+                "outcome": outcome.value,
+                "reason": reason and reason.value,
+                "endpoint": call.endpoint,
+                "client": call.client.name,
+                **_theirs(call),
+                **figures,
+            }
             present = {name: value for name, value in fields.items() if value is not None}
             _line(outcome, call.request_id, present, call.span)
         if call.span is not None:
@@ -119,6 +128,11 @@ class Telemetry:
     def put_off(self, call: Call, reason: Reason | None) -> None:
         """A batch's line found no room, and is tried again: it has not ended, its span has."""
         _end(call.span, Outcome.REFUSED, reason)
+
+
+def _theirs(of: Arrival | Call) -> dict[str, str]:
+    """The client's own id of the request, where it gave one."""
+    return {"client_request_id": of.client_request_id} if of.client_request_id else {}
 
 
 def _figures(

@@ -54,6 +54,10 @@ PREFILL_REPLICA_HEADER: Final = "x-sluice-prefill-replica"
 REQUEST_ID_HEADER: Final = "x-sluice-request-id"
 """Response: our id of the request. It is never the client's."""
 
+CLIENT_REQUEST_ID_HEADER: Final = "x-request-id"
+"""Request: the client's own id of it, for lookups only. Serve makes one where there is none, and
+sends it back in the response."""
+
 CLASS_HEADER: Final = "x-sluice-class"
 """Response: the service class that the request was served as."""
 

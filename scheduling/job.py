@@ -51,6 +51,7 @@ class RouteQuery(NamedTuple):
         tenant: whose it is, a 63-bit hash; 0: nobody's in particular, and all of these are one
             tenant.
         weight: of the tenant's share, > 0.
+        client_request_id: the client's own id of it, for the same people.
     """
 
     key: int
@@ -66,6 +67,7 @@ class RouteQuery(NamedTuple):
     avoid: tuple[str, ...] = ()
     tenant: int = 0
     weight: float = 1.0
+    client_request_id: str = ""
 
 
 class Job(NamedTuple):

@@ -15,11 +15,11 @@ from starlette.responses import JSONResponse
 
 from router.admin.access import ADMIN_PREFIX
 from router.admin.overseer import FEW_DECISIONS, MAX_DECISIONS, Overseer
+from router.client_request_id import noted
 from router.errors import invalid, shown
 from router.gate import Arrival
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
-_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 
 _REPLICA_ID = re.compile(r"[!-~]{1,256}")
@@ -90,10 +90,10 @@ def _limit(request: Request) -> int:
 
 def _request_id(request: Request) -> str | None:
     text = request.query_params.get("request_id")
-    if text is not None and not _REQUEST_ID.fullmatch(text):
+    if text == "":
         raise invalid(
-            "request_id must be 32 hexadecimal digits, as an answer's x-sluice-request-id, got "
-            f"{shown(text)}",
+            "request_id must be an answer's x-sluice-request-id, or the x-request-id that its "
+            "client sent; got nothing",
             "request_id",
         )
-    return text
+    return None if text is None else noted(text)

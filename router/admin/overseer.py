@@ -70,7 +70,7 @@ class Overseer:
 
         Args:
             limit: at most so many, up to :data:`MAX_DECISIONS`.
-            request_id: of this request only.
+            request_id: of requests with this id only: Sluice's own, or the client's.
 
         Raises:
             ApiError: 503; no controller answered.
@@ -78,7 +78,7 @@ class Overseer:
         few = limit <= FEW_DECISIONS and request_id is None
         made = await self._decisions[FEW_DECISIONS if few else MAX_DECISIONS].get()
         if request_id is not None:
-            made = [each for each in made if each["request_id"] == request_id]
+            made = [each for each in made if request_id in _ids_of(each)]
         return made[:limit]
 
     async def drain(self, replica_id: str, drain: bool) -> dict[str, Any]:
@@ -148,6 +148,11 @@ class Overseer:
         if all(answer is None for answer in answers):
             raise _no_controller()
         return dict(zip(self._controllers, answers, strict=True))
+
+
+def _ids_of(decision: Mapping[str, Any]) -> tuple[str | None, ...]:
+    # A controller of an earlier version knows no ids of clients.
+    return decision["request_id"], decision.get("client_request_id")
 
 
 def _no_controller() -> ApiError:

@@ -17,6 +17,7 @@ from router.batches.lines import Line
 from router.batches.metrics import BatchMetrics
 from router.batches.results import Reply
 from router.call import MAX_INLINE_BYTES, Call, CallReader
+from router.client_request_id import noted
 from router.config import RouterConfig
 from router.errors import ApiError, Reason, invalid
 from router.fleets import Fleet, Fleets
@@ -102,7 +103,7 @@ class LineCaller:
             What :meth:`run` takes, or the reply to a line that is refused.
         """
         await self._when_let_in(lambda: self._limiter.count_request(client()))
-        arrival = self._arrival(client())
+        arrival = self._arrival(client(), line)
         try:
             with of_request(arrival.request_id):
                 call, fleet = await self._call(line, INFERENCE_PATHS[url], arrival)
@@ -134,7 +135,7 @@ class LineCaller:
     async def _run(self, admitted: Admitted) -> Reply:
         failures = waits = 0
         while True:
-            arrival = self._arrival(admitted.client())
+            arrival = self._arrival(admitted.client(), admitted.line)
             with of_request(arrival.request_id):
                 reply = await self._attempt(admitted, arrival)
             if reply.status < 500 and not reply.no_room:
@@ -149,8 +150,9 @@ class LineCaller:
                 return reply
             await self._pause(_pause_s(FAILED_PAUSE_S, failures))
 
-    def _arrival(self, client: Client) -> Arrival:
-        return Arrival(uuid.uuid4().hex, self._fleets.clock(), client)
+    def _arrival(self, client: Client, line: Line) -> Arrival:
+        theirs = noted(line.custom_id)
+        return Arrival(uuid.uuid4().hex, self._fleets.clock(), client, client_request_id=theirs)
 
     async def _attempt(self, admitted: Admitted, arrival: Arrival) -> Reply:
         call, fleet = admitted.call, admitted.fleet

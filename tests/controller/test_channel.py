@@ -43,6 +43,7 @@ QUERY = RouteQuery(
     avoid=("x", "y"),
     tenant=2**62 + 1,
     weight=2.5,
+    client_request_id="mine",
 )
 
 

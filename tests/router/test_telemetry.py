@@ -85,7 +85,7 @@ async def test_an_answered_request_has_one_line_with_its_figures(lines: Lines) -
         response = await client.post(
             "/v1/chat/completions",
             json={**BODY, "slo": SLO},
-            headers={"authorization": f"Bearer {KEY}"},
+            headers={"authorization": f"Bearer {KEY}", "x-request-id": "mine\x7f1"},
         )
     (line,) = lines.fields
     assert line["predicted_ttft_ms"] >= 125
@@ -96,6 +96,7 @@ async def test_an_answered_request_has_one_line_with_its_figures(lines: Lines) -
         "outcome": "ok",
         "endpoint": "chat",
         "client": "acme",
+        "client_request_id": "mine?1",
         "model": "m",
         "class": "interactive",
         "priority": 4,
@@ -264,13 +265,13 @@ async def test_a_line_of_a_batch_is_told_once_however_often_it_was_put_off(lines
         Clock().pause,
         telemetry,
     )
-    body = Line("a", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
+    body = Line("line-7", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
     admitted = await told.admit(body, "/v1/chat/completions", lambda: ANYONE)
     assert isinstance(admitted, Admitted)
     reply = await told.run(admitted)
     (line,) = lines.fields
     assert (line["outcome"], line["class"], line["admission"]) == ("ok", "batch", "best-effort")
-    assert line["request_id"] == reply.request_id
+    assert (line["request_id"], line["client_request_id"]) == (reply.request_id, "line-7")
     ended = [span for span in exporter.get_finished_spans() if span.name == "chat"]
     outcomes = [(span.attributes or {})["sluice.outcome"] for span in ended]
     assert outcomes == ["refused", "refused", "refused", "ok"]
