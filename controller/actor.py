@@ -44,7 +44,8 @@ from controller.messages import (
     RouteReply,
     TroubleNotice,
 )
-from controller.metrics import MetricsHub, families_of, text_of
+from controller.metrics import families_of, text_of
+from controller.metrics_hub import MetricsHub
 from controller.mirror import Mirror
 from controller.overview import describe, drain_of, left_at
 from controller.quarantine import Quarantine
@@ -209,8 +210,8 @@ class Controller:
         """
         now_s = self._hear()
         with self._instruments.refusals():
-            known = self._hub.push(push, now_s)
-        if not known:
+            new = self._hub.push(push, now_s)
+        if new:
             self._history.joined(push.samples)
         self._history.note(self._hub, now_s)
         return PushReply(self._closed(), self._quarantine.names)

@@ -212,6 +212,15 @@ def check_source(source: Any) -> None:
     _check_integer("source", source, 0, MAX_KEY)
 
 
+def check_serial(name: str, value: Any) -> None:
+    """Check a serial number, such as that of a push.
+
+    Raises:
+        ValueError: it is no integer from 0 to :data:`MAX_KEY`.
+    """
+    _check_integer(name, value, 0, MAX_KEY)
+
+
 def has_bytes(text: str) -> bool:
     """Whether ``text`` can be written: half of a surrogate pair has no bytes, and the page of
     metrics that it got into could not be sent."""

@@ -134,9 +134,18 @@ class MetricSample(NamedTuple):
 
 
 class MetricsPush(NamedTuple):
-    """Every sample of one process, cumulative: a lost push loses nothing."""
+    """Every sample of one process, cumulative: a lost push loses nothing.
+
+    Attributes:
+        source: name of the process.
+        incarnation: of one start of the process, greater with every start: the Unix time of that
+            start in nanoseconds.
+        number: of this push, greater with every push of the incarnation; from 1 on.
+    """
 
     source: str
+    incarnation: int
+    number: int
     samples: tuple[MetricSample, ...]
 
 

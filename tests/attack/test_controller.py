@@ -99,7 +99,7 @@ JUNK: list[Any] = [
 ]
 
 SAMPLE = MetricSample("sluice_x", "counter", "X.", "sluice_x_total", (("a", "b"),), 1.0)
-PUSH = MetricsPush("router-1", (SAMPLE,))
+PUSH = MetricsPush("router-1", 1, 1, (SAMPLE,))
 USE = QuotaUse("acme", 1.0, 2.0, 3.0)
 NOTICE = TroubleNotice("a", Trouble.FAILED)
 

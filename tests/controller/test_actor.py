@@ -12,12 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.actor import MAX_QUERIES, Controller, fingerprint_of
 from controller.config import ControllerConfig
-from controller.messages import MetricSample, MetricsPush, RouteDecision, Tier
+from controller.messages import MetricSample, RouteDecision, Tier
 from controller.metrics import MAX_PUSH_SAMPLES
 from controller.mirror import MAX_REPLICAS
 from scheduling.objective import SLO
 from scheduling.routing import POLICIES
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
+from tests.controller.pushes import newer_push
 
 
 def make(policy: str = "pab", **options: Any) -> tuple[Controller, Clock]:
@@ -210,12 +211,12 @@ async def test_the_page_shows_decisions_replicas_and_refusals() -> None:
 async def test_pushed_metrics_appear_beside_the_controllers_own() -> None:
     controller, _ = make()
     sample = MetricSample("sluice_x", "counter", "X.", "sluice_x_total", (), 3.0)
-    await controller.push_metrics(MetricsPush("router-1", (sample,)))
-    await controller.push_metrics(MetricsPush("router-2", (sample,)))
+    await controller.push_metrics(newer_push("router-1", (sample,)))
+    await controller.push_metrics(newer_push("router-2", (sample,)))
     assert (await samples(controller))["sluice_x_total", ()] == 6
     own = MetricSample("sluice_reports", "counter", "X.", "sluice_reports_total", (), 3.0)
     with pytest.raises(ValueError, match="sluice_reports is the controller's own"):
-        await controller.push_metrics(MetricsPush("router-3", (sample, own)))
+        await controller.push_metrics(newer_push("router-3", (sample, own)))
     assert (await samples(controller))["sluice_x_total", ()] == 6
 
 
@@ -242,7 +243,7 @@ async def test_the_operators_view_is_json() -> None:
 async def test_silence_is_the_time_since_anybody_spoke() -> None:
     controller, clock = make()
     epoch = await epoch_of(controller)
-    push = MetricsPush("router-1", ())
+    push = newer_push("router-1", ())
     for speak in (
         lambda: controller.hello(hello("a")),
         lambda: controller.report(delta("a", epoch, 1)),

@@ -26,8 +26,9 @@ from controller.client import (
 from controller.config import ControllerConfig
 from controller.detached import DetachedController
 from controller.lookup import NAMESPACE
-from controller.messages import MetricsPush, RouteDecision, Trouble
+from controller.messages import RouteDecision, Trouble
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
+from tests.controller.pushes import newer_push
 from tests.own_ray import own_ray
 
 pytestmark = pytest.mark.ray
@@ -163,7 +164,7 @@ async def test_troubles_are_told_and_what_becomes_of_them_is_heard(app: str) -> 
             return placed is not None and client.quarantined == {"a"}
 
         await until(heard, "the replica is in quarantine")
-        assert await client.push_metrics(MetricsPush("router", ()))
+        assert await client.push_metrics(newer_push("router", ()))
         assert client.quarantined == {"a"}
         # Nothing is heard for long: what was said then counts no more.
         clock.advance(QUARANTINE_KEPT_S + 1)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from controller.actor import SETTLING_S, Controller
 from controller.config import ControllerConfig
 from controller.drains import KEPT_S, Drains
-from controller.messages import MetricsPush, RouteReply
+from controller.messages import RouteReply
 from scheduling.fleet import Fleet
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
+from tests.controller.pushes import newer_push
 
 
 def make(clock: Clock | None = None) -> Controller:
@@ -82,7 +83,7 @@ async def test_a_controller_that_has_just_started_does_not_say_that_nothing_is_d
     controller = make(clock)
     await controller.hello(hello("a"))
     assert (await controller.route([])).closed is None, "others may be drained"
-    assert (await controller.push_metrics(MetricsPush("router", ()))).closed is None
+    assert (await controller.push_metrics(newer_push("router", ()))).closed is None
     await controller.hello(hello("b")._replace(closed=True))
     assert (await controller.route([])).closed == ("b",)
     await controller.drain("b", False)

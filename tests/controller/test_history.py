@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from controller.history import History
-from controller.messages import MetricsPush
-from controller.metrics import MetricsHub, samples_of
+from controller.metrics import samples_of
+from controller.metrics_hub import MetricsHub
+from tests.controller.pushes import newer_push
 
 BUCKETS = (0.1, 0.2, 0.4)
 
@@ -59,9 +60,8 @@ class Side:
         self.hub, self.history = MetricsHub(source_ttl_s=1e9), History(period_s=10, window_s=60)
 
     def push(self, router: Router, now_s: float) -> None:
-        push = MetricsPush(router.name, samples_of(router.registry))
-        known = self.hub.push(push, now_s)
-        if not known:
+        push = newer_push(router.name, samples_of(router.registry))
+        if self.hub.push(push, now_s):
             self.history.joined(push.samples)
         self.history.note(self.hub, now_s)
 

@@ -6,6 +6,7 @@ from controller.actor import Controller
 from controller.config import ControllerConfig
 from controller.messages import MetricSample, MetricsPush
 from tests.controller.fleet import PROFILE, Clock, decode_row, delta, hello, query
+from tests.controller.pushes import newer_push
 
 
 def make() -> tuple[Controller, Clock]:
@@ -16,7 +17,7 @@ def make() -> tuple[Controller, Clock]:
 def counted(source: str, stated: float, attained: float) -> MetricsPush:
     """What a router pushes of objectives."""
     labels = (("class", "standard"), ("priority", "2"))
-    return MetricsPush(
+    return newer_push(
         source,
         tuple(
             MetricSample(name, "counter", "words", f"{name}_total", labels, value)

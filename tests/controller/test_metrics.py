@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import accumulate
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.messages import MetricSample, MetricsPush
-from controller.metrics import MAX_PUSH_SAMPLES, MetricsHub, MetricsPusher, samples_of, text_of
+from controller.metrics import MAX_PUSH_SAMPLES, MetricsPusher, samples_of, text_of
+from controller.metrics_hub import MetricsHub
+from tests.controller.pushes import newer_push
 
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -16,8 +21,9 @@ Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 class Process:
     """A process with real metrics of its own."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, incarnation: int = 1) -> None:
         self.name = name
+        self.incarnation = incarnation
         self.registry = CollectorRegistry()
         self.requests = Counter("sluice_requests", "Requests.", ["class"], registry=self.registry)
         self.live = Gauge("sluice_live", "Live requests.", registry=self.registry)
@@ -26,7 +32,7 @@ class Process:
         )
 
     def push(self) -> MetricsPush:
-        return MetricsPush(self.name, samples_of(self.registry))
+        return newer_push(self.name, samples_of(self.registry), self.incarnation)
 
 
 def page_of(hub: MetricsHub, now_s: float) -> Page:
@@ -83,15 +89,154 @@ def test_a_restarted_process_does_not_lower_the_counts() -> None:
     process.requests.labels("interactive").inc(10)
     process.live.set(4)
     hub.push(process.push(), 0)
-    again = Process("r1")
+    last_words = process.push()
+    again = Process("r1", incarnation=2)
     again.requests.labels("interactive").inc(2)
     hub.push(again.push(), 1)
     page = page_of(hub, 1)
     assert page["sluice_requests_total", INTERACTIVE] == 12
     assert page["sluice_live", ()] == 0
     # One that restarted and has not counted that class at all yet.
-    hub.push(Process("r1").push(), 2)
+    hub.push(Process("r1", incarnation=3).push(), 2)
     assert page_of(hub, 2)["sluice_requests_total", INTERACTIVE] == 12
+    # A late push of one that has ended.
+    process.requests.labels("interactive").inc(1)
+    hub.push(process.push(), 3)
+    assert not hub.push(last_words, 3)
+    page = page_of(hub, 3)
+    assert page["sluice_requests_total", INTERACTIVE] == 13
+    assert page["sluice_live", ()] == 0
+
+
+def test_counts_go_on_after_the_longest_silence() -> None:
+    """As of a process that was suspended, or on a node that was."""
+    hub = MetricsHub(gauge_ttl_s=10, source_ttl_s=100)
+    process = Process("r1")
+    process.requests.labels("interactive").inc(10)
+    process.live.set(4)
+    hub.push(process.push(), 0)
+    hub.push(Process("r2").push(), 1_000)
+    assert hub.sources == 1
+    process.requests.labels("interactive").inc(2)
+    assert not hub.push(process.push(), 2_000)
+    page = page_of(hub, 2_000)
+    assert page["sluice_requests_total", INTERACTIVE] == 12
+    assert page["sluice_live", ()] == 4
+
+
+def test_counts_that_were_forgotten_are_not_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.metrics_hub.MAX_SILENT_SAMPLES", 0)
+    hub = MetricsHub(gauge_ttl_s=10, source_ttl_s=100)
+    process = Process("r1", incarnation=5)
+    process.requests.labels("interactive").inc(10)
+    hub.push(process.push(), 0)
+    hub.expire(1_000)
+    assert hub._held == hub._silent_held == 0 and not hub._silent and not hub._newest
+    process.live.set(4)
+    assert not hub.push(process.push(), 2_000)
+    assert page_of(hub, 2_000)["sluice_requests_total", INTERACTIVE] == 10
+    process.requests.labels("interactive").inc(2)
+    hub.push(process.push(), 2_001)
+    page = page_of(hub, 2_001)
+    assert page["sluice_requests_total", INTERACTIVE] == 12
+    assert page["sluice_live", ()] == 4
+    # One that started later is a new one.
+    later = Process("r2", incarnation=6)
+    later.requests.labels("interactive").inc(3)
+    assert hub.push(later.push(), 2_002)
+    assert page_of(hub, 2_002)["sluice_requests_total", INTERACTIVE] == 15
+
+
+def test_no_value_of_an_incarnation_falls() -> None:
+    hub = MetricsHub()
+    for value in (5.0, 3.0, 6.0):
+        hub.push(newer_push("r1", (GOOD._replace(value=value),)), 0)
+        assert page_of(hub, 0)["sluice_x_total", (("a", "b"),)] >= 5
+    assert page_of(hub, 0)["sluice_x_total", (("a", "b"),)] == 6
+
+
+COUNTED = MetricSample("sluice_x", "counter", "X.", "sluice_x_total", (), 0.0)
+SHOWN = MetricSample("sluice_y", "gauge", "Y.", "sluice_y", (), 0.0)
+STARTS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+@st.composite
+def deliveries(draw: st.DrawFn) -> list[tuple[float, MetricsPush]]:
+    """What arrives, and when, of the pushes of some processes that start one to three times:
+    each push any number of times, in any order."""
+    pushes = []
+    for name, starts in enumerate(draw(st.lists(STARTS, min_size=1, max_size=3))):
+        for incarnation, steps in enumerate(starts):
+            for number, counted in enumerate(accumulate(steps), 1):
+                values = (
+                    COUNTED._replace(value=float(counted)),
+                    SHOWN._replace(value=number + 0.5),
+                )
+                pushes.append(MetricsPush(f"r{name}", incarnation, number, values))
+    arrivals = draw(
+        st.lists(st.tuples(st.sampled_from([0, 1, 20, 1_000]), st.sampled_from(pushes)))
+    )
+    times = accumulate(wait_s for wait_s, _ in arrivals)
+    return list(zip(times, (push for _, push in arrivals), strict=True))
+
+
+def newest_of(arrived: list[MetricsPush]) -> dict[tuple[str, int], MetricsPush]:
+    """The newest push of each incarnation."""
+    ordered = sorted(arrived, key=lambda push: push.number)
+    return {(push.source, push.incarnation): push for push in ordered}
+
+
+@given(deliveries())
+def test_sums_are_of_the_last_values_of_each_incarnation(
+    arriving: list[tuple[float, MetricsPush]],
+) -> None:
+    """Whatever pushes are lost, repeated and reordered, and however long a source is silent."""
+    hub = MetricsHub(gauge_ttl_s=10, source_ttl_s=100)
+    counted, joined = 0.0, 0.0
+    for index, (now_s, push) in enumerate(arriving):
+        if hub.push(push, now_s):
+            joined += push.samples[0].value
+        known = newest_of([push for _, push in arriving[: index + 1]])
+        page = page_of(hub, now_s)
+        assert page["sluice_x_total", ()] == sum(p.samples[0].value for p in known.values())
+        assert page["sluice_x_total", ()] >= max(counted, joined)
+        counted = page["sluice_x_total", ()]
+        assert hub._held == sum(len(source.values) for source in hub._sources.values())
+        assert hub._silent_held == sum(len(source.values) for source in hub._silent.values())
+
+
+@given(deliveries())
+def test_gauges_are_those_of_the_newest_incarnation(
+    arriving: list[tuple[float, MetricsPush]],
+) -> None:
+    hub = MetricsHub()
+    for _, push in arriving:
+        hub.push(push, 0)
+    newest = newest_of([push for _, push in arriving])
+    shown = {name: newest[name, start].samples[1].value for name, start in sorted(newest)}
+    assert page_of(hub, 0).get(("sluice_y", ()), 0.0) == sum(shown.values())
+
+
+@given(deliveries(), st.integers(0, 3))
+def test_a_small_memory_never_counts_twice(
+    arriving: list[tuple[float, MetricsPush]], most: int
+) -> None:
+    """No push is under way for as long as it takes until its source is forgotten."""
+    newest: dict[tuple[str, int], tuple[float, MetricsPush]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("controller.metrics_hub.MAX_SILENT_SAMPLES", most)
+        hub, counted = MetricsHub(gauge_ttl_s=10, source_ttl_s=100), 0.0
+        for now_s, push in arriving:
+            at_s, last = newest.get((push.source, push.incarnation), (now_s, None))
+            if last is None or push.number > last.number:
+                newest[push.source, push.incarnation] = (now_s, push)
+            elif now_s - at_s >= 100:
+                continue
+            hub.push(push, now_s)
+            total = page_of(hub, now_s)["sluice_x_total", ()]
+            assert counted <= total <= sum(p.samples[0].value for _, p in newest.values())
+            assert hub._silent_held <= most
+            counted = total
 
 
 def test_a_counter_that_is_not_shown_for_once_is_not_counted_twice() -> None:
@@ -99,7 +244,7 @@ def test_a_counter_that_is_not_shown_for_once_is_not_counted_twice() -> None:
     process = Process("r1")
     process.requests.labels("interactive").inc(10)
     hub.push(process.push(), 0)
-    hub.push(MetricsPush("r1", ()), 1)
+    hub.push(newer_push("r1", ()), 1)
     assert page_of(hub, 1)["sluice_requests_total", INTERACTIVE] == 10
     process.requests.labels("interactive").inc(1)
     hub.push(process.push(), 2)
@@ -136,12 +281,12 @@ def test_gauges_of_replicas_do_not_collide() -> None:
             (("replica", name),),
             value,
         )
-        hub.push(MetricsPush(f"replica-{name}", (sample,)), 0)
+        hub.push(newer_push(f"replica-{name}", (sample,)), 0)
     page = page_of(hub, 0)
     assert page["sluice_replica_live", (("replica", "a"),)] == 1
     assert page["sluice_replica_live", (("replica", "b"),)] == 2
     # A series that a process no longer shows goes.
-    hub.push(MetricsPush("replica-a", ()), 1)
+    hub.push(newer_push("replica-a", ()), 1)
     assert ("sluice_replica_live", (("replica", "a"),)) not in page_of(hub, 1)
 
 
@@ -197,10 +342,10 @@ GOOD = MetricSample("sluice_x", "counter", "X.", "sluice_x_total", (("a", "b"),)
 def test_a_bad_push_is_refused_whole(sample: MetricSample, message: str) -> None:
     hub = MetricsHub()
     known = MetricSample("sluice_known", "gauge", "K.", "sluice_known", (), 1.0)
-    hub.push(MetricsPush("r1", (known,)), 0)
+    hub.push(newer_push("r1", (known,)), 0)
     before = page_of(hub, 0)
     with pytest.raises(ValueError, match=message):
-        hub.push(MetricsPush("r2", (known, sample)), 0)
+        hub.push(newer_push("r2", (known, sample)), 0)
     assert page_of(hub, 0) == before
     assert hub.sources == 1
 
@@ -208,30 +353,30 @@ def test_a_bad_push_is_refused_whole(sample: MetricSample, message: str) -> None
 def test_pushes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = MetricsHub()
     with pytest.raises(ValueError, match=str(MAX_PUSH_SAMPLES)):
-        hub.push(MetricsPush("r1", (GOOD,) * (MAX_PUSH_SAMPLES + 1)), 0)
+        hub.push(newer_push("r1", (GOOD,) * (MAX_PUSH_SAMPLES + 1)), 0)
     with pytest.raises(ValueError, match="source"):
-        hub.push(MetricsPush("", (GOOD,)), 0)
-    monkeypatch.setattr("controller.metrics.MAX_SOURCES", 1)
-    hub.push(MetricsPush("r1", (GOOD,)), 0)
+        hub.push(newer_push("", (GOOD,)), 0)
+    monkeypatch.setattr("controller.metrics_hub.MAX_SOURCES", 1)
+    hub.push(newer_push("r1", (GOOD,)), 0)
     with pytest.raises(ValueError, match="1 sources are known"):
-        hub.push(MetricsPush("r2", (GOOD,)), 1)
+        hub.push(newer_push("r2", (GOOD,)), 1)
     # Once the first is silent for long there is room again, and nothing of it was lost.
-    hub.push(MetricsPush("r2", (GOOD,)), 1_000)
+    hub.push(newer_push("r2", (GOOD,)), 1_000)
     assert page_of(hub, 1_000)["sluice_x_total", (("a", "b"),)] == 2
-    monkeypatch.setattr("controller.metrics.MAX_SERIES", 1)
+    monkeypatch.setattr("controller.metrics_hub.MAX_SERIES", 1)
     with pytest.raises(ValueError, match="over 1 series"):
-        hub.push(MetricsPush("r2", (GOOD, GOOD._replace(labels=()))), 1_000)
+        hub.push(newer_push("r2", (GOOD, GOOD._replace(labels=()))), 1_000)
 
 
 def test_a_process_that_is_known_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = MetricsHub()
     for source in ("r1", "r2"):
-        hub.push(MetricsPush(source, (GOOD,)), 0)
-    monkeypatch.setattr("controller.metrics.MAX_HELD_SAMPLES", 2)
-    hub.push(MetricsPush("r2", (GOOD._replace(value=5.0),)), 1)
+        hub.push(newer_push(source, (GOOD,)), 0)
+    monkeypatch.setattr("controller.metrics_hub.MAX_HELD_SAMPLES", 2)
+    hub.push(newer_push("r2", (GOOD._replace(value=5.0),)), 1)
     assert page_of(hub, 1)["sluice_x_total", (("a", "b"),)] == GOOD.value + 5
     with pytest.raises(ValueError, match="2 samples held"):
-        hub.push(MetricsPush("r3", (GOOD,)), 1)
+        hub.push(newer_push("r3", (GOOD,)), 1)
 
 
 def test_what_cannot_be_summed_is_not_pushed() -> None:
@@ -290,7 +435,6 @@ async def test_the_pusher_outlives_a_dead_controller_and_a_refusal() -> None:
 
 
 async def test_pushes_of_one_process_do_not_overtake_each_other() -> None:
-    """An older one that comes last would look like a restart, and be counted on top."""
     far, process = FarSide(), Process("r1")
 
     class Slow:
@@ -313,3 +457,32 @@ async def test_pushes_of_one_process_do_not_overtake_each_other() -> None:
     await pusher.push_now()  # somebody asks for the page
     await periodic
     assert page_of(far.hub, 0)["sluice_requests_total", INTERACTIVE] == 5
+
+
+async def test_a_push_that_timed_out_and_arrives_after_a_newer_one_is_dropped() -> None:
+    """The caller gave up on it, but it was on its way: the counts must not double."""
+    process, hub = Process("r1"), MetricsHub()
+    delayed: list[MetricsPush] = []
+
+    class Network:
+        """Delivers the first push too late for the caller, who reads that as a failure."""
+
+        async def push_metrics(self, push: MetricsPush) -> bool:
+            if not delayed:
+                delayed.append(push)
+                return False
+            hub.push(push, 0)
+            return True
+
+    pusher = MetricsPusher(Network(), process.registry, "r1")
+    process.requests.labels("interactive").inc(120)
+    process.live.set(7)
+    assert not await pusher.push_now()
+    process.requests.labels("interactive").inc(1)
+    process.live.set(2)
+    assert await pusher.push_now()
+    hub.push(delayed[0], 0)
+    assert await pusher.push_now()
+    page = page_of(hub, 0)
+    assert page["sluice_requests_total", INTERACTIVE] == 121
+    assert page["sluice_live", ()] == 2

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from controller.actor import Controller
 from controller.checks import MAX_AVOIDED
 from controller.config import ControllerConfig
-from controller.messages import MetricsPush, RouteDecision, Tier, Trouble, TroubleNotice
+from controller.messages import RouteDecision, Tier, Trouble, TroubleNotice
 from controller.quarantine import ACCUSED_S, MOST_ROUTERS
 from scheduling.breaker import ENDED_PROBE_S, LEAST_OPEN_S, MOST_OPEN_S, PROBE_S
 from scheduling.roles import Role
 from tests.controller.fleet import Clock, delta, free_row, hello, query, summary, waiting_row
+from tests.controller.pushes import newer_push
 
 ROUTER, OTHER = 11, 12
 PROMISED = frozenset({Tier.GUARANTEED})
@@ -101,7 +102,7 @@ async def test_one_stream_that_hangs_is_enough_and_everybody_hears_of_it() -> No
     fleet = await Fleet("a", "b").join()
     await fleet.trouble("a")
     assert await fleet.quarantined() == ("a",)
-    assert (await fleet.controller.push_metrics(MetricsPush("router", ()))).quarantined == ("a",)
+    assert (await fleet.controller.push_metrics(newer_push("router", ()))).quarantined == ("a",)
     assert await fleet.places(5) == {"b"}
     fleet.clock.advance(0.25)
     told = await fleet.told("a")

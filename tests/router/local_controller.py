@@ -8,9 +8,10 @@ from typing import Any
 from controller.actor import Controller
 from controller.client import NoAnswerError
 from controller.config import ControllerConfig
-from controller.messages import MetricsPush, RouteDecision, RouteQuery, Trouble
+from controller.messages import RouteDecision, RouteQuery, Trouble
 from controller.metrics import samples_of
 from router.metrics import RouterMetrics
+from tests.controller.pushes import newer_push
 
 
 class LocalController:
@@ -54,4 +55,4 @@ class LocalController:
 
     async def hear(self, metrics: RouterMetrics) -> None:
         """Take in what a router has counted."""
-        await self.controller.push_metrics(MetricsPush("router", samples_of(metrics.registry)))
+        await self.controller.push_metrics(newer_push("router", samples_of(metrics.registry)))

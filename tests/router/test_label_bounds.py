@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.actor import Controller
 from controller.config import ControllerConfig
-from controller.messages import MetricsPush
 from controller.metrics import MAX_PUSH_SAMPLES, samples_of
 from replica.config import EngineConfig
 from replica.metrics import ReplicaCollector
@@ -26,6 +25,7 @@ from router.metrics import Outcome, RouterMetrics
 from router.trust import UNNAMED, Client
 from scheduling.objective import MAX_PRIORITY, SLO, TokenClock
 from tests.controller.fleet import Clock, hello
+from tests.controller.pushes import newer_push
 from tests.router.far_side import Edge, FarSide, answer, serve
 
 NAMED = 6
@@ -138,7 +138,7 @@ async def test_replicas_that_come_and_go_leave_no_series_behind() -> None:
         await controller.hello(hello(name, now_s=clock.now_s))
         registry = CollectorRegistry(auto_describe=False)
         registry.register(ReplicaCollector(name, engine.state, lambda: 0, lambda: 1))
-        await controller.push_metrics(MetricsPush(name, samples_of(registry)))
+        await controller.push_metrics(newer_push(name, samples_of(registry)))
         await controller.drain(name, True)
         page = (await controller.render_metrics()).decode()
         assert f'replica="{name}"' in page
@@ -153,5 +153,5 @@ async def test_replicas_that_come_and_go_leave_no_series_behind() -> None:
     counts = [await live(name, bool(index % 2)) for index, name in enumerate(names)]
     assert len(set(counts)) == 1, counts
     clock.advance(3_600)
-    await controller.push_metrics(MetricsPush("other", ()))
+    await controller.push_metrics(newer_push("other", ()))
     assert (await controller.snapshot())["metric_sources"] == 1

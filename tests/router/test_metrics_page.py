@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.messages import MetricsPush
-from controller.metrics import MetricsHub, MetricsPusher, text_of
+from controller.metrics import MetricsPusher, text_of
+from controller.metrics_hub import MetricsHub
 from router.metrics import Fallback, RouterMetrics
 from router.metrics_page import PAGE_TTL_S, ControllerMetricsPage, merged
 from tests.router.far_side import Clock

@@ -1,0 +1,347 @@
+"""One page of metrics for the whole application: the sum of what its processes push."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from math import inf, isfinite
+from typing import Any, NamedTuple
+
+from prometheus_client import Metric
+
+from controller.checks import check_serial, check_text, has_bytes, short
+from controller.messages import MetricSample, MetricsPush
+from controller.metrics import MAX_PUSH_SAMPLES, SUFFIXES
+
+MAX_SOURCES = 4096
+MAX_SERIES = 200_000
+MAX_HELD_SAMPLES = 1_000_000
+MAX_SILENT_SAMPLES = 100_000
+MAX_FAMILIES = 2_000
+MAX_LABELS = 16
+MAX_LABEL_CHARACTERS = 256
+MAX_DOCUMENTATION_CHARACTERS = 1_000
+
+_EXPIRY_PERIOD_S = 1.0
+
+_FAMILY = re.compile(r"sluice_[a-z0-9_]{1,120}")
+_LABEL = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+
+SeriesKey = tuple[str, tuple[tuple[str, str], ...]]
+Values = dict[SeriesKey, tuple[str, float]]
+"""Family and value of each series."""
+
+
+class _Family(NamedTuple):
+    kind: str
+    documentation: str
+    series: dict[SeriesKey, float]
+
+
+class _Source:
+    """The newest push of one incarnation of a process."""
+
+    __slots__ = ("number", "pushed_s", "values")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.pushed_s = -inf
+        self.values: Values = {}
+
+
+class MetricsHub:
+    """The sum over all processes, kept up to date push by push.
+
+    - A counter or histogram is the sum of the last values of every incarnation of every process,
+      by name and labels. A process that starts again is a new incarnation. Pushes of an
+      incarnation are numbered: one that is not newer than the last is dropped. Pushes may
+      therefore be lost, repeated and reordered. Within an incarnation no value falls.
+    - Gauges with the same name and labels are summed too (requests in flight, over the routers); a
+      gauge that belongs to one replica carries a ``replica`` label. The gauges of a source that is
+      silent for ``gauge_ttl_s`` are dropped; of a source's incarnations only the newest has gauges.
+    - The histograms of one family must have the same buckets in every process.
+
+    The values of silent sources are kept for when these speak again, up to ``MAX_SILENT_SAMPLES``.
+    The longest silent are forgotten first: what they counted stays in the sums. The hub then
+    remembers only when the latest of them started. An unknown incarnation that started no later
+    may be one of them, so only what it counts after its first push is added: memory is bounded,
+    and nothing is counted twice, as long as no push is under way for ``source_ttl_s``.
+
+    After a restart of the controller the living sources bring their counts back, the counts of
+    sources that had ended before are lost; a scraper sees that as a counter reset.
+
+    A push costs ``O(its samples)``, a scrape ``O(distinct series)``.
+
+    Args:
+        gauge_ttl_s: silence after which a source's gauges are dropped, seconds.
+        source_ttl_s: silence after which a source no longer takes one of ``MAX_SOURCES``, seconds.
+        reserved: names of families that nobody may push, because the page has them from elsewhere.
+    """
+
+    def __init__(
+        self,
+        gauge_ttl_s: float = 10.0,
+        source_ttl_s: float = 600.0,
+        reserved: Collection[str] = (),
+    ) -> None:
+        if not 0 < gauge_ttl_s <= source_ttl_s:
+            raise ValueError(
+                f"need 0 < gauge_ttl_s <= source_ttl_s, got {gauge_ttl_s} and {source_ttl_s}"
+            )
+        self._gauge_ttl_s = gauge_ttl_s
+        self._source_ttl_s = source_ttl_s
+        self._reserved = frozenset(reserved)
+        self._families: dict[str, _Family] = {}
+        # By name and incarnation; the silent ones in the order in which they fell silent.
+        self._sources: dict[tuple[str, int], _Source] = {}
+        self._silent: dict[tuple[str, int], _Source] = {}
+        self._newest: dict[str, int] = {}
+        self._forgotten_until = -1
+        # How many sources hold a gauge series, so that it goes with the last of them.
+        self._holders: dict[SeriesKey, int] = {}
+        self._series = 0
+        self._held = 0
+        self._silent_held = 0
+        self._next_expiry_s = -inf
+
+    def push(self, push: MetricsPush, now_s: float) -> bool:
+        """Replace what an incarnation pushed before, unless this push is not newer than that.
+        ``now_s``: the hub's monotonic clock.
+
+        Returns:
+            Whether the incarnation was new, so that all it has counted was added to the sums.
+
+        Raises:
+            ValueError: the push is malformed or over a limit. Nothing of it is taken.
+        """
+        if now_s >= self._next_expiry_s or len(self._sources) >= MAX_SOURCES:
+            self.expire(now_s)
+        key = _checked_key(push)
+        source = self._sources.get(key) or self._silent.get(key)
+        if source is not None and push.number <= source.number:
+            return False
+        values = self._checked(push, key)
+        new = source is None and push.incarnation > self._forgotten_until
+        if source is None:
+            source = _Source()
+            if not new:
+                source.values = self._counters(values)
+        if key not in self._sources:
+            self._silent_held -= len(source.values) if self._silent.pop(key, None) else 0
+            self._held += len(source.values)
+            self._sources[key] = source
+        source.number, source.pushed_s = push.number, now_s
+        self._replace(source, values if self._is_newest(key) else self._counters(values))
+        return new
+
+    def expire(self, now_s: float) -> None:
+        """Drop the gauges of silent sources, and forget the longest silent ones. ``O(sources)``."""
+        self._next_expiry_s = now_s + _EXPIRY_PERIOD_S
+        for key, source in list(self._sources.items()):
+            silent_s = now_s - source.pushed_s
+            if silent_s >= self._gauge_ttl_s:
+                self._drop_gauges(source)
+            if silent_s >= self._source_ttl_s:
+                self._held -= len(source.values)
+                self._silent_held += len(source.values)
+                self._silent[key] = self._sources.pop(key)
+        while self._silent_held > MAX_SILENT_SAMPLES or len(self._silent) > MAX_SOURCES:
+            self._forget(next(iter(self._silent)))
+
+    @property
+    def sources(self) -> int:
+        """Processes that have pushed within ``source_ttl_s``."""
+        return len(self._sources)
+
+    def series(self, family: str) -> Iterator[tuple[str, tuple[tuple[str, str], ...], float]]:
+        """Sample, labels and value of every series of a family; none for an unknown one."""
+        found = self._families.get(family)
+        for (sample, labels), value in found.series.items() if found else ():
+            yield sample, labels, value
+
+    def families(self, now_s: float) -> list[Metric]:
+        """A copy of the merged families, as of now. ``O(series)``, and nothing else happens on
+        the event loop meanwhile."""
+        self.expire(now_s)
+        metrics = []
+        for name, family in self._families.items():
+            if family.series:
+                metric = Metric(name, family.documentation, family.kind)
+                for (sample, labels), value in family.series.items():
+                    metric.add_sample(sample, dict(labels), value)
+                metrics.append(metric)
+        return metrics
+
+    def _checked(self, push: MetricsPush, key: tuple[str, int]) -> Values:
+        known = self._sources.get(key)
+        if known is None and len(self._sources) >= MAX_SOURCES:
+            raise ValueError(f"metrics of {push.source!r} refused: {MAX_SOURCES} sources are known")
+        if not isinstance(push.samples, tuple) or len(push.samples) > MAX_PUSH_SAMPLES:
+            raise ValueError(f"samples must be a tuple of at most {MAX_PUSH_SAMPLES}")
+        held = self._held - (len(known.values) if known else 0)
+        if held + len(push.samples) > MAX_HELD_SAMPLES:
+            raise ValueError(f"metrics of {push.source!r} refused: {MAX_HELD_SAMPLES} samples held")
+        try:
+            values, kinds, new = self._checked_samples(push.samples)
+        except TypeError as error:  # what should be text cannot be looked up
+            raise ValueError(f"a sample is malformed: {error}") from None
+        if self._series + new > MAX_SERIES:
+            raise ValueError(f"metrics of {push.source!r} refused: over {MAX_SERIES} series")
+        if len(self._families) + len(kinds) > MAX_FAMILIES:
+            raise ValueError(f"metrics of {push.source!r} refused: over {MAX_FAMILIES} families")
+        for sample in push.samples:
+            if sample.family not in self._families:
+                self._families[sample.family] = _Family(sample.kind, sample.documentation, {})
+        return values
+
+    def _checked_samples(
+        self, samples: Iterable[MetricSample]
+    ) -> tuple[Values, dict[str, str], int]:
+        """The values, the kinds of new families, and how many series are new."""
+        values: Values = {}
+        kinds: dict[str, str] = {}
+        new = 0
+        for sample in samples:
+            known = _is_known(self._families, sample)
+            if not known:
+                _check_sample(sample)
+                if sample.family in self._reserved:
+                    raise ValueError(f"{sample.family} is the controller's own, and not pushed")
+                new += 1
+            family = self._families.get(sample.family)
+            kind = family.kind if family else kinds.setdefault(sample.family, sample.kind)
+            if sample.kind != kind:
+                raise ValueError(f"{sample.family} is a {kind}, not a {sample.kind!s:.80}")
+            _check_value(sample, least=-inf if kind == "gauge" else 0.0)
+            values[(sample.name, sample.labels)] = (sample.family, sample.value)
+        return values, kinds, new
+
+    def _is_newest(self, key: tuple[str, int]) -> bool:
+        """Whether no newer incarnation of the source is known; an older one loses its gauges."""
+        name, incarnation = key
+        newest = self._newest.setdefault(name, incarnation)
+        if incarnation > newest:
+            self._newest[name] = incarnation
+            older = self._sources.get((name, newest))
+            if older is not None:
+                self._drop_gauges(older)
+        return incarnation >= newest
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        name, incarnation = key
+        self._silent_held -= len(self._silent.pop(key).values)
+        self._forgotten_until = max(self._forgotten_until, incarnation)
+        if self._newest.get(name) == incarnation:
+            del self._newest[name]
+
+    def _counters(self, values: Values) -> Values:
+        return {key: entry for key, entry in values.items() if not self._is_gauge(entry[0])}
+
+    def _is_gauge(self, family: str) -> bool:
+        return self._families[family].kind == "gauge"
+
+    def _replace(self, source: _Source, values: Values) -> None:
+        for key in source.values.keys() - values.keys():
+            entry = source.values[key]
+            if self._is_gauge(entry[0]):
+                self._remove_gauge(key, *entry)
+            else:
+                # Not shown this time, for example by a collector that failed: it still counts.
+                values[key] = entry
+        for key, (name, value) in values.items():
+            family = self._families[name]
+            before = source.values.get(key)
+            if before is not None and family.kind != "gauge" and value < before[1]:
+                value = before[1]
+                values[key] = (name, value)
+            if key not in family.series:
+                family.series[key] = 0.0
+                self._series += 1
+            if family.kind == "gauge" and before is None:
+                self._holders[key] = self._holders.get(key, 0) + 1
+            if self._holders.get(key) == 1:
+                family.series[key] = value  # without the rounding of many small differences
+            else:
+                family.series[key] += value - (before[1] if before else 0.0)
+        self._held += len(values) - len(source.values)
+        source.values = values
+
+    def _drop_gauges(self, source: _Source) -> None:
+        counters = self._counters(source.values)
+        for key in source.values.keys() - counters.keys():
+            self._remove_gauge(key, *source.values[key])
+        self._held -= len(source.values) - len(counters)
+        source.values = counters
+
+    def _remove_gauge(self, key: SeriesKey, name: str, value: float) -> None:
+        series = self._families[name].series
+        holders = self._holders[key] - 1
+        if holders:
+            self._holders[key] = holders
+            series[key] -= value
+        else:
+            del self._holders[key], series[key]
+            self._series -= 1
+
+
+def _checked_key(push: Any) -> tuple[str, int]:
+    if not isinstance(push, MetricsPush):
+        raise ValueError(f"expected a MetricsPush, got {type(push).__name__}")
+    check_text("source", push.source)
+    check_serial("incarnation", push.incarnation)
+    check_serial("number", push.number)
+    return push.source, push.incarnation
+
+
+def _is_known(families: dict[str, _Family], sample: Any) -> bool:
+    """Whether an equal sample passed the checks before, which saves doing them again."""
+    if not isinstance(sample, MetricSample):
+        return False
+    family = families.get(sample.family)
+    return family is not None and (sample.name, sample.labels) in family.series
+
+
+def _check_sample(sample: Any) -> None:
+    if not isinstance(sample, MetricSample):
+        raise ValueError(f"expected a MetricSample, got {type(sample).__name__}")
+    if not isinstance(sample.family, str) or not _FAMILY.fullmatch(sample.family):
+        raise ValueError(f"a family must match {_FAMILY.pattern}, got {sample.family!r:.150}")
+    if sample.kind not in SUFFIXES:
+        raise ValueError(
+            f"{sample.family} must be one of {', '.join(SUFFIXES)}: {short(sample.kind)}"
+        )
+    if sample.name not in {sample.family + suffix for suffix in SUFFIXES[sample.kind]}:
+        raise ValueError(f"{sample.name!r:.150} is no sample of the {sample.kind} {sample.family}")
+    if (
+        not isinstance(sample.documentation, str)
+        or len(sample.documentation) > MAX_DOCUMENTATION_CHARACTERS
+        or not has_bytes(sample.documentation)
+    ):
+        raise ValueError(f"{sample.family}: documentation must be text of at most 1000 characters")
+    _check_labels(sample.name, sample.labels)
+
+
+def _check_value(sample: MetricSample, least: float) -> None:
+    value = sample.value
+    if not isinstance(value, float) or not isfinite(value) or value < least:
+        raise ValueError(f"{sample.name} must be a finite float >= {least}, got {value!r:.80}")
+
+
+def _check_labels(name: str, labels: Any) -> None:
+    if not isinstance(labels, tuple) or len(labels) > MAX_LABELS:
+        raise ValueError(f"{name} may have at most {MAX_LABELS} labels, as a tuple of pairs")
+    for pair in labels:
+        if (
+            not isinstance(pair, tuple)
+            or len(pair) != 2
+            or not all(isinstance(text, str) for text in pair)
+            or not _LABEL.fullmatch(pair[0])
+            or len(pair[1]) > MAX_LABEL_CHARACTERS
+            or not has_bytes(pair[1])
+        ):
+            raise ValueError(
+                f"a label of {name} must be a name matching {_LABEL.pattern} and a text of at most "
+                f"{MAX_LABEL_CHARACTERS} characters, got {pair!r:.80}"
+            )
+    if len({label for label, _ in labels}) != len(labels):
+        raise ValueError(f"a label of {name} appears twice")
