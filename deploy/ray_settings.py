@@ -26,6 +26,10 @@ TUNED: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # gRPC between router and replicas, no per-request log flush, no second thread per replica.
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # Serve leaves the messages of that data plane at gRPC's 4 MiB, which a large body or answer
+    # exceeds. The most that gRPC takes: `router.max_body_bytes` bounds bodies, and replicas send
+    # answers in chunks.
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
     # A dead proxy is noticed after 1 s, not 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # One that fails its health check is ended at once: there is nothing to wait for in a process

@@ -29,6 +29,9 @@ from scheduling.roles import Role
 WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
 """Pools in the order in which they are asked to serve a request whole."""
 
+_TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED
+"""How gRPC refuses a message above its limit."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -181,6 +184,13 @@ def failure_of(error: Exception) -> ReplicaFailedError:
         return ReplicaFailedError(Reason.REPLICAS_FULL, "The replicas are full.", retry=False)
     if isinstance(error, TaskCancelledError):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica cancelled the request.")
+    if isinstance(error, grpc.aio.AioRpcError) and error.code() is _TOO_LARGE:
+        # Any other replica would have the same limit, and this one has done nothing wrong.
+        return ReplicaFailedError(
+            Reason.TOO_LARGE,
+            "The request or its answer exceeds the largest message between router and replica.",
+            retry=False,
+        )
     if isinstance(error, (RayActorError, RayServeException, grpc.aio.AioRpcError, OSError)):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
     _log.error("a replica failed in an unexpected way", exc_info=error)

@@ -24,7 +24,7 @@ from ray.serve.config import RequestRouterConfig
 from benchmarks.injuries import Process
 from controller.client import ControllerClient, stop_controller
 from controller.config import ControllerConfig
-from replica.engine import EngineRequest, Progress
+from replica.engine import EngineRequest, Progress, ResponseChunk, ResponseHead
 from router import wire
 from router.answer import ReplicaFailedError
 from router.call import Call
@@ -46,6 +46,8 @@ from tests.router.tiny_replicas import Front, TinyReplica
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
 
 APP = "hints"
+_LARGE_BYTES = 9 << 20
+"""Above the 4 MiB that gRPC allows where nothing is set."""
 CONTROLLER = ControllerConfig(stale_after_s=60, forget_after_s=120)
 
 
@@ -82,9 +84,13 @@ def deploy() -> None:
 
 
 def start(
-    replicas: ServeReplicas, do: str, target: str | None = None, avoid: tuple[str, ...] = ()
+    replicas: ServeReplicas,
+    do: str,
+    target: str | None = None,
+    avoid: tuple[str, ...] = (),
+    **fields: Any,
 ) -> ServeStream:
-    body = {"do": do}
+    body = {"do": do, **fields}
     request = EngineRequest(uuid.uuid4().hex, "chat", body, SLO())
     return replicas.generate(request, target, avoid, "mixed")
 
@@ -131,6 +137,20 @@ async def test_a_hint_is_followed_exactly(replicas: ServeReplicas) -> None:
     answers = await asyncio.gather(*(ask(replicas, name) for name in wanted))
     assert [answer["replica"] for answer in answers] == wanted
     assert [answer["target"] for answer in answers] == wanted
+
+
+async def test_large_requests_and_answers_pass(replicas: ServeReplicas) -> None:
+    (head, chunk, _) = [
+        item
+        async for batch in start(replicas, "serve", padding=_LARGE_BYTES * "x")
+        for item in batch
+    ]
+    assert isinstance(head, ResponseHead)
+    assert head.status == 200
+    stream = start(replicas, "answer at length", bytes=_LARGE_BYTES)
+    (_, chunk, _) = [item async for batch in stream for item in batch]
+    assert isinstance(chunk, ResponseChunk)
+    assert len(chunk.data) == _LARGE_BYTES
 
 
 async def test_without_a_usable_hint_serve_balances(replicas: ServeReplicas) -> None:

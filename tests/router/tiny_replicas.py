@@ -22,7 +22,8 @@ from replica.engine import (
 
 
 class TinyReplica:
-    """Does what the body's ``do`` says: serve, hang, die, fail, or lose its engine."""
+    """Does what the body's ``do`` says: serve, answer at length, hang, die, fail, or lose
+    its engine."""
 
     def __init__(self) -> None:
         self.name = serve.get_replica_context().replica_id.unique_id
@@ -43,6 +44,9 @@ class TinyReplica:
             if request.body["do"] == "fail":
                 raise ZeroDivisionError("a bug")
             yield [ResponseHead(200, "application/json", self.name)]
+            if request.body["do"] == "answer at length":
+                yield [ResponseChunk(b"x" * request.body["bytes"]), ResponseTail(1, 1)]
+                return
             answer = {"replica": self.name, "target": _target, "live": others}
             yield [ResponseChunk(json.dumps(answer).encode()), ResponseTail(1, 1)]
         finally:
