@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
+from statistics import median
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -371,22 +372,44 @@ FAMILIES: dict[str, type[LatencyModel]] = {
 
 
 class OnlineCorrection:
-    """Multiplicative correction from real step times: ``f <- theta * f + (1 - theta) * ratio``
-    where ``ratio = real / uncorrected prediction`` (ProServe §4.1's beta, with a window of one
-    step: theta alone sets how long it remembers).
+    """Multiplicative correction of predictions, learned from real step times.
 
-    One ratio counts at most ``max_ratio`` and the factor stays in
-    ``[1 / max_factor, max_factor]``: a step that the machine held up for a second must not stop
-    all prefill. Times that are not positive and finite teach nothing.
+    Between changes it is an exponential average: ``f <- f * (theta + (1 - theta) * off)``, where
+    ``off = real / (f * prediction)`` (ProServe §4.1's beta, with a window of one step). One step
+    counts as at most ``max_ratio`` times too long or too short, so a single outlier moves the
+    factor by at most ``(1 - theta) * (max_ratio - 1)``.
+
+    A change of the engine's speed is found separately: after ``run`` consecutive steps that are all
+    at least ``margin`` times too long, or all too short by as much, the factor becomes the median
+    ratio of these steps. So without noise a change by ``margin`` or more is followed after ``run``
+    steps, however large it is; a smaller one is averaged in.
+
+    The factor stays in ``[1 / max_factor, max_factor]``. Times that are not positive and finite
+    teach nothing. ``O(1)`` for a step, and ``O(run log run)`` for the last one of a change.
 
     Raises:
-        ValueError: ``theta`` outside [0, 1), or a bound below 1.
+        ValueError: ``theta`` outside [0, 1), a bound below 1, a ``margin`` of at most 1, or a
+            ``run`` below 2.
     """
 
-    __slots__ = ("_max_factor", "_max_ratio", "_theta", "factor")
+    __slots__ = (
+        "_before",
+        "_far",
+        "_margin",
+        "_max_factor",
+        "_max_ratio",
+        "_run",
+        "_theta",
+        "factor",
+    )
 
     def __init__(
-        self, theta: float = 0.95, max_ratio: float = 4.0, max_factor: float = 4.0
+        self,
+        theta: float = 0.95,
+        max_ratio: float = 2.0,
+        max_factor: float = 32.0,
+        run: int = 6,
+        margin: float = 1.5,
     ) -> None:
         if not 0 <= theta < 1:
             raise ValueError(f"theta must be in [0, 1), got {theta}")
@@ -394,16 +417,44 @@ class OnlineCorrection:
             raise ValueError(
                 f"max_ratio and max_factor must be >= 1, got {max_ratio} and {max_factor}"
             )
+        if not (margin > 1 and run >= 2):
+            raise ValueError(f"margin must be > 1 and run >= 2, got {margin} and {run}")
         self.factor = 1.0
         self._theta = theta
         self._max_ratio = max_ratio
         self._max_factor = max_factor
+        self._run = run
+        self._margin = margin
+        # Ratios of the latest steps, while all are far off on one side of the factor before them.
+        self._far: list[float] = []
+        self._before = 1.0
 
     def observe(self, predicted_s: float, real_s: float) -> None:
         """Learn from one step; ``predicted_s`` is the prediction without correction and without
         head-room, which would be learned away."""
         if not (0 < predicted_s < inf and 0 < real_s < inf):
             return
-        ratio = min(max(real_s / predicted_s, 1 / self._max_ratio), self._max_ratio)
-        factor = self._theta * self.factor + (1 - self._theta) * ratio
+        ratio = real_s / predicted_s
+        if self._changed(ratio):
+            factor = median(self._far)
+            self._far.clear()
+        else:
+            off = min(max(ratio / self.factor, 1 / self._max_ratio), self._max_ratio)
+            factor = self.factor * (self._theta + (1 - self._theta) * off)
         self.factor = min(max(factor, 1 / self._max_factor), self._max_factor)
+
+    def _changed(self, ratio: float) -> bool:
+        """Note ``ratio``; whether it ends a run of steps that are all far off on one side."""
+        far = self._far
+        before = self._before if far else self.factor
+        too_long = ratio >= before * self._margin
+        if not too_long and ratio * self._margin > before:
+            far.clear()
+            return False
+        if far and (far[-1] > before) is not too_long:
+            far.clear()
+            before = self.factor
+        if not far:
+            self._before = before
+        far.append(ratio)
+        return len(far) >= self._run

@@ -101,6 +101,28 @@ def test_steps_slower_than_predicted_correct_the_model(table):
     assert scheduler.plan(queue("e1"), now_s, BUDGET).predicted_s == pytest.approx(0.030)
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 8), (8, 1)])
+def test_plans_follow_a_change_of_the_machine_s_speed_after_six_steps(table, before, after):
+    scheduler = make_scheduler(table)
+    now_s = 0.0
+
+    def run(slowdown):
+        """One step; how long it was predicted to be, over how long it took."""
+        nonlocal now_s
+        plan = scheduler.plan(queue("e1"), now_s, BUDGET)
+        step = scheduler.begin_step(plan, [("e1", 10, 0)], now_s)
+        seconds = 0.020 * slowdown
+        now_s += seconds
+        finish(scheduler, step, now_s)
+        return plan.predicted_s / seconds
+
+    for _ in range(200):
+        run(before)
+    errors = [abs(run(after) - 1) for _ in range(100)]
+    assert errors[0] > 0.2
+    assert max(errors[6:]) <= 0.2
+
+
 def test_steps_beside_other_work_teach_nothing_unless_all_are(table):
     scheduler = make_scheduler(table)
 
