@@ -40,7 +40,7 @@ class AdmissionMetrics:
         )
         self._promises = Counter(
             "sluice_promises",
-            "Promised requests by whether the first token came in time.",
+            "Promised requests: kept if the first token was in time and the answer did not fail.",
             ["class", "outcome"],
             registry=registry,
         )
@@ -97,17 +97,24 @@ class AdmissionMetrics:
         for field in fields:
             self._clamped.labels(self._clients.label(client), field).inc()
 
-    def ended(self, clock: TokenClock, predicted_ttft_s: float | None, failed: bool) -> None:
-        """Count a promised request that ended, if it shows whether the promise was kept.
+    def ended(
+        self, clock: TokenClock, predicted_ttft_s: float | None, failed: bool, now_s: float
+    ) -> None:
+        """Count a promised request that ended at ``now_s``, if it shows whether the promise was
+        kept.
 
-        It is kept if the first token came in time: by the TTFT or, where that is sooner or stated
-        alone, by the end-to-end objective. With neither there is no such time. A request that ended
-        without a token shows it only if that was the server's failure.
+        It is kept if the answer did not fail and the first token came in time: by the TTFT or,
+        where that is sooner or stated alone, by the end-to-end objective. Without either objective
+        no promise is counted. It is missed otherwise, also where the client left without a token
+        after that time. A client that left before that time shows neither.
         """
         service_class, ttft_s = clock.slo.service_class, clock.ttft_s
         if ttft_s is not None and predicted_ttft_s is not None and predicted_ttft_s > 0:
             self._ttft_ratio.labels(service_class).observe(ttft_s / predicted_ttft_s)
         due_s = min(clock.slo.columns[0], clock.slo.columns[2])
-        if due_s < inf and (ttft_s is not None or failed):
-            kept = ttft_s is not None and ttft_s <= due_s
-            self._promises.labels(service_class, "kept" if kept else "missed").inc()
+        if due_s == inf:
+            return
+        if failed or (ttft_s if ttft_s is not None else now_s - clock.arrival_s) > due_s:
+            self._promises.labels(service_class, "missed").inc()
+        elif ttft_s is not None:
+            self._promises.labels(service_class, "kept").inc()

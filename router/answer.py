@@ -270,6 +270,7 @@ class Answer:
     Attributes:
         head, waited_s, tier, predicted_ttft_s, prefill_id: of the first attempt, as the client was
             told.
+        promised: the objective was guaranteed when it was sent to a replica, also one that failed.
         resumes: how often another replica has gone on.
     """
 
@@ -277,12 +278,14 @@ class Answer:
         self,
         attempt: Attempt,
         resume: Callable[[Attempt, ReplicaFailedError], Awaitable[Attempt]],
+        promised: bool = False,
     ) -> None:
         self.head = attempt.head
         self.waited_s = attempt.waited_s
         self.tier = attempt.tier
         self.predicted_ttft_s = attempt.predicted_ttft_s
         self.prefill_id = attempt.prefill_id
+        self.promised = promised
         self.resumes = 0
         self._attempt = attempt
         self._resume = resume

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 
 from router.answer import Answer, Attempt, ReplicaFailedError
@@ -25,6 +26,7 @@ from router.prompt_size import TokenEstimator
 from router.retry_budget import RetryBudget
 from router.stalls import StallWatch
 from router.transcript import Transcript
+from scheduling.objective import TokenClock
 
 RETRY_PAUSE_S = 0.02
 """Pause before the second attempt, doubled before each later one: time for the news of a dead
@@ -81,11 +83,25 @@ class Dispatcher:
         course = Course(call, Transcript() if may_resume(call) else None)
         try:
             attempt = await self._attempts(course)
-        except ReplicaFailedError as failure:
-            raise ApiError(failure.reason, str(failure)) from failure
+        except BaseException as error:
+            self._count_unanswered(course, isinstance(error, asyncio.CancelledError))
+            if isinstance(error, ReplicaFailedError):
+                raise ApiError(error.reason, str(error)) from error
+            raise
         if call.scheduled:
             self._metrics.admission.admitted(call.slo.service_class, attempt.tier)
-        return Answer(attempt, partial(self._resume, course))
+        return Answer(attempt, partial(self._resume, course), promised=course.promises > 0)
+
+    def _count_unanswered(self, course: Course, left: bool) -> None:
+        """A call whose answer has not begun ended early; ``left``: its client left."""
+        if course.promises:
+            call = course.call
+            slo = call.slo
+            if left and not call.body.get("stream"):
+                # Its first token may have left the engine in time: only the whole answer is sent.
+                slo = replace(slo, ttft_s=None)
+            clock = TokenClock(slo, call.received_s)
+            self._metrics.admission.ended(clock, None, not left, self.clock())
 
     async def _attempts(self, course: Course) -> Attempt:
         """The first attempt that does not fail.

@@ -18,7 +18,6 @@ from router.metrics import Outcome, RouterMetrics
 from router.slow_readers import PatientSend, StalledReaderError
 from router.telemetry import Telemetry
 from scheduling.objective import TokenClock
-from scheduling.routing.base import Tier
 
 
 class DisconnectGuard:
@@ -190,9 +189,9 @@ class Exchange(Response):
         streams = bool(call.body.get("stream"))
         sent = self._clock.tokens * (call.body.get("n") or 1) if streams else None
         call.charge.close(answer, sent, left=outcome is Outcome.CANCELLED)
-        if answer is not None and answer.tier is Tier.GUARANTEED:
-            failed = outcome is Outcome.FAILED
-            metrics.admission.ended(self._clock, answer.predicted_ttft_s, failed)
+        if answer is not None and answer.promised and outcome is not Outcome.CLIENT_ERROR:
+            failed = outcome not in (Outcome.OK, Outcome.CANCELLED)
+            metrics.admission.ended(self._clock, answer.predicted_ttft_s, failed, now_s)
 
     def _own_headers(self) -> dict[str, str]:
         call, answer = self._call, self._answer

@@ -68,6 +68,7 @@ class Course:
         failed: replicas that have failed it.
         empty: pools that had nobody for it when they were last asked.
         in_vain: attempts that found a pool empty, which costs nobody anything.
+        promises: attempts whose objective was guaranteed at the replica that they were sent to.
         granted: the attempt under way is given up for another one, which the budget has paid for.
     """
 
@@ -78,6 +79,7 @@ class Course:
     empty: set[Role] = field(default_factory=set)
     granted: bool = False
     in_vain: int = 0
+    promises: int = 0
 
     @property
     def made(self) -> int:
@@ -142,6 +144,8 @@ class Legs:
         if resume is not None:
             call = rest_of(call, len(resume.token_ids), self._clock() - call.received_s)
         destination = await self._find(course, call, request_id, resume is not None)
+        if destination.tier is Tier.GUARANTEED:
+            course.promises += 1
         span = None
         if call.span is not None:
             span = call.span.child("attempt", Kind.CLIENT)
@@ -170,6 +174,8 @@ class Legs:
             return first
         if first.head.replica_id not in ("", destination.prefill_id):
             # What was promised of the one is not promised of the other.
+            if destination.tier is Tier.GUARANTEED:
+                course.promises -= 1
             destination = destination._replace(
                 prefill_id=first.head.replica_id, tier=None, predicted_ttft_s=None
             )
@@ -256,6 +262,8 @@ class Legs:
             attempt.prefill_id = destination.prefill_id
         if self._has_moved(attempt, target):
             self._controller.release(key)
+            if destination.tier is Tier.GUARANTEED:
+                course.promises -= 1
             return attempt
         if attempt.head.status >= 400:
             self._controller.release(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 from controller.messages import RouteDecision, Tier
-from replica.engine import EngineRequest
+from replica.engine import EngineRequest, ResponseItem
 from router.answer import ReplicaFailedError
 from router.config import RouterConfig, ServiceClass
 from router.errors import RULES, ApiError, Reason
@@ -25,8 +26,11 @@ from tests.router.far_side import (
     FarSide,
     answer,
     fail,
+    hang,
     serve,
+    stall,
 )
+from tests.router.test_disconnect import Client, content
 from tests.router.test_openai_client import KEY, served
 from tests.router.virtual_time import VirtualTime, settle
 
@@ -291,17 +295,81 @@ async def test_kept_and_missed_promises_are_counted() -> None:
     await post(edge, slo={"ttft_ms": 50})
     await post(edge, slo={"e2e_ms": 50})
     assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 2)
-    # One that fails before its first token broke its promise; the client's mistake broke none.
+    # An answer that breaks off broke its promise; the client's mistake broke none.
     edge.side.behaviours["a"] = fail(BROKEN, after=2)
     await post(edge, stream=True)
-    assert promises(edge, "kept") == 2
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 3)
     edge.side.behaviours["a"] = answer(400, b'{"error": {}}')
     await post(edge)
     edge.controller.decisions = [best_effort()]
     edge.side.behaviours["a"] = serve
     await post(edge)
-    assert (promises(edge, "kept"), promises(edge, "missed")) == (2, 2)
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 3)
     assert edge.sample("sluice_ttft_ratio_count", **{"class": "standard"}) == 4
+
+
+async def test_a_promise_is_missed_where_no_replica_answers_in_the_end() -> None:
+    edge = edge_of(guaranteed(), clock=Clock(), side=FarSide(a=fail(BROKEN)))
+    assert (await post(edge)).status_code >= 500
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (0, 1)
+
+
+@pytest.mark.parametrize(("pause_s", "outcome"), [(0.1, "kept"), (0.5, "missed")])
+async def test_a_promise_counts_where_another_replica_serves_as_best_effort(
+    pause_s: float, outcome: str
+) -> None:
+    clock = Clock()
+
+    async def dies(
+        side: FarSide, replica: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        clock.now_s += pause_s
+        raise BROKEN
+        yield
+
+    edge = edge_of(guaranteed("a"), best_effort("b"), clock=clock, side=FarSide(a=dies, b=serve))
+    response = await post(edge, stream=True)
+    assert response.headers["x-sluice-admission"] == "best-effort"
+    other = {"kept": "missed", "missed": "kept"}[outcome]
+    assert (promises(edge, outcome), promises(edge, other)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("stream", "slo", "waited_s", "missed"),
+    [
+        (True, {}, 0.3, 0),
+        (True, {}, 0.5, 1),
+        (False, {}, 0.5, 0),
+        (False, {"e2e_ms": 700}, 0.5, 0),
+        (False, {"e2e_ms": 700}, 0.8, 1),
+    ],
+)
+@pytest.mark.parametrize("killed", [False, True], ids=["left", "handler cancelled"])
+async def test_a_promise_is_missed_where_the_client_leaves_after_the_deadline(
+    stream: bool, slo: dict[str, float], waited_s: float, missed: int, killed: bool
+) -> None:
+    clock = Clock()
+    edge = edge_of(guaranteed(), clock=clock, side=FarSide(a=hang))
+    client = Client(edge, content(stream=stream, slo=slo))
+    await edge.side.until(lambda: bool(edge.side.live))
+    clock.now_s += waited_s
+    if killed:
+        client.task.cancel()
+    else:
+        client.leave()
+    await asyncio.wait([client.task])
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (0, missed)
+
+
+async def test_a_promise_is_kept_where_the_client_leaves_after_its_first_token() -> None:
+    clock = Clock()
+    edge = edge_of(guaranteed(), clock=clock, side=FarSide(a=stall))
+    client = Client(edge, content(stream=True))
+    await client.until(lambda: len(client.got) == 2)
+    clock.now_s += 10.0
+    client.leave()
+    await client.task
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 0)
 
 
 async def test_a_query_carries_what_placing_needs() -> None:

@@ -127,7 +127,7 @@ class Site:
         metrics.first_token(name, first_s)
         metrics.admission.admitted(name, Tier.GUARANTEED if slo.stated else Tier.BEST_EFFORT)
         metrics.ended("chat", clock, Outcome.OK, first_s + 0.1)
-        metrics.admission.ended(clock, 0.2, failed=False)
+        metrics.admission.ended(clock, 0.2, failed=False, now_s=first_s + 0.1)
 
 
 @pytest.fixture(scope="module")
