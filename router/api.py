@@ -78,7 +78,7 @@ def make_api(
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    reader = CallReader(config)
+    reader = CallReader(config, fleets.exceeded)
     metrics = fleets.edge
     telemetry = telemetry or Telemetry()
 

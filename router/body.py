@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
-from math import isinf
 from typing import Any
 
+import msgspec
 from prometheus_client import Gauge
 from starlette.requests import Request
 
+from replica.request_body import RequestBody
 from router.errors import ApiError, Reason, invalid
 from router.trust import Client
 
@@ -120,7 +120,7 @@ async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = N
         ) from None
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes) -> RequestBody:
     """The JSON object in ``raw``. ``O(len(raw))``.
 
     Refused: more than :data:`MAX_DEPTH` levels or :data:`MAX_PARTS` parts, text that is not UTF-8,
@@ -133,23 +133,17 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if brackets + raw.count(b":") > MAX_PARTS:
         _check_parts(raw)
     try:
-        value = json.loads(
-            raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite
-        )
+        body = RequestBody.parse(raw)
     except RecursionError:
         raise _too_deep() from None
     except UnicodeDecodeError:
         raise _bad_json("it is not UTF-8") from None
-    except ValueError as error:
+    except msgspec.DecodeError as error:
         raise _bad_json(str(error)) from None
     # Few brackets cannot nest deeply, so most bodies need no walk.
     if brackets > MAX_DEPTH:
-        _check_depth(value)
-    if b"\\u" in raw:
-        _check_surrogates(value)
-    if not isinstance(value, dict):
-        raise _bad_json("it must be an object")
-    return value
+        _check_depth(body)
+    return body
 
 
 def check_plain(request: Request) -> None:
@@ -221,24 +215,6 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise _too_deep()
-
-
-def _check_surrogates(value: Any) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise _bad_json("it holds half of a surrogate pair (\\ud800 to \\udfff)") from None
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON; numbers must be finite")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if isinf(value):
-        raise ValueError("a number is too large; numbers must be finite")
-    return value
 
 
 def _bad_json(why: str) -> ApiError:

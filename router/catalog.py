@@ -4,6 +4,7 @@ serves, too."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ class Catalog:
         self._lock = asyncio.Lock()
         self._asked_s: float | None = None
         self._result: dict[str, Any] | ApiError | None = None
+        self._longest: int | None = None
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body.
@@ -42,6 +44,16 @@ class Catalog:
         if isinstance(self._result, dict):
             return self._result
         raise ApiError(Reason.NO_REPLICA, str(self._result))
+
+    async def exceeded(self, tokens: int) -> int | None:
+        """The most tokens that an engine takes, where a prompt of ``tokens`` exceeds them; ``None``
+        where it does not, or that is not known. A prompt that seems too long is judged by a new
+        answer of a replica: an update may have brought engines that take more."""
+        if self._longest is None or tokens > self._longest:
+            with contextlib.suppress(ApiError):
+                lengths = [entry.get("max_model_len") for entry in (await self.models())["data"]]
+                self._longest = max(filter(None, lengths), default=None)
+        return self._longest if self._longest is not None and tokens > self._longest else None
 
     async def _ask(self) -> dict[str, Any] | ApiError:
         try:

@@ -84,6 +84,14 @@ class Fleets:
             )
         return fleet
 
+    async def exceeded(self, model: Any, tokens: int) -> int | None:
+        """The most tokens that an engine of ``model`` takes, where a prompt of ``tokens`` exceeds
+        them; ``None`` where it does not, that is not known, or there is no such model."""
+        if model is None and len(self._fleets) == 1:
+            model = self._fleets[0].model
+        fleet = self._by_name.get(model) if isinstance(model, str) else None
+        return None if fleet is None else await fleet.catalog.exceeded(tokens)
+
     async def models(self, allowed: Collection[str] | None = None) -> dict[str, Any]:
         """The OpenAI list-models body: of every fleet of which a replica answers, without those
         that are not ``allowed``.

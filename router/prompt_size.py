@@ -49,6 +49,20 @@ def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
     return PromptSize()
 
 
+def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:
+    """The field of an unchecked body that holds prompts, and how many token ids the longest of them
+    has; 0 where no prompt is token ids, or the engine is to shorten them. ``O(prompts)``."""
+    name = "input" if endpoint == "embeddings" else "prompt"
+    given = body.get(name)
+    if endpoint not in ("completions", "embeddings") or not isinstance(given, list) or not given:
+        return name, 0
+    if body.get("truncate_prompt_tokens") is not None:
+        return name, 0
+    if isinstance(given[0], list):
+        return name, max(len(prompt) for prompt in given if isinstance(prompt, list))
+    return name, len(given) if isinstance(given[0], int) else 0
+
+
 def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
     """The most tokens that a validated body may generate, over all its prompts and choices; 0
     where only the model's length bounds it."""

@@ -17,12 +17,14 @@ CONTROLLER_SURFACE = (
     "controller.version",
 )
 
+REPLICA_SURFACE = ("replica.engine", "replica.request_body")
+
 ALLOWED: dict[str, tuple[str, ...]] = {
     "telemetry": ("telemetry",),
     "scheduling": ("scheduling",),
     "controller": ("controller", "scheduling"),
     "replica": ("replica", "scheduling", "telemetry", *CONTROLLER_SURFACE),
-    "router": ("router", "scheduling", "telemetry", "replica.engine", *CONTROLLER_SURFACE),
+    "router": ("router", "scheduling", "telemetry", *REPLICA_SURFACE, *CONTROLLER_SURFACE),
     "simulation": ("simulation", "scheduling"),
     "deploy": (
         "deploy",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from replica.engine import Endpoint
+from replica.request_body import RequestBody
 from router.answer import Answer
 from router.batches.lines import Line
 from router.batches.metrics import BatchMetrics
@@ -168,6 +169,9 @@ class LineCaller:
         except Exception as error:
             return _failed(error, arrival)
 
+    def _check(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> Call:
+        return self._reader.make(RequestBody.of(line.body), (), endpoint, arrival)
+
     async def _call(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> tuple[Call, Fleet]:
         """The checked call, and who serves it.
 
@@ -180,9 +184,9 @@ class LineCaller:
                     "stream must be false or left out: a batch keeps whole answers", "stream"
                 )
             if line.size <= MAX_INLINE_BYTES:
-                call = self._reader.make(line.body, (), endpoint, arrival)
+                call = self._check(line, endpoint, arrival)
             else:
-                call = await asyncio.to_thread(self._reader.make, line.body, (), endpoint, arrival)
+                call = await asyncio.to_thread(self._check, line, endpoint, arrival)
             fleet = self._fleets.of(call.model, call.client.caps.models)
         except ApiError as error:
             self._fleets.edge.refused(endpoint, error.reason, arrival.client)

@@ -185,6 +185,8 @@ class FarSide:
         self.live: set[str] = set()
         self.cancelled: list[str] = []
         self.changed = asyncio.Event()
+        self.max_model_len: int | None = None
+        """Longest prompt and output, as replicas say; ``None``: they do not."""
         self.hung: set[str] = set()
         """Replicas whose engine stands still, as they say."""
         self.questions: list[str | None] = []
@@ -236,7 +238,8 @@ class FarSide:
     async def models(self) -> dict[str, object]:
         if not self.behaviours:
             await asyncio.Event().wait()
-        return {"object": "list", "data": [{"id": "m", "object": "model"}]}
+        entry = {"id": "m", "object": "model", "max_model_len": self.max_model_len}
+        return {"object": "list", "data": [entry]}
 
     async def let_go(self) -> None:
         """Let the other side take what is ready."""
