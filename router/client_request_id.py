@@ -1,4 +1,4 @@
-"""The client's own id of a request, noted for people who look the request up. Nothing else uses it."""
+"""The client's own id of a request, noted for people who look it up. Nothing else uses it."""
 
 from __future__ import annotations
 
