@@ -60,16 +60,6 @@ GONE: Final = "tcp-ut 60s"
 """Drops a connection whose client takes nothing, or acknowledges nothing, for so long while there
 is something for it. Of the port, beside its address."""
 
-_SERVES_HEADERS = (
-    "x-request-id",
-    "x-request-timeout-seconds",
-    "x-request-disconnect-disabled",
-    "x-session-id",
-    "serve-multiplexed-model-id",
-    "serve_multiplexed_model_id",
-)
-"""Serve reads them as UTF-8 before our code is asked, and answers 500 where they are not."""
-
 BOUNDS: Final = """\
     # Added by sluice-haproxy: headers that come a byte at a time, bodies of which the rest does not
     # come, and clients that are gone. Who waits for an answer is not meant by the second.
@@ -78,13 +68,8 @@ BOUNDS: Final = """\
     option clitcpka
     clitcpka-idle 60s
     clitcpka-intvl 10s
-    clitcpka-cnt 3
-    # Headers that Serve cannot read.
-""" + "\n".join(
-    f"    http-request del-header {name} if {{ req.fhdr({name}) -m reg [^!-~] }}"
-    for name in _SERVES_HEADERS
-)
-"""Of connections from clients, and of what they send."""
+    clitcpka-cnt 3"""
+"""Of connections from clients."""
 
 
 GONE_ROUTERS: Final = """

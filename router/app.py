@@ -20,6 +20,7 @@ from router.catalog import Catalog
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleets import Fleet, Fleets
+from router.http_head import use_strict_heads
 from router.metrics import RouterMetrics
 from router.metrics_page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
 from router.serve_replicas import ServeReplicas
@@ -97,6 +98,7 @@ class Router:
         config: RouterConfig,
         telemetry: TelemetryConfig,
     ) -> None:
+        use_strict_heads()  # Serve starts this replica's server after the constructor
         process = f"router-{serve.get_replica_context().replica_id.unique_id}"
         configure_logs(telemetry.logs, process)
         tracer = make_tracer(telemetry.tracing, process)

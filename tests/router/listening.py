@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
+from router.http_head import use_strict_heads
 from tests.router.far_side import Edge
 
 
@@ -26,7 +27,9 @@ class Listening(NamedTuple):
 async def listening(
     edge: Edge, host: str = "127.0.0.1", **settings: Any
 ) -> AsyncIterator[Listening]:
-    """``edge`` behind uvicorn with these settings, on a free port; who connects early waits."""
+    """``edge`` behind uvicorn as Serve starts it for routers, with these settings, on a free port;
+    who connects early waits."""
+    use_strict_heads()
     with socket.socket() as listener:
         listener.bind((host, 0))
         listener.listen(128)
