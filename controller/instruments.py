@@ -64,7 +64,7 @@ _REPLICA_GAUGES: dict[str, tuple[str, Callable[[Floats], float]]] = {
         "Free KV blocks of the replica.",
         lambda figures: figures[figure.FREE_BLOCKS],
     ),
-    "sluice_replica_kv_blocks_total": (
+    "sluice_replica_kv_blocks": (
         "KV blocks of the replica.",
         lambda figures: figures[figure.TOTAL_BLOCKS],
     ),

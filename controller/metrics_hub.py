@@ -24,7 +24,7 @@ MAX_DOCUMENTATION_CHARACTERS = 1_000
 
 _EXPIRY_PERIOD_S = 1.0
 
-_FAMILY = re.compile(r"sluice_[a-z0-9_]{1,120}")
+_FAMILY = re.compile(r"(sluice|gen_ai)_[a-z0-9_]{1,120}")
 _LABEL = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 
 SeriesKey = tuple[str, tuple[tuple[str, str], ...]]

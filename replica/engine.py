@@ -155,7 +155,8 @@ class ResponseTail(NamedTuple):
     ``token_offsets_s`` is filled for plain (not streamed) responses only: for each output token of
     the first choice, when it left the engine, in seconds after the request reached the replica.
     ``queued_s`` is the time from there to the first batch that it was in, where the engine tells.
-    ``handoff`` is the answer to a request for its prompt only.
+    ``handoff`` is the answer to a request for its prompt only. ``cached_tokens`` are those of the
+    prompt that the engine had in its prefix cache.
     """
 
     prompt_tokens: int
@@ -163,6 +164,7 @@ class ResponseTail(NamedTuple):
     token_offsets_s: tuple[float, ...] = ()
     queued_s: float | None = None
     handoff: Handoff | None = None
+    cached_tokens: int = 0
 
 
 ResponseItem = ResponseTaken | ResponseHead | ResponseChunk | ResponseTail

@@ -40,6 +40,7 @@ class ApiCall:
         received_s: when it reached the replica, monotonic.
         engine_ids: ids of its engine requests, one a prompt.
         prompt_tokens: of all its prompts. output_tokens: of all its choices.
+        cached_tokens: of its prompts, in the engine's prefix cache.
         unsent_tokens: of the first choice, that are in no response chunk yet.
         offsets_s: of the first choice's tokens of a plain response, seconds after ``received_s``.
         failure: what ended one of its engine requests other than a client's mistake.
@@ -61,6 +62,7 @@ class ApiCall:
     engine_ids: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0
     unsent_tokens: int = 0
     offsets_s: list[float] = field(default_factory=list)
     failure: BaseException | None = None
@@ -232,6 +234,7 @@ def _count(
     """Take in an output. ``counted`` are the tokens of its request before it, by choice."""
     if not counted:
         call.prompt_tokens += len(output.prompt_token_ids or ())
+        call.cached_tokens += output.num_cached_tokens or 0
         if first_prompt:
             call.stats = output.metrics
     if first_prompt and output.kv_transfer_params:
@@ -273,6 +276,7 @@ async def _watch_encoded(source: Any, call: ApiCall, first: bool) -> AsyncGenera
         async for output in source:
             if output.finished:
                 call.prompt_tokens += len(output.prompt_token_ids or ())
+                call.cached_tokens += output.num_cached_tokens or 0
                 call.output_tokens += 1
                 if first:
                     call.offsets_s.append(time.monotonic() - call.received_s)

@@ -299,7 +299,11 @@ class VllmEngine:
             yield ResponseChunk(response_bytes(response), call.unsent_tokens)
         if not call.aborted:
             yield ResponseTail(
-                call.prompt_tokens, call.output_tokens, tuple(call.offsets_s), call.queued_s
+                call.prompt_tokens,
+                call.output_tokens,
+                tuple(call.offsets_s),
+                call.queued_s,
+                cached_tokens=call.cached_tokens,
             )
 
     def _handed_over(self, call: ApiCall) -> tuple[ResponseItem, ...]:
@@ -307,7 +311,7 @@ class VllmEngine:
         handoff = Handoff(self._replica_id, call.offer or {}, call.prompt_tokens)
         return (
             ResponseHead(200, "application/json"),
-            ResponseTail(call.prompt_tokens, 0, (), call.queued_s, handoff),
+            ResponseTail(call.prompt_tokens, 0, (), call.queued_s, handoff, call.cached_tokens),
         )
 
     async def _create(self, serving: Any, creation: Any, call: ApiCall) -> Any:

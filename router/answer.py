@@ -82,6 +82,7 @@ class Attempt:
             nothing is promised, so it is best effort, too.
         predicted_ttft_s: from the call's arrival to the first token, where that was promised.
         prefill_id: the replica that has computed the prompt, where that is another one.
+        prefill: the attempt at that, which is over.
         span: of this attempt, where the request is traced; it ends with :meth:`close`.
         place: the replica that has it, as far as is known. role: of its pool.
         opened: :meth:`begin` has returned.
@@ -121,6 +122,7 @@ class Attempt:
         self.tier = Tier.BEST_EFFORT
         self.predicted_ttft_s: float | None = None
         self.prefill_id: str | None = None
+        self.prefill: Attempt | None = None
         self.span = span
         self._items = stream.__aiter__()
         self._ready: list[Piece] = []
@@ -294,6 +296,21 @@ class Answer:
     def tail(self) -> ResponseTail | None:
         """Set once the response has ended by itself."""
         return self._attempt.tail
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were in a prefix cache, once the response has ended by itself."""
+        tail = (self._attempt.prefill or self._attempt).tail
+        return 0 if tail is None else tail.cached_tokens
+
+    @property
+    def queued_s(self) -> float | None:
+        """From the call's arrival to the first batch that it was in, once the response has ended by
+        itself; ``None`` where the engine does not tell, or another replica has gone on."""
+        attempt = self._attempt.prefill or self._attempt
+        if self.resumes or attempt.tail is None or attempt.tail.queued_s is None:
+            return None
+        return attempt.waited_s + attempt.tail.queued_s
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The pieces, in order.

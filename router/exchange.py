@@ -140,9 +140,12 @@ class Exchange(Response):
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": answer.head.status, "headers": raw})
+        observe_gap = self._metrics.usage.gap(self._call.slo.service_class)
         try:
             async for piece in answer:
-                self._emit(piece.tokens)
+                gap_s = self._emit(piece.tokens)
+                if gap_s is not None:
+                    observe_gap(gap_s)
                 await send({"type": "http.response.body", "body": piece.data, "more_body": True})
         except ReplicaFailedError as failure:
             return ApiError(
@@ -168,12 +171,14 @@ class Exchange(Response):
         self._learn(answer)
         return Outcome.of_status(answer.head.status)
 
-    def _emit(self, tokens: int, now_s: float | None = None) -> None:
-        clock = self._clock
-        first = clock.first_token_s is None
-        clock.emit(tokens, self._dispatcher.clock() if now_s is None else now_s)
-        if first and clock.ttft_s is not None:
+    def _emit(self, tokens: int, now_s: float | None = None) -> float | None:
+        """Count tokens. Returns the seconds since the last ones, if there were any."""
+        clock, last_s = self._clock, self._clock.last_token_s
+        at_s = self._dispatcher.clock() if now_s is None else now_s
+        clock.emit(tokens, at_s)
+        if last_s is None and clock.ttft_s is not None:
             self._metrics.first_token(self._call.slo.service_class, clock.ttft_s)
+        return at_s - last_s if tokens and last_s is not None else None
 
     def _learn(self, answer: Answer) -> None:
         if answer.tail is not None and answer.tail.prompt_tokens > 0:
@@ -183,6 +188,7 @@ class Exchange(Response):
         call, metrics, answer = self._call, self._metrics, self._answer
         now_s = self._dispatcher.clock()
         metrics.ended(call.endpoint, self._clock, outcome, now_s, call.client)
+        metrics.usage.ended(call, self._clock, outcome.error, answer, now_s)
         reason = self._error.reason if self._error is not None else None
         self._telemetry.ended(call, self._clock, outcome, reason, answer, now_s)
         metrics.admission.clamped(call.client.name, call.clamped)

@@ -182,7 +182,9 @@ class Legs:
         handoff = first.tail.handoff if first.tail is not None else None
         waited_s = self._clock() - call.received_s
         request = replace(request, waited_s=waited_s, handoff=handoff)
-        return await self._answer(course, request, destination, span)
+        answer = await self._answer(course, request, destination, span)
+        answer.prefill = first
+        return answer
 
     async def _find(self, course: Course, call: Call, request_id: str, begun: bool) -> Destination:
         """See :meth:`Destinations.find`; with a span of its own, the wait in a line included."""

@@ -16,6 +16,7 @@ from router.admission_metrics import NO_CLASS, AdmissionMetrics
 from router.client_names import ClientNames
 from router.errors import RULES, Reason
 from router.trust import ANYONE, Client
+from router.usage_metrics import UsageMetrics
 from scheduling.objective import TokenClock
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 300)
@@ -44,6 +45,11 @@ class Outcome(enum.StrEnum):
         if status in (429, 503):
             return cls.REFUSED
         return cls.CLIENT_ERROR if status < 500 else cls.FAILED
+
+    @property
+    def error(self) -> str:
+        """The kind of error: its name, or empty where the request was served."""
+        return "" if self is Outcome.OK else self.value
 
 
 class Fallback(enum.StrEnum):
@@ -180,6 +186,7 @@ class RouterMetrics:
         )
         self._clients = ClientNames()
         self.admission = AdmissionMetrics(registry, self._clients)
+        self.usage = UsageMetrics(registry, self._clients)
 
     @property
     def of_the_edge(self) -> tuple[Collector, ...]:

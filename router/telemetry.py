@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from replica.engine import Endpoint
 from router.errors import RULES, Reason
 from router.metrics import Outcome
+from router.usage_metrics import OPERATIONS, PROVIDER
 from scheduling.objective import TokenClock
 from telemetry.config import LogsConfig
 from telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer, attribute_of
@@ -57,7 +58,11 @@ class Telemetry:
         span = self._tracer.begin(endpoint, context, arrival.received_s)
         if span is not None:
             span.set(sluice__request_id=arrival.request_id, sluice__endpoint=endpoint)
-            span.set(sluice__client_request_id=arrival.client_request_id or None)
+            span.set(
+                sluice__client_request_id=arrival.client_request_id or None,
+                gen_ai__operation__name=OPERATIONS.get(endpoint),
+                gen_ai__provider__name=PROVIDER,
+            )
         return span
 
     def refused(
@@ -152,8 +157,10 @@ def _figures(
         "ttft_ms": _ms(clock.ttft_s),
         "tpot_ms": _ms(clock.tpot_s),
         "e2e_ms": _ms(now_s - call.received_s),
+        "queue_ms": _ms(answer.queued_s if answer is not None else None),
         "attained": clock.attained(now_s) if slo.stated else None,
         "prompt_tokens": tail.prompt_tokens if tail is not None else None,
+        "cached_tokens": answer.cached_tokens if answer is not None and tail is not None else None,
         "output_tokens": tail.output_tokens if tail is not None else clock.tokens,
     }
 

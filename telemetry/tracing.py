@@ -30,6 +30,7 @@ _SCOPE = "sluice"
 _CONVENTIONAL = {
     "model": "gen_ai__request__model",
     "prompt_tokens": "gen_ai__usage__input_tokens",
+    "cached_tokens": "gen_ai__usage__cache_read__input_tokens",
     "output_tokens": "gen_ai__usage__output_tokens",
 }
 """What OpenTelemetry's conventions for generative models have a name for."""

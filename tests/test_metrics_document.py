@@ -12,7 +12,9 @@ from tests.metrics_catalogue import Family, catalogue
 
 def documented() -> dict[str, Family]:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(sluice_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", text, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `((?:sluice|gen_ai)_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", text, re.MULTILINE
+    )
     names = [name for name, _, _ in rows]
     assert len(set(names)) == len(names), "a metric has two rows"
     return {
@@ -24,6 +26,11 @@ def test_every_metric_is_documented_with_its_kind_and_labels_and_none_is_invente
     told, real = documented(), catalogue()
     assert set(told) == set(real)
     assert {name: told[name] for name in real if told[name] != real[name]} == {}
+
+
+def test_only_counters_end_in_total() -> None:
+    for name, family in catalogue().items():
+        assert name.endswith("_total") == (family.kind == "counter"), name
 
 
 def test_the_buckets_of_times_span_what_is_measured() -> None:

@@ -235,6 +235,7 @@ class LineCaller:
             else:
                 self._telemetry.ended(call, clock, outcome, reason, answer, now_s)
                 fleet.metrics.ended(call.endpoint, clock, outcome, now_s, call.client)
+                fleet.metrics.usage.ended(call, clock, outcome.error, answer, now_s)
                 fleet.metrics.admission.clamped(call.client.name, call.clamped)
 
 

@@ -23,6 +23,7 @@ from router.config import RouterConfig
 from router.gate import INFERENCE_PATHS
 from router.metrics import Outcome, RouterMetrics
 from router.trust import UNNAMED, Client
+from router.usage_metrics import OPERATIONS, PROVIDER
 from scheduling.objective import MAX_PRIORITY, SLO, TokenClock
 from tests.controller.fleet import Clock, hello
 from tests.controller.pushes import newer_push
@@ -108,8 +109,15 @@ async def test_nothing_that_a_client_sends_makes_series_without_end() -> None:
     seen = samples_of(edge.metrics.registry)
     assert not any("odd" in value for sample in seen for _, value in sample.labels)
     classes = {*config.classes, "none"}
+    operations = set(OPERATIONS.values())
     allowed = {
         "class": classes,
+        "type": {"prompt", "cached", "generated"},
+        "gen_ai_request_model": {"m", "local"},
+        "gen_ai_operation_name": operations,
+        "gen_ai_provider_name": {PROVIDER},
+        "gen_ai_token_type": {"input", "output"},
+        "error_type": {each.error for each in Outcome},
         "priority": {str(value) for value in range(1, MAX_PRIORITY + 1)},
         "endpoint": set(INFERENCE_PATHS.values()),
         "outcome": {each.value for each in Outcome} | {"kept", "missed"},

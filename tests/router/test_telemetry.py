@@ -105,6 +105,7 @@ async def test_an_answered_request_has_one_line_with_its_figures(lines: Lines) -
         "predicted_ttft_ms": line["predicted_ttft_ms"],
         "attained": True,
         "prompt_tokens": 5,
+        "cached_tokens": 0,
         "output_tokens": 3,
     }
     written = "\n".join(lines.text)
@@ -203,6 +204,8 @@ async def test_a_request_is_traced_from_the_client_to_the_replica(lines: Lines) 
     assert attributes["sluice.class"] == "interactive" and attributes["sluice.replica"] == "a"
     assert attributes["sluice.admission"] == "guaranteed"
     assert attributes["gen_ai.usage.output_tokens"] == 3
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 0
+    assert attributes["gen_ai.operation.name"] == "chat"
     assert (decision.attributes or {})["sluice.tier"] == "guaranteed"
     assert lines.fields[0]["trace_id"] == CLIENT_TRACE
     assert SECRET not in "".join(span.to_json() for span in spans.values())
