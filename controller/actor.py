@@ -282,15 +282,20 @@ class Controller:
             await asyncio.sleep(0)  # requests wait for decisions, and nobody for this
         return found
 
-    async def drain(self, replica_id: str, drain: bool) -> dict[str, Any] | None:
+    async def drain(
+        self, replica_id: str, drain: bool, spare_last: bool = False
+    ) -> dict[str, Any] | None:
         """Close a replica to new requests, or open it again; what it has it finishes either way.
 
         It is kept by the replica's name until it says goodbye, also over a restart of this
         controller: the replica remembers it. See :mod:`controller.drains`.
 
+        Args:
+            spare_last: do not close the last replica that takes requests.
+
         Returns:
-            What is left at the replica; ``None`` where none of that name is known. One that is
-            out of reach can be opened again.
+            What is left at the replica, and whether it was spared as the ``last`` one; ``None``
+            where none of that name is known. One that is out of reach can be opened again.
 
         Raises:
             ValueError: no name, or no flag.
@@ -305,11 +310,18 @@ class Controller:
         known = replica_id in self._mirror.replicas
         if not known and not reopened:
             return None
-        if drain:
+        spared = drain and spare_last and self._is_last(replica_id, now_s)
+        if drain and not spared:
             self._drains.drain(replica_id)
         found = drain_of(self._mirror, self._fleet, replica_id) if known else None
         left = left_at(self._fleet, replica_id)
-        return {"replica_id": replica_id, "draining": found is not None, "drain": found, **left}
+        return {
+            "replica_id": replica_id,
+            "draining": found is not None,
+            "drain": found,
+            "last": spared,
+            **left,
+        }
 
     async def fingerprint(self) -> str:
         """See :func:`fingerprint_of`."""
@@ -320,6 +332,11 @@ class Controller:
         """Somebody spoke: the time, monotonic seconds."""
         self._heard_s = self._clock()
         return self._heard_s
+
+    def _is_last(self, replica_id: str, now_s: float) -> bool:
+        """Whether no other replica takes requests, and this one does."""
+        rows: list[int] = self._fleet.candidates(now_s).tolist()
+        return rows == [self._fleet.row_of.get(replica_id)]
 
     def _forget_silent(self, now_s: float) -> None:
         forgotten = self._mirror.forget_silent(now_s)

@@ -250,16 +250,18 @@ class ControllerClient:
         told = await self._answer("decisions", limit, timeout_s=SCRAPE_TIMEOUT_S)
         return told
 
-    async def drain(self, replica_id: str, drain: bool) -> dict[str, Any] | None:
+    async def drain(
+        self, replica_id: str, drain: bool, spare_last: bool = False
+    ) -> dict[str, Any] | None:
         """Close a replica to new requests, or open it again. Returns what is left there; ``None``
-        where no such replica is known.
+        where no such replica is known. See :meth:`controller.actor.Controller.drain`.
 
         Raises:
             NoAnswerError: the controller did not answer, so it may be done or not.
             ValueError: no name.
         """
         told: dict[str, Any] | None
-        told = await self._call("drain", replica_id, drain, timeout_s=SCRAPE_TIMEOUT_S)
+        told = await self._call("drain", replica_id, drain, spare_last, timeout_s=SCRAPE_TIMEOUT_S)
         return told
 
     async def load(self, role: Role | None = None) -> Load | None:

@@ -1,17 +1,18 @@
-"""The list of models, asked of a replica and kept for a moment. It tells whether any replica
-serves, too."""
+"""What replicas say of themselves, kept for a moment: the list of models, and whether any of them
+takes requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from router.answer import ReplicaFailedError
 from router.errors import ApiError, Reason
 from router.legs import Replicas
+from router.recent import Answer, Recent
 
 TTL_S = 1.0
 """How long an answer, or its failure, is kept, seconds."""
@@ -21,14 +22,11 @@ TIMEOUT_S = 2.0
 
 
 class Catalog:
-    """Asks at most one replica at a time, however many clients ask."""
+    """Asks at most one replica at a time for each of both, however many clients ask."""
 
     def __init__(self, replicas: Replicas, clock: Callable[[], float] = time.monotonic) -> None:
-        self._replicas = replicas
-        self._clock = clock
-        self._lock = asyncio.Lock()
-        self._asked_s: float | None = None
-        self._result: dict[str, Any] | ApiError | None = None
+        self._models = Recent(lambda: _asked(replicas.models()), TTL_S, clock)
+        self._ready = Recent(lambda: _asked(replicas.check()), TTL_S, clock)
         self._longest: int | None = None
 
     async def models(self) -> dict[str, Any]:
@@ -37,13 +35,15 @@ class Catalog:
         Raises:
             ApiError: 503, no replica answered.
         """
-        async with self._lock:
-            if self._asked_s is None or self._clock() - self._asked_s >= TTL_S:
-                self._result = await self._ask()
-                self._asked_s = self._clock()
-        if isinstance(self._result, dict):
-            return self._result
-        raise ApiError(Reason.NO_REPLICA, str(self._result))
+        return await self._models.get()
+
+    async def check(self) -> None:
+        """Return if a replica takes requests.
+
+        Raises:
+            ApiError: 503, none does: each is drained, or away.
+        """
+        await self._ready.get()
 
     async def exceeded(self, tokens: int) -> int | None:
         """The most tokens that an engine takes, where a prompt of ``tokens`` exceeds them; ``None``
@@ -55,11 +55,19 @@ class Catalog:
                 self._longest = max(filter(None, lengths), default=None)
         return self._longest if self._longest is not None and tokens > self._longest else None
 
-    async def _ask(self) -> dict[str, Any] | ApiError:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                return await self._replicas.models()
-        except TimeoutError:
-            return ApiError(Reason.NO_REPLICA, f"No replica answered within {TIMEOUT_S:g} seconds.")
-        except ReplicaFailedError as failure:
-            return ApiError(Reason.NO_REPLICA, f"No replica serves: {failure}")
+
+async def _asked(question: Awaitable[Answer]) -> Answer:
+    """What a replica says.
+
+    Raises:
+        ApiError: 503, none answered.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await question
+    except TimeoutError:
+        raise ApiError(
+            Reason.NO_REPLICA, f"No replica answered within {TIMEOUT_S:g} seconds."
+        ) from None
+    except ReplicaFailedError as failure:
+        raise ApiError(Reason.NO_REPLICA, f"No replica serves: {failure}") from failure

@@ -31,6 +31,7 @@ class Reason(enum.StrEnum):
     STORAGE_LIMIT = "storage_limit"
     STORAGE_FULL = "storage_full"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    LAST_REPLICA = "last_replica"
     TOO_LARGE = "request_too_large"
     UNSUPPORTED_MEDIA = "unsupported_media_type"
     BODY_TOO_SLOW = "body_too_slow"
@@ -75,6 +76,7 @@ RULES: dict[Reason, Rule] = {
     Reason.MODEL_NOT_FOUND: Rule(404, INVALID_REQUEST),
     Reason.BATCHES_OFF: Rule(404, INVALID_REQUEST),
     Reason.METHOD_NOT_ALLOWED: Rule(405, INVALID_REQUEST),
+    Reason.LAST_REPLICA: Rule(409, INVALID_REQUEST),
     Reason.TOO_LARGE: Rule(413, INVALID_REQUEST),
     Reason.UNSUPPORTED_MEDIA: Rule(415, INVALID_REQUEST),
     Reason.CLIENT_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from router.catalog import Catalog
 from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason, shown
 from router.metrics import RouterMetrics
+from router.recent import Answer
 
 
 class Fleet(NamedTuple):
@@ -99,43 +100,43 @@ class Fleets:
         Raises:
             ApiError: 503, no replica of any model answered.
         """
-        found, failed = await self._ask()
+        found, failed = await self._ask(lambda fleet: fleet.catalog.models())
         if not found:
             raise next(iter(failed.values()))
-        entries = [entry for data in found.values() for entry in data]
+        entries = [entry for body in found.values() for entry in body["data"]]
         if allowed is not None:
             entries = [entry for entry in entries if entry["id"] in allowed]
         return {"object": "list", "data": entries}
 
     async def health(self) -> dict[str, Any]:
-        """``status`` is ``ok``, or ``degraded`` with the names of the models that no replica
-        serves.
+        """Whether requests are taken: ``status`` is ``ok``, or ``degraded`` with the names of the
+        models whose replicas take none.
 
         Raises:
-            ApiError: 503, no model is served.
+            ApiError: 503, no model's replicas take any.
         """
-        found, failed = await self._ask()
+        found, failed = await self._ask(lambda fleet: fleet.catalog.check())
         if not found:
             raise next(iter(failed.values()))
         return {"status": "degraded", "unavailable": list(failed)} if failed else {"status": "ok"}
 
-    async def _ask(self) -> tuple[dict[str, list[Any]], dict[str, ApiError]]:
-        """Each fleet's models, or why they could not be had, by its model's name. All are asked at
-        once: of several that are away, each would take its time."""
-        answers = await asyncio.gather(*(_models_of(fleet) for fleet in self._fleets))
-        found: dict[str, list[Any]] = {}
+    async def _ask(
+        self, question: Callable[[Fleet], Coroutine[Any, Any, Answer]]
+    ) -> tuple[dict[str, Answer], dict[str, ApiError]]:
+        """Each fleet's answer, or why it has none, by its model's name. All are asked at once: of
+        several that are away, each would take its time.
+
+        Raises:
+            Exception: what a question raises besides ``ApiError``.
+        """
+        answers = await asyncio.gather(*map(question, self._fleets), return_exceptions=True)
+        found: dict[str, Answer] = {}
         failed: dict[str, ApiError] = {}
         for fleet, answer in zip(self._fleets, answers, strict=True):
             if isinstance(answer, ApiError):
                 failed[fleet.model] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
             else:
                 found[fleet.model] = answer
         return found, failed
-
-
-async def _models_of(fleet: Fleet) -> list[Any] | ApiError:
-    try:
-        models: list[Any] = (await fleet.catalog.models())["data"]
-    except ApiError as error:
-        return error
-    return models

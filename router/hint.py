@@ -15,7 +15,11 @@ _SEPARATOR = ","
 
 
 class NoReplicaError(RuntimeError):
-    """The deployment has no running replica, or an operator has closed all of them."""
+    """The deployment has no running replica for the request."""
+
+
+class DrainedError(NoReplicaError):
+    """The deployment has replicas, and an operator has closed all of them to new requests."""
 
 
 class Hint(NamedTuple):

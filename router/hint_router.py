@@ -24,7 +24,7 @@ from controller.client import ControllerClient, fleet_name
 from controller.config import ControllerConfig
 from replica.engine import EngineRequest
 from router import choices, wire
-from router.hint import NO_REPLICA_WAIT_S, Hint, NoReplicaError
+from router.hint import NO_REPLICA_WAIT_S, DrainedError, Hint, NoReplicaError
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             if hinted is not None:
                 return hinted
         if hint.closed and self._least_loaded_but(hint.closed) is None:
-            raise NoReplicaError("Every replica is drained.")
+            raise DrainedError("Every replica is drained.")
         tried = (*hint.avoid, *self._shunned(hint))
         if self._other_pools and self._least_loaded_but(tried) is None:
             raise NoReplicaError("Every replica of this pool has failed the request.")

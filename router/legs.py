@@ -51,10 +51,17 @@ class Replicas(Protocol):
         """See :class:`~router.stalls.Askable`."""
 
     async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body of any replica.
+        """The OpenAI list-models body of any replica, drained ones included.
 
         Raises:
             ReplicaFailedError: none answered.
+        """
+
+    async def check(self) -> None:
+        """Return if a replica that takes requests answers.
+
+        Raises:
+            ReplicaFailedError: none does.
         """
 
 

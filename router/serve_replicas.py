@@ -23,7 +23,7 @@ from replica.engine import EngineDeadError, EngineRequest, Progress, ResponseIte
 from router import wire
 from router.answer import ReplicaFailedError
 from router.errors import Reason
-from router.hint import Hint, NoReplicaError
+from router.hint import DrainedError, Hint, NoReplicaError
 from scheduling.roles import Role
 
 WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
@@ -138,19 +138,29 @@ class ServeReplicas:
         return Hint(target, tuple(avoid), closed, quarantined).encode()
 
     async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body of any replica.
+        """The OpenAI list-models body of any replica; see :class:`~router.legs.Replicas`.
 
         Raises:
             ReplicaFailedError: no pool answered, and it tells of the last one.
         """
+        # A drained replica knows the models; one that hangs does not answer.
+        return await self._models_by(Hint(quarantined=tuple(self._quarantined())).encode())
+
+    async def check(self) -> None:
+        """Return if a replica answers that a request without a target could go to.
+
+        Raises:
+            ReplicaFailedError: no pool has one, and it tells of the last one.
+        """
+        await self._models_by(self._hint(None, ()))
+
+    async def _models_by(self, hint: str | None) -> dict[str, Any]:
         for role in self.roles[:-1]:
             with contextlib.suppress(ReplicaFailedError):
-                return await self._models_of(role)
-        return await self._models_of(self.roles[-1])
+                return await self._models_of(role, hint)
+        return await self._models_of(self.roles[-1], hint)
 
-    async def _models_of(self, role: Role) -> dict[str, Any]:
-        # Also one that is drained says that the model is served; one that hangs says nothing.
-        hint = Hint(quarantined=tuple(self._quarantined())).encode()
+    async def _models_of(self, role: Role, hint: str | None) -> dict[str, Any]:
         call = self._models[role].remote(**{wire.TARGET_KWARG: hint})
         models: dict[str, Any] = await _answer_of(call)
         return models
@@ -178,6 +188,12 @@ def failure_of(error: Exception) -> ReplicaFailedError:
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica's engine died.", dead=True)
     if isinstance(error, ActorDiedError):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
+    if isinstance(error, DrainedError):
+        return ReplicaFailedError(
+            Reason.NO_REPLICA,
+            "Every replica of the model is drained; an operator must take one back.",
+            retry=False,
+        )
     if isinstance(error, (NoReplicaError, DeploymentUnavailableError)):
         return ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.", retry=False)
     if isinstance(error, BackPressureError):

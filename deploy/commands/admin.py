@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import address_option, talking
-from deploy.json_http import JsonServer
+from deploy.json_http import AnswerError, JsonServer
 
 
 class _Decision(BaseModel):
@@ -122,6 +123,10 @@ def admin_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_both
 
 
+class LastReplicaError(Exception):
+    """The replica is the last one of its model that takes requests, and was not drained."""
+
+
 class AdminApi:
     """The admin API of one application.
 
@@ -139,14 +144,30 @@ class AdminApi:
         """Every model's controller, replicas and classes."""
         return self._ask("GET", "/fleet", _Fleet)
 
-    def drain(self, replica_id: str, drain: bool) -> dict[str, Any]:
-        """Close a replica to new requests, or open it again; what is left there."""
-        path = f"/replicas/{quote(replica_id, safe='')}/drain"
-        return self._ask("POST" if drain else "DELETE", path, _Drained)
+    def drain(self, replica_id: str, force: bool = False) -> dict[str, Any]:
+        """Close a replica to new requests; what is left there.
+
+        Args:
+            force: also the last one of its model.
+
+        Raises:
+            LastReplicaError: it is that one.
+        """
+        query = "?force=true" if force else ""
+        return self._ask("POST", f"{_drain_of(replica_id)}{query}", _Drained)
+
+    def take_back(self, replica_id: str) -> dict[str, Any]:
+        """Open a replica to new requests again."""
+        return self._ask("DELETE", _drain_of(replica_id), _Drained)
 
     def _ask(self, method: str, path: str, shape: type[BaseModel]) -> dict[str, Any]:
         with talking("The application", self._server.address, KEY_HINT):
-            answer = self._server.ask(method, f"/admin/v1{path}")
+            try:
+                answer = self._server.ask(method, f"/admin/v1{path}")
+            except AnswerError as error:
+                if error.status == HTTPStatus.CONFLICT:
+                    raise LastReplicaError from None
+                raise
         try:
             shape.model_validate(answer)
         except ValidationError:
@@ -157,3 +178,7 @@ class AdminApi:
             ) from None
         told: dict[str, Any] = answer
         return told
+
+
+def _drain_of(replica_id: str) -> str:
+    return f"/replicas/{quote(replica_id, safe='')}/drain"

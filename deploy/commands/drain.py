@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from deploy.commands.admin import AdminApi, admin_options
+from deploy.commands.admin import AdminApi, LastReplicaError, admin_options
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import as_json as json_option
 
@@ -18,6 +18,11 @@ POLL_S = 0.5
 GONE_AFTER_S = 5.0
 """A replica has ended if it is not known for so long: a controller that was restarted knows none
 for a moment."""
+
+_LAST = (
+    "the last replica of its model that takes requests. Once it is drained, every request for the "
+    "model gets a 503, until a replica is taken back with --undo or a new one starts."
+)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,255}")
 
@@ -32,6 +37,7 @@ def _check_name(_context: click.Context, _parameter: click.Parameter, name: str)
 @click.argument("replica_id", metavar="REPLICA", callback=_check_name)
 @admin_options
 @click.option("--undo", is_flag=True, help="Let it take requests again.")
+@click.option("--yes", is_flag=True, help="Do not ask before the last replica is drained.")
 @click.option("--wait/--no-wait", default=True, help="Wait until it is empty; else only close it.")
 @click.option(
     "--timeout",
@@ -47,6 +53,7 @@ def drain(
     address: str,
     key: str | None,
     undo: bool,
+    yes: bool,
     wait: bool,
     timeout_s: float,
     as_json: bool,
@@ -55,7 +62,7 @@ def drain(
 
     REPLICA is a name that `sluice top --once` shows. It stays closed, also over a restart of the
     controller, until --undo. Serve neither stops nor replaces it for that: look at the machine, or
-    take it away.
+    take it away. Before the last replica of a model is drained the command asks.
 
     \b
     Examples:
@@ -64,12 +71,31 @@ def drain(
       sluice drain k3jx8w2p --undo
     """
     api = AdminApi(address, key)
-    told = api.drain(replica_id, not undo)
+    told = api.take_back(replica_id) if undo else _close(api, replica_id, yes)
     if undo or not wait:
         _say(told, as_json)
         return
     told = _wait(api, told, timeout_s)
     _say(told, as_json)
+
+
+def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
+    """Drain a replica; the last one of its model only if that is meant.
+
+    Raises:
+        Failure: it is not, or nobody can be asked.
+    """
+    try:
+        return api.drain(replica_id, yes)
+    except LastReplicaError:
+        click.echo(f"{replica_id} is {_LAST}", err=True)
+    try:
+        sure = click.confirm("Drain it?", err=True)
+    except click.Abort:  # there is nobody to ask
+        sure = False
+    if not sure:
+        raise Failure(Exit.FAILED, f"{replica_id} was not drained; --yes drains it without asking")
+    return api.drain(replica_id, force=True)
 
 
 def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
 from router.admin.access import ADMIN_PREFIX
-from router.admin.overseer import FEW_DECISIONS, MAX_DECISIONS, Overseer
+from router.admin.overseer import FEW_DECISIONS, FORCE, MAX_DECISIONS, Overseer
 from router.client_request_id import noted
 from router.errors import invalid, shown
 from router.gate import Arrival
@@ -42,17 +42,19 @@ def admin_routes(overseer: Overseer) -> APIRouter:
 
     @routes.post("/replicas/{replica_id}/drain", response_model=None)
     async def drain(request: Request, replica_id: str) -> JSONResponse:
-        return await change(request, replica_id, True)
+        return await change(request, replica_id, True, (FORCE,))
 
     @routes.delete("/replicas/{replica_id}/drain", response_model=None)
     async def reopen(request: Request, replica_id: str) -> JSONResponse:
         return await change(request, replica_id, False)
 
-    async def change(request: Request, replica_id: str, to: bool) -> JSONResponse:
-        _check_parameters(request, ())
+    async def change(
+        request: Request, replica_id: str, to: bool, parameters: Collection[str] = ()
+    ) -> JSONResponse:
+        _check_parameters(request, parameters)
         if not _REPLICA_ID.fullmatch(replica_id):
             raise invalid(f"{shown(replica_id)} is no replica's id", "replica_id")
-        told = await overseer.drain(replica_id, to)
+        told = await overseer.drain(replica_id, to, _force(request))
         arrival: Arrival = request.state.arrival
         _log.warning(
             "replica %s was %s by the admin key %s, with %d requests left",
@@ -86,6 +88,13 @@ def _limit(request: Request) -> int:
             f"limit must be an integer from 1 to {MAX_DECISIONS}, got {shown(text)}", "limit"
         )
     return int(text)
+
+
+def _force(request: Request) -> bool:
+    text = request.query_params.get(FORCE, "false")
+    if text not in ("true", "false"):
+        raise invalid(f"{FORCE} must be true or false, got {shown(text)}", FORCE)
+    return text == "true"
 
 
 def _request_id(request: Request) -> str | None:

@@ -8,14 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from controller.client import NoAnswerError
-from router.admin.recent import Recent
 from router.errors import ApiError, Reason, shown
+from router.recent import Recent
 
 TTL_S = 1.0
 """How long what a controller has told is shown again, seconds."""
 
 MAX_DECISIONS = 256
 """Most decisions in one answer; a controller keeps as many."""
+
+FORCE = "force"
+"""Parameter with which also the last replica of a model is drained."""
 
 FEW_DECISIONS = 50
 """As many as a page shows: asked for so often that not all are fetched for it."""
@@ -30,8 +33,8 @@ class Overseen(Protocol):
     async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
         """Its last decisions, the latest first; ``None`` where it does not answer."""
 
-    async def drain(self, replica_id: str, drain: bool) -> dict[str, Any] | None:
-        """Close or reopen a replica; ``None`` where it is not known.
+    async def drain(self, replica_id: str, drain: bool, spare_last: bool) -> dict[str, Any] | None:
+        """Close or reopen a replica; ``None`` where it is not known. ``last``: it was spared.
 
         Raises:
             NoAnswerError: it did not answer.
@@ -81,20 +84,26 @@ class Overseer:
             made = [each for each in made if request_id in _ids_of(each)]
         return made[:limit]
 
-    async def drain(self, replica_id: str, drain: bool) -> dict[str, Any]:
+    async def drain(self, replica_id: str, drain: bool, force: bool = False) -> dict[str, Any]:
         """Close a replica to new requests, or open it again; says what is left there.
 
+        Args:
+            force: also the last one of its model that takes requests.
+
         Raises:
-            ApiError: 404; no controller knows it. 503; one that might did not answer.
+            ApiError: 404; no controller knows it. 409; it is the last one. 503; one that might know
+                it did not answer.
         """
         silent = False
         for model, controller in self._controllers.items():
             try:
-                told = await controller.drain(replica_id, drain)
+                told = await controller.drain(replica_id, drain, not force)
             except NoAnswerError:
                 silent = True
                 continue
             if told is not None:
+                if told.pop("last"):
+                    raise _last(replica_id, model)
                 self._fleet.drop()
                 return {"model": model, **told}
         if silent:
@@ -153,6 +162,16 @@ class Overseer:
 def _ids_of(decision: Mapping[str, Any]) -> tuple[str | None, ...]:
     # A controller of an earlier version knows no ids of clients.
     return decision["request_id"], decision.get("client_request_id")
+
+
+def _last(replica_id: str, model: str) -> ApiError:
+    return ApiError(
+        Reason.LAST_REPLICA,
+        f"{replica_id} is the last replica that takes requests for the model {shown(model)}. Once "
+        "it is drained, each of them gets a 503 until a replica is taken back. "
+        f"{FORCE}=true drains it all the same.",
+        FORCE,
+    )
 
 
 def _no_controller() -> ApiError:

@@ -44,6 +44,7 @@ async def test_a_drained_replica_gets_nothing_and_finishes_what_it_has() -> None
         "replica_id": "b",
         "draining": True,
         "drain": "operator",
+        "last": False,
         "left": 2,
         "waiting": 0,
         "running": 0,
@@ -59,6 +60,28 @@ async def test_a_drained_replica_gets_nothing_and_finishes_what_it_has() -> None
     told = await controller.drain("b", False)
     assert told is not None and (told["draining"], told["drain"]) == (False, None)
     assert "b" in await placed(controller, *range(10, 14))
+
+
+async def test_the_last_replica_that_takes_requests_can_be_spared() -> None:
+    clock = Clock()
+    controller = make(clock)
+
+    async def spared(name: str) -> bool:
+        told = await controller.drain(name, True, spare_last=True)
+        assert told is not None and told["draining"] is not told["last"]
+        return bool(told["last"])
+
+    for name in ("a", "b", "c"):
+        await controller.hello(hello(name))
+    await controller.replica_gone(["c"])
+    assert not await spared("a")
+    assert await spared("b") and await placed(controller, 1) == ["b"]
+    assert not await spared("a"), "it is drained, and was not the last one"
+    await controller.drain("a", False)
+    assert not await spared("b") and await spared("a")
+    assert not (await controller.drain("a", True) or {})["last"]
+    assert await placed(controller, 2) == [None]
+    assert not await spared("b")
 
 
 async def test_routers_hear_what_is_closed_with_every_answer() -> None:

@@ -72,10 +72,10 @@ class Application:
         rows = self.tell(self.controller.snapshot())["replicas"]
         return next(row["drain"] for row in rows if row["replica_id"] == replica_id)
 
-    def run(self, *words: str, key: str | None = KEY) -> Result:
+    def run(self, *words: str, key: str | None = KEY, typed: str | None = None) -> Result:
         """A command against it."""
         variables = {"SLUICE_ADDRESS": f"http://127.0.0.1:{self.port}", "SLUICE_ADMIN_KEY": key}
-        return CliRunner().invoke(main, words, env=variables)
+        return CliRunner().invoke(main, words, env=variables, input=typed)
 
 
 @pytest.fixture
@@ -217,6 +217,22 @@ def test_an_idle_replica_is_drained_at_once_and_taken_back(application: Applicat
     assert "idle of m takes no new requests: an operator" in application.run("status").stdout
     assert application.run("drain", "idle", "--undo").stdout == "idle takes requests again\n"
     assert application.drain_of("idle") is None
+
+
+def test_the_last_replica_is_drained_only_by_one_who_means_it(application: Application) -> None:
+    application.run("drain", "busy", "--no-wait")
+    for typed in (None, "", "n\n", "what\n"):
+        refused = application.run("drain", "idle", typed=typed)
+        assert refused.exit_code == Exit.FAILED
+        assert "last replica of its model" in refused.stderr and "503" in refused.stderr
+        assert "--yes" in refused.stderr and not refused.stdout
+        assert application.drain_of("idle") is None
+    assert application.run("drain", "idle", typed="y\n").exit_code == Exit.OK
+    assert application.drain_of("idle") == "operator"
+    application.run("drain", "idle", "--undo")
+    sure = application.run("drain", "idle", "--yes", "--json")
+    assert (sure.exit_code, sure.stderr) == (Exit.OK, "")
+    assert application.drain_of("idle") == "operator"
 
 
 def test_drain_waits_until_the_replica_is_empty(application: Application) -> None:

@@ -75,6 +75,33 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back() -> None:
 
         assert not admin(serving, "DELETE", f"replicas/{drained}/drain").json()["draining"]
         wait_until(lambda: drained in served_by(serving, 5), "it gets requests again")
+
+        # With all of them drained nothing is well, and each answer says why.
+        assert admin(serving, "POST", f"replicas/{drained}/drain").json()["draining"]
+        refused = admin(serving, "POST", f"replicas/{other}/drain")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "last_replica")
+        assert admin(serving, "POST", f"replicas/{other}/drain?force=true").json()["draining"]
+        for path, body in (("/health", None), ("/v1/completions", BODY)):
+
+            def unserved(path: str = path, body: Any = body) -> bool:
+                method = "GET" if body is None else "POST"
+                answer = httpx.request(method, f"{serving.url}{path}", json=body, timeout=30)
+                if answer.status_code == 200:  # the router has not heard of it yet
+                    return False
+                assert answer.status_code == 503
+                assert "drained" in answer.json()["error"]["message"]
+                return True
+
+            wait_until(unserved, f"{path} says that all are drained")
+        assert httpx.get(f"{serving.url}/-/healthz", timeout=30).status_code == 200
+        assert httpx.get(f"{serving.url}/v1/models", timeout=30).json()["data"]
+        for name in (drained, other):
+            assert not admin(serving, "DELETE", f"replicas/{name}/drain").json()["draining"]
+
+        def well() -> bool:
+            return httpx.get(f"{serving.url}/health", timeout=30).json() == {"status": "ok"}
+
+        wait_until(well, "it is healthy again")
         values = {"SLUICE_ADMIN_KEY": KEY, "REQUEST_ID": wanted, "REPLICA": drained}
         for command in [
             line for block in marked(DOCUMENT, "run: admin") for line in block.splitlines()

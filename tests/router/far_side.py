@@ -181,6 +181,8 @@ class FarSide:
         """The pool that each of :attr:`calls` went to."""
         self.empty: set[Role] = set()
         """Pools without a replica."""
+        self.drained = False
+        """Whether its replicas take no new requests."""
         self.calls: list[tuple[str, EngineRequest]] = []
         self.live: set[str] = set()
         self.cancelled: list[str] = []
@@ -240,6 +242,11 @@ class FarSide:
             await asyncio.Event().wait()
         entry = {"id": "m", "object": "model", "max_model_len": self.max_model_len}
         return {"object": "list", "data": [entry]}
+
+    async def check(self) -> None:
+        if self.drained:
+            raise ReplicaFailedError(Reason.NO_REPLICA, "Every replica is drained.", retry=False)
+        await self.models()
 
     async def let_go(self) -> None:
         """Let the other side take what is ready."""

@@ -48,10 +48,12 @@ class LocalController:
         self.listings += 1
         return await self.controller.decisions(limit) if self.up else None
 
-    async def drain(self, replica_id: str, drain: bool) -> dict[str, Any] | None:
+    async def drain(
+        self, replica_id: str, drain: bool, spare_last: bool = False
+    ) -> dict[str, Any] | None:
         if not self.up:
             raise NoAnswerError("unavailable")
-        return await self.controller.drain(replica_id, drain)
+        return await self.controller.drain(replica_id, drain, spare_last)
 
     async def hear(self, metrics: RouterMetrics) -> None:
         """Take in what a router has counted."""

@@ -293,7 +293,9 @@ async def test_several_models_are_told_together() -> None:
     }
     assert [facts["up"] for facts in fleet["models"].values()] == [True, True, False]
     assert fleet["unavailable"] == ["m2"]
-    assert (await system.ask("/admin/v1/replicas/c/drain", method="POST")).json()["model"] == "m1"
+    assert (await system.ask("/admin/v1/replicas/c/drain?force=true", method="POST")).json()[
+        "model"
+    ] == "m1"
     # The silent one may know it.
     unknown = await system.ask("/admin/v1/replicas/zz/drain", method="POST")
     assert unknown.status_code == 503
@@ -326,6 +328,25 @@ async def test_a_replica_is_drained_and_taken_back() -> None:
     assert again.json()["draining"] is False
     await system.ask("/admin/v1/replicas/b/drain", method="POST")
     assert (await system.chat()).headers["x-sluice-replica"] == "a"
+
+
+async def test_the_last_replica_of_a_model_is_drained_only_with_force() -> None:
+    system = await operated()
+    await system.ask("/admin/v1/replicas/a/drain", method="POST")
+    refused = await system.ask("/admin/v1/replicas/b/drain", method="POST")
+    assert refused.status_code == 409
+    error = error_of(refused)
+    assert (error["code"], error["param"]) == ("last_replica", "force") and "503" in error[
+        "message"
+    ]
+    assert (await system.chat()).headers["x-sluice-replica"] == "b"
+    for wrong in ("force=yes", "force=", "force=true&force=true"):
+        path = f"/admin/v1/replicas/b/drain?{wrong}"
+        assert (await system.ask(path, method="POST")).status_code == 400
+    told = await system.ask("/admin/v1/replicas/b/drain?force=true", method="POST")
+    assert told.status_code == 200 and told.json()["draining"]
+    path = "/admin/v1/replicas/b/drain?force=true"
+    assert (await system.ask(path, method="DELETE")).status_code == 400
 
 
 async def test_the_log_says_who_drained_what(caplog: pytest.LogCaptureFixture) -> None:

@@ -123,6 +123,19 @@ async def test_models_are_listed_and_a_missing_one_is_told() -> None:
     )
 
 
+async def test_a_drained_model_is_listed_and_not_healthy() -> None:
+    two = Two()
+    async with two.client() as client:
+        two.sides["b"].drained = True
+        assert (await client.get("/health")).json() == {"status": "degraded", "unavailable": ["b"]}
+        assert len((await client.get("/v1/models")).json()["data"]) == 2
+    two = Two()
+    async with two.client() as client:
+        two.sides["a"].drained = two.sides["b"].drained = True
+        health = await client.get("/health")
+        assert health.status_code == 503 and "drained" in health.json()["error"]["message"]
+
+
 async def test_models_that_are_away_are_waited_for_together() -> None:
     """Each takes until its deadline, and a load balancer's probe does not wait for their sum."""
     two = Two()

@@ -256,6 +256,23 @@ def test_draining_takes_two_clicks_and_is_taken_back_with_one(
         check_whole(tab, site)
 
 
+def test_before_the_last_replica_is_drained_the_page_asks(chromium: Browser, site: Site) -> None:
+    button = "[data-replica=p7w1m4zt] button"
+    for other in ("k3x9a2bq", MARKUP):
+        site.do(site.local.controller.drain(other, True))
+    with chromium.tab() as tab:
+        opened(tab, site)
+        for answer, then in (("false", "Drain"), ("true", "Take back")):
+            tab.eval(f"window.confirm = (text) => {{ window.asked = text; return {answer}; }}, 0")
+            tab.click(button)
+            tab.click(button)
+            tab.until("(window.asked ?? '').includes('last replica')")
+            tab.until(f"document.querySelector('{button}').innerText === '{then}'")
+            tab.eval("delete window.asked, 0")
+            drained = "p7w1m4zt" in (site.do(site.local.controller.route([])).closed or ())
+            assert drained == (answer == "true")
+
+
 def test_a_replica_in_quarantine_says_why_and_what_comes_next(
     chromium: Browser, site: Site
 ) -> None:

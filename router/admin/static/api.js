@@ -4,9 +4,10 @@ const TIMEOUT_MS = 10000;
 const KEY = "sluice-admin-key";
 
 export class Refusal extends Error {
-  constructor(status, message) {
+  constructor(status, message, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -22,7 +23,7 @@ export async function ask(path, method = "GET") {
   });
   if (answer.ok) return answer.json();
   const said = await answer.json().catch(() => null);
-  throw new Refusal(answer.status, said?.error?.message ?? `The server answered ${answer.status}.`);
+  throw new Refusal(answer.status, said?.error?.message ?? `The server answered ${answer.status}.`, said?.error?.code);
 }
 
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;

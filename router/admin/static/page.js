@@ -47,10 +47,17 @@ async function poll() {
   }
 }
 
+const last = (id) =>
+  `${id} is the last replica of its model that takes requests. Once it is drained, each of them gets a 503. Drain it?`;
+
 /** Drain a replica, or take that back. */
 async function change(id, drain) {
   try {
-    await ask(`replicas/${encodeURIComponent(id)}/drain`, drain ? "POST" : "DELETE");
+    const path = `replicas/${encodeURIComponent(id)}/drain`;
+    await ask(path, drain ? "POST" : "DELETE").catch((error) => {
+      if (error.code !== "last_replica" || !confirm(last(id))) throw error;
+      return ask(`${path}?force=true`, "POST");
+    });
   } catch (error) {
     const text = `Replica ${id} could not be ${drain ? "drained" : "taken back"}: ${error.message}`;
     notice = { text, until: Date.now() + NOTICE_MS };
