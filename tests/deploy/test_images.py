@@ -76,9 +76,14 @@ def test_the_cache_of_the_chart_is_the_user_s(dockerfile: Path) -> None:
     assert f"mountPath: {home}/.cache" in pod
 
 
-def test_the_images_install_extras_that_exist(dockerfile: Path) -> None:
-    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", "\n".join(of(dockerfile, "RUN")))
-    assert set(extras.split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
+def test_the_images_install_locked_versions_by_their_hashes(dockerfile: Path) -> None:
+    installs = [run for run in of(dockerfile, "RUN") if " install --no-cache-dir" in run]
+    dependencies, sluice = installs
+    assert "--require-hashes" in dependencies and "--no-deps" in dependencies
+    (copied, _) = next(each.split() for each in of(dockerfile, "COPY"))
+    assert dependencies.endswith(f"--requirement {Path(copied).name}")
+    assert (ROOT / copied).is_file()
+    assert sluice.endswith("--no-deps --no-build-isolation .")
 
 
 def test_an_installed_sluice_has_every_file(tmp_path: Path) -> None:
