@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import re
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ async def replay(
     leaves_after: Callable[[int], int | None] = _stays,
     exact: bool = True,
     patience_s: float = 0.0,
+    trust: ssl.SSLContext | None = None,
 ) -> list[Outcome]:
     """Send ``workload`` to an application; the outcomes in order of arrival.
 
@@ -150,11 +152,12 @@ async def replay(
             number goes away, if it does.
         exact: whether the engines are simulated ones, whose text is known.
         patience_s: for so long a refused request is sent again at once, whatever the refusal says.
+        trust: the certificates that an ``https`` URL may show; by default those of the system.
     """
     outcomes: list[Outcome] = []
     tasks: set[asyncio.Task[None]] = set()
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=trust or True)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         started_s = clock()
         for number, arrival in enumerate(workload.arrivals):

@@ -16,14 +16,20 @@ from ray import serve
 from controller.lookup import NAMESPACE
 from deploy.ray_settings import free_port
 from deploy.ray_start import start_ray
+from tests.deploy.certificate import TlsPort, tls_port
 
 _ROOT = str(Path(__file__).parents[1])
 
 
 class SharedRay:
-    """Ray with Serve, started by the first test that asks for it."""
+    """Ray with Serve, started by the first test that asks for it.
+
+    Attributes:
+        tls: the TLS port beside the plain one, while it runs.
+    """
 
     def __init__(self) -> None:
+        self.tls: TlsPort | None = None
         self._port: int | None = None
         self._folder = ""
 
@@ -31,7 +37,8 @@ class SharedRay:
         """Where Serve listens."""
         if self._port is None:
             self._folder = tempfile.mkdtemp(prefix="sluice-")
-            _start(num_cpus=32, folder=self._folder)
+            with tls_port(Path(self._folder)) as self.tls:
+                _start(num_cpus=32, folder=self._folder)
             self._port = free_port()
             serve.start(http_options={"host": "127.0.0.1", "port": self._port})
         return self._port

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,15 +18,21 @@ from ray.serve.context import _get_global_client
 from deploy.config import SluiceConfig
 from deploy.local import base_url, deploy, running
 from deploy.ray_settings import free_port
+from tests.deploy.certificate import TlsPort, tls_port
 from tests.own_ray import shared_ray
 
 
 class System:
-    """A running application, as a client and an operator see it."""
+    """A running application, as a client and an operator see it.
 
-    def __init__(self, config: SluiceConfig) -> None:
+    Attributes:
+        tls: its TLS port.
+    """
+
+    def __init__(self, config: SluiceConfig, tls: TlsPort | None) -> None:
         self.config = config
         self.url = base_url(config)
+        self.tls = tls
 
     def controller(self) -> Any:
         """Handle of the controller actor."""
@@ -67,7 +75,7 @@ def system(fields: dict[str, Any]) -> Iterator[System]:
     """Serve the configuration ``fields`` on the Ray that tests share until the block ends."""
     config = _configuration(fields, shared_ray.serve_port())
     with on_the_shared_ray(config):
-        yield System(config)
+        yield System(config, shared_ray.tls)
 
 
 @contextmanager
@@ -86,8 +94,12 @@ def system_alone(fields: dict[str, Any]) -> Iterator[System]:
     """The same as ``sluice serve`` does it, on a Ray of its own that takes this environment."""
     shared_ray.end()
     config = _configuration(fields, free_port())
-    with running(config, threading.Event(), report=print):
-        yield System(config)
+    with (
+        TemporaryDirectory() as folder,
+        tls_port(Path(folder)) as tls,
+        running(config, threading.Event(), report=print),
+    ):
+        yield System(config, tls)
 
 
 def _configuration(fields: dict[str, Any], port: int) -> SluiceConfig:

@@ -4,92 +4,39 @@ power, and another ``sluice serve`` goes on with the batches in the same folder.
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import yaml
 from openai import OpenAI
 from openai.types import Batch
 
-from benchmarks.injuries import Process
 from benchmarks.replay_answer import AnswerCheck, simulated
 from deploy.ray_settings import free_port
-from tests.documents import newcomer
+from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import wait_until
 
 pytestmark = pytest.mark.ray
 
-SLUICE = Path(sys.executable).with_name("sluice")
 LINES = 96
 SLOW_STEP_S = 0.5
 """The first engine would need a minute for a batch, at eight lines at once and ten steps each."""
 
 WAIT_S = 180.0
-_FOLDER = re.compile("=(/tmp/sluice-[^/]+)/")
 
 
 @contextmanager
 def served(fields: dict[str, Any], folder: Path) -> Iterator[OpenAI]:
     """``sluice serve`` with a client of it, until the block ends; then all of it is killed."""
-    config, log = folder / "sluice.yaml", folder / "log"
-    config.write_text(yaml.safe_dump(fields))
-    process = _start(config, log)
-    # Ray gives itself 30 s to start, which a busy machine may need more than once.
-    while process.poll() is not None and "timed out during startup" in log.read_text():
-        process = _start(config, log)
+    command = ServeCommand(fields, folder)
     try:
-        assert process.poll() is None, log.read_text()
         url = f"http://127.0.0.1:{fields['router']['port']}/v1"
         with OpenAI(base_url=url, api_key="none") as client:
             yield client
     finally:
-        _kill_all(process)
-
-
-def _start(config: Path, log: Path) -> subprocess.Popen[str]:
-    """The command, once it serves or has ended."""
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [SLUICE, "serve", "--config", config],
-            env={**newcomer(), "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.02"},
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-    assert process.stdout is not None
-    if not process.stdout.readline():
-        process.wait()
-    return process
-
-
-def _kill_all(process: subprocess.Popen[str]) -> None:
-    if process.poll() is not None:
-        return
-    # They stand still first: what is left must not start anew what is gone.
-    Process.of(process.pid).freeze()
-    family = psutil.Process(process.pid).children(recursive=True)
-    folders = {found for member in family for found in _FOLDER.findall(_title(member))}
-    Process.of(process.pid).kill()
-    process.communicate(timeout=60)
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert alive == [], "it was not all of it"
-    assert folders, "Ray runs below a folder of its own"
-    for folder in folders:
-        shutil.rmtree(folder)
-
-
-def _title(process: psutil.Process) -> str:
-    with suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline())
-    return ""
+        command.kill()
 
 
 def test_batches_and_files_survive_a_restart_of_everything(tmp_path: Path) -> None:

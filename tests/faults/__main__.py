@@ -36,7 +36,6 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> 
     ray_settings.apply(folder)
     from tests.faults.catalogue import SCENARIOS
     from tests.faults.table import machine, table
-    from tests.wire import can_cut
 
     known = {each.name: each for each in SCENARIOS}
     if listed:
@@ -46,9 +45,10 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> 
     if unknown:
         raise click.UsageError(f"no such scenario: {', '.join(unknown)}; see --list")
     chosen = [known[name] for name in names or known]
-    for each in [each for each in chosen if each.cuts and not can_cut()]:
-        click.echo(f"left out, as no networks can be cut here: {each.name}", err=True)
-        chosen.remove(each)
+    for each in list(chosen):
+        if why := each.missing():
+            click.echo(f"left out: {each.name}: {why}", err=True)
+            chosen.remove(each)
     rows, bad = _run(chosen, quick)
     if as_json:
         plain = [dataclasses.asdict(row) for row in rows]
@@ -78,7 +78,7 @@ def _run(scenarios: list[Scenario], quick: bool) -> tuple[list[Row], list[str]]:
                         if each.setting is setting:
                             rows[each.name] = run(trial, each, QUICK if quick else FULL)
                             say(rows[each.name])
-                except pytest.fail.Exception as error:
+                except (pytest.fail.Exception, AssertionError) as error:
                     broken.append(f"{each.name}: {error}")
                     say(broken[-1])
     return [rows[each.name] for each in scenarios if each.name in rows], broken

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from tests.faults import controller, edge, engines, nodes, replicas, updates
+from tests.faults import (
+    clocks,
+    controller,
+    disk,
+    edge,
+    engines,
+    machine,
+    nodes,
+    replicas,
+    transfers,
+    updates,
+)
 
 SCENARIOS = (
     *replicas.SCENARIOS,
     *controller.SCENARIOS,  # before routers die: what those had counted ends with a controller
     *edge.SCENARIOS,
     *updates.SCENARIOS,
+    *clocks.SCENARIOS,
+    *disk.SCENARIOS,
+    *machine.SCENARIOS,
     *nodes.SCENARIOS,
     *engines.SCENARIOS,
+    *transfers.SCENARIOS,
 )

@@ -9,8 +9,9 @@ from ray import serve
 from ray.exceptions import RayError
 
 from benchmarks import injuries
+from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
-from tests.faults.replicas import FLEET
+from tests.faults.replicas import FLEET, killed_in_mid_stream
 from tests.faults.scenario import Scenario, Trial
 
 
@@ -64,6 +65,16 @@ def haproxy_manager_killed(trial: Trial) -> Callable[[], bool]:
     return lambda: not victim.runs
 
 
+def tls_parts_killed(trial: Trial) -> Callable[[], bool]:
+    """The replica with most streams ends, and then HAProxy, once one of them has gone on
+    elsewhere."""
+    before = trial.counted()["resumed"]
+    replaced = killed_in_mid_stream(trial)
+    wait_until(lambda: trial.counted()["resumed"] > before, "a stream goes on", every_s=0.2)
+    proxy = haproxy_killed(trial)
+    return lambda: replaced() and proxy()
+
+
 _STREAMS = Load(output_tokens=(40, 100), plain=0)
 
 SCENARIOS = (
@@ -79,5 +90,16 @@ SCENARIOS = (
         may_fail=True,
         may_refuse=True,
         quick=False,
+    ),
+    Scenario(
+        "TLS: replica killed, then HAProxy",
+        FLEET,
+        tls_parts_killed,
+        _STREAMS,
+        resumes=True,
+        may_fail=True,
+        may_refuse=True,
+        longer_s=3.0,
+        tls=True,
     ),
 )

@@ -47,14 +47,14 @@ def engine_frozen_for_good(trial: Trial) -> Callable[[], bool]:
     return lambda: victim not in trial.fresh() and not engine.runs
 
 
-_STREAMS = Load(rate=1.5, prompt_tokens=(20, 100), output_tokens=(100, 200), plain=5)
+STREAMS = Load(rate=1.5, prompt_tokens=(20, 100), output_tokens=(100, 200), plain=5)
 
 SCENARIOS = (
     Scenario(
         "vLLM: replica killed in mid-stream",
         ENGINES,
         killed_in_mid_stream,
-        _STREAMS,
+        STREAMS,
         resumes=True,
         quick=False,
     ),
@@ -62,7 +62,7 @@ SCENARIOS = (
         "vLLM: engine frozen and thawed",
         ENGINES,
         engine_frozen,
-        _STREAMS,
+        STREAMS,
         resumes=True,
         quick=False,
     ),
@@ -70,7 +70,7 @@ SCENARIOS = (
         "vLLM: engine frozen for good",
         ENGINES,
         engine_frozen_for_good,
-        _STREAMS,
+        STREAMS,
         resumes=True,
         quick=False,
     ),

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
 
-from deploy.commands.admin import AdminApi
-from deploy.commands.exits import Exit, Failure
-from deploy.config import parse_config
+from deploy.commands.exits import Exit
 from tests.e2e.cluster import HEAD, START_S, Cluster
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
+from tests.faults.operators import ADMIN, OperatorTrial
 from tests.faults.replicas import FLEET
 from tests.faults.scenario import Scenario, Setting, Trial
 from tests.wire import can_cut
 
-KEY = "an-admin-key-of-the-faults"
 WORKERS = ("first", "second", "third")
 
 
-class ClusterTrial(Trial):
-    """An application on a cluster, as clients and operators reach it."""
+class ClusterTrial(OperatorTrial):
+    """An application on a cluster."""
 
     def __init__(self, cluster: Cluster, fields: dict[str, Any]) -> None:
         self.cluster = cluster
-        super().__init__(parse_config(fields), cluster.url)
-
-    def snapshot(self) -> dict[str, Any]:
-        with suppress(Failure):
-            rows = AdminApi(self.url, KEY).fleet()["replicas"]
-            return {"replicas": rows, "reservations": sum(row["reserved"] for row in rows)}
-        return {"replicas": [], "reservations": None}
-
-    def has_heard_of_all(self) -> bool:
-        return True  # no operator can see it
+        super().__init__(fields, cluster.url)
 
     def routers(self) -> int:
         rows = self.cluster.dashboard.ask("GET", "/api/serve/applications/")["applications"]
@@ -69,7 +58,7 @@ NODES = ClusterSetting(
         **FLEET.fields,
         "name": "sluice",
         "replica": {"count": 3, "num_cpus": 1},
-        "router": {**FLEET.fields["router"], "admin": {"keys": [KEY]}},
+        "router": {**FLEET.fields["router"], "admin": ADMIN},
     }
 )
 """The fleet of the other scenarios on three nodes."""
@@ -130,6 +119,6 @@ SCENARIOS = (
         forgets=True,
         longer_s=60.0,
         quick=False,
-        cuts=True,
+        missing=lambda: "" if can_cut() else "no network can be cut here, which needs root",
     ),
 )

@@ -25,6 +25,7 @@ from benchmarks.replay_client import End, Outcome, replay, text_body
 from controller.lookup import NAMESPACE, controller_actor_name
 from deploy.config import SluiceConfig
 from simulation.workload import Arrival, Workload
+from tests.deploy.certificate import TlsPort
 from tests.e2e.conftest import System, system_alone, wait_until
 from tests.faults.load import Load
 
@@ -97,7 +98,8 @@ class Scenario:
         planned: whether an operator does it: then no stream may break.
         longer_s: how much longer than others' its load lasts, seconds.
         quick: whether the tests run it.
-        cuts: whether it cuts a network, which not everybody can.
+        tls: whether clients use the TLS port.
+        missing: says what it needs and is not on this machine; empty if there is all.
     """
 
     name: str
@@ -113,23 +115,26 @@ class Scenario:
     planned: bool = False
     longer_s: float = 0.0
     quick: bool = True
-    cuts: bool = False
+    tls: bool = False
+    missing: Callable[[], str] = lambda: ""
 
 
 class Trial:
     """The system under load, as an injury sees it; on the Ray that this process has joined."""
 
-    def __init__(self, config: SluiceConfig, url: str) -> None:
+    def __init__(self, config: SluiceConfig, url: str, tls: TlsPort | None = None) -> None:
         self.config = config
         self.app = config.name
         self.url = url
+        self.tls = tls
+        self.model = config.fleets[0].model
         self.undo = ExitStack()
         """What must not outlast the scenario, however it ends."""
 
     @classmethod
     def of(cls, serving: System) -> Trial:
         """A system that the tests have started."""
-        return cls(serving.config, serving.url)
+        return cls(serving.config, serving.url, serving.tls)
 
     def snapshot(self) -> dict[str, Any]:
         """The controller's view; one without replicas while it does not answer."""
@@ -164,7 +169,7 @@ class Trial:
 
     def ask(self) -> bool:
         """Whether a short request is answered now."""
-        body = {"model": self.config.fleets[0].model, "prompt": "one", "max_tokens": 1}
+        body = {"model": self.model, "prompt": "one", "max_tokens": 1}
         with suppress(httpx.HTTPError):
             answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=10)
             return answer.status_code == 200
@@ -202,20 +207,26 @@ class Trial:
     def counted(self) -> dict[str, float]:
         """The sums of :data:`COUNTED` over all routers, once the controller has them: without it a
         router knows its own."""
-        found: defaultdict[str, float] = defaultdict(float)
+        found: dict[str, float] = {}
 
         def look() -> bool:
             found.clear()
-            with suppress(httpx.HTTPError):
-                page = httpx.get(f"{self.url}/metrics", timeout=5).text
-                for line in page.splitlines():
-                    series, _, value = line.rpartition(" ")
-                    if not line.startswith("#"):
-                        found[series.partition("{")[0]] += float(value)
-            return bool(found["sluice_controller_up"]) and self.has_heard_of_all()
+            found.update(self.metrics())
+            return bool(found.get("sluice_controller_up")) and self.has_heard_of_all()
 
         wait_until(look, "there is a page of metrics", RECOVERY_S, every_s=0.2)
-        return {column: found[metric] for column, metric in COUNTED.items()}
+        return {column: found.get(metric, 0.0) for column, metric in COUNTED.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """The sum of each metric over its series; empty while nobody answers."""
+        found: defaultdict[str, float] = defaultdict(float)
+        with suppress(httpx.HTTPError):
+            page = httpx.get(f"{self.url}/metrics", timeout=5).text
+            for line in page.splitlines():
+                series, _, value = line.rpartition(" ")
+                if not line.startswith("#"):
+                    found[series.partition("{")[0]] += float(value)
+        return dict(found)
 
     def has_heard_of_all(self) -> bool:
         """Whether the controller has metrics of every process that there should be: one that has
@@ -306,8 +317,10 @@ class _Client:
     """Runs the load on an event loop of its own."""
 
     def __init__(self, trial: Trial, scenario: Scenario, span: Span) -> None:
-        self._url = f"{trial.url}/v1/completions"
-        self._model = trial.config.fleets[0].model
+        self._tls = trial.tls if scenario.tls else None
+        assert self._tls is not None or not scenario.tls, "the system has no TLS port"
+        self._url = f"{self._tls.url if self._tls else trial.url}/v1/completions"
+        self._model = trial.model
         self._exact = scenario.setting.exact
         self._plain = scenario.load.plain
         self._workload: Workload = scenario.load.make(span.load_s + scenario.longer_s)
@@ -316,7 +329,14 @@ class _Client:
     def run(self) -> list[Outcome]:
         """Send everything, and wait for every end."""
         return asyncio.run(
-            replay(self._url, self._model, self._workload, body=self._body, exact=self._exact)
+            replay(
+                self._url,
+                self._model,
+                self._workload,
+                body=self._body,
+                exact=self._exact,
+                trust=self._tls.trust if self._tls else None,
+            )
         )
 
     def now_s(self) -> float:
@@ -383,7 +403,8 @@ def _count(row: Row, trial: Trial, before: dict[str, float], scenario: Scenario)
 
     def told() -> bool:
         now = trial.counted()
-        new = {column: round(now[column] - before[column]) for column in now}
+        # Counters begin anew where all of the system does.
+        new = {column: max(0, round(now[column] - before[column])) for column in now}
         row.resumed, row.retried = new["resumed"], new["retried"]
         row.undecided = new["undecided"]
         return new["ended"] >= row.completed or scenario.forgets

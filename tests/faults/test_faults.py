@@ -13,6 +13,9 @@ from tests.faults.scenario import QUICK, Scenario, Trial, run
 
 pytestmark = pytest.mark.ray
 
+ON_THE_FLEET = [each for each in SCENARIOS if each.quick and each.setting is FLEET]
+ELSEWHERE = [each for each in SCENARIOS if each.quick and each.setting is not FLEET]
+
 
 @pytest.fixture(scope="module")
 def trial() -> Iterator[Trial]:
@@ -20,12 +23,21 @@ def trial() -> Iterator[Trial]:
         yield Trial.of(running)
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [each for each in SCENARIOS if each.quick and each.setting is FLEET],
-    ids=lambda each: each.name,
-)
+@pytest.mark.parametrize("scenario", ON_THE_FLEET, ids=lambda each: each.name)
 def test_nothing_is_lost(trial: Trial, scenario: Scenario) -> None:
+    check(trial, scenario)
+
+
+@pytest.mark.parametrize("scenario", ELSEWHERE, ids=lambda each: each.name)
+def test_nothing_is_lost_elsewhere(scenario: Scenario) -> None:
+    """On a system that is started for it, which takes longer than the scenario does."""
+    if why := scenario.missing():
+        pytest.skip(why)
+    with scenario.setting.open() as own:
+        check(own, scenario)
+
+
+def check(trial: Trial, scenario: Scenario) -> None:
     row = run(trial, scenario, QUICK)
     print(row)
     assert row.problems == [], row

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from benchmarks import injuries
-from deploy.local import deploy
+from deploy.config import SluiceConfig
+from deploy.local import StartError, deploy
 from tests.e2e.conftest import wait_until
 from tests.faults.load import Load
 from tests.faults.replicas import FLEET
@@ -52,6 +55,20 @@ def updated(trial: Trial) -> Callable[[], bool]:
     return replaced
 
 
+def wrong_deployed(trial: Trial) -> Callable[[], bool]:
+    """A configuration is deployed whose model does not exist. It is refused with the model's path
+    in the message, and the running version serves; then the right one is deployed again."""
+    missing = "/nowhere/there-is-no-such-model"
+    fields = trial.config.model_dump(mode="json", exclude_unset=True)
+    engine = {"kind": "vllm", "model": missing, "served_model_name": trial.model}
+    wrong = SluiceConfig.model_validate({**fields, "engine": engine})
+    with pytest.raises(StartError, match=missing):
+        deploy(wrong, threading.Event(), print)
+    wait_until(trial.ask, "the running version serves")
+    deploy(trial.config, threading.Event(), print)
+    return lambda: True
+
+
 def _is_idle(trial: Trial, replica_id: str) -> bool:
     rows = [row for row in trial.snapshot()["replicas"] if row["replica_id"] == replica_id]
     return bool(rows) and not any(row["waiting"] + row["running"] for row in rows)
@@ -75,6 +92,15 @@ SCENARIOS = (
         tidy=True,
         planned=True,
         longer_s=30.0,
+        quick=False,
+    ),
+    Scenario(
+        "a wrong configuration deployed",
+        FLEET,
+        wrong_deployed,
+        Load(rate=4.0),
+        planned=True,
+        longer_s=60.0,
         quick=False,
     ),
 )

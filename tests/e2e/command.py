@@ -1,0 +1,92 @@
+"""``sluice serve`` as a process of its own."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from benchmarks.injuries import Process
+from tests.documents import newcomer
+
+SLUICE = Path(sys.executable).with_name("sluice")
+_FOLDER = re.compile("=(/tmp/sluice-[^/]+)/")
+
+
+class ServeCommand:
+    """Runs the command with one configuration; it is ready when this has been made.
+
+    Args:
+        fields: of the configuration.
+        folder: for the configuration file and the log.
+    """
+
+    def __init__(self, fields: dict[str, Any], folder: Path) -> None:
+        self._config, self._log = folder / "sluice.yaml", folder / "log"
+        self._config.write_text(yaml.safe_dump(fields))
+        self.process = self._start()
+
+    def start_again(self) -> None:
+        """Start it once more, after it has ended, and wait until it is ready."""
+        assert self.process.poll() is not None
+        self.process = self._start()
+
+    def log(self) -> str:
+        """What it has written to its standard error."""
+        return self._log.read_text()
+
+    def family(self) -> list[psutil.Process]:
+        """The processes that it has started, and theirs."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def kill(self) -> None:
+        """Kill every process of it at once."""
+        if self.process.poll() is not None:
+            return
+        # All are stopped first: nothing may restart what has been killed.
+        Process.of(self.process.pid).freeze()
+        family = self.family()
+        folders = {found for member in family for found in _FOLDER.findall(_title(member))}
+        Process.of(self.process.pid).kill()
+        self.process.communicate(timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert alive == [], "it was not all of it"
+        assert folders, "Ray runs below a folder of its own"
+        for folder in folders:
+            shutil.rmtree(folder)
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = self._begin()
+        # Ray gives itself 30 s to start, which a busy machine may need more than once.
+        while process.poll() is not None and "timed out during startup" in self.log():
+            process = self._begin()
+        assert process.poll() is None, self.log()
+        return process
+
+    def _begin(self) -> subprocess.Popen[str]:
+        """The process, once it is ready or has ended."""
+        with self._log.open("w") as stderr:
+            process = subprocess.Popen(
+                [SLUICE, "serve", "--config", self._config],
+                env={**newcomer(), "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.02"},
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            process.wait()
+        return process
+
+
+def _title(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""

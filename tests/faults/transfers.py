@@ -1,0 +1,108 @@
+"""A KV handle that has been used is presented again: by a router that is late, and by an attacker
+who has seen it on the network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ray import serve
+
+from deploy.app import REPLICA_DEPLOYMENTS
+from replica.engine import EngineRequest, Handoff, ResponseChunk, ResponseHead, ResponseTail
+from replica.transfer.client import fetch
+from replica.transfer.offer import Offer
+from replica.transfer.wire import TransferError
+from router.serve_replicas import ServeReplicas
+from scheduling.objective import SLO
+from scheduling.roles import Role
+from tests.e2e.conftest import wait_until
+from tests.faults.engines import ENGINES, STREAMS
+from tests.faults.scenario import Scenario, Setting, Trial
+
+_ENGINE = ENGINES.fields["engine"]
+# Without a prefix cache the decode replica needs the KV of each prompt.
+_VLLM_ARGS = {**_ENGINE["vllm_args"], "enable-prefix-caching": False}
+_ROLES: tuple[Role, ...] = ("prefill", "decode")
+_FETCH_S = 10.0
+
+PAIR = Setting(
+    {
+        **ENGINES.fields,
+        "name": "transfer-faults",
+        # Without a prefix cache the decode replica needs the KV of each prompt.
+        "engine": {
+            **_ENGINE,
+            "vllm_args": {**_ENGINE["vllm_args"], "enable-prefix-caching": False},
+        },
+        "replica": {"num_cpus": 0.1, "pools": {role: {"count": 1} for role in _ROLES}},
+    },
+    exact=False,
+)
+"""A prefill replica and a decode replica."""
+
+
+def handle_replayed(trial: Trial) -> Callable[[], bool]:
+    """A prompt's KV is handed over once. Its handle gets nothing a second time: neither over the
+    network, nor in a request, which then computes the prompt and has the same answer."""
+
+    def failures() -> float:
+        return trial.metrics().get("sluice_kv_transfer_failures_total", 0.0)
+
+    trial.busiest(1)
+    before = failures()
+    asyncio.run(_replay(trial, failures))
+    wait_until(lambda: failures() == before + 1, "the failed transfer is counted", every_s=0.2)
+    return lambda: True
+
+
+async def _replay(trial: Trial, failures: Callable[[], float]) -> None:
+    names = {role: REPLICA_DEPLOYMENTS[role] for role in _ROLES}
+    handles = {role: serve.get_deployment_handle(names[role], trial.app) for role in _ROLES}
+    replicas = ServeReplicas(handles)
+    body = {
+        "model": trial.model,
+        "prompt": "A used handle is presented again. " * 20,
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    asked = EngineRequest("handed over", "completions", body, SLO(ttft_s=60.0, tpot_s=5.0))
+    handoff = await _prefill(replicas, asked)
+    text = await _answer(replicas, replace(asked, handoff=handoff))
+    with pytest.raises(TransferError, match="it is not kept there"):
+        await asyncio.to_thread(_fetch, handoff)
+    late = replace(asked, request_id="handed over again", handoff=handoff)
+    assert await _answer(replicas, late) == text
+
+
+async def _prefill(replicas: ServeReplicas, asked: EngineRequest) -> Handoff:
+    prompt = replace(asked, request_id=f"{asked.request_id}.prefill", prefill_only=True)
+    tail = (await _items(replicas, prompt, "prefill"))[-1]
+    assert isinstance(tail, ResponseTail) and tail.handoff is not None
+    return tail.handoff
+
+
+async def _answer(replicas: ServeReplicas, asked: EngineRequest) -> str:
+    items = await _items(replicas, asked, "decode")
+    heads = [item for item in items if isinstance(item, ResponseHead)]
+    assert [head.status for head in heads] == [200]
+    data = b"".join(item.data for item in items if isinstance(item, ResponseChunk))
+    return str(json.loads(data)["choices"][0]["text"])
+
+
+async def _items(replicas: ServeReplicas, asked: EngineRequest, role: Role) -> list[Any]:
+    return [item async for items in replicas.generate(asked, None, (), role) for item in items]
+
+
+def _fetch(handoff: Handoff) -> None:
+    """Ask for the first block, as an engine does."""
+    fetch(Offer.of(handoff.params).source(0), 0, 1, [1], time.monotonic() + _FETCH_S)
+
+
+SCENARIOS = (Scenario("vLLM: KV handle replayed", PAIR, handle_replayed, STREAMS, quick=False),)
