@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from starlette.responses import JSONResponse
 
+from router import wire
+
 INVALID_REQUEST = "invalid_request_error"
 PERMISSION_ERROR = "permission_error"
 RATE_LIMIT_ERROR = "rate_limit_error"
@@ -16,6 +18,11 @@ SERVER_ERROR = "server_error"
 
 MAX_RETRY_AFTER_S = 3_600.0
 """Longest time after which a client is told to come again, seconds."""
+
+
+LONGEST_REPEAT_S = 60.0
+"""OpenAI's clients wait as long as they are told up to here, seconds; told of more, some of them
+repeat a request at once."""
 
 
 class Reason(enum.StrEnum):
@@ -56,7 +63,7 @@ class Reason(enum.StrEnum):
 
 class Rule(NamedTuple):
     """What a reason becomes. ``retry_after_s`` is sent as ``Retry-After`` where the failure does
-    not know better."""
+    not know better; without either, repeating the request is in vain, and the response says so."""
 
     status: int
     type: str
@@ -155,6 +162,8 @@ class ApiError(Exception):
             retry_after_s = self.rule.retry_after_s
         if retry_after_s is not None:
             merged["retry-after"] = str(max(1, ceil(retry_after_s)))
+        if retry_after_s is None or retry_after_s > LONGEST_REPEAT_S:
+            merged[wire.SHOULD_RETRY_HEADER] = "false"
         return JSONResponse(self.body, status_code=self.rule.status, headers=merged)
 
     def event(self) -> bytes:

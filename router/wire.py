@@ -72,6 +72,10 @@ CLAMPED_HEADER: Final = "x-sluice-clamped"
 """Response: what the API key's caps changed in what applies, such as ``priority=4,
 ttft_ms=500``."""
 
+SHOULD_RETRY_HEADER: Final = "x-should-retry"
+"""Response: ``false`` where repeating the request is in vain. OpenAI's clients obey it; otherwise
+they repeat each 409, 429 and 5xx."""
+
 SESSION_HEADER: Final = "x-sluice-session"
 """Request: what it belongs to, such as a conversation."""
 

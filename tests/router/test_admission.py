@@ -213,6 +213,24 @@ async def test_the_official_client_sees_a_rate_limit() -> None:
     assert caught.value.code == "slo_unattainable"
 
 
+@pytest.mark.parametrize(("name", "wait_s", "asked"), [("strict", None, 1), ("strict", 0.01, 3)])
+async def test_the_official_client_repeats_only_what_may_be_promised_later(
+    name: str, wait_s: float | None, asked: int
+) -> None:
+    config = CONFIG.model_copy(update={"default_class": name})
+    edge = Edge(FarSide(a=serve), FarController(unattainable(wait_s)), config)
+    async with served(edge, KEY) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.with_options(max_retries=2).chat.completions.create(
+                model="m",
+                messages=CHAT_BODY["messages"],  # type: ignore[arg-type]
+            )
+    assert len(edge.controller.queries) == asked
+    headers = caught.value.response.headers
+    assert ("retry-after" in headers) is (asked > 1)
+    assert headers.get("x-should-retry") == (None if asked > 1 else "false")
+
+
 async def test_who_queues_is_served_when_its_objective_can_be_promised() -> None:
     time = VirtualTime()
     edge = edge_of(unattainable(1.0), unattainable(1.0), guaranteed(ttft_s=0.5), clock=time)
