@@ -62,7 +62,8 @@ MAX_QUERIES = 1024
 """Most queries in one call."""
 
 SETTLING_S = 5.0
-"""Time from a start in which the replicas of an earlier life say hello, seconds."""
+"""Time from a start in which the replicas of an earlier life say hello, and all processes push,
+seconds."""
 
 
 class Controller:
@@ -226,7 +227,12 @@ class Controller:
         now_s = self._hear()
         self._forget_silent(now_s)
         # The controller's own do not go through the hub, whose limits are for others' pushes.
-        families = families_of(self._instruments.registry) + self._hub.families(now_s)
+        families = families_of(self._instruments.registry)
+        pushed = self._hub.families(now_s)
+        if now_s - self._started_s < SETTLING_S:
+            # Sums of a few processes only: a scraper would take the others' counts for new ones.
+            pushed = [family for family in pushed if family.type == "gauge"]
+        families += pushed
         return await asyncio.to_thread(text_of, families)
 
     async def load(self, role: Role | None = None) -> Load:

@@ -13,7 +13,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from controller.client import ControllerClient
-from controller.metrics import MetricsPusher
+from controller.metrics import MetricsPusher, families_of, text_of
 
 NO_MODEL = "none"
 """Model label of what is counted before a request's model is known."""
@@ -29,7 +29,9 @@ _OWN_LABEL = re.compile(rb"[{,]model=\"")
 class ControllerMetricsPage:
     """The whole application's metrics from the controller, this router's own up to date in them.
 
-    Where the controller does not answer, this router's alone. ``sluice_controller_up`` tells which.
+    Where the controller does not answer, this router's gauges alone: its counters are lower than
+    those of the application, which a scraper would read as a reset, and count them on top once
+    the controller is back. ``sluice_controller_up`` tells which.
 
     However many scrapers there are, the controller is asked by one at a time and at most once in
     :data:`PAGE_TTL_S`: the others get the same page. A scraper that leaves does not end the work,
@@ -67,18 +69,20 @@ class ControllerMetricsPage:
         text = await self._of_fleet()
         self._up.set(text is not None)
         if text is None:
-            text = generate_latest(self._registry)
+            own = families_of(self._registry)
+            text = text_of([family for family in own if family.type == "gauge"])
         self._made_s = self._clock()
         return text + generate_latest(self._status)
 
     async def _of_fleet(self) -> bytes | None:
         try:
-            if await self._pusher.push_now():
-                return await self._client.render_metrics()
+            # The page is the application's also where this push is late.
+            await self._pusher.push_now()
+            return await self._client.render_metrics()
         except Exception:
             # Whatever is wrong over there, this router's own metrics can be shown.
             _log.exception("the controller's metrics could not be had")
-        return None
+            return None
 
 
 class Page(Protocol):

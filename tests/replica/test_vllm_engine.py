@@ -197,8 +197,10 @@ async def test_a_seed_gives_the_same_text_however_its_prompt_is_cut_into_chunks(
         asked = request(request_id, "completions", prompt=prompt, max_tokens=24, **body)
         _, (answer,), tail = split(await items(engine, asked))
         assert tail.prompt_tokens > 3 * ARGS["max-num-batched-tokens"]
+        cached[request_id] = tail.cached_tokens / tail.prompt_tokens
         return json.loads(answer.data)["choices"][0]["text"]
 
+    cached: dict[str, float] = {}
     seeded = {"temperature": 1.0, "seed": 11}
     chunked = await text("chunked", **seeded)
     assert await text("cached", **seeded) == chunked
@@ -208,6 +210,7 @@ async def test_a_seed_gives_the_same_text_however_its_prompt_is_cut_into_chunks(
     ran = [name for line in batches for name, tokens, _ in json.loads(line)["ran"] if tokens > 1]
     assert ran.count("chunked") > 3
     assert ran.count("cached") == 1
+    assert cached["chunked"] == 0 and 0.8 < cached["cached"] < 1
 
 
 async def test_log_probabilities_and_structured_output_are_vllms(engine):

@@ -23,6 +23,10 @@ CASES = Path(__file__).with_name("alerts_test.yaml")
 OPERATIONS = ROOT / "docs" / "operations.md"
 
 
+DOCS = "https://sluice.example.com/docs"
+"""What stands in the rules for the place of the documents."""
+
+
 def rules(kind: str) -> dict[str, dict[str, Any]]:
     return {
         rule[kind]: rule for group in RULES["groups"] for rule in group["rules"] if kind in rule
@@ -96,7 +100,7 @@ def test_the_rules_ask_for_series_that_there_are() -> None:
 @pytest.mark.parametrize("alert", ALERTS)
 def test_every_alert_has_its_section_in_the_runbook(alert: str) -> None:
     rule = ALERTS[alert]
-    assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{alert.lower()}"
+    assert rule["annotations"]["runbook_url"] == f"{DOCS}/operations.md#{alert.lower()}"
     assert rule["labels"]["severity"] in ("critical", "warning")
     text = section(OPERATIONS, alert)
     for part in ("Meaning", "Check", "Action"):
