@@ -108,6 +108,14 @@ class EngineConfig(BaseModel):
         description="vLLM engine arguments by their command-line name without dashes, "
         "for example `max-model-len: 8192`. Those that Sluice sets itself are refused.",
     )
+    max_prompt_logprobs: int = Field(
+        default=32_768,
+        ge=1,
+        le=1 << 30,
+        description="Most log probabilities of prompt tokens in one answer; more get 400. "
+        "`prompt_logprobs` of k makes k + 1 for each prompt token and choice, and so do `logprobs` "
+        "with `echo`. vLLM makes them one by one on the replica's event loop.",
+    )
     pin_cpu: bool = Field(
         default=True,
         description="Where the engine computes on CPUs: pin it to one core, with one OpenMP "

@@ -7,7 +7,7 @@ templates, tools, log probabilities and errors are the engine's own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
@@ -22,6 +22,9 @@ Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize",
 UNSCHEDULED: frozenset[Endpoint] = frozenset(("tokenize", "detokenize"))
 """Endpoints whose requests never reach an engine's scheduler: they have no objective, and any
 replica answers them."""
+
+MAX_CHUNK_BYTES = 1 << 20
+"""Longest chunk of a response that is not streamed: long ones take an event loop a while."""
 
 EVENT_STREAM = "text/event-stream"
 """Media type of a streamed response's head."""
@@ -165,6 +168,15 @@ class ResponseTail(NamedTuple):
     queued_s: float | None = None
     handoff: Handoff | None = None
     cached_tokens: int = 0
+
+
+def chunks_of(data: bytes, tokens: int = 0) -> Iterator[ResponseChunk]:
+    """The body of a response that is not streamed, in chunks of at most :data:`MAX_CHUNK_BYTES`;
+    the last one carries its ``tokens``."""
+    *starts, last = range(0, max(1, len(data)), MAX_CHUNK_BYTES)
+    for start in starts:
+        yield ResponseChunk(data[start : start + MAX_CHUNK_BYTES])
+    yield ResponseChunk(data[last:], tokens)
 
 
 ResponseItem = ResponseTaken | ResponseHead | ResponseChunk | ResponseTail

@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 MAX_BUFFERED_ITEMS = 256
 """Items of one response that may wait for their consumer; then the engine's stream waits."""
 
+MAX_BATCH_BYTES = 1 << 20
+"""A batch of items ends with the one that reaches this: each batch is one message."""
+
 
 class _Response:
     """What one response has ready for its consumer. Bounded: :meth:`put` waits for room."""
@@ -69,7 +72,7 @@ class _Response:
         self._ready.set()
 
     async def take(self) -> list[ResponseItem]:
-        """Everything that is ready, at least one item; empty at the end.
+        """What is ready, at least one item, up to :data:`MAX_BATCH_BYTES`; empty at the end.
 
         Raises:
             BaseException: what ended the response early, after its items were taken.
@@ -81,8 +84,12 @@ class _Response:
                 return []
             self._ready.clear()
             await self._ready.wait()
-        batch = list(self.items)
-        self.items.clear()
+        batch: list[ResponseItem] = []
+        size = 0
+        while self.items and size < MAX_BATCH_BYTES:
+            item = self.items.popleft()
+            size += len(item.data) if isinstance(item, ResponseChunk) else 0
+            batch.append(item)
         self._room.set()
         return batch
 

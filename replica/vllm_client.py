@@ -14,6 +14,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
@@ -56,6 +57,7 @@ class ApiCall:
         unsent_groups: the tokens of :attr:`unsent_tokens` where they are told, by the outputs of
             the engine that they came in.
         resume: what its client has already. repeated: the outputs that that was, made again.
+        prompt_logprobs: log probabilities that its prompts so far ask for, of their own tokens.
     """
 
     received_s: float
@@ -77,6 +79,7 @@ class ApiCall:
     unsent_groups: list[tuple[int, ...]] = field(default_factory=list)
     resume: Resume | None = None
     repeated: list[Any] = field(default_factory=list)
+    prompt_logprobs: int = 0
 
     def chunks(self, event: bytes) -> list[ResponseChunk]:
         """``event`` with the tokens that came since the last one. Each output of the engine is a
@@ -103,11 +106,13 @@ class WatchedLLM(AsyncLLM):
         calls: the live API calls by their id in the fleet.
         waits: since when each live engine request waits for its next output, monotonic seconds;
             nothing waits while its consumer is slow.
+        max_prompt_logprobs: most log probabilities of prompt tokens that one call may ask for.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.calls: dict[str, ApiCall] = {}
         self.waits: dict[int, float] = {}
+        self.max_prompt_logprobs = inf
         super().__init__(*args, **kwargs)
 
     async def generate(
@@ -123,6 +128,7 @@ class WatchedLLM(AsyncLLM):
         if call is not None:
             if call.aborted:
                 raise AbortedError("the request was aborted")
+            self._check_prompt_logprobs(call, prompt, sampling_params)
             if call.resume is not None:
                 # That of its first attempt; this engine may still know it by that.
                 request_id = f"{request_id}.{call.xargs[ID]}"
@@ -141,6 +147,26 @@ class WatchedLLM(AsyncLLM):
         async with aclosing(self._timed(source, watched)) as outputs:
             async for output in outputs:
                 yield output
+
+    def _check_prompt_logprobs(self, call: ApiCall, prompt: Any, params: Any) -> None:
+        """Refuse a call that asks for too many log probabilities, all its prompts together.
+
+        Raises:
+            ValueError: it does.
+        """
+        each = params.prompt_logprobs
+        if each is None:
+            return
+        if each < 0:
+            each = self.vllm_config.model_config.get_vocab_size()
+        tokens = len(prompt["prompt_token_ids"])
+        call.prompt_logprobs += (each + 1) * tokens * params.n
+        if call.prompt_logprobs > self.max_prompt_logprobs:
+            raise ValueError(
+                f"prompt_logprobs: {each + 1} log probabilities for each of {tokens} prompt tokens "
+                f"and {params.n} choices bring this request to {call.prompt_logprobs}; allowed are "
+                f"{self.max_prompt_logprobs}. Ask for fewer, or send a shorter prompt."
+            )
 
     async def _add_request(
         self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any

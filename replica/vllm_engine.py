@@ -30,6 +30,7 @@ from replica.engine import (
     ResponseHead,
     ResponseItem,
     ResponseTail,
+    chunks_of,
     table_capacity,
 )
 from replica.local_model import local_model
@@ -113,6 +114,7 @@ class VllmEngine:
         started_s = time.monotonic()
         launched = await self._launch(model, name)
         self._llm = launched.llm
+        self._llm.max_prompt_logprobs = config.max_prompt_logprobs
         self._servings = launched.servings
         self._models = launched.models
         logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
@@ -296,7 +298,10 @@ class VllmEngine:
                 yield item
         elif not call.aborted:
             yield ResponseHead(200, "application/json")
-            yield ResponseChunk(response_bytes(response), call.unsent_tokens)
+            # In a thread, as one with many numbers takes a while.
+            data = await asyncio.to_thread(response_bytes, response)
+            for chunk in chunks_of(data, call.unsent_tokens):
+                yield chunk
         if not call.aborted:
             yield ResponseTail(
                 call.prompt_tokens,

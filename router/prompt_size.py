@@ -46,7 +46,10 @@ def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
         return _measure_chat({**body, "messages": messages_of(body)})
     if endpoint == "embeddings":
         return _measure_chat(body) if body.get("input") is None else _measure_prompt(body["input"])
-    return PromptSize()
+    if endpoint == "tokenize":
+        text = body.get("prompt")
+        return _measure_chat(body) if text is None else _measure_prompt(text)
+    return PromptSize(tokens=len(body["tokens"]))
 
 
 def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:

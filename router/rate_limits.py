@@ -92,6 +92,9 @@ class Charge:
             return
         if answer is not None and answer.tail is not None:
             used = answer.tail.prompt_tokens + answer.tail.output_tokens
+            if used == 0 and answer.head.status < 400:
+                # Engines do not count the tokens that they only make from text, or text from.
+                used = self._prompt_tokens
         elif answer is None and not (left and self._sent):
             used = 0
         elif output_tokens is None:

@@ -20,6 +20,7 @@ UNSTATED_OUTPUT_TOKENS: Final = 512
 _PROMPT_FIELDS: Final = (
     "messages",
     "prompt",
+    "tokens",
     "input",
     "instructions",
     "suffix",
@@ -28,7 +29,10 @@ _PROMPT_FIELDS: Final = (
     "documents",
     "chat_template_kwargs",
 )
-"""Everything that a chat template may put into the prompt."""
+"""Everything that a chat template may put into the prompt, and tokens to be decoded."""
+
+_PROMPTS: Final = ("prompt", "messages", "input", "tokens")
+"""Those that a refusal names."""
 
 _MEDIA: Final = frozenset(
     ("image_url", "input_image", "image_pil", "audio_url", "input_audio", "video_url")
@@ -120,7 +124,7 @@ def _check_prompt(body: dict[str, Any], most: int) -> None:
         raise invalid(
             f"the prompt has about {tokens} tokens, a token for each {CHARACTERS_PER_TOKEN} "
             f"characters of text; allowed are {most}",
-            next((field for field in ("prompt", "messages", "input") if body.get(field)), None),
+            next((field for field in _PROMPTS if body.get(field)), None),
         )
 
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
 from replica.engine import (
@@ -21,9 +23,10 @@ from replica.engine import (
     ResponseHead,
     ResponseItem,
     ResponseTail,
+    chunks_of,
     request_key,
 )
-from replica.server import MAX_BUFFERED_ITEMS, Replica
+from replica.server import MAX_BATCH_BYTES, MAX_BUFFERED_ITEMS, Replica
 from replica.simulated_engine import SimulatedEngine
 from scheduling.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
@@ -111,6 +114,37 @@ async def test_what_is_ready_comes_at_once_and_never_more_than_fits() -> None:
         sizes += [len(batch) async for batch in stream]
         assert sum(sizes) == total
         assert max(sizes) == MAX_BUFFERED_ITEMS
+
+
+class InLargeChunks(SimulatedEngine):
+    """Answers with chunks of the most that a chunk may have."""
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        yield ResponseHead(200, "application/json")
+        for chunk in chunks_of(b"x" * int(request.body["bytes"])):
+            yield chunk
+
+
+async def test_a_long_answer_is_several_messages() -> None:
+    total = 5 * MAX_BATCH_BYTES + 7
+    async with running(engine_type=InLargeChunks) as replica:
+        batches = await batches_of(replica, completion(bytes=total))
+    sizes = [
+        sum(len(item.data) for item in batch if isinstance(item, ResponseChunk))
+        for batch in batches
+    ]
+    assert sum(sizes) == total
+    assert max(sizes) < 2 * MAX_BATCH_BYTES
+
+
+@given(st.binary(max_size=50), st.integers(1, 20))
+def test_the_chunks_of_an_answer_are_the_answer(data: bytes, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("replica.engine.MAX_CHUNK_BYTES", most)
+        chunks = list(chunks_of(data, tokens=3))
+    assert b"".join(chunk.data for chunk in chunks) == data
+    assert all(len(chunk.data) <= most for chunk in chunks)
+    assert sum(chunk.tokens for chunk in chunks) == 3
 
 
 async def test_a_single_item_is_not_held_back() -> None:

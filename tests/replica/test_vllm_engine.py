@@ -16,6 +16,7 @@ import pytest_asyncio
 from replica.config import EngineConfig
 from replica.engine import (
     EVENT_STREAM,
+    MAX_CHUNK_BYTES,
     EngineDeadError,
     EngineRequest,
     ResponseChunk,
@@ -59,6 +60,7 @@ def config(tmp_path_factory):
         batch_log=directory / "batches",
         vllm_args=ARGS,
         profile_budget_s=3.0,
+        max_prompt_logprobs=1_000,
     )
 
 
@@ -549,3 +551,42 @@ async def test_a_dead_engine_ends_its_requests_with_an_error(engine):
         await engine.check_health()
     with pytest.raises(EngineDeadError):
         await items(engine, request("late", "chat"))
+
+
+@pytest.mark.parametrize(
+    ("body", "per_token"),
+    [
+        ({"prompt_logprobs": 3}, 4),
+        ({"prompt_logprobs": 1, "n": 2}, 4),
+        ({"echo": True, "logprobs": 3}, 4),
+    ],
+    ids=["one", "choices", "echo"],
+)
+async def test_log_probabilities_of_prompts_are_bounded(engine, config, body, per_token):
+    fits = config.max_prompt_logprobs // per_token
+    assert config.max_prompt_logprobs == 1_000
+    fixed = {"max_tokens": 1, "temperature": 0.5, **body}
+    most = request("fits", "completions", prompt=[7] * fits, **fixed)
+    head, chunks, _ = split(await items(engine, most))
+    assert head.status == 200
+    choices = json.loads(b"".join(chunk.data for chunk in chunks))["choices"]
+    if "echo" not in body:
+        assert len(choices[0]["prompt_logprobs"]) == fits
+    longer = request("longer", "completions", prompt=[7] * (fits + 1), **fixed)
+    head, chunks, tail = split(await items(engine, longer))
+    assert head.status == 400
+    assert b"allowed are 1000" in chunks[0].data
+    assert tail == ResponseTail(0, 0)
+    several = request("several", "completions", prompt=[[7] * fits, [7, 7]], **fixed)
+    head, *_ = split(await items(engine, several))
+    assert head.status == 400
+
+
+async def test_a_long_answer_comes_in_chunks(engine):
+    text = PROMPT * 20_000
+    head, chunks, _ = split(await items(engine, request("long", "tokenize", prompt=text)))
+    assert head.status == 200
+    assert len(chunks) > 1
+    assert max(len(chunk.data) for chunk in chunks) == MAX_CHUNK_BYTES
+    answer = json.loads(b"".join(chunk.data for chunk in chunks))
+    assert answer["count"] == len(answer["tokens"]) > len(text) / 8

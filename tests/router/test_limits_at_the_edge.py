@@ -348,3 +348,45 @@ async def test_a_running_router_takes_in_a_new_key_file(
             while not edge.sample("sluice_key_file_broken", ring="api"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (await status("new-key"), await status("any")) == (200, 401)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/tokenize", {"prompt": "x" * 400}, 100),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 400}]}, 104),
+        ("/detokenize", {"tokens": [7] * 100}, 100),
+    ],
+)
+async def test_counting_and_decoding_tokens_is_charged_by_their_number(
+    path: str, body: dict[str, Any], tokens: int
+) -> None:
+    edge = Edge(FarSide(a=answer(200, b"{}")), config=keyed(key(tokens_per_minute=250)))
+    async with edge.client() as client:
+        client.headers.update(bearer("secret-1"))
+        for _ in range(2):
+            response = await client.post(path, json=body)
+            assert response.status_code == 200
+        left = int(response.headers["x-ratelimit-remaining-tokens"])
+        assert 250 - 2 * tokens <= left <= 250 - 2 * tokens + 10  # some have drained
+        assert code_of(await client.post(path, json=body)) == "token_rate_exceeded"
+
+
+async def test_refused_tokens_are_given_back() -> None:
+    config = keyed(key(tokens_per_minute=250))
+    edge = Edge(FarSide(a=answer(400, b"{}")), config=config, clock=Clock())
+    async with edge.client() as client:
+        client.headers.update(bearer("secret-1"))
+        for _ in range(3):
+            assert (await client.post("/tokenize", json={"prompt": "x" * 800})).status_code == 400
+        response = await client.post(CHAT, content=b"no JSON")
+        assert response.headers["x-ratelimit-remaining-tokens"] == "250"
+
+
+async def test_long_lists_of_tokens_are_refused_as_long_prompts_are() -> None:
+    edge = Edge(FarSide(a=serve), config=keyed(key(max_prompt_tokens=100)))
+    async with edge.client() as client:
+        client.headers.update(bearer("secret-1"))
+        response = await client.post("/detokenize", json={"tokens": [7] * 101})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tokens"
