@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -32,6 +33,8 @@ _UNCHANGED: Mapping[str, str] = {}
 
 MAX_INLINE_BYTES = 64 << 10
 """Largest body that is parsed and checked on the event loop, bytes: some 2 ms at worst."""
+
+_Made = TypeVar("_Made")
 
 ModelLength = Callable[[Any, int], Awaitable[int | None]]
 """The most tokens that a model takes, where a prompt of so many exceeds them; ``None`` where it
@@ -120,11 +123,19 @@ class CallReader:
         rest = (request.headers.raw, endpoint, arrival)
         if len(raw) <= MAX_INLINE_BYTES:
             return self.make(parse_object(raw), *rest)
-        async with self._large:
-            body = await asyncio.to_thread(parse_object, raw)
+        body = await self._in_turn(parse_object, raw)
         await self._check_length(endpoint, body)
+        return await self._in_turn(self.make, body, *rest)
+
+    async def _in_turn(self, work: Callable[..., _Made], *given: Any) -> _Made:
+        """Work for a large body in a thread, one at a time, and then leave the event loop as much
+        time before the next: an answer to anybody else takes several turns of the loop."""
         async with self._large:
-            return await asyncio.to_thread(self.make, body, *rest)
+            began_s = time.monotonic()
+            try:
+                return await asyncio.to_thread(work, *given)
+            finally:
+                await asyncio.sleep(time.monotonic() - began_s)
 
     async def _check_length(self, endpoint: Endpoint, body: RequestBody) -> None:
         """Refuse a prompt of more token ids than any engine of the model takes. ``O(prompts)``.

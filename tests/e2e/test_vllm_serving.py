@@ -171,6 +171,47 @@ def test_concurrent_requests_use_both_replicas(serving: System) -> None:
     assert len(set(asyncio.run(send()))) == 2
 
 
+def test_large_requests_and_answers_come_through_once(serving: System) -> None:
+    """Each is above the 4 MiB that gRPC allows by itself, or would be if it were served."""
+    text = "the river was quiet, and the mill stood still. " * 32_000  # 1.5 MB
+    with httpx.Client(base_url=serving.url, timeout=120) as http:
+
+        def retries() -> float:
+            families = text_string_to_metric_families(http.get("/metrics").text)
+            return sum(
+                sample.value
+                for family in families
+                for sample in family.samples
+                if sample.name == "sluice_retries_total"
+            )
+
+        before = retries()
+        answer = http.post("/tokenize", json={"prompt": text, "return_token_strs": True})
+        assert answer.status_code == 200
+        assert len(answer.content) > 4 << 20
+        tokens = answer.json()["tokens"]
+        assert answer.json()["count"] == len(tokens) == len(answer.json()["token_strs"])
+        answer = http.post("/detokenize", json={"tokens": tokens})
+        assert answer.status_code == 200
+        assert text in answer.json()["prompt"]
+
+        def complete(prompt: list[int], **fields: Any) -> httpx.Response:
+            body = {"model": "local", "prompt": prompt, "max_tokens": 1, **fields}
+            return http.post("/v1/completions", json=body)
+
+        answer = complete(tokens)
+        assert answer.status_code == 400
+        assert "this model takes at most 4096 tokens" in answer.json()["error"]["message"]
+        answer = complete(tokens[:4000], prompt_logprobs=20)
+        assert answer.status_code == 400
+        assert "allowed are 32768" in answer.json()["error"]["message"]
+        answer = complete(tokens[:1500], prompt_logprobs=20)
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"][0]["prompt_logprobs"]) == 1500
+        assert retries() == before
+    assert [replica["quarantine"] for replica in serving.snapshot()["replicas"]] == [None, None]
+
+
 def test_greedy_text_equals_stock_vllm(client: openai.OpenAI, tmp_path: Path) -> None:
     served = [
         client.completions.create(model="local", prompt=prompt, max_tokens=24, temperature=0)
