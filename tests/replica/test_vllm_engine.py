@@ -583,7 +583,7 @@ async def test_log_probabilities_of_prompts_are_bounded(engine, config, body, pe
 
 
 async def test_a_long_answer_comes_in_chunks(engine):
-    text = PROMPT * 20_000
+    text = PROMPT * 60_000
     head, chunks, _ = split(await items(engine, request("long", "tokenize", prompt=text)))
     assert head.status == 200
     assert len(chunks) > 1
