@@ -395,7 +395,7 @@ async def test_the_metrics_are_what_happened() -> None:
         for family in text_string_to_metric_families(response.text)
         for sample in family.samples
     }
-    assert all(name.startswith("sluice_") for name, _ in samples)
+    assert all(name.startswith(("sluice_", "gen_ai_")) for name, _ in samples)
     served = frozenset({"interactive", "ok", "chat"})
     worth = frozenset({"interactive", "4"})
     assert samples["sluice_requests_total", served] == 2
