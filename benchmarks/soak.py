@@ -7,7 +7,11 @@ engines its whole text, so that a token that is missing or there twice shows. Ev
 growth. In the end, when nobody asks anything, nothing may be left: no request, no reservation, no
 byte of a body.
 
-The exit status is 1 if a request was lost, something grows or something is left over.
+Where the program ``prometheus`` is there, it scrapes meanwhile, and its counters are held against
+the client's own counts (:mod:`benchmarks.soak_prometheus`).
+
+The exit status is 1 if a request was lost, something grows or something is left over, or where
+counters differ.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import math
+import shutil
 import sys
 import tempfile
 import threading
@@ -31,6 +36,7 @@ from rich.console import Console
 from benchmarks.replay_client import Outcome, replay
 from benchmarks.soak_batches import Batches
 from benchmarks.soak_load import LOAD, LOAD_WITH_FAULTS, Load, capacity, configuration, make_load
+from benchmarks.soak_prometheus import PROGRAM, SCRAPE_S, comparison, scraping
 from benchmarks.soak_report import is_well, summary, tables
 from benchmarks.soak_trends import Sample
 from deploy.config import SluiceConfig
@@ -73,6 +79,12 @@ _CALM_S = 15.0
     help="Requests a second in all, between bursts.  [default: about 80 % of what the engines can "
     "do, with faults 50 %]",
 )
+@click.option(
+    "--scrape/--no-scrape",
+    default=None,
+    help="Compare the counters that a Prometheus scraped with the clients' own counts. Needs the "
+    "program `prometheus`.  [default: where that is on the path, and without faults]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def soak(
     minutes: float,
@@ -83,6 +95,7 @@ def soak(
     pools: bool,
     engine: Literal["simulated", "vllm"],
     rate: float | None,
+    scrape: bool | None,
     as_json: bool,
 ) -> None:
     """Serve a mixed load for long, and see whether anything is lost or grows.
@@ -92,6 +105,12 @@ def soak(
       sluice bench soak --minutes 40
       sluice bench soak --minutes 20 --faults --seed 7
     """
+    if scrape and faults:
+        raise click.UsageError("--scrape: killed routers lose counts; leave --faults out.")
+    if scrape and shutil.which(PROGRAM) is None:
+        raise click.UsageError(f"--scrape: {PROGRAM} is not on the path.")
+    if scrape is None:
+        scrape = not faults and shutil.which(PROGRAM) is not None
     real = engine == "vllm"
     share = LOAD_WITH_FAULTS if faults else LOAD
     load = make_load(60 * minutes, rate or share * capacity(real) * replicas, seed, real)
@@ -101,7 +120,7 @@ def soak(
         )
         # Ray's own messages must not stand between the lines of the JSON.
         with redirect_stdout(sys.stderr):
-            found = measure(config, load, seed if faults else None)
+            found = measure(config, load, seed if faults else None, scrape)
     if as_json:
         click.echo(json.dumps(found))
     else:
@@ -119,14 +138,24 @@ def _model() -> Path:
     return local_model(EngineConfig().cache_dir.expanduser(), layers=1, hidden=64)
 
 
-def measure(config: SluiceConfig, load: Load, faults_seed: int | None) -> dict[str, Any]:
+def measure(
+    config: SluiceConfig, load: Load, faults_seed: int | None, scrape: bool = False
+) -> dict[str, Any]:
     """Serve ``config``, send all of ``load``, and say what became of it.
 
     Args:
         faults_seed: of the injuries; ``None``: none.
+        scrape: a Prometheus scrapes it meanwhile.
     """
     say = Console(stderr=True).print
-    with stop_signals() as stop, running(config, stop, say):
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
+        stack.enter_context(running(config, stop, say))
+        scraper = None
+        if scrape:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-prometheus-"))
+            every_s = min(SCRAPE_S, load.workload.duration_s / 10)
+            scraper = stack.enter_context(scraping(base_url(config), Path(folder), every_s))
         # Ray reads its environment on import, and these import Ray.
         from benchmarks.soak_faults import Chaos
         from benchmarks.soak_watch import Watch
@@ -145,7 +174,9 @@ def measure(config: SluiceConfig, load: Load, faults_seed: int | None) -> dict[s
         done = run.chaos.done if run.chaos is not None else []
         warm_s = min(WARM_UP_S, load.workload.duration_s / 5)
         samples = [sample for sample in run.samples if sample.at_s >= warm_s]
-        return summary(outcomes, load.kinds, samples, done, left, run.batches.ends)
+        ends = run.batches.ends
+        scraped = comparison(scraper, outcomes, load.kinds, ends) if scraper is not None else None
+        return summary(outcomes, load.kinds, samples, done, left, ends, scraped)
 
 
 class _Run:

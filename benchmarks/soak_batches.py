@@ -15,10 +15,11 @@ from benchmarks.replay_answer import AnswerCheck, WrongAnswerError, of_any_engin
 from benchmarks.replay_client import prompt_text
 
 LINES: Final = 20
+LINE_TOKENS: Final = 12
+"""That each line generates."""
 EVERY_S: Final = 30.0
 """From the end of a batch to the next one, seconds."""
 
-_TOKENS = 12
 _PROMPT_TOKENS = 40
 _PAUSE_S = 0.5
 _ENDED = ("completed", "failed", "expired", "cancelled")
@@ -68,7 +69,7 @@ class Batches:
         return {
             "model": self._model,
             "prompt": prompt_text(number, _PROMPT_TOKENS),
-            "max_tokens": _TOKENS,
+            "max_tokens": LINE_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
         }

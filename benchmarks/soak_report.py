@@ -12,6 +12,7 @@ from benchmarks.replay_client import End, Outcome
 from benchmarks.replay_kinds import Kind
 from benchmarks.replay_report import of_class
 from benchmarks.soak_batches import lost_lines
+from benchmarks.soak_prometheus import agrees
 from benchmarks.soak_trends import Sample, Series, Trend, trends
 
 Json = dict[str, Any]
@@ -61,6 +62,7 @@ def summary(
     injuries: Sequence[Injury],
     left: dict[str, float],
     batches: Mapping[str, int],
+    scraped: Json | None = None,
 ) -> Json:
     """Everything that is reported, as plain data.
 
@@ -69,6 +71,7 @@ def summary(
         samples: those after the warm-up.
         left: what was not 0 when nobody asked anything any more.
         batches: how many of their lines ended how.
+        scraped: see :func:`benchmarks.soak_prometheus.comparison`; ``None``: nobody scraped.
     """
     gone = lost(outcomes, injuries)
     grown = trends(samples)
@@ -97,12 +100,15 @@ def summary(
         ],
         "trends": [_of_trend(each) for each in grown],
         "samples": _series(samples),
+        "prometheus": scraped,
     }
 
 
 def is_well(found: Json) -> bool:
-    """Whether nothing was lost, nothing grows and nothing is left over."""
-    return not (found["lost"] or found["growing"] or found["left_over"])
+    """Whether nothing was lost, nothing grows and nothing is left over, and what Prometheus scraped
+    is what the clients counted."""
+    wrong = found["lost"] or found["growing"] or found["left_over"]
+    return not wrong and agrees(found["prometheus"])
 
 
 def _ends(outcomes: Sequence[Outcome], kinds: Sequence[Kind]) -> dict[str, dict[str, int]]:
@@ -142,6 +148,8 @@ def tables(found: Json) -> list[Table]:
     shown = [_requests(found), _endings(found)]
     if found["trends"]:
         shown.append(_trends(found["trends"]))
+    if found["prometheus"] is not None:
+        shown.append(_scraped(found["prometheus"]))
     if found["injuries"]:
         shown.append(_injuries(found["injuries"]))
     return shown
@@ -181,6 +189,21 @@ def _trends(rows: list[Json]) -> Table:
             f"{row['per_hour']:+,.1f} ± {row['error']:,.1f}",
             "[red]grows" if row["grows"] else "flat",
         )
+    return table
+
+
+def _scraped(found: Json) -> Table:
+    falls = found["falls"]
+    table = Table(
+        *("what", "Prometheus", "clients", "verdict"),
+        title="what Prometheus scraped",
+        caption=f"counters that fell: {falls or 'none'}",
+    )
+    for row in found["counts"]:
+        least, most = f"{row['least']:,.0f}", f"{row['most']:,.0f}"
+        told = least if least == most else f"{least} to {most}"
+        verdict = "[red]differs" if row["differs"] else "agrees"
+        table.add_row(row["what"], f"{row['scraped']:,.0f}", told, verdict)
     return table
 
 

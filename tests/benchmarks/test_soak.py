@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,13 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from benchmarks.replay_client import End, Outcome
 from benchmarks.replay_kinds import KINDS
 from benchmarks.replay_load import LIGHT_ENGINE
 from benchmarks.soak import soak
-from benchmarks.soak_batches import LINES
+from benchmarks.soak_batches import LINE_TOKENS, LINES
 from benchmarks.soak_load import (
     ALL_CLASSES,
     BURST,
@@ -27,6 +30,7 @@ from benchmarks.soak_load import (
     configuration,
     make_load,
 )
+from benchmarks.soak_prometheus import PROGRAM, agrees, comparison, expected, scraping
 from benchmarks.soak_report import Injury, is_well, lost, summary, tables
 from benchmarks.soak_trends import APPLICATION, LEAST_S, Sample, Series, trend, trends
 from scheduling.objective import SLO
@@ -208,7 +212,96 @@ def test_a_report_is_json_makes_tables_and_says_whether_all_is_well() -> None:
     assert not well([Sample(10.0 * n, {MEMORY: 100.0 + n}) for n in range(80)])
 
 
+# What Prometheus scraped.
+
+PLAIN, TWO = (
+    next(kind for kind in KINDS if kind.name == name)
+    for name in ("plain completion", "two choices")
+)
+KINDS_SENT = [PLAIN, TWO, PLAIN, PLAIN, PLAIN]
+SENT = [
+    outcome(end, 90.0, 101.0)
+    for end in (End.ANSWERED, End.ANSWERED, End.LEFT, End.REFUSED, End.FAILED)
+]
+SCRAPED = {"ok": 22.0, "cancelled": 1.0, "refused": 1.0, "failed": 1.0}
+TOKENS = 5 + 10 + 2 + 20 * LINE_TOKENS
+
+
+def differing(requests: dict[str, float], tokens: float = TOKENS) -> list[str]:
+    counts = expected(requests, tokens, SENT, KINDS_SENT, {"answered": 20})
+    return [count.what for count in counts if count.differs]
+
+
+def test_counters_must_be_what_the_clients_counted() -> None:
+    assert not differing(SCRAPED)
+    assert not differing({**SCRAPED, "ok": 23.0, "cancelled": 0.0}), "served before it noticed"
+    doubled = {name: 2 * count for name, count in SCRAPED.items()}
+    assert differing(doubled, 2 * TOKENS) == [
+        *("requests", "ok", "ok or cancelled", "refused", "failed", "generated tokens")
+    ]
+    assert differing({**SCRAPED, "ok": 21.0}) == ["requests", "ok", "ok or cancelled"]
+    assert differing({**SCRAPED, "refused": 0.0, "failed": 2.0}) == ["refused", "failed"]
+    assert differing(SCRAPED, TOKENS - 3) == ["generated tokens"]
+
+
+def needs_prometheus() -> None:
+    if shutil.which(PROGRAM) is None:
+        if os.environ.get("CI"):
+            pytest.fail(f"{PROGRAM} is missing: install the Debian package of this name")
+        pytest.skip(f"needs {PROGRAM}, the Debian package of this name")
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_a_counter_that_falls_shows(tmp_path: Path, falls: bool) -> None:
+    needs_prometheus()
+    registry = CollectorRegistry()
+    Gauge("sluice_controller_up", "Up.", registry=registry).set(1)
+    tokens = Counter("sluice_tokens", "Tokens.", ["type"], registry=registry)
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        with scraping(url, tmp_path, every_s=1.0) as scraper:
+            tokens.labels("generated").inc(7)
+            scraper.wait_until_fresh()
+            assert scraper.value("sum(sluice_tokens_total)") == 7
+            if falls:
+                tokens.clear()
+            tokens.labels("generated").inc(3)
+            found = comparison(scraper, [], [], {})
+    finally:
+        server.shutdown()
+        thread.join()
+    assert found["falls"] == ({"sluice_tokens_total": 1} if falls else {})
+    (count,) = [each for each in found["counts"] if each["what"] == "generated tokens"]
+    assert (count["scraped"], count["differs"]) == (3 if falls else 10, True)
+    assert not agrees(found)
+
+
+def test_scraping_and_faults_do_not_go_together() -> None:
+    done = CliRunner().invoke(soak, ["--scrape", "--faults"])
+    assert done.exit_code == 2 and "--faults" in done.output
+
+
 # All of it.
+
+
+@pytest.mark.ray
+def test_prometheus_counts_what_the_clients_of_a_short_soak_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needs_prometheus()
+    monkeypatch.setattr("benchmarks.soak.running", on_the_shared_ray)
+    monkeypatch.setattr("benchmarks.soak.free_port", shared_ray.serve_port)
+    command = ["--minutes", "0.2", "--scrape", "--seed", "3", "--rate", "4", "--json"]
+    done = CliRunner().invoke(soak, command)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    scraped = found["prometheus"]
+    assert scraped["falls"] == {}
+    assert [count for count in scraped["counts"] if count["differs"]] == [], found["ends"]
+    sizes = {count["what"]: count["scraped"] for count in scraped["counts"]}
+    assert sizes["ok"] > LINES and sizes["generated tokens"] > LINES * LINE_TOKENS
+    assert done.exit_code == 0
 
 
 @pytest.mark.ray

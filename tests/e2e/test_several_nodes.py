@@ -181,7 +181,7 @@ def test_no_request_is_lost_in_silence_with_a_node(deployed: Cluster) -> None:
     print(outcomes)
     assert outcomes["silent"] == 0, outcomes
     hit = outcomes["told"] + outcomes["cut off"] + outcomes["refused"]
-    assert hit + resumed(deployed) > 0, outcomes
+    deployed.wait(lambda: hit + resumed(deployed) > 0, "the loss was felt")
     assert outcome_of(deployed.url, 5) == "answered"
     assert deployed.sluice("status", SLUICE_ADMIN_KEY=KEY).returncode == Exit.OK
 

@@ -212,7 +212,9 @@ class Trial:
         def look() -> bool:
             found.clear()
             found.update(self.metrics())
-            return bool(found.get("sluice_controller_up")) and self.has_heard_of_all()
+            # A controller that has just started shows no counters yet.
+            settled = bool(found.get("sluice_controller_up")) and "sluice_retries_total" in found
+            return settled and self.has_heard_of_all()
 
         wait_until(look, "there is a page of metrics", RECOVERY_S, every_s=0.2)
         return {column: found.get(metric, 0.0) for column, metric in COUNTED.items()}

@@ -1,0 +1,235 @@
+"""A real Prometheus beside a soak: what it scraped must be what the clients counted.
+
+Counters must never fall, and in the end be equal to the clients' own counts, to the request.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from benchmarks.replay_client import End, Outcome
+from benchmarks.replay_kinds import Kind
+from benchmarks.soak_batches import LINE_TOKENS
+from deploy.ray_settings import free_port
+
+PROGRAM: Final = "prometheus"
+SCRAPE_S: Final = 5.0
+
+_JOB = "sluice"
+_READY_S = 60.0
+_CALL_S = 10.0
+_POLL_S = 0.5
+_FRESH_S = 3.0
+"""Once nothing is under way, all processes have pushed and no router shows an older page."""
+
+_COUNTED = ("_total", "_count", "_sum", "_bucket")
+
+
+class Count(NamedTuple):
+    """A number that Prometheus has, and what it must be by the clients' own counts.
+
+    Of a request whose client left early, the client does not know whether it was served to its end,
+    nor how many tokens were sent: ``most`` counts it whole, ``least`` as far as is known.
+    """
+
+    what: str
+    scraped: float
+    least: float
+    most: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two cannot both be right."""
+        return not self.least <= self.scraped <= self.most
+
+
+class Scraper:
+    """A Prometheus that scrapes an application. Use :func:`scraping`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._started_s = time.time()
+
+    def wait_until_ready(self) -> None:
+        """Return once it answers.
+
+        Raises:
+            TimeoutError: it does not.
+        """
+        self._wait(lambda: self._ask("/-/ready") is not None, "it does not start")
+
+    def wait_until_fresh(self) -> None:
+        """Return once it has scraped what is on the page by now.
+
+        Raises:
+            TimeoutError: it scrapes no more.
+        """
+        since_s = time.time() + _FRESH_S
+        query = f'min(timestamp(sluice_controller_up{{job="{_JOB}"}}))'
+        self._wait(lambda: self.value(query) >= since_s, "it scrapes no more")
+
+    def value(self, query: str) -> float:
+        """The number that ``query`` gives; 0 for nothing."""
+        found = self._query(query)
+        return float(found[0]["value"][1]) if found else 0.0
+
+    def by(self, label: str, query: str) -> dict[str, float]:
+        """The numbers that ``query`` gives, by a label."""
+        return {
+            each["metric"].get(label, ""): float(each["value"][1]) for each in self._query(query)
+        }
+
+    def falls(self) -> dict[str, int]:
+        """How often counters fell, by their name; those that never did are left out."""
+        text = self._ask("/api/v1/label/__name__/values") or '{"data": []}'
+        names = [name for name in json.loads(text)["data"] if name.endswith(_COUNTED)]
+        over = f'{{job="{_JOB}"}}[{ceil(time.time() - self._started_s) + 1}s]'
+        found = {name: int(self.value(f"sum(resets({name}{over}))")) for name in names}
+        return {name: count for name, count in found.items() if count}
+
+    def _query(self, query: str) -> list[dict[str, Any]]:
+        text = self._ask(f"/api/v1/query?{urllib.parse.urlencode({'query': query})}")
+        if text is None:
+            return []
+        found: list[dict[str, Any]] = json.loads(text)["data"]["result"]
+        return found
+
+    def _ask(self, path: str) -> str | None:
+        try:
+            with urllib.request.urlopen(self._address + path, timeout=_CALL_S) as answer:
+                text: str = answer.read().decode()
+                return text
+        except OSError:
+            return None
+
+    def _wait(self, condition: Any, otherwise: str) -> None:
+        deadline_s = time.monotonic() + _READY_S
+        while not condition():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"Prometheus at {self._address}: {otherwise}")
+            time.sleep(_POLL_S)
+
+
+@contextmanager
+def scraping(url: str, folder: Path, every_s: float) -> Iterator[Scraper]:
+    """A Prometheus that scrapes the application at ``url``, with its data under ``folder``.
+
+    Raises:
+        FileNotFoundError: there is no :data:`PROGRAM` on the path.
+        TimeoutError: it does not start.
+    """
+    program = shutil.which(PROGRAM)
+    if program is None:
+        raise FileNotFoundError(f"{PROGRAM} is not on the path")
+    interval = f"{max(1, round(every_s))}s"
+    config = {
+        "global": {"scrape_interval": interval, "scrape_timeout": interval},
+        "scrape_configs": [
+            {
+                "job_name": _JOB,
+                "static_configs": [{"targets": [url.partition("://")[2]]}],
+            }
+        ],
+    }
+    file = folder / "prometheus.yaml"
+    file.write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port()}"
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                program,
+                f"--config.file={file}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={address}",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            scraper = Scraper(f"http://{address}")
+            scraper.wait_until_ready()
+            yield scraper
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def comparison(
+    scraper: Scraper, outcomes: Sequence[Outcome], kinds: Sequence[Kind], lines: Mapping[str, int]
+) -> dict[str, Any]:
+    """What Prometheus has beside what the clients counted, as plain data.
+
+    Call it once nothing is under way. Without faults: a router that is killed takes with it what
+    it had not pushed.
+
+    Args:
+        kinds: of each outcome.
+        lines: of batches, how many ended how.
+
+    Raises:
+        TimeoutError: Prometheus scrapes no more.
+    """
+    scraper.wait_until_fresh()
+    requests = scraper.by(
+        "outcome",
+        'sum by (outcome) (sluice_requests_total{endpoint=~"chat|completions"})',
+    )
+    tokens = scraper.value('sum(sluice_tokens_total{type="generated"})')
+    counts = expected(requests, tokens, outcomes, kinds, lines)
+    return {
+        "falls": scraper.falls(),
+        "counts": [{**count._asdict(), "differs": count.differs} for count in counts],
+    }
+
+
+def expected(
+    requests: Mapping[str, float],
+    tokens: float,
+    outcomes: Sequence[Outcome],
+    kinds: Sequence[Kind],
+    lines: Mapping[str, int],
+) -> list[Count]:
+    """The scraped requests by outcome, and generated tokens, with what they must be."""
+    ended = dict.fromkeys(End, 0)
+    known = left = 0
+    for outcome, kind in zip(outcomes, kinds, strict=True):
+        ended[outcome.end] += 1
+        made = outcome.output_tokens * kind.fields.get("n", 1)
+        if outcome.end is End.ANSWERED:
+            known += made
+        else:
+            left += made
+    answered, failed = lines.get("answered", 0), lines.get("failed", 0)
+    whole = ended[End.ANSWERED] + answered
+    known += answered * LINE_TOKENS
+    found = {name: requests.get(name, 0.0) for name in ("ok", "cancelled", "failed")}
+    refused = requests.get("refused", 0.0) + requests.get("client_error", 0.0)
+    sent = len(outcomes) + answered + failed
+    gone = ended[End.LEFT]
+    return [
+        Count("requests", sum(requests.values()), sent, sent),
+        Count("ok", found["ok"], whole, whole + gone),
+        Count("ok or cancelled", found["ok"] + found["cancelled"], whole + gone, whole + gone),
+        Count("refused", refused, ended[End.REFUSED], ended[End.REFUSED] + failed),
+        Count("failed", found["failed"], ended[End.FAILED], ended[End.FAILED] + failed),
+        Count("generated tokens", tokens, known, known + left + failed * LINE_TOKENS),
+    ]
+
+
+def agrees(found: Mapping[str, Any] | None) -> bool:
+    """Whether no counter fell and all are what the clients counted; also where nobody scraped."""
+    return found is None or not (
+        found["falls"] or any(count["differs"] for count in found["counts"])
+    )
