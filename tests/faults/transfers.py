@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ray import serve
+from ray.serve.context import _get_global_client
 
 from deploy.app import REPLICA_DEPLOYMENTS
 from replica.engine import EngineRequest, Handoff, ResponseChunk, ResponseHead, ResponseTail
@@ -56,17 +57,24 @@ def handle_replayed(trial: Trial) -> Callable[[], bool]:
 
     trial.busiest(1)
     before = failures()
-    asyncio.run(_replay(trial, failures))
+    asyncio.run(_replay(trial))
     wait_until(lambda: failures() == before + 1, "the failed transfer is counted", every_s=0.2)
     return lambda: True
 
 
-async def _replay(trial: Trial, failures: Callable[[], float]) -> None:
+async def _replay(trial: Trial) -> None:
     names = {role: REPLICA_DEPLOYMENTS[role] for role in _ROLES}
     handles = {role: serve.get_deployment_handle(names[role], trial.app) for role in _ROLES}
-    replicas = ServeReplicas(handles)
+    try:
+        await _present_twice(ServeReplicas(handles), trial.model)
+    finally:
+        # They belong to this loop.
+        await _get_global_client().shutdown_cached_handles_async()
+
+
+async def _present_twice(replicas: ServeReplicas, model: str) -> None:
     body = {
-        "model": trial.model,
+        "model": model,
         "prompt": "A used handle is presented again. " * 20,
         "max_tokens": 16,
         "temperature": 0,
