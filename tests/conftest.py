@@ -42,7 +42,8 @@ hypothesis.settings.load_profile("patient")
 @pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes test, one of them runs all that starts Ray, one test after the other,
-    and the rest is shared out by file. What takes longest begins first."""
+    and the rest is shared out by file. What takes longest begins first. What needs a Ray of its own
+    comes after all that share one, so that this one is started once."""
     for item in items:
         group = "ray" if item.get_closest_marker("ray") else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
@@ -50,7 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _begins(item: pytest.Item) -> int:
-    return next((n for n, part in enumerate(("ray", "vllm")) if item.get_closest_marker(part)), 2)
+    if item.get_closest_marker("ray"):
+        return 1 if item.get_closest_marker("own_ray") else 0
+    return 2 if item.get_closest_marker("vllm") else 3
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -31,7 +31,7 @@ from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 from tests.own_ray import own_ray
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 CONFIG = ControllerConfig(admission="none", aged_after_s=60, stale_after_s=60, forget_after_s=120)
 

@@ -15,7 +15,7 @@ from deploy.ray_settings import free_port
 from tests.deploy.certificate import make_certificate
 from tests.e2e.conftest import system_alone, wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 BODY = {"model": "sim", "prompt": "Hello.", "max_tokens": 3, "stream": True}
 PER_MINUTE, BURST_S = 0.1, 3_600  # six at once, and no more for as long as the test runs

@@ -28,6 +28,7 @@ def test_nothing_is_lost(trial: Trial, scenario: Scenario) -> None:
     check(trial, scenario)
 
 
+@pytest.mark.own_ray
 @pytest.mark.parametrize("scenario", ELSEWHERE, ids=lambda each: each.name)
 def test_nothing_is_lost_elsewhere(scenario: Scenario) -> None:
     """On a system that is started for it, which takes longer than the scenario does."""

@@ -30,7 +30,7 @@ from scheduling.batching.builder import begin
 from scheduling.objective import SLO
 from tests.own_ray import own_ray
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 APP = "replicas"
 CONTROLLER = ControllerConfig(policy="round_robin")

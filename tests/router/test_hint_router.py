@@ -43,7 +43,11 @@ from tests.own_ray import own_ray
 from tests.router.far_side import FarController
 from tests.router.tiny_replicas import Front, TinyReplica
 
-pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.own_ray,
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 APP = "hints"
 _LARGE_BYTES = 9 << 20
