@@ -6,6 +6,7 @@ when somebody reads it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from math import isfinite
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scheduling.admission.base import Promises
+from scheduling.admission.constraint import Constraint
 from scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from scheduling.pairs import Second
 from scheduling.placement import Weighed
@@ -29,6 +31,15 @@ _MORE_WORK = "more work is ahead there"
 _CANNOT = "it cannot promise the objective"
 _TRIAL = "the chosen one was to be tried after its quarantine"
 
+
+_CONSTRAINTS = {
+    Constraint.TTFT: "TTFT",
+    Constraint.TPOT: "TPOT",
+    Constraint.GUARANTEES: "earlier guarantees",
+    Constraint.KV_MEMORY: "KV memory",
+    Constraint.SEQUENCES: "running sequences",
+    Constraint.PREFILL_BUDGET: "prefill budget",
+}
 
 _OVER_SHARE = "Its client has its share of what can be promised, and others ask for theirs"
 
@@ -135,6 +146,8 @@ class DecisionLog:
             "outcome": decision.reason,
             "over_share": decision.over_share,
             "tier": None if decision.tier is None else decision.tier.value,
+            "not_guaranteed": _not_guaranteed(entry),
+            "constraints": _constraints(weighed),
             "replica_id": decision.replica_id,
             "role": None if decision.replica_id is None else decision.role,
             "prefill_id": decision.prefill_id,
@@ -175,23 +188,24 @@ class DecisionLog:
         of = f"{able} of {of_all}"
         if _is_trial(decision, weighed):
             return f"It tries a replica that was in quarantine and could serve it: one of {of_all}."
-        if decision.over_share and decision.reason == UNATTAINABLE:
-            return f"{_OVER_SHARE}, and the class is not served without."
+        cannot = f"No replica can promise the objective{_bound(weighed)}"
         if decision.reason == UNATTAINABLE:
-            return "No replica can promise the objective, and the class is not served without."
+            first = _OVER_SHARE if decision.over_share else cannot
+            return f"{first}, and the class is not served without."
         if decision.tier is None:
             return f"Nothing is promised here, as admission is off; {self._routing.name} chose."
         if decision.tier is Tier.GUARANTEED:
             return f"{of} can promise the objective; of those {self._routing.name} chose."
         if able is None:
             states = entry.query.slo.stated
-            first = "It asks for best effort" if states else "It states no objective to promise"
+            asks = "It asks for best effort, as the lines of a batch do"
+            first = asks if states else "It states no objective to promise"
         elif decision.over_share:
             first = _OVER_SHARE
         elif able:
             first = "No replica that is well has reported lately, so nothing is promised"
         else:
-            first = "No replica can promise the objective"
+            first = cannot
         return f"{first}: served as best effort, where least work is ahead."
 
     def _compare(self, told: dict[str, Any], decision: RouteDecision, weighed: Weighed) -> None:
@@ -232,7 +246,7 @@ class DecisionLog:
             "chosen": _figures(figures, names, second.chosen),
             "others": [
                 _figures(figures, names, place)
-                | {"why_not": passed_over if holds[place] else _CANNOT}
+                | {"why_not": passed_over if holds[place] else _cannot(promises, place)}
                 for place in places
             ],
             "others_left_out": len(names) - len(places) - 1,
@@ -244,8 +258,53 @@ class DecisionLog:
         if decision.tier is Tier.BEST_EFFORT:
             return _MORE_WORK
         if weighed.promises is not None and not weighed.promises.holds[place]:
-            return _CANNOT
+            return _cannot(weighed.promises, place)
         return self._routing.passed_over
+
+
+def _not_guaranteed(entry: Entry) -> str | None:
+    """Why nothing was guaranteed, as a word for programs; ``None`` where it was. Of constraints,
+    the one that binds at the replica that could soonest."""
+    query, decision, weighed = entry.query, entry.decision, entry.weighed
+    if decision.tier is Tier.GUARANTEED:
+        return None
+    if weighed is None:
+        return "no_replica"
+    if decision.over_share:
+        return "over_share"
+    promises = weighed.promises
+    if promises is None:
+        if decision.tier is None:
+            return "admission_off"
+        return "best_effort_asked" if query.slo.stated else "no_objective"
+    if promises.holds.any():
+        return "silent"
+    return Constraint(promises.binds[promises.wait_s.argmin()]).name.lower()
+
+
+def _constraints(weighed: Weighed | None) -> dict[str, int]:
+    """At how many replicas each constraint forbade a promise."""
+    if weighed is None or weighed.promises is None:
+        return {}
+    promises = weighed.promises
+    found = Counter(promises.binds[~promises.holds].tolist())
+    return {Constraint(bound).name.lower(): count for bound, count in found.most_common()}
+
+
+def _bound(weighed: Weighed) -> str:
+    """What forbade it, in brackets: of one constraint its name, of several at how many replicas."""
+    found = [
+        (_CONSTRAINTS[Constraint[name.upper()]], n) for name, n in _constraints(weighed).items()
+    ]
+    if len(found) == 1:
+        return f" ({found[0][0]})"
+    return f" ({', '.join(f'{name} at {count}' for name, count in found)})" if found else ""
+
+
+def _cannot(promises: Promises | None, place: int) -> str:
+    if promises is None or not promises.binds[place]:
+        return _CANNOT
+    return f"{_CANNOT}: {_CONSTRAINTS[Constraint(promises.binds[place])]}"
 
 
 def _is_trial(decision: RouteDecision, weighed: Weighed) -> bool:

@@ -49,12 +49,21 @@ class Second(NamedTuple):
         """Predicted time until some replica could promise that part, where none can."""
         return 0.0 if self.promises is None else float(self.promises.wait_s.min())
 
+    @property
+    def binds(self) -> np.int8:
+        """Which constraint forbids that part where none can promise it: at the replica that could
+        soonest."""
+        if self.promises is None:
+            return np.int8(0)
+        return self.promises.binds[self.promises.wait_s.argmin()]  # type: ignore[no-any-return]
+
 
 def together(job: Job, promises: Promises, second: Second) -> Promises:
     """What is promised to the client, where ``promises`` are those of the replicas that begin: of a
     pair what both can, and times up to the first token."""
-    holds, wait_s = promises.holds, promises.wait_s
+    holds, wait_s, binds = promises.holds, promises.wait_s, promises.binds
     if not second.able:
+        binds = np.where(holds & job.splits, second.binds, binds)
         holds = holds & ~job.splits
         wait_s = np.where(job.splits, np.maximum(wait_s, second.wait_s), wait_s)
-    return Promises(holds, promises.ttft_s + job.lead_s, wait_s)
+    return Promises(holds, promises.ttft_s + job.lead_s, wait_s, binds)

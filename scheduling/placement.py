@@ -216,7 +216,8 @@ class Placer:
             moved = second.job._replace(reserve_tokens=reserve_tokens)
             able = admission.promises(moved, self._fleet)
             kept = together(job, kept, second._replace(promises=able))
-        return promises._replace(holds=promises.holds & kept.holds, wait_s=kept.wait_s)
+        holds = promises.holds & kept.holds
+        return promises._replace(holds=holds, wait_s=kept.wait_s, binds=kept.binds)
 
     def _unpromised(
         self,

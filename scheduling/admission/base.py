@@ -23,11 +23,14 @@ class Promises(NamedTuple):
             job's prompt only is computed there, to the end of that.
         wait_s: ``float64[n]``, where it cannot be held: the predicted time until it could; infinite
             where it never can.
+        binds: ``int8[n]``, the :class:`~scheduling.admission.constraint.Constraint` that forbids it
+            there; 0 where it can be held.
     """
 
     holds: NDArray[np.bool_]
     ttft_s: Floats
     wait_s: Floats
+    binds: NDArray[np.int8]
 
 
 class AdmissionPolicy(ABC):

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from scheduling.admission.base import AdmissionPolicy, Promises
+from scheduling.admission.constraint import Constraint
 from scheduling.admission.first_token import first_token_s, place_of
 from scheduling.admission.room import (
     LEAST_WAIT_S,
-    fits_alone,
+    binds_alone,
     pace_wait_s,
     reserve_at,
+    room_constraint,
     room_wait_s,
 )
 from scheduling.fleet import Fleet
@@ -127,11 +129,12 @@ def promises(
     splits: NDArray[np.bool_],
     moved: bool,
     reserve_tokens: float,
-) -> tuple[NDArray[np.bool_], Floats, Floats]:
+) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
     """The test on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
     holds = np.empty(rows.shape[0], np.bool_)
     ttft_s = np.empty(rows.shape[0])
     wait_s = np.empty(rows.shape[0])
+    binds = np.zeros(rows.shape[0], np.int8)
     for place, row in enumerate(rows):
         of, queue, decodes = figures[row], prefills[starts[row] :], loads[starts[row] :]
         own_s = most_work_s(pieces[row], 1.0, prompt_tokens)
@@ -142,26 +145,38 @@ def promises(
         if kept > 0.0:
             all_s += most_work_s(pieces[row], kept, 0.0)
             step_s += most_work_s(pieces[row], 1.0, kept)
-        late_s = max(
-            late_by(of, queue, decodes, all_s, now_s, due_s, headroom),
-            others_late_by(of, queue, decodes, all_s, now_s, due_s, tpot_s, step_s, headroom),
+        own_late_s = late_by(of, queue, decodes, all_s, now_s, due_s, headroom)
+        others_late_s = others_late_by(
+            of, queue, decodes, all_s, now_s, due_s, tpot_s, step_s, headroom
         )
+        late_s = max(own_late_s, others_late_s)
         slow_s = 0.0
         if tpot_s < inf:
             slow_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
         new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
         room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place], kept)
-        alone = fits_alone(of, work_s[place], own_s, due_s - now_s + waited_s, tpot_s, headroom)
-        holds[place] = alone and max(late_s, slow_s, room_s) <= 0.0
+        alone = binds_alone(of, work_s[place], own_s, due_s - now_s + waited_s, tpot_s, headroom)
+        holds[place] = alone == Constraint.NONE and max(late_s, slow_s, room_s) <= 0.0
         wait_s[place] = 0.0
-        if not alone:
+        if alone != Constraint.NONE:
             wait_s[place] = inf
+            binds[place] = alone
         elif not holds[place]:
             count = int(of[LOADS])
             rate = 1.0 - decodes[count - 1, SHARES] if count > 0 else 1.0
-            wait_s[place] = max(LEAST_WAIT_S, late_s / max(rate, LEAST_RATE), slow_s, room_s)
+            late_s /= max(rate, LEAST_RATE)
+            wait_s[place] = max(LEAST_WAIT_S, late_s, slow_s, room_s)
+            # Of several, the one that lasts longest.
+            if room_s >= max(late_s, slow_s):
+                binds[place] = room_constraint(of)
+            elif slow_s >= late_s:
+                binds[place] = Constraint.TPOT
+            elif own_late_s >= others_late_s:
+                binds[place] = Constraint.TTFT
+            else:
+                binds[place] = Constraint.GUARANTEES
         ttft_s[place] = first_token_s(of, queue, work_s[place], now_s, due_s)
-    return holds, ttft_s, wait_s
+    return holds, ttft_s, wait_s, binds
 
 
 @compiled

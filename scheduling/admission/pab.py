@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 
 from scheduling.admission.base import AdmissionPolicy, Promises
+from scheduling.admission.constraint import Constraint
 from scheduling.admission.first_token import first_tokens_s
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import PAB, PROMISED
@@ -43,7 +44,9 @@ class PABAdmission(AdmissionPolicy):
             fleet.figures, fleet.starts, fleet.prefills, job.rows, job.work_s, job.now_s, job.due_s,
             job.lead_s,
         )  # fmt: skip
-        return Promises(lack <= 0, ttft_s, lack * job.work_s / new_tokens)
+        holds = lack <= 0
+        binds = np.where(holds, Constraint.NONE, Constraint.PREFILL_BUDGET).astype(np.int8)
+        return Promises(holds, ttft_s, lack * job.work_s / new_tokens, binds)
 
 
 def pab_tokens(

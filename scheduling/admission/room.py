@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from math import ceil, inf
 
+from scheduling.admission.constraint import Constraint
 from scheduling.assumptions import GROWTH_TOKENS
 from scheduling.fleet_rows import (
     BLOCK_TOKENS,
@@ -82,13 +83,25 @@ def reserve_at(figures: Floats, reserve_tokens: float) -> float:
 
 
 @compiled
-def fits_alone(
+def room_constraint(figures: Floats) -> int:
+    """Which constraint binds where :func:`room_wait_s` is above 0."""
+    if figures[PROMISED] >= figures[PLACES]:
+        return Constraint.SEQUENCES
+    return Constraint.KV_MEMORY
+
+
+@compiled
+def binds_alone(
     figures: Floats, work_s: float, own_s: float, ttft_s: float, tpot_s: float, headroom: float
-) -> bool:
-    """Whether an idle replica could hold a request: its prefill of ``work_s`` within ``ttft_s``,
-    and its decode of ``own_s`` a step, with ``headroom`` of each left unused."""
+) -> int:
+    """Which constraint binds even on an idle replica: its prefill of ``work_s`` within ``ttft_s``,
+    or its decode of ``own_s`` a step, with ``headroom`` of each left unused; 0 for neither."""
     usable, fixed_s = 1.0 - headroom, figures[FIXED_S]
-    return fixed_s + work_s <= ttft_s * usable and fixed_s + own_s <= tpot_s * usable
+    if fixed_s + work_s > ttft_s * usable:
+        return Constraint.TTFT
+    if fixed_s + own_s > tpot_s * usable:
+        return Constraint.TPOT
+    return Constraint.NONE
 
 
 @compiled

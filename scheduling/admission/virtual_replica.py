@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from scheduling.admission.base import AdmissionPolicy, Promises
+from scheduling.admission.constraint import Constraint
 from scheduling.admission.first_token import first_token_s
 from scheduling.admission.room import (
     LEAST_WAIT_S,
-    fits_alone,
+    binds_alone,
     pace_wait_s,
     reserve_at,
+    room_constraint,
     room_wait_s,
 )
 from scheduling.admission.slos_serve import HORIZON_S, LEAST_STEP_S
@@ -139,11 +141,12 @@ def promises(
     splits: NDArray[np.bool_],
     moved: bool,
     reserve_tokens: float,
-) -> tuple[NDArray[np.bool_], Floats, Floats]:
+) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
     """The walk on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
     holds = np.empty(rows.shape[0], np.bool_)
     ttft_s = np.empty(rows.shape[0])
     wait_s = np.empty(rows.shape[0])
+    binds = np.zeros(rows.shape[0], np.int8)
     for place, row in enumerate(rows):
         of, model, queue = figures[row], pieces[row], prefills[starts[row] :]
         own_s = most_work_s(model, 1.0, prompt_tokens)
@@ -155,7 +158,9 @@ def promises(
         if kept > 0.0:
             all_s += most_work_s(model, kept, 0.0)
             step_s += most_work_s(model, 1.0, kept)
-        late_s = late_by(of, queue, all_s, now_s, due_s, tpot_s, step_s, longest_s, 1.0 - headroom)
+        late_s, late_binds = late_by(
+            of, queue, all_s, now_s, due_s, tpot_s, step_s, longest_s, 1.0 - headroom
+        )
         new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
         room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place], kept)
         holds[place] = late_s <= 0.0 and room_s == 0.0
@@ -165,11 +170,15 @@ def promises(
                 decodes = loads[starts[row] :]
                 late_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
             wait_s[place] = max(LEAST_WAIT_S, late_s, room_s)
+            # Of several, the one that lasts longest.
+            binds[place] = room_constraint(of) if room_s > late_s else late_binds
             fresh_s = due_s - now_s + waited_s
-            if not fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom):
+            alone = binds_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom)
+            if alone != Constraint.NONE:
                 wait_s[place] = inf
+                binds[place] = alone
         ttft_s[place] = first_token_s(of, queue, work_s[place], now_s, due_s)
-    return holds, ttft_s, wait_s
+    return holds, ttft_s, wait_s, binds
 
 
 @compiled
@@ -196,9 +205,9 @@ def late_by(
     own_s: float,
     longest_s: float,
     usable: float,
-) -> float:
+) -> tuple[float, int]:
     """By how much time a new request, or a promised one with it, is late in the walk; not above 0:
-    nobody is; infinite: with it the decodes could not be held.
+    nobody is; infinite: with it the decodes could not be held. Beside it, which constraint that is.
 
     Args:
         figures, prefills: of the replica.
@@ -232,32 +241,32 @@ def late_by(
         item += 1
     rate = rate_of(fixed_s, pace_s, share)
     if rate <= 0.0:
-        return inf
+        return inf, Constraint.TPOT
     time_s += work_s / usable / rate
     late_s = time_s - limit_s(due_s, now_s)
     if late_s > SLIP_S:
-        return late_s
+        return late_s, Constraint.TTFT
     alone_share, alone_pace_s = share, pace_s
     if tpot_s < inf:
         share += own_s / usable / max(tpot_s, LEAST_STEP_S)
         pace_s = min(pace_s, tpot_s)
     rate = rate_of(fixed_s, pace_s, share)
     if rate < -SLIP_S:
-        return inf
+        return inf, Constraint.TPOT
     while item < queued:
         if rate <= 0.0:
-            return inf
+            return inf, Constraint.TPOT
         time_s += (prefills[item, LEFT_S] / usable - part_s) / rate
         part_s = 0.0
         late_s = time_s - limit_s(prefills[item, PREFILL_DUE_S], now_s)
         if late_s > SLIP_S:
-            return late_s
+            return late_s, Constraint.GUARANTEES
         own_share, own_pace_s = prefills[item, OWN_SHARE] / usable, prefills[item, OWN_PACE_S]
         share, pace_s = share + own_share, min(pace_s, own_pace_s)
         alone_share, alone_pace_s = alone_share + own_share, min(alone_pace_s, own_pace_s)
         rate = rate_of(fixed_s, pace_s, share)
         # What could not be held without it forbids nothing.
         if rate < min(0.0, rate_of(fixed_s, alone_pace_s, alone_share)) - SLIP_S:
-            return inf
+            return inf, Constraint.TPOT
         item += 1
-    return 0.0
+    return 0.0, Constraint.NONE

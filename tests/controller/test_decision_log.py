@@ -76,10 +76,15 @@ async def test_best_effort_says_why_nothing_was_promised() -> None:
         assert (entry["tier"], entry["replica_id"]) == ("best-effort", "b")
         (other,) = entry["others"]
         assert other["ahead_ms"] > entry["chosen"]["ahead_ms"] and "more work" in other["why_not"]
-    assert late["why"].startswith("No replica can promise") and late["able"] == 0
+    assert late["why"].startswith("No replica can promise the objective (TTFT)")
+    assert (late["able"], late["not_guaranteed"], late["constraints"]) == (0, "ttft", {"ttft": 2})
+    assert late["chosen"]["can_promise"] is False
     assert late["others"][0]["could_promise_in_ms"] is None
     assert nothing["why"].startswith("It states no objective") and nothing["able"] is None
     assert wanted["why"].startswith("It asks for best effort")
+    assert (wanted["not_guaranteed"], wanted["constraints"]) == ("best_effort_asked", {})
+    assert nothing["not_guaranteed"] == "no_objective"
+    assert (refused["not_guaranteed"], refused["constraints"]) == ("ttft", {"ttft": 2})
     assert (refused["outcome"], refused["replica_id"], refused["chosen"]) == (
         "unattainable",
         None,
@@ -89,6 +94,19 @@ async def test_best_effort_says_why_nothing_was_promised() -> None:
     await controller.route([query(5)])
     (aged, *_) = await told(controller)
     assert "has reported lately" in aged["why"] and aged["able"] == 1
+    assert aged["not_guaranteed"] == "silent"
+
+
+async def test_each_constraint_is_told_with_the_replicas_at_which_it_binds() -> None:
+    controller, _ = await fleet_of(8_000, 9_000)
+    report = hello("full", [waiting_row(1_050, 10)])
+    report.summary["free_kv_blocks"] = 0
+    await controller.hello(report)
+    await controller.route([RouteQuery(1, SLO(ttft_s=1.0, tpot_s=0.1), 4_000)])
+    (entry,) = await told(controller)
+    assert entry["constraints"] == {"ttft": 2, "kv_memory": 1}
+    assert "(TTFT at 2, KV memory at 1)" in entry["why"]
+    assert entry["not_guaranteed"] in entry["constraints"]
 
 
 async def test_without_a_replica_or_without_admission() -> None:
