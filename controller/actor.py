@@ -30,6 +30,7 @@ from controller.checks import (
 from controller.config import ControllerConfig
 from controller.decision_log import DECISIONS, DecisionLog
 from controller.drains import Drains
+from controller.endings import check_endings
 from controller.history import History
 from controller.instruments import Instruments
 from controller.messages import (
@@ -39,6 +40,7 @@ from controller.messages import (
     ReplicaDelta,
     ReplicaHello,
     ReportReply,
+    RequestEnding,
     RouteDecision,
     RouteQuery,
     RouteReply,
@@ -203,18 +205,22 @@ class Controller:
         with self._instruments.refusals():
             return self._quotas.share(uses, self._hear())
 
-    async def push_metrics(self, push: MetricsPush) -> PushReply:
-        """Take a process's metrics.
+    async def push_metrics(
+        self, push: MetricsPush, endings: Sequence[RequestEnding] = ()
+    ) -> PushReply:
+        """Take a process's metrics, and how requests ended since its last push.
 
         Raises:
             ValueError: malformed, over a limit, or with a family of the controller's own.
         """
         now_s = self._hear()
         with self._instruments.refusals():
+            check_endings(endings)
             new = self._hub.push(push, now_s)
         if new:
             self._history.joined(push.samples)
         self._history.note(self._hub, now_s)
+        self._log.endings.note(endings)
         return PushReply(self._closed(), self._quarantine.names)
 
     async def render_metrics(self) -> bytes:

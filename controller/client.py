@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
@@ -26,12 +27,14 @@ from controller.lookup import (
     stop_controller,
 )
 from controller.messages import (
+    MAX_ENDINGS,
     MetricsPush,
     PushReply,
     QuotaUse,
     ReplicaDelta,
     ReplicaHello,
     ReportReply,
+    RequestEnding,
     RouteDecision,
     RouteQuery,
     RouteReply,
@@ -121,6 +124,7 @@ class ControllerClient:
         self._released: dict[int, None] = {}
         self._gone: dict[str, None] = {}
         self._troubled: list[TroubleNotice] = []
+        self._ended: deque[RequestEnding] = deque(maxlen=MAX_ENDINGS)
         self._notice_task: asyncio.Task[None] | None = None
         self._link = Link(app_name, config, self._queries.fail_queued)
         # Its end is the first sign of a dead controller.
@@ -207,14 +211,18 @@ class ControllerClient:
         return await self._delivered("goodbye", replica_id)
 
     async def push_metrics(self, push: MetricsPush) -> bool:
-        """Deliver a process's metrics.
+        """Deliver a process's metrics, and the endings of requests since the last push.
 
         Raises:
             ValueError: the controller refused them, and says why.
         """
+        endings = tuple(self._ended)
+        self._ended.clear()
         try:
-            reply = await self._call("push_metrics", push, timeout_s=NOTICE_TIMEOUT_S)
+            reply = await self._call("push_metrics", push, endings, timeout_s=NOTICE_TIMEOUT_S)
         except NoAnswerError:
+            # With the next push; of more than it may hold, the latest.
+            self._ended = deque((*endings, *self._ended), maxlen=MAX_ENDINGS)
             return False
         self._note(reply)
         return True
@@ -278,6 +286,11 @@ class ControllerClient:
         """Give up the reservation of a request that is over or goes elsewhere. Does not wait;
         where it gets lost, the reservation ends by its age."""
         self._notice(self._released, key, "release")
+
+    def ended(self, ending: RequestEnding) -> None:
+        """A request ended. Does not wait; the controller hears of it with the next push of metrics.
+        Of more than ``MAX_ENDINGS`` between two pushes, of the latest."""
+        self._ended.append(ending)
 
     def replica_gone(self, replica_ids: Iterable[str]) -> None:
         """These replicas left the application. Does not wait; where it gets lost, the replicas go

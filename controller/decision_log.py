@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from controller.endings import Endings
 from scheduling.admission.base import Promises
 from scheduling.admission.constraint import Constraint
 from scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
@@ -84,6 +85,8 @@ class DecisionLog:
         # Bare tuples and a bare dict, because decisions wait for this.
         self._entries: dict[int, _Fields] = {}
         self._weighed: Weighed | None = None
+        self.endings = Endings()
+        """How the requests ended."""
 
     def __len__(self) -> int:
         return min(self._limit, len(self._entries))
@@ -110,7 +113,14 @@ class DecisionLog:
         """The last decisions as of now, the latest first, as plain data that JSON can hold. Each
         takes some 50 us when it is its turn; what is decided meanwhile changes nothing."""
         entries = list(islice(self._kept(), limit))
-        return (self._told(entry, now_s) for entry in entries)
+        latest: dict[str, int] = {}
+        for entry in entries:
+            latest.setdefault(entry.query.request_id, entry.query.key)
+        return (
+            self._told(entry, now_s)
+            | self._ended(entry, tried_again=latest[entry.query.request_id] != entry.query.key)
+            for entry in entries
+        )
 
     def took_ms(self) -> dict[str, float | int | None]:
         """How long the decisions in the log took, milliseconds."""
@@ -169,6 +179,29 @@ class DecisionLog:
             if weighed.second is not None:
                 told["second"] = self._second(weighed, weighed.second)
         return told
+
+    def _ended(self, entry: Entry, tried_again: bool) -> dict[str, Any]:
+        """How the request ended, where its router has told. That is of its last decision: after an
+        earlier one it was tried again."""
+        request_id = entry.query.request_id
+        tried_again = tried_again and request_id != ""
+        ending = None if tried_again else self.endings.of(request_id)
+        if ending is None:
+            return {"tried_again": tried_again, "ended": None}
+        judged = ending.outcome == "ok" and entry.query.slo.stated
+        return {
+            "tried_again": False,
+            "ended": {
+                "outcome": ending.outcome,
+                "error": ending.error or None,
+                "attained": not ending.missed if judged else None,
+                "missed": list(ending.missed),
+                "tokens": ending.tokens,
+                "ttft_ms": _ms(ending.ttft_s),
+                "tpot_ms": _ms(ending.tpot_s),
+                "e2e_ms": _ms(ending.e2e_s),
+            },
+        }
 
     def _why(self, entry: Entry) -> str:
         """Why it went where it went, and if two replicas serve it, both."""

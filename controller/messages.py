@@ -17,7 +17,9 @@ from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from scheduling.roles import Role
 
 __all__ = [
+    "MAX_ENDINGS",
     "MAX_USES",
+    "OBJECTIVES",
     "MetricSample",
     "MetricsPush",
     "PushReply",
@@ -25,6 +27,7 @@ __all__ = [
     "ReplicaDelta",
     "ReplicaHello",
     "ReportReply",
+    "RequestEnding",
     "RouteDecision",
     "RouteQuery",
     "RouteReply",
@@ -155,6 +158,37 @@ class PushReply(NamedTuple):
 
     closed: tuple[str, ...] | None
     quarantined: tuple[str, ...]
+
+
+MAX_ENDINGS = 256
+"""Most endings of requests in one call."""
+
+OBJECTIVES = ("ttft", "tpot", "e2e")
+"""What a request can miss."""
+
+
+class RequestEnding(NamedTuple):
+    """How a request ended, as its router saw it.
+
+    Attributes:
+        request_id: as in its :class:`RouteQuery`.
+        outcome: ``ok``, ``client_error``, ``refused``, ``failed`` or ``cancelled``.
+        missed: the stated objectives that a response with the outcome ``ok`` missed.
+        tokens: output tokens of its first choice.
+        ttft_s: from its arrival to its first token; ``None`` where there was none.
+        tpot_s: mean time per token after the first; ``None`` with fewer than two.
+        e2e_s: from its arrival to its end.
+        error: code of the error that its client got; empty for none.
+    """
+
+    request_id: str
+    outcome: str
+    missed: tuple[str, ...]
+    tokens: int
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float | None
+    error: str = ""
 
 
 class TroubleNotice(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import NamedTuple, Protocol
 
-from controller.messages import RouteDecision, RouteQuery, Tier, Trouble
+from controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier, Trouble
 from router.call import Call
 from router.config import RouterConfig
 from router.errors import ApiError, Reason
@@ -40,6 +40,9 @@ class Controller(Protocol):
 
     def troubled(self, replica_id: str, trouble: Trouble) -> None:
         """This replica has failed a request, or stands still. Returns at once."""
+
+    def ended(self, ending: RequestEnding) -> None:
+        """A request that was placed has ended. Returns at once."""
 
 
 class Destination(NamedTuple):

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
+from controller.messages import RequestEnding
 from router.answer import Answer, Attempt, ReplicaFailedError
 from router.call import Call
 from router.config import RouterConfig
@@ -21,7 +22,7 @@ from router.errors import ApiError, Reason
 from router.handover import NOT_RESUMABLE, may_resume
 from router.hint import NO_REPLICA_WAIT_S
 from router.legs import Course, Legs, Replicas
-from router.metrics import RouterMetrics
+from router.metrics import Outcome, RouterMetrics
 from router.prompt_size import TokenEstimator
 from router.retry_budget import RetryBudget
 from router.stalls import StallWatch
@@ -59,6 +60,7 @@ class Dispatcher:
         self._legs = Legs(
             controller, replicas, self._destinations, metrics, stalls, self._leave, clock
         )
+        self._controller = controller
         self._budget = RetryBudget(config.retry_budget, clock)
         self._metrics = metrics
         self._max_attempts = config.max_attempts
@@ -102,6 +104,27 @@ class Dispatcher:
                 slo = replace(slo, ttft_s=None)
             clock = TokenClock(slo, call.received_s)
             self._metrics.admission.ended(clock, None, not left, self.clock())
+
+    def ended(
+        self, call: Call, seen: TokenClock, outcome: Outcome, reason: Reason | None, now_s: float
+    ) -> None:
+        """Tell the controller how a call ended; ``seen`` are its tokens, ``reason`` that of an
+        error. Does not wait."""
+        if not call.scheduled:
+            return
+        missed = seen.missed(now_s) if outcome is Outcome.OK else ()
+        self._controller.ended(
+            RequestEnding(
+                call.request_id,
+                outcome.value,
+                missed,
+                seen.tokens,
+                seen.ttft_s,
+                seen.tpot_s,
+                now_s - call.received_s,
+                "" if reason is None else reason.value,
+            )
+        )
 
     async def _attempts(self, course: Course) -> Attempt:
         """The first attempt that does not fail.

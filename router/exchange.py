@@ -190,6 +190,7 @@ class Exchange(Response):
         metrics.ended(call.endpoint, self._clock, outcome, now_s, call.client)
         metrics.usage.ended(call, self._clock, outcome.error, answer, now_s)
         reason = self._error.reason if self._error is not None else None
+        self._dispatcher.ended(call, self._clock, outcome, reason, now_s)
         self._telemetry.ended(call, self._clock, outcome, reason, answer, now_s)
         metrics.admission.clamped(call.client.name, call.clamped)
         streams = bool(call.body.get("stream"))

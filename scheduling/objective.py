@@ -213,12 +213,16 @@ class TokenClock:
 
         A request without any token attains only if it states no objective.
         """
-        slo = self.slo
-        if self.tokens == 0:
-            return slo.ttft_s is None and slo.tpot_s is None and slo.e2e_s is None
-        ttft_s, tpot_s = self.ttft_s, self.tpot_s
-        if slo.ttft_s is not None and (ttft_s is None or ttft_s > slo.ttft_s):
-            return False
-        if slo.tpot_s is not None and tpot_s is not None and tpot_s > slo.tpot_s:
-            return False
-        return slo.e2e_s is None or finished_s - self.arrival_s <= slo.e2e_s
+        return not self.missed(finished_s)
+
+    def missed(self, finished_s: float) -> tuple[str, ...]:
+        """The stated objectives that were not met, of ``ttft``, ``tpot`` and ``e2e``: all of them
+        where there was no token."""
+        (ttft_due_s, tpot_due_s, e2e_due_s, _), none = self.slo.columns, self.tokens == 0
+        took_s = finished_s - self.arrival_s
+        found = (
+            ("ttft", inf if self.ttft_s is None else self.ttft_s, ttft_due_s),
+            ("tpot", inf if none else self.tpot_s or 0.0, tpot_due_s),
+            ("e2e", inf if none else took_s, e2e_due_s),
+        )
+        return tuple([name for name, real_s, due_s in found if real_s > due_s])

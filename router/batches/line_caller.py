@@ -230,6 +230,7 @@ class LineCaller:
             if answer is not None:
                 answer.close()
             now_s = self._fleets.clock()
+            fleet.dispatcher.ended(call, clock, outcome or Outcome.REFUSED, reason, now_s)
             if outcome is None:
                 self._telemetry.put_off(call, reason)
             else:

@@ -23,6 +23,7 @@ from controller.messages import (
     QuotaUse,
     ReplicaDelta,
     ReplicaHello,
+    RequestEnding,
     RouteQuery,
     Trouble,
     TroubleNotice,
@@ -101,6 +102,7 @@ JUNK: list[Any] = [
 SAMPLE = MetricSample("sluice_x", "counter", "X.", "sluice_x_total", (("a", "b"),), 1.0)
 PUSH = MetricsPush("router-1", 1, 1, (SAMPLE,))
 USE = QuotaUse("acme", 1.0, 2.0, 3.0)
+ENDING = RequestEnding("a", "ok", ("ttft",), 3, 0.1, 0.02, 0.3, "x")
 NOTICE = TroubleNotice("a", Trouble.FAILED)
 
 CALLS: dict[str, Callable[[Controller], tuple[Any, ...]]] = {
@@ -112,7 +114,7 @@ CALLS: dict[str, Callable[[Controller], tuple[Any, ...]]] = {
     "replica_gone": lambda _: (["c", "d"],),
     "troubled": lambda _: (7, [NOTICE]),
     "share_quotas": lambda _: ([USE],),
-    "push_metrics": lambda _: (PUSH,),
+    "push_metrics": lambda _: (PUSH, [ENDING]),
     "load": lambda _: (None,),
     "decisions": lambda _: (3,),
     "drain": lambda _: ("c", False),

@@ -26,7 +26,7 @@ from controller.client import (
 from controller.config import ControllerConfig
 from controller.detached import DetachedController
 from controller.lookup import NAMESPACE
-from controller.messages import RouteDecision, Trouble
+from controller.messages import RequestEnding, RouteDecision, Trouble
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 from tests.own_ray import own_ray
@@ -169,6 +169,35 @@ async def test_troubles_are_told_and_what_becomes_of_them_is_heard(app: str) -> 
         # Nothing is heard for long: what was said then counts no more.
         clock.advance(QUARANTINE_KEPT_S + 1)
         assert client.quarantined == frozenset()
+
+
+async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(app: str) -> None:
+    async with connected(app) as client:
+        assert await client.hello(hello("a")) is not None
+        await client.route(query(1)._replace(request_id="one"))
+        await client.route(query(2)._replace(request_id="two"))
+
+        async def endings() -> dict[str, Any]:
+            found = await client.decisions(10)
+            assert found is not None
+            return {each["request_id"]: each["ended"] for each in found}
+
+        client.ended(RequestEnding("one", "ok", (), 3, 0.1, 0.01, 0.12))
+        assert set((await endings()).values()) == {None}
+        process = process_of(app)
+        os.kill(process, signal.SIGSTOP)
+        try:
+            assert not await client.push_metrics(newer_push("router", ()))
+        finally:
+            os.kill(process, signal.SIGCONT)
+        client.ended(RequestEnding("two", "cancelled", (), 0, None, None, 0.2))
+
+        async def pushed() -> bool:
+            return await client.push_metrics(newer_push("router", ()))
+
+        await until(pushed, "the controller answers again")
+        told = await endings()
+        assert (told["one"]["outcome"], told["two"]["outcome"]) == ("ok", "cancelled")
 
 
 async def test_concurrent_questions_share_calls(app: str) -> None:

@@ -16,7 +16,7 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import generate_latest
 
-from controller.messages import RouteDecision, RouteQuery, Trouble
+from controller.messages import RequestEnding, RouteDecision, RouteQuery, Trouble
 from replica.engine import (
     EngineRequest,
     Progress,
@@ -273,6 +273,7 @@ class FarController:
         self.released: list[int] = []
         self.gone: list[str] = []
         self.troubles: list[tuple[str, Trouble]] = []
+        self.endings: list[RequestEnding] = []
         self.silent = not decisions
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
@@ -290,6 +291,9 @@ class FarController:
 
     def troubled(self, replica_id: str, trouble: Trouble) -> None:
         self.troubles.append((replica_id, trouble))
+
+    def ended(self, ending: RequestEnding) -> None:
+        self.endings.append(ending)
 
 
 class Clock:

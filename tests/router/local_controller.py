@@ -8,7 +8,7 @@ from typing import Any
 from controller.actor import Controller
 from controller.client import NoAnswerError
 from controller.config import ControllerConfig
-from controller.messages import RouteDecision, RouteQuery, Trouble
+from controller.messages import RequestEnding, RouteDecision, RouteQuery, Trouble
 from controller.metrics import samples_of
 from router.metrics import RouterMetrics
 from tests.controller.pushes import newer_push
@@ -22,6 +22,7 @@ class LocalController:
         self.up = True
         self.snapshots = 0
         self.listings = 0
+        self.endings: list[RequestEnding] = []
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
         return (await self.controller.route([query])).decisions[0] if self.up else None
@@ -40,6 +41,9 @@ class LocalController:
     def troubled(self, replica_id: str, trouble: Trouble) -> None:
         raise AssertionError("no replica fails here")
 
+    def ended(self, ending: RequestEnding) -> None:
+        self.endings.append(ending)
+
     async def snapshot(self) -> dict[str, Any] | None:
         self.snapshots += 1
         return await self.controller.snapshot() if self.up else None
@@ -57,4 +61,6 @@ class LocalController:
 
     async def hear(self, metrics: RouterMetrics) -> None:
         """Take in what a router has counted."""
-        await self.controller.push_metrics(newer_push("router", samples_of(metrics.registry)))
+        endings, self.endings = self.endings, []
+        push = newer_push("router", samples_of(metrics.registry))
+        await self.controller.push_metrics(push, endings)

@@ -1,0 +1,74 @@
+"""How the latest requests ended, as their routers saw it, for the log of decisions.
+
+Routers send endings with their metrics (:meth:`controller.client.ControllerClient.ended`), so a
+request costs no message of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from math import inf
+from typing import Any
+
+from controller.checks import check_text, short
+from controller.messages import MAX_ENDINGS, OBJECTIVES, RequestEnding
+
+LIMIT = 1_024
+"""Most endings kept. The log holds 256 decisions, and an ending arrives about a second late."""
+
+
+class Endings:
+    """The latest endings by request id. ``O(1)`` each, amortised.
+
+    Args:
+        limit: most endings.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._endings: dict[str, RequestEnding] = {}
+
+    def __len__(self) -> int:
+        return len(self._endings)
+
+    def note(self, endings: Iterable[RequestEnding]) -> None:
+        """Requests ended. One that is told twice counts once."""
+        for ending in endings:
+            self._endings.pop(ending.request_id, None)
+            self._endings[ending.request_id] = ending
+        over = len(self._endings) - self._limit
+        for request_id in list(islice(self._endings, max(0, over))):
+            del self._endings[request_id]
+
+    def of(self, request_id: str) -> RequestEnding | None:
+        """How it ended; ``None`` where no router has told, or too long ago."""
+        return self._endings.get(request_id)
+
+
+def check_endings(endings: Any) -> None:
+    """Check what a router says of requests that ended.
+
+    Raises:
+        ValueError: it is no sequence of endings, too long, or a field is out of range.
+    """
+    if not isinstance(endings, list | tuple) or len(endings) > MAX_ENDINGS:
+        raise ValueError(
+            f"endings must be a list of at most {MAX_ENDINGS} endings, got {short(endings)}"
+        )
+    for ending in endings:
+        if not isinstance(ending, RequestEnding):
+            raise ValueError(f"expected a RequestEnding, got {short(ending)}")
+        check_text("request_id", ending.request_id)
+        check_text("outcome", ending.outcome)
+        check_text("error", ending.error, empty=True)
+        if not isinstance(ending.missed, tuple) or not all(
+            isinstance(name, str) and name in OBJECTIVES for name in ending.missed
+        ):
+            raise ValueError(f"missed must be any of {OBJECTIVES}, got {short(ending.missed)}")
+        if type(ending.tokens) is not int or ending.tokens < 0:
+            raise ValueError(f"tokens must be an integer >= 0, got {short(ending.tokens)}")
+        for name in ("ttft_s", "tpot_s", "e2e_s"):
+            value = getattr(ending, name)
+            if value is not None and not (type(value) is float and 0 <= value < inf):
+                raise ValueError(f"{name} must be a finite float >= 0, got {short(value)}")

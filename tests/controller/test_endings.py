@@ -1,0 +1,112 @@
+"""How requests ended, beside why they went where they went."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.actor import Controller
+from controller.config import ControllerConfig
+from controller.endings import Endings
+from controller.messages import MAX_ENDINGS, RequestEnding
+from scheduling.objective import SLO
+from tests.controller.fleet import Clock, hello, query
+from tests.controller.pushes import newer_push
+from tests.controller.test_decision_log import told
+
+ENDING = RequestEnding("a" * 32, "ok", ("tpot",), 12, 0.3, 0.04, 1.5)
+
+
+async def controller_of() -> Controller:
+    controller = Controller(ControllerConfig(), Clock())
+    await controller.hello(hello("r"))
+    return controller
+
+
+async def test_a_decision_is_told_with_what_the_router_saw_of_it() -> None:
+    controller = await controller_of()
+    asked = query(7)._replace(request_id=ENDING.request_id)
+    await controller.route([asked])
+    (entry,) = await told(controller)
+    assert (entry["ended"], entry["tried_again"]) == (None, False)
+    await controller.push_metrics(newer_push("router", ()), [ENDING])
+    (entry,) = await told(controller)
+    assert entry["ended"] == {
+        "outcome": "ok",
+        "error": None,
+        "attained": False,
+        "missed": ["tpot"],
+        "tokens": 12,
+        "ttft_ms": 300,
+        "tpot_ms": 40,
+        "e2e_ms": 1_500,
+    }
+    for ending, attained in (
+        (ENDING._replace(missed=()), True),
+        (ENDING._replace(outcome="cancelled", missed=()), None),
+    ):
+        await controller.push_metrics(newer_push("router", ()), [ending])
+        (entry,) = await told(controller)
+        assert entry["ended"]["attained"] is attained
+
+
+async def test_without_an_objective_nothing_is_judged() -> None:
+    controller = await controller_of()
+    await controller.route([query(7)._replace(request_id=ENDING.request_id, slo=SLO())])
+    await controller.push_metrics(newer_push("router", ()), [ENDING._replace(missed=())])
+    (entry,) = await told(controller)
+    assert entry["ended"]["attained"] is None
+
+
+async def test_of_several_attempts_the_last_one_has_the_ending() -> None:
+    controller = await controller_of()
+    for key in (1, 2):
+        await controller.route([query(key)._replace(request_id=ENDING.request_id)])
+    await controller.route([query(3), query(4)])  # which have no id, and are not the same request
+    await controller.push_metrics(newer_push("router", ()), [ENDING])
+    unnamed, other, last, first = await told(controller)
+    assert first["tried_again"] and first["ended"] is None
+    assert last["ended"]["tokens"] == 12 and not last["tried_again"]
+    for entry in (unnamed, other):
+        assert (entry["ended"], entry["tried_again"]) == (None, False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        7,
+        [None],
+        [ENDING._replace(request_id="")],
+        [ENDING._replace(outcome="x" * 300)],
+        [ENDING._replace(missed=("speed",))],
+        [ENDING._replace(missed="ttft")],
+        [ENDING._replace(missed=([],))],
+        [ENDING._replace(tokens=-1)],
+        [ENDING._replace(ttft_s=nan)],
+        [ENDING._replace(e2e_s=inf)],
+        [ENDING._replace(tpot_s=-0.1)],
+        [ENDING._replace(error=5)],
+        [ENDING] * (MAX_ENDINGS + 1),
+    ],
+)
+async def test_a_malformed_ending_is_refused_and_nothing_of_the_push_is_taken(wrong: Any) -> None:
+    controller = await controller_of()
+    with pytest.raises(ValueError):
+        await controller.push_metrics(newer_push("router", ()), wrong)
+    assert (await controller.snapshot())["metric_sources"] == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=20), max_size=20))
+def test_the_latest_endings_are_kept_each_once(pushes: list[list[int]]) -> None:
+    endings, latest = Endings(limit=10), list[str]()
+    for push in pushes:
+        endings.note([ENDING._replace(request_id=str(name)) for name in push])
+        for name in map(str, push):
+            latest = [each for each in latest if each != name] + [name]
+    assert len(endings) == len(latest[-10:])
+    assert all(endings.of(name) is not None for name in latest[-10:])
