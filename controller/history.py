@@ -1,4 +1,4 @@
-"""What the edge counted in the last minutes, by service class: for an operator who has just come.
+"""What the edge counted in the last minutes, in all and by service class.
 
 The routers push totals; a ring of them, one every few seconds, makes any recent span of them a
 difference. Prometheus does this better for longer; here nothing else has to run.
@@ -6,14 +6,10 @@ difference. Prometheus does this better for longer; here nothing else has to run
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections import Counter, deque
+from collections.abc import Iterable
 from math import inf
 from typing import Any, NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from controller.messages import MetricSample
 
@@ -26,8 +22,9 @@ WINDOW_S = 300.0
 MAX_CLASSES = 64
 """Most classes; the configuration allows 16 per model."""
 
-_TTFT = "sluice_ttft_seconds"
-_TTFT_BUCKET = f"{_TTFT}_bucket"
+_OUTCOMES = ("ok", "client_error", "refused", "failed", "cancelled")
+_TOKENS = ("prompt", "cached", "generated")
+_TIMES = ("ttft", "tpot", "e2e")
 
 # Sample -> the label whose value says which field it counts for, and the fields by that value;
 # with no label, the field.
@@ -36,23 +33,33 @@ _FIELDS: dict[str, tuple[str, dict[str, str]]] = {
     "sluice_attained_total": ("", {"": "attained"}),
     "sluice_tdg_gain_total": ("", {"": "gain"}),
     "sluice_tdg_ideal_total": ("", {"": "ideal"}),
-    "sluice_requests_total": (
-        "outcome",
-        {name: name for name in ("ok", "client_error", "refused", "failed", "cancelled")},
-    ),
+    "sluice_requests_total": ("outcome", {name: name for name in _OUTCOMES}),
     "sluice_admissions_total": (
         "admission",
         {"guaranteed": "guaranteed", "best-effort": "best_effort"},
     ),
     "sluice_promises_total": ("outcome", {"kept": "kept", "missed": "missed"}),
+    "sluice_tokens_total": ("type", {name: name for name in _TOKENS}),
 }
-_NAMES = [field for _, fields in _FIELDS.values() for field in fields.values()]
-_PLACE = {name: place for place, name in enumerate(_NAMES)}
-_FAMILIES = sorted({name.removesuffix("_total") for name in _FIELDS} | {_TTFT})
+_BUCKETS = {f"sluice_{name}_seconds_bucket": name for name in _TIMES}
+_FAMILIES = sorted(
+    {name.removesuffix("_total") for name in _FIELDS}
+    | {name.removesuffix("_bucket") for name in _BUCKETS}
+)
 
 Labels = tuple[tuple[str, str], ...]
-Totals = dict[str, NDArray[np.float64]]
-"""Of each class: the fields, then the buckets of TTFT, cumulative, by bound."""
+Key = str | tuple[str, float]
+"""A field, or of a time its bucket with this upper bound, seconds."""
+
+Counts = Counter[Key]
+_NONE: Counts = Counter()
+
+_SERIES = (
+    "requests_per_s",
+    "prompt_tokens_per_s",
+    "generated_tokens_per_s",
+    *(f"{time}_{quantile}_ms" for time in _TIMES for quantile in ("p50", "p95")),
+)
 
 
 class TotalsSource(Protocol):
@@ -63,8 +70,14 @@ class TotalsSource(Protocol):
 
 
 class _Entry(NamedTuple):
+    """The totals at a time. ``point`` and ``attainment`` are of what was counted since the entry
+    before, of all classes together and by class: made once, as the controller's decisions wait for
+    whoever reads them."""
+
     at_s: float
-    totals: Totals
+    totals: dict[str, Counts]
+    point: dict[str, float | None]
+    attainment: dict[str, float | None]
 
 
 class History:
@@ -81,136 +94,144 @@ class History:
         self._period_s = period_s
         self._window_s = window_s
         self._ring: deque[_Entry] = deque(maxlen=round(window_s / period_s) + 1)
-        self._bounds: tuple[float, ...] = ()
-        self._before: Totals = {}
+        self._before: dict[str, Counts] = {}
 
     def joined(self, samples: Iterable[MetricSample]) -> None:
         """The first push of a process: all that it has counted until now was before."""
-        for name, row in self._totals((s.name, s.labels, s.value) for s in samples).items():
-            known = self._before.get(name)
-            self._before[name] = row if known is None else known + row
+        for name, counts in _totals((s.name, s.labels, s.value) for s in samples).items():
+            self._before.setdefault(name, Counter()).update(counts)
 
     def note(self, source: TotalsSource, now_s: float) -> None:
         """Make an entry of the ring where it is time for one. ``O(series)`` then, else ``O(1)``."""
-        if not self._ring or now_s - self._ring[-1].at_s >= self._period_s:
-            self._ring.append(self._entry(source, now_s))
+        last = self._ring[-1] if self._ring else None
+        if last is None or now_s - last.at_s >= self._period_s:
+            self._ring.append(_entry(self._counted(source), now_s, last))
 
     def recent(self, source: TotalsSource, now_s: float) -> dict[str, Any]:
-        """The last minutes up to now, as plain data: ``window_ms``, ``period_ms`` and
-        ``classes``."""
+        """The last minutes up to now, as plain data: ``window_ms``, ``period_ms``, ``series`` (of
+        all classes together) and ``classes``. ``O(series)``."""
         entries = [e for e in self._ring if now_s - e.at_s <= self._window_s]
-        entries.append(self._entry(source, now_s))
-        first, last = entries[0], entries[-1]
+        # A last period that has just begun would show the luck of a moment.
+        if len(entries) > 1 and now_s - entries[-1].at_s < self._period_s / 2:
+            del entries[-1]
+        entries.append(_entry(self._counted(source), now_s, entries[-1] if entries else None))
+        points = [entry.point for entry in entries[1:]]
         return {
-            "window_ms": round((last.at_s - first.at_s) * 1000, 3),
+            "window_ms": round((now_s - entries[0].at_s) * 1000, 3),
             "period_ms": self._period_s * 1000,
-            "classes": [self._told(name, entries) for name in sorted(last.totals)],
+            "series": {name: [point[name] for point in points] for name in _SERIES},
+            "classes": [_class(name, entries) for name in sorted(entries[-1].totals)],
         }
 
     def objectives(self, source: TotalsSource) -> tuple[float, float]:
         """Requests with an objective that ended since the controller began, and those of them that
         met it, over all classes. ``O(series)``."""
-        totals = self._entry(source, 0.0).totals.values()
-        stated, attained = _PLACE["stated"], _PLACE["attained"]
-        return sum(float(t[stated]) for t in totals), sum(float(t[attained]) for t in totals)
+        totals = self._counted(source).values()
+        return sum(t["stated"] for t in totals), sum(t["attained"] for t in totals)
 
-    def _entry(self, source: TotalsSource, now_s: float) -> _Entry:
-        found = self._totals(row for family in _FAMILIES for row in source.series(family))
+    def _counted(self, source: TotalsSource) -> dict[str, Counts]:
+        """By class, what was counted since this began."""
+        found = _totals(row for family in _FAMILIES for row in source.series(family))
         for name, before in self._before.items():
             if name in found:
-                found[name] = np.maximum(found[name] - before, 0.0)
-        return _Entry(now_s, found)
-
-    def _totals(self, rows: Iterable[tuple[str, Labels, float]]) -> Totals:
-        fields: dict[str, NDArray[np.float64]] = {}
-        buckets: list[tuple[str, float, float]] = []
-        for sample, labels, value in rows:
-            if sample != _TTFT_BUCKET and sample not in _FIELDS:
-                continue
-            by_label = dict(labels)
-            name = by_label.get("class", "")
-            if name not in fields and len(fields) >= MAX_CLASSES:
-                continue
-            row = fields.setdefault(name, np.zeros(len(_NAMES)))
-            if sample == _TTFT_BUCKET:
-                buckets.append((name, float(by_label["le"]), value))
-                continue
-            label, places = _FIELDS[sample]
-            field = places.get(by_label.get(label, ""))
-            if field is not None:
-                row[_PLACE[field]] += value
-        self._learn_bounds({bound for _, bound, _ in buckets})
-        place = {bound: len(_NAMES) + index for index, bound in enumerate(self._bounds)}
-        room = np.zeros(len(self._bounds))
-        totals = {name: np.concatenate((row, room)) for name, row in fields.items()}
-        for name, bound, value in buckets:
-            totals[name][place[bound]] += value
-        return totals
-
-    def _learn_bounds(self, found: set[float]) -> None:
-        """The histogram's bounds are the same in all processes of a version; where there are other
-        ones, what was kept with the old ones is of no use. Until a first token there are none."""
-        if found <= set(self._bounds):
-            return
-        if self._bounds:
-            self._ring.clear()
-            self._before.clear()
-        self._bounds = tuple(sorted(found | set(self._bounds)))
-        room = np.zeros(len(self._bounds))
-        for totals in (self._before, *(entry.totals for entry in self._ring)):
-            for name, row in totals.items():
-                totals[name] = np.concatenate((row, room))
-
-    def _told(self, name: str, entries: list[_Entry]) -> dict[str, Any]:
-        none = np.zeros(len(_NAMES) + len(self._bounds))
-        rows = [entry.totals.get(name, none) for entry in entries]
-        gone = rows[-1] - rows[0]
-        count = {field: float(gone[place]) for field, place in _PLACE.items()}
-        span_s = entries[-1].at_s - entries[0].at_s
-        ended = sum(count[f] for f in ("ok", "client_error", "refused", "failed", "cancelled"))
-        return {
-            "class": name,
-            "requests": ended,
-            "requests_per_s": ended / span_s if span_s > 0 else None,
-            "attainment": _share(count["attained"], count["stated"]),
-            "tdg": _share(count["gain"], count["ideal"]),
-            "stated": count["stated"],
-            "promises_kept": _share(count["kept"], count["kept"] + count["missed"]),
-            "outcomes": {
-                f: count[f] for f in ("ok", "client_error", "refused", "failed", "cancelled")
-            },
-            "admission": {f: count[f] for f in ("guaranteed", "best_effort", "refused")},
-            "ttft_ms": {
-                "p50": _quantile_ms(self._bounds, gone[len(_NAMES) :], 0.5),
-                "p95": _quantile_ms(self._bounds, gone[len(_NAMES) :], 0.95),
-            },
-            "trend": list(_trend(rows)),
-        }
+                found[name] = _less(found[name], before)
+        return found
 
 
-def _trend(rows: list[NDArray[np.float64]]) -> Iterator[float | None]:
-    """The attainment between each two entries."""
-    attained, stated = _PLACE["attained"], _PLACE["stated"]
-    for before, after in pairwise(rows):
-        yield _share(after[attained] - before[attained], after[stated] - before[stated])
+def _entry(totals: dict[str, Counts], now_s: float, last: _Entry | None) -> _Entry:
+    before = {} if last is None else last.totals
+    steps = {name: _less(counts, before.get(name, _NONE)) for name, counts in totals.items()}
+    attainment = {name: _share(each["attained"], each["stated"]) for name, each in steps.items()}
+    overall: Counts = Counter()
+    for step in steps.values():
+        overall.update(step)
+    span_s = 0.0 if last is None else now_s - last.at_s
+    return _Entry(now_s, totals, _point(overall, span_s), attainment)
+
+
+def _point(count: Counts, span_s: float) -> dict[str, float | None]:
+    """The values of :data:`_SERIES`: rates, and quantiles of what ended; ``None`` where nothing
+    did."""
+    rates = (_ended(count), count["prompt"], count["generated"])
+    values = [round(each / span_s, 4) if span_s > 0 else None for each in rates]
+    for time in _TIMES:
+        values += _quantiles(count, time).values()
+    return dict(zip(_SERIES, values, strict=True))
+
+
+def _totals(rows: Iterable[tuple[str, Labels, float]]) -> dict[str, Counts]:
+    """The counts of each class."""
+    totals: dict[str, Counts] = {}
+    for sample, labels, value in rows:
+        by_label = dict(labels)
+        name, key = by_label.get("class", ""), _key(sample, by_label)
+        if key is not None and (name in totals or len(totals) < MAX_CLASSES):
+            totals.setdefault(name, Counter())[key] += value  # type: ignore[assignment]
+    return totals
+
+
+def _key(sample: str, labels: dict[str, str]) -> Key | None:
+    if sample in _BUCKETS:
+        return _BUCKETS[sample], float(labels["le"])
+    label, fields = _FIELDS.get(sample, ("", {}))
+    return fields.get(labels.get(label, ""))
+
+
+def _class(name: str, entries: list[_Entry]) -> dict[str, Any]:
+    count = _less(entries[-1].totals[name], entries[0].totals.get(name, _NONE))
+    span_s = entries[-1].at_s - entries[0].at_s
+    ended = _ended(count)
+    return {
+        "class": name,
+        "requests": ended,
+        "requests_per_s": ended / span_s if span_s > 0 else None,
+        "attainment": _share(count["attained"], count["stated"]),
+        "tdg": _share(count["gain"], count["ideal"]),
+        "stated": count["stated"],
+        "promises_kept": _share(count["kept"], count["kept"] + count["missed"]),
+        "outcomes": {field: count[field] for field in _OUTCOMES},
+        "admission": {field: count[field] for field in ("guaranteed", "best_effort", "refused")},
+        "tokens": {field: count[field] for field in _TOKENS},
+        **{f"{time}_ms": _quantiles(count, time) for time in _TIMES},
+        "trend": [entry.attainment.get(name) for entry in entries[1:]],
+    }
+
+
+def _less(after: Counts, before: Counts) -> Counts:
+    # Counter's own difference would leave out the empty buckets, which bound the others.
+    return Counter({key: max(0, counted - before[key]) for key, counted in after.items()})
+
+
+def _ended(count: Counts) -> float:
+    return sum(count[field] for field in _OUTCOMES)
 
 
 def _share(part: float, whole: float) -> float | None:
-    return round(float(part / whole), 4) if whole > 0 else None
+    return round(part / whole, 4) if whole > 0 else None
 
 
-def _quantile_ms(
-    bounds: tuple[float, ...], counts: NDArray[np.float64], share: float
-) -> float | None:
+def _quantiles(count: Counts, time: str) -> dict[str, float | None]:
+    """Of a time, milliseconds."""
+    buckets = sorted(
+        (key[1], float(counted))
+        for key, counted in count.items()
+        if not isinstance(key, str) and key[0] == time
+    )
+    return {"p50": _quantile_ms(buckets, 0.5), "p95": _quantile_ms(buckets, 0.95)}
+
+
+def _quantile_ms(buckets: list[tuple[float, float]], share: float) -> float | None:
     """A quantile of a histogram, linear within a bucket; of the last, endless one its beginning.
-    ``counts`` are cumulative."""
-    if not len(counts) or counts[-1] <= 0:
+    ``buckets`` are upper bounds and cumulative counts."""
+    if not buckets or buckets[-1][1] <= 0:
         return None
-    wanted = share * counts[-1]
-    place = int(np.searchsorted(counts, wanted))
-    below = bounds[place - 1] if place else 0.0
-    if bounds[place] == inf:
-        return below * 1000
-    before = counts[place - 1] if place else 0.0
-    inside = (wanted - before) / (counts[place] - before)
-    return round(float(below + inside * (bounds[place] - below)) * 1000, 3)
+    wanted = share * buckets[-1][1]
+    below_s, before = 0.0, 0.0
+    for bound_s, counted in buckets:
+        if counted >= wanted:
+            if bound_s == inf:
+                break
+            inside = (wanted - before) / (counted - before)
+            return round((below_s + inside * (bound_s - below_s)) * 1000, 3)
+        below_s, before = bound_s, counted
+    return round(below_s * 1000, 3)

@@ -126,6 +126,7 @@ class Overseer:
                 **facts,
                 "window_ms": recent["window_ms"],
                 "period_ms": recent["period_ms"],
+                "series": recent["series"],
             }
             replicas += [{**row, "model": model} for row in view["replicas"]]
             classes += [{"model": model, **row} for row in recent["classes"]]

@@ -15,6 +15,10 @@ from controller.metrics_hub import MetricsHub
 from tests.controller.pushes import newer_push
 
 BUCKETS = (0.1, 0.2, 0.4)
+SERIES = (
+    *("requests_per_s", "prompt_tokens_per_s", "generated_tokens_per_s"),
+    *("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "tpot_p95_ms", "e2e_p50_ms", "e2e_p95_ms"),
+)
 
 
 class Router:
@@ -34,8 +38,13 @@ class Router:
         self.ideal = counter("tdg_ideal", "priority")
         self.admissions = counter("admissions", "admission")
         self.promises = counter("promises", "outcome")
-        self.ttft = Histogram(
-            "sluice_ttft_seconds", "TTFT.", ["class"], buckets=BUCKETS, registry=self.registry
+        self.tokens = counter("tokens", "type")
+        self.ttft = self.histogram("ttft")
+        self.e2e = self.histogram("e2e")
+
+    def histogram(self, name: str) -> Histogram:
+        return Histogram(
+            f"sluice_{name}_seconds", name, ["class"], buckets=BUCKETS, registry=self.registry
         )
 
     def served(self, name: str = "chat", in_time: bool = True, ttft_s: float = 0.15) -> None:
@@ -45,6 +54,9 @@ class Router:
         self.admissions.labels(name, "guaranteed").inc()
         self.promises.labels(name, "kept" if in_time else "missed").inc()
         self.ttft.labels(name).observe(ttft_s)
+        self.e2e.labels(name).observe(2 * ttft_s)
+        self.tokens.labels(name, "prompt").inc(100)
+        self.tokens.labels(name, "generated").inc(20)
         if in_time:
             self.attained.labels(name, "2").inc()
             self.gain.labels(name, "1").inc(10)
@@ -85,7 +97,7 @@ def test_the_last_minutes_are_what_came_in_them() -> None:
     assert row["promises_kept"] == 0.75
     assert row["admission"] == {"guaranteed": 4, "best_effort": 0, "refused": 1}
     assert row["outcomes"]["ok"] == 4
-    assert 100 <= row["ttft_ms"]["p50"] <= 200 < row["ttft_ms"]["p95"] <= 400
+    assert row["ttft_ms"] == {"p50": pytest.approx(166.667), "p95": pytest.approx(360)}
     assert row["trend"][0] == 0.75
 
 
@@ -129,6 +141,7 @@ def test_nothing_counted_is_nothing_told() -> None:
     assert side.history.recent(side.hub, 5) == {
         "window_ms": 0,
         "period_ms": 10_000,
+        "series": {name: [] for name in SERIES},
         "classes": [],
     }
     router = Router("r")
@@ -158,3 +171,38 @@ def test_two_routers_add_up_whatever_the_order(events: list[tuple[int, bool, int
     most = [each for each in made if each[0] >= now_s - 60]
     assert len(least) <= row["requests"] <= len(most)
     assert 0 <= row["attainment"] <= 1 if row["stated"] else row["attainment"] is None
+
+
+def test_rates_and_times_of_all_classes_together_run_over_time() -> None:
+    side, router = Side(), Router("r")
+    side.push(router, 0)
+    for name in ("chat", "batch"):
+        router.served(name)
+    router.refused()
+    side.push(router, 10)
+    side.push(router, 20)
+    router.served(ttft_s=0.3)
+    side.push(router, 30)
+    series = side.history.recent(side.hub, 40)["series"]
+    assert set(series) == set(SERIES)
+    assert series["requests_per_s"] == [0.3, 0, 0.1, 0]
+    assert series["prompt_tokens_per_s"] == [20, 0, 10, 0]
+    assert series["generated_tokens_per_s"] == [4, 0, 2, 0]
+    assert series["ttft_p50_ms"] == [150, None, 300, None]
+    assert series["e2e_p95_ms"] == [pytest.approx(390), None, 400, None]
+    assert series["tpot_p50_ms"] == [None] * 4
+    row = side.recent(40)
+    assert row["tokens"] == {"prompt": 200, "cached": 0, "generated": 40}
+    assert row["e2e_ms"]["p50"] is not None and row["tpot_ms"] == {"p50": None, "p95": None}
+
+
+def test_a_period_that_has_just_begun_counts_with_the_one_before() -> None:
+    side, router = Side(), Router("r")
+    for now_s in (0, 10):
+        router.served()
+        side.push(router, now_s)
+    router.served()
+    side.push(router, 11)
+    rates = side.history.recent(side.hub, 12)["series"]["requests_per_s"]
+    assert rates == [pytest.approx(2 / 12, abs=1e-3)]
+    assert len(side.history.recent(side.hub, 16)["series"]["requests_per_s"]) == 2

@@ -3,7 +3,8 @@
 import { ago, by, count, make, ms, NONE } from "./figures.js";
 import { named } from "./fleet.js";
 
-// Decisions never change, but for their age; one that was asked again is a new one.
+// Decisions never change, but for their age and how their request ended; one that was asked again is
+// a new one.
 
 const decisions = new Map();
 
@@ -13,6 +14,7 @@ export function showDecisions(list, wanted) {
   by("no-decisions").textContent = wanted
     ? "No decision on this request is remembered: only the latest are."
     : "No decision yet.";
+  by("decisions-head").hidden = !list.length;
   const keys = list.map((each) => `${each.model}/${each.key}/${each.asked}`);
   const kept = new Set(keys);
   for (const [key, entry] of decisions) {
@@ -26,17 +28,60 @@ export function showDecisions(list, wanted) {
     const key = keys[place];
     let entry = decisions.get(key);
     if (!entry) decisions.set(key, (entry = newDecision(decision)));
-    entry.age.textContent = ago(decision.age_ms);
+    entry.update(decision);
     if (wanted && place === 0) entry.node.open = true;
     if (parent.children[place] !== entry.node) parent.insertBefore(entry.node, parent.children[place] ?? null);
   });
 }
 
-function outcome(decision) {
-  if (decision.outcome === "unattainable") return ["refused", "bad"];
-  if (decision.outcome === "no_replica") return ["no replica", "bad"];
-  if (decision.tier === "guaranteed") return ["promised", "good"];
-  return decision.tier === "best-effort" ? ["best effort", "warn"] : ["placed", ""];
+const REASONS = {
+  no_objective: "no objective stated",
+  best_effort_asked: "asked for, as by a batch",
+  over_share: "client has its fair share",
+  silent: "reports are too old",
+  ttft: "TTFT out of reach",
+  tpot: "TPOT out of reach",
+  guarantees: "earlier guarantees",
+  kv_memory: "too little KV memory",
+  sequences: "no free sequence",
+  prefill_budget: "prefill budget spent",
+};
+
+/** What was promised, and if nothing was, why. */
+function admission(decision) {
+  const [text, tone] =
+    decision.outcome === "unattainable" ? ["refused", ".bad"]
+    : decision.outcome === "no_replica" ? ["no replica", ".bad"]
+    : decision.tier === "guaranteed" ? ["promised", ".good"]
+    : decision.tier === "best-effort" ? ["best effort", ".warn"]
+    : ["placed", ""];
+  const reason = REASONS[decision.not_guaranteed];
+  return make("span", {}, make(`span${tone}`, {}, text), ...(reason ? [" ", make("span.hint", {}, reason)] : []));
+}
+
+const NAMES = { ttft: "TTFT", tpot: "TPOT", e2e: "end to end" };
+
+/** Whether the response kept what was promised, or met what was stated. */
+function verdict({ ended, tier }) {
+  if (ended.attained === null) return ["", ""];
+  if (!ended.attained) return [`missed ${ended.missed.map((name) => NAMES[name]).join(", ")}`, ".bad"];
+  return [tier === "guaranteed" ? "kept" : "met", ".good"];
+}
+
+/** How the request ended. */
+function ending(decision) {
+  const { ended } = decision;
+  if (decision.tried_again) return [make("span.hint", {}, "tried again, see above")];
+  if (!ended) return [make("span.hint", {}, "not ended yet")];
+  const why = ended.error ? `: ${ended.error}` : "";
+  const after = ms(ended.ttft_ms ?? ended.e2e_ms);
+  const [text, tone] =
+    ended.outcome === "ok" ? verdict(decision)
+    : ended.outcome === "cancelled" ? [`client left after ${ms(ended.e2e_ms)}`, ".warn"]
+    : ended.outcome === "client_error" ? [`client error${why}`, ".warn"]
+    : [`${ended.outcome}${why}`, ".bad"];
+  const time = ended.ttft_ms === null && ended.outcome !== "ok" ? "" : `${after} `;
+  return [time, make(`span${tone}`, {}, text)];
 }
 
 /** The replica that answers, after the one that computes the prompt where that is another. */
@@ -45,29 +90,46 @@ function where({ replica_id: answers, prefill_id: computes }) {
 }
 
 function newDecision(decision) {
-  const [text, tone] = outcome(decision);
   const age = make("span.age");
+  const end = make("span.end");
   const goal = decision.objective.ttft_ms;
   const expected = decision.predicted_ttft_ms;
   const times =
     expected === null
-      ? decision.retry_after_ms === null ? "" : `come again in ${ms(decision.retry_after_ms)}`
-      : `first token in ${ms(expected)}${goal === null ? "" : ` of ${ms(goal)}`}`;
+      ? decision.retry_after_ms === null ? NONE : `come again in ${ms(decision.retry_after_ms)}`
+      : `${ms(expected)}${goal === null ? "" : ` of ${ms(goal)}`}`;
+  const cell = (label, ...content) => make("span", { "data-label": label }, ...content);
   const summary = make(
     "summary",
     {},
     age,
-    make("span", {}, named(decision.class, decision.model)),
-    make(`span${tone ? `.${tone}` : ""}`, {}, text),
-    make("span.mono", {}, where(decision)),
-    make("span", {}, times),
+    cell("Class", named(decision.class, decision.model)),
+    cell("Admission", admission(decision)),
+    cell("Replica", make("span.mono", {}, where(decision))),
+    cell("Predicted", times),
+    cell("Observed", end),
   );
   const node = make("details", { "data-key": decision.key }, summary);
+  let latest = decision;
+  let known = null;
   // The words are made when somebody wants to read them.
-  node.addEventListener("toggle", () => {
-    if (node.open && node.children.length === 1) node.append(why(decision));
-  });
-  return { node, age };
+  function explain() {
+    if (!node.open) return;
+    node.querySelector(".why")?.remove();
+    node.append(why(latest));
+  }
+  node.addEventListener("toggle", explain);
+
+  function update(decision) {
+    latest = decision;
+    age.textContent = ago(decision.age_ms);
+    const seen = JSON.stringify([decision.ended, decision.tried_again]);
+    if (seen === known) return;
+    known = seen;
+    end.replaceChildren(...ending(decision));
+    explain();
+  }
+  return { node, update };
 }
 
 function why(decision) {
@@ -81,6 +143,7 @@ function why(decision) {
     .join(", ");
   const known = [
     ["Request", decision.request_id ?? NONE],
+    ...(decision.client_request_id ? [["The client's own id", decision.client_request_id]] : []),
     ["Objective", goals.join(", ") || "none"],
     ["Priority", objective.priority],
     ["Prompt, estimated", `${count(decision.prompt_tokens)} tokens`],
@@ -88,6 +151,7 @@ function why(decision) {
     ["Asked", decision.asked === 1 ? "once" : `${decision.asked} times`],
     ["Replicas", replicas],
     ["Decided in", ms(decision.took_ms)],
+    ...observed(decision),
   ];
   const list = make(
     "dl.facts",
@@ -101,6 +165,17 @@ function why(decision) {
     showWeighed(node, decision.second);
   }
   return node;
+}
+
+/** What the router saw of the response. */
+function observed({ ended }) {
+  if (!ended) return [];
+  return [
+    ["Observed TTFT", ms(ended.ttft_ms)],
+    ["Observed TPOT", ms(ended.tpot_ms)],
+    ["End to end", ms(ended.e2e_ms)],
+    ["Generated", `${count(ended.tokens)} tokens`],
+  ];
 }
 
 /** The chosen replica beside the best of the others. */

@@ -4,8 +4,17 @@ export const by = (id) => document.getElementById(id);
 
 /** An element: `make("td.good", {title: "..."}, "text", otherElement)`. */
 export function make(what, attributes = {}, ...children) {
+  return fill(what, (tag) => document.createElement(tag), attributes, children);
+}
+
+/** The same of a drawing. */
+export function draw(what, attributes = {}, ...children) {
+  return fill(what, (tag) => document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function fill(what, create, attributes, children) {
   const [tag, ...classes] = what.split(".");
-  const node = document.createElement(tag);
+  const node = create(tag);
   node.classList.add(...classes);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   node.append(...children.map((child) => (child instanceof Node ? child : String(child))));
@@ -36,36 +45,9 @@ export function count(value) {
   return String(Math.round(value));
 }
 
-export const rate = (value) => (value === null ? NONE : `${value < 10 ? value.toFixed(1) : Math.round(value)}/s`);
+export const rate = (value) => (value === null ? NONE : `${value > 0 && value < 10 ? value.toFixed(1) : count(value)}/s`);
 export const level = (value) => (value === null ? "" : value >= 0.99 ? ".good" : value >= 0.9 ? ".warn" : ".bad");
 export const ago = (value) => (value < 1000 ? "now" : `${ms(value)} ago`);
-
-/** A line through `values`, of which any may be null. The number itself stands beside it. */
-export function line(values, least, most) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("class", "line");
-  svg.setAttribute("viewBox", "0 0 100 20");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("aria-hidden", "true");
-  const step = 100 / Math.max(1, values.length - 1);
-  const height = (value) => 19 - (18 * (value - least)) / Math.max(1e-9, most - least);
-  let run = [];
-  const draw = () => {
-    if (run.length === 1) run.push(`${Number(run[0].split(",")[0]) + 0.8},${run[0].split(",")[1]}`);
-    if (run.length) {
-      const drawn = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
-      drawn.setAttribute("points", run.join(" "));
-      svg.append(drawn);
-    }
-    run = [];
-  };
-  values.forEach((value, index) => {
-    if (value === null) draw();
-    else run.push(`${(index * step).toFixed(1)},${height(value).toFixed(1)}`);
-  });
-  draw();
-  return svg;
-}
 
 /** A list of names and values. */
 export function pairs(entries) {

@@ -1,6 +1,7 @@
 // The fleet: what it is, its figures at a glance, and its service classes.
 
-import { by, count, level, line, make, ms, rate, share } from "./figures.js";
+import { chart, sparkline } from "./chart.js";
+import { by, count, level, make, ms, rate, share } from "./figures.js";
 import { showReplicas } from "./replicas.js";
 
 let manyModels = false;
@@ -17,6 +18,7 @@ export function showFleet(fleet, change) {
     ? `${models.length} models`
     : `${models[0][0]} · ${controller.policy}, admission ${controller.admission}`;
   showTiles(fleet, models);
+  showCharts(models);
   showClasses(fleet);
   showReplicas(fleet.replicas, manyModels, change);
 }
@@ -33,15 +35,18 @@ function showTiles(fleet, models) {
   const kv = replicas.map((replica) => replica.kv_usage).filter((usage) => usage !== null);
   const mean = kv.length ? kv.reduce((a, b) => a + b) / kv.length : null;
   const most = kv.length ? Math.max(...kv) : null;
+  const now = (field) =>
+    sum(models.filter(([, facts]) => facts.up).map(([, facts]) => ({ now: facts.series?.[field]?.at(-1) ?? 0 })), "now");
   const idle = ready < replicas.length || !ready;
   const tiles = [
     ["Replicas ready", `${ready} of ${replicas.length}`, idle ? ".warn" : "", idle ? "see below" : "all of them"],
     ["Running", count(sum(replicas, "running")), "", "requests in the engines"],
     ["Waiting", count(sum(replicas, "waiting")), "", `and ${count(sum(replicas, "reserved"))} on the way`],
-    ["Attainment", share(overall), level(overall), `of ${count(stated)} with an objective`],
+    ["Throughput", rate(now("requests_per_s")), "", `${rate(now("generated_tokens_per_s"))} tokens generated`],
+    ["Attainment", share(overall), level(overall), stated ? `of ${count(stated)} with an objective` : "none with an objective yet"],
     ["Refused", count(fleet.admission.refused), "", `of ${count(sum(classes, "requests"))} requests`],
-    ["KV in use", share(mean), "", `mean; the most is ${share(most)}`],
-    ["A decision takes", ms(slowest("p50")), "", `p99 ${ms(slowest("p99"))}`],
+    ["KV in use", share(mean), "", kv.length ? `mean; the most is ${share(most)}` : "no replica yet"],
+    ["A decision takes", ms(slowest("p50")), "", took.length ? `p99 ${ms(slowest("p99"))}` : "none yet"],
   ];
   by("tiles").replaceChildren(
     ...tiles.map(([name, value, state, more]) =>
@@ -50,21 +55,52 @@ function showTiles(fleet, models) {
   );
 }
 
+const QUANTILES = (series, time) =>
+  ["p50", "p95"].map((label) => ({ label, values: series[`${time}_${label}_ms`] }));
+
+/** Throughput and latency over time, a row of charts for each model. */
+function showCharts(models) {
+  const shown = models.filter(([, facts]) => facts.series?.requests_per_s.some((value) => value > 0));
+  by("no-charts").hidden = shown.length > 0;
+  by("charts").replaceChildren(
+    ...shown.map(([name, { series, window_ms: window }]) => {
+      const one = (title, field) => chart(title, [{ label: "", values: series[field] }], rate, ms(window));
+      const two = (title, time) => chart(title, QUANTILES(series, time), ms, ms(window));
+      return make(
+        "div",
+        {},
+        ...(manyModels ? [make("h3", {}, name)] : []),
+        make(
+          "div.charts",
+          {},
+          one("Requests", "requests_per_s"),
+          one("Prompt tokens", "prompt_tokens_per_s"),
+          one("Generated tokens", "generated_tokens_per_s"),
+          two("First token (TTFT)", "ttft"),
+          two("Per token after it (TPOT)", "tpot"),
+          two("End to end", "e2e"),
+        ),
+      );
+    }),
+  );
+}
+
 function showClasses(fleet) {
   const windows = Object.values(fleet.models).filter((facts) => facts.up);
-  by("window").textContent = `over the last ${ms(Math.max(...windows.map((facts) => facts.window_ms)))}`;
+  const span = ms(Math.max(...windows.map((facts) => facts.window_ms)));
+  for (const id of ["window", "charts-window"]) by(id).textContent = `over the last ${span}`;
   const rows = fleet.classes.filter((row) => row.requests > 0);
   by("classes").hidden = !rows.length;
   by("no-classes").hidden = rows.length > 0;
-  by("classes").tBodies[0].replaceChildren(...rows.map(classRow));
+  by("classes").tBodies[0].replaceChildren(...rows.map((row) => classRow(row, span)));
 }
 
-function classRow(row) {
+function classRow(row, span) {
   const cell = (label, ...content) => make("td", { "data-label": label }, make("span", {}, ...content));
   const attained = make(
     "span.trend",
     {},
-    line(row.trend, 0, 1),
+    sparkline(`Attainment of ${row.class}`, row.trend, 1, share, span),
     make(`span${level(row.attainment)}`, {}, share(row.attainment)),
   );
   return make(
@@ -79,5 +115,6 @@ function classRow(row) {
     cell("Best effort", count(row.admission.best_effort)),
     cell("Refused", count(row.admission.refused)),
     cell("First token, p50 and p95", `${ms(row.ttft_ms.p50)} · ${ms(row.ttft_ms.p95)}`),
+    cell("End to end, p50 and p95", `${ms(row.e2e_ms.p50)} · ${ms(row.e2e_ms.p95)}`),
   );
 }

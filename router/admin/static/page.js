@@ -27,7 +27,7 @@ async function poll() {
   }
   polling = true;
   try {
-    const query = wanted ? `request_id=${wanted}` : `limit=${DECISIONS}`;
+    const query = wanted ? `request_id=${encodeURIComponent(wanted)}` : `limit=${DECISIONS}`;
     const [fleet, told] = await Promise.all([ask("fleet"), ask(`decisions?${query}`)]);
     const silent = fleet.unavailable;
     if (silent.length) trouble(`The controller of ${silent.join(", ")} does not answer.`);
@@ -127,7 +127,7 @@ by("login").addEventListener("submit", (event) => {
 
 by("find").addEventListener("submit", (event) => {
   event.preventDefault();
-  wanted = by("request").value.trim().toLowerCase();
+  wanted = by("request").value.trim();
   poll();
 });
 

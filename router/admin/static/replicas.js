@@ -1,8 +1,10 @@
 // A card for each replica.
 
-import { ago, by, count, line, make, ms, NONE, pairs, share } from "./figures.js";
+import { sparkline } from "./chart.js";
+import { ago, by, count, make, ms, NONE, pairs, share } from "./figures.js";
 
 const POINTS = 60; // of a sparkline: two minutes
+const PERIOD_MS = 2000; // between two of them, about: as often as the page asks
 const SURE_MS = 5000; // for which a button that asks "sure?" waits for the answer
 
 // Replicas keep their nodes from one answer to the next, so that a focused button stays focused.
@@ -126,7 +128,8 @@ function meter(replica, kv) {
       "aria-valuenow": Math.round(100 * (used ?? 0)), "aria-valuetext": blocks, title: blocks },
     fill,
   );
-  const trend = make("span.trend", {}, line(kv, 0, 1), share(used));
+  const span = ms(Math.max(1, kv.length - 1) * PERIOD_MS);
+  const trend = make("span.trend", {}, sparkline("KV in use", kv, 1, share, span), share(used));
   return make("div.meter", {}, make("span", {}, "KV in use"), track, trend);
 }
 
