@@ -12,11 +12,13 @@ import pytest
 import uvicorn
 
 from controller.config import ControllerConfig
-from controller.messages import RouteQuery, Tier, Trouble, TroubleNotice
+from controller.messages import RequestEnding, RouteQuery, Tier, Trouble, TroubleNotice
 from deploy.ray_settings import free_port
 from router.admin.overseer import Overseer
+from router.call import Call
 from router.config import RouterConfig
 from router.metrics import Outcome
+from router.prompt_size import PromptSize
 from scheduling.breaker import FAILURES
 from scheduling.objective import SLO, TokenClock
 from tests.controller.fleet import decode_row, delta, hello, waiting_row
@@ -44,7 +46,8 @@ PATIENT = ControllerConfig(aged_after_s=3_000, stale_after_s=3_600, forget_after
 class Site:
     """A router over HTTP with a fleet that has some past."""
 
-    def __init__(self, models: int = 1) -> None:
+    def __init__(self, models: int = 1, past: bool = True) -> None:
+        self._past = past
         self.ahead_s = -float(SPAN_S)
         self.controllers = {
             f"model-{index}": LocalController(lambda: time.monotonic() + self.ahead_s, PATIENT)
@@ -67,7 +70,7 @@ class Site:
     def _run(self) -> None:
         async def run() -> None:
             self._loop = asyncio.get_running_loop()
-            for local in self.controllers.values():
+            for local in self.controllers.values() if self._past else ():
                 await self._live(local)
             self._ready.set()
             await self._server.serve()
@@ -107,6 +110,8 @@ class Site:
             await local.controller.route([self._query(key, name)])
         hopeless = RouteQuery(50, SLO(1e-6), 500, tiers=frozenset({Tier.GUARANTEED}))
         await local.controller.route([hopeless._replace(request_id=f"{50:032x}")])
+        self._end(local)
+        await local.hear(self.edge.metrics)
         rows = {slot: decode_row(slot + 1, 300) for slot in range(6)}
         rows |= {slot: waiting_row(slot + 1, 700) for slot in range(6, 9)}
         epoch = (await local.controller.snapshot())["epoch"]
@@ -116,7 +121,21 @@ class Site:
         await local.controller.report(report)
 
     def _query(self, key: int, name: str) -> RouteQuery:
-        return RouteQuery(key, CLASSES[name], 400 + 100 * key, request_id=f"{key:032x}")
+        query = RouteQuery(key, CLASSES[name], 400 + 100 * key, request_id=f"{key:032x}")
+        return query._replace(client_request_id=f"Order/{key}")
+
+    def _end(self, local: LocalController) -> None:
+        """How some of the requests end; the others have not ended yet."""
+        served = RequestEnding("", "ok", (), 40, 0.21, 0.02, 1.01)
+        for key, ending in {
+            12: served,
+            11: served,
+            9: served._replace(missed=("tpot", "e2e"), tpot_s=0.31),
+            6: served._replace(outcome="cancelled"),
+            3: served._replace(outcome="failed", error="stream_broken"),
+            50: RequestEnding("", "refused", (), 0, None, None, 0.002, "slo_unattainable"),
+        }.items():
+            local.ended(ending._replace(request_id=f"{key:032x}"))
 
     def _serve_one(self, name: str, late: bool) -> None:
         metrics, slo = self.edge.metrics, CLASSES[name]
@@ -128,6 +147,8 @@ class Site:
         metrics.admission.admitted(name, Tier.GUARANTEED if slo.stated else Tier.BEST_EFFORT)
         metrics.ended("chat", clock, Outcome.OK, first_s + 0.1)
         metrics.admission.ended(clock, 0.2, failed=False, now_s=first_s + 0.1)
+        call = Call("", "chat", {"model": "m"}, slo, PromptSize(), 0.0)
+        metrics.usage.ended(call, clock, "", None, first_s + 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +220,14 @@ def test_a_decision_tells_why(chromium: Browser, site: Site) -> None:
         tab.until("document.querySelectorAll('#decisions details').length === 1")
         tab.until("document.querySelector('#decisions .why table')")
         why = tab.text("#decisions .why")
-        for shown in (f"{12:032x}", "most_gain chose", "TTFT 500 ms", "k3x9a2bq", "chosen"):
+        for shown in (
+            f"{12:032x}",
+            "Observed TTFT",
+            "most_gain chose",
+            "TTFT 500 ms",
+            "k3x9a2bq",
+            "chosen",
+        ):
             assert shown in why or shown == "k3x9a2bq", why
         assert "p7w1m4zt" in why and MARKUP in why
         # It stays open while the page goes on.
@@ -210,6 +238,84 @@ def test_a_decision_tells_why(chromium: Browser, site: Site) -> None:
         tab.until("!document.querySelector('#no-decisions').hidden")
         tab.click("#find [type=reset]")
         tab.until("document.querySelectorAll('#decisions details').length === 13")
+        check_whole(tab, site)
+
+
+def test_a_decision_tells_how_its_request_ended(chromium: Browser, site: Site) -> None:
+    with chromium.tab() as tab:
+        opened(tab, site)
+
+        def row(key: int) -> str:
+            return tab.text(f"#decisions [data-key='{key:016x}'] summary")
+
+        assert "promised" in row(12) and "210 ms kept" in row(12)
+        assert "best effort no objective stated" in row(11) and row(11).endswith("210 ms")
+        assert "not ended yet" in row(10) and "missed TPOT, end to end" in row(9)
+        assert "client left after 1.0 s" in row(6) and "failed: stream_broken" in row(3)
+        assert "refused TTFT out of reach" in row(50) and "refused: slo_unattainable" in row(50)
+        # It ends while somebody reads of it.
+        tab.click(f"#decisions [data-key='{10:016x}'] summary")
+        tab.until("document.querySelector('#decisions .why')")
+        assert "Observed" not in tab.text("#decisions .why")
+        site.local.ended(RequestEnding(f"{10:032x}", "ok", ("ttft",), 7, 2.5, 0.02, 2.8))
+        site.do(site.local.hear(site.edge.metrics))
+        tab.until("document.querySelector('#decisions .why').innerText.includes('7 tokens')")
+        assert "2.5 s missed TTFT" in row(10)
+        assert tab.eval("document.querySelectorAll('#decisions .why').length") == 1
+        check_whole(tab, site)
+
+
+def test_a_request_is_found_by_the_clients_own_id(chromium: Browser, site: Site) -> None:
+    with chromium.tab() as tab:
+        opened(tab, site)
+        tab.enter("#request", "Order/7")
+        tab.until("document.querySelectorAll('#decisions details').length === 1")
+        tab.until("document.querySelector('#decisions .why table')")
+        assert f"{7:032x}" in tab.text("#decisions .why")
+        assert "Order/7" in tab.text("#decisions .why")
+        tab.enter("#request", MARKUP + "&limit=1")
+        tab.until("!document.querySelector('#no-decisions').hidden")
+        assert tab.eval("document.querySelector('#decisions-head').hidden")
+        check_whole(tab, site)
+
+
+def test_charts_say_what_they_show(chromium: Browser, site: Site) -> None:
+    with chromium.tab() as tab:
+        opened(tab, site)
+        titles = tab.eval(
+            "[...document.querySelectorAll('.chart figcaption')].map(c => c.innerText)"
+        )
+        assert len(titles) == 6
+        requests, first_token = tab.text(".chart"), tab.text(".chart:nth-child(4)")
+        # Thirty requests in ten seconds; the axis goes on to the next round number.
+        for shown in ("Requests", "5.0/s", "0/s", "s ago", "now"):
+            assert shown in requests, requests
+        assert "from 0/s to 3.0/s" in tab.eval("document.querySelector('svg').ariaLabel")
+        for shown in ("First token (TTFT)", "p50", "p95", " ms", "s ago"):
+            assert shown in first_token, first_token
+        said = "[...document.querySelectorAll('main svg')].map(s => s.getAttribute('aria-label'))"
+        for words in tab.eval(said):
+            assert "over the last" in words and "last " in words and "from" in words, words
+        assert tab.eval("[...document.querySelectorAll('main svg')].every(s => s.role === 'img')")
+        smallest = (
+            "Math.min(...[...document.querySelectorAll('main svg')].map(s => s.clientHeight))"
+        )
+        assert tab.eval(smallest) >= 24
+        check_whole(tab, site)
+
+
+def test_without_data_the_page_says_so(chromium: Browser) -> None:
+    with Site(past=False) as site, chromium.tab() as tab:
+        tab.go(f"{site.url}/ui#key={KEY}")
+        tab.until("!document.querySelector('#main').hidden")
+        for shown in ("No data yet", "No request has ended yet", "No replica has reported yet"):
+            assert shown in tab.text("#main")
+        assert "No decision yet" in tab.text("#main")
+        assert tab.eval("document.querySelector('#decisions-head').hidden")
+        tiles = tab.text("#tiles")
+        for shown in ("none with an objective yet", "no replica yet", "none yet"):
+            assert shown in tiles
+        assert "NaN" not in tab.text("body") and "undefined" not in tab.text("body")
         check_whole(tab, site)
 
 

@@ -39,7 +39,7 @@ function showTiles(fleet, models) {
     sum(models.filter(([, facts]) => facts.up).map(([, facts]) => ({ now: facts.series?.[field]?.at(-1) ?? 0 })), "now");
   const idle = ready < replicas.length || !ready;
   const tiles = [
-    ["Replicas ready", `${ready} of ${replicas.length}`, idle ? ".warn" : "", idle ? "see below" : "all of them"],
+    ["Replicas ready", `${ready} of ${replicas.length}`, idle ? ".warn" : "", !replicas.length ? "none has reported" : idle ? "see below" : "all of them"],
     ["Running", count(sum(replicas, "running")), "", "requests in the engines"],
     ["Waiting", count(sum(replicas, "waiting")), "", `and ${count(sum(replicas, "reserved"))} on the way`],
     ["Throughput", rate(now("requests_per_s")), "", `${rate(now("generated_tokens_per_s"))} tokens generated`],
