@@ -1,6 +1,6 @@
 // Values over time, with their range and unit, so that they can be read without anything beside.
 
-import { draw, make, NONE } from "./figures.js";
+import { draw, make } from "./figures.js";
 
 const HEIGHT = 100;
 const WIDTH = 100;
@@ -78,7 +78,7 @@ export function chart(name, lines, format, span) {
 
 /** A small line beside its number, from 0 to `most`. */
 export function sparkline(name, values, most, format, span) {
-  if (!known(values).length) return make("span.spark", {}, NONE);
+  if (!known(values).length) return make("span.spark");
   return make(
     "span.spark",
     {},
