@@ -377,6 +377,8 @@ def test_before_the_last_replica_is_drained_the_page_asks(chromium: Browser, sit
             tab.eval("delete window.asked, 0")
             drained = "p7w1m4zt" in (site.do(site.local.controller.route([])).closed or ())
             assert drained == (answer == "true")
+    for each in ("k3x9a2bq", "p7w1m4zt", MARKUP):
+        site.do(site.local.controller.drain(each, False))
 
 
 def test_a_replica_in_quarantine_says_why_and_what_comes_next(
