@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from replica.engine import UNSCHEDULED, Endpoint
 from replica.request_body import RequestBody
+from router import wire
 from router.admission_metrics import NO_CLASS
 from router.body import parse_object, read_body
 from router.config import RouterConfig
@@ -56,6 +57,7 @@ class Call:
         charge: the tokens set aside for it of the client's rate.
         span: of the request, where it is traced.
         client_request_id: the client's own id of it, for lookups.
+        service_tier: OpenAI's name for its class, where it named one.
     """
 
     request_id: str
@@ -73,6 +75,7 @@ class Call:
     charge: Charge = NO_CHARGE
     span: Span | None = None
     client_request_id: str = ""
+    service_tier: str | None = None
 
     @property
     def scheduled(self) -> bool:
@@ -166,9 +169,11 @@ class CallReader:
         """
         client = arrival.client
         body: dict[str, Any] = parsed
-        slo, clamped = SLO(service_class=NO_CLASS), _UNCHANGED
+        slo, clamped, tier = SLO(service_class=NO_CLASS), _UNCHANGED, None
         if endpoint not in UNSCHEDULED:
             slo, clamped = self._objectives.read(body, headers, client.caps)
+            if body.get(wire.SERVICE_TIER_FIELD) is not None:
+                tier = self._objectives.tier_of(slo.service_class)
         session = session_of(body, headers, client.owner)
         check_body(endpoint, body, self._fetch_media)
         body, shortened = self._tokens.hold(endpoint, body, client.caps)
@@ -187,4 +192,5 @@ class CallReader:
             client=client,
             clamped={**clamped, **shortened},
             client_request_id=arrival.client_request_id,
+            service_tier=tier,
         )

@@ -15,6 +15,7 @@ from router.call import Call
 from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason
 from router.metrics import Outcome, RouterMetrics
+from router.service_tier import with_tier
 from router.slow_readers import PatientSend, StalledReaderError
 from router.telemetry import Telemetry
 from scheduling.objective import TokenClock
@@ -141,12 +142,14 @@ class Exchange(Response):
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": answer.head.status, "headers": raw})
         observe_gap = self._metrics.usage.gap(self._call.slo.service_class)
+        tier = (self._call.endpoint, self._call.service_tier)
         try:
             async for piece in answer:
                 gap_s = self._emit(piece.tokens)
                 if gap_s is not None:
                     observe_gap(gap_s)
-                await send({"type": "http.response.body", "body": piece.data, "more_body": True})
+                data = with_tier(piece.data, *tier, streams=True)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         except ReplicaFailedError as failure:
             return ApiError(
                 Reason.STREAM_BROKEN, f"The stream broke off after it had begun: {failure}"
@@ -161,6 +164,8 @@ class Exchange(Response):
             reached_s = self._call.received_s + answer.waited_s
             for offset_s in tail.token_offsets_s:
                 self._emit(1, reached_s + offset_s)
+        if answer.head.status < 400:
+            body = with_tier(body, self._call.endpoint, self._call.service_tier, streams=False)
         response = Response(
             body,
             answer.head.status,

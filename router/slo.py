@@ -135,6 +135,12 @@ class SloReader:
         )
         return Objective(slo, leash.clamped)
 
+    def tier_of(self, service_class: str) -> str | None:
+        """OpenAI's name for a class: the first of its tiers but ``auto``, which says that another
+        one is chosen. ``None`` where it has none."""
+        tiers = self._classes[service_class].service_tiers
+        return next((tier for tier in tiers if tier != "auto"), None)
+
     def _stated(self, value: Any) -> _Stated:
         if value is None:
             return _NOTHING

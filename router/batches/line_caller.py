@@ -25,6 +25,7 @@ from router.fleets import Fleet, Fleets
 from router.gate import INFERENCE_PATHS, Arrival
 from router.metrics import Outcome
 from router.rate_limits import RateLimiter
+from router.service_tier import with_tier
 from router.telemetry import Telemetry
 from router.token_limits import output_to_expect
 from router.trust import Client
@@ -217,6 +218,7 @@ class LineCaller:
                 _time(answer, call, clock)
                 if clock.ttft_s is not None:
                     fleet.metrics.first_token(call.slo.service_class, clock.ttft_s)
+                body = with_tier(body, call.endpoint, call.service_tier, streams=False)
             return Reply(status, call.request_id, body, no_room, call.clamped)
         except ApiError as error:
             outcome = None if _is_no_room(error) else Outcome.of_status(error.rule.status)

@@ -215,6 +215,23 @@ def test_responses_plain_and_what_they_refuse(serving: System) -> None:
         client.responses.retrieve(response.id)
 
 
+def test_the_tier_that_served_comes_back(serving: System) -> None:
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": "hi"}]
+    for asked, told in (("flex", "flex"), ("auto", "default"), (None, None)):
+        tier: Any = {} if asked is None else {"service_tier": asked}
+        chat = {"model": "local", "messages": messages, "max_tokens": 4, **tier}
+        assert client.chat.completions.create(**chat).service_tier == told
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(client.chat.completions.create(**chat, **usage))
+        assert len(chunks) > 1 and {each.service_tier for each in chunks} == {told}
+        response = {"model": "local", "input": "hi", "max_output_tokens": 4, **tier}
+        assert client.responses.create(**response).service_tier == (told or "auto")
+        events = list(client.responses.create(**response, stream=True))
+        tiers = {each.response.service_tier for each in events if hasattr(each, "response")}
+        assert tiers == {told or "auto"}
+
+
 def test_the_page_of_metrics_tells_the_models_apart(http: httpx.Client) -> None:
     def seen() -> bool:
         page = http.get("/metrics").text

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import openai
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from router.answer import ReplicaFailedError
 from router.config import RouterConfig
 from router.errors import Reason
+from router.service_tier import with_tier
 from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve, stall
 from tests.router.listening import listening
 
@@ -46,6 +51,51 @@ async def test_plain_and_streamed() -> None:
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         assert text == "one two three"
         assert [model.id for model in (await client.models.list()).data] == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "headers", "told"),
+    [
+        (None, {}, None),
+        (None, {"x-slo-class": "batch"}, None),
+        ("priority", {}, "priority"),
+        ("auto", {}, "default"),
+        ("flex", {"x-slo-class": "interactive"}, "priority"),
+    ],
+)
+async def test_the_tier_that_served_comes_back_where_one_was_asked_for(
+    asked: str | None, headers: dict[str, str], told: str | None
+) -> None:
+    question = {"model": "m", "messages": MESSAGES, "extra_headers": headers}
+    if asked is not None:
+        question["service_tier"] = asked
+    async with served(router(a=serve)) as client:
+        plain = await client.chat.completions.create(**question)
+        assert plain.service_tier == told and plain.choices[0].message.content == "one two three"
+        stream = await client.chat.completions.create(**question, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert {chunk.service_tier for chunk in chunks} == {told}
+        assert "".join(each.choices[0].delta.content or "" for each in chunks) == "one two three"
+
+
+@given(content=st.text(), tier=st.text(min_size=1), streams=st.booleans(), empty=st.booleans())
+@example(content='data: {"id"', tier="flex", streams=True, empty=False)
+@example(content='"service_tier":null', tier='a"b', streams=False, empty=True)
+def test_a_tier_in_the_bytes_changes_nothing_else(
+    content: str, tier: str, streams: bool, empty: bool
+) -> None:
+    body: dict[str, Any] = {"id": "x", "text": content}
+    if empty and not streams:
+        body["service_tier"] = None
+    raw = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+    expected = {**json.loads(raw), "service_tier": tier}
+    if not streams:
+        assert json.loads(with_tier(raw, "chat", tier, streams=False)) == expected
+        return
+    sent = (b"data: %s\n\n" % raw) * 2 + b"data: [DONE]\n\n"
+    first, second, done = with_tier(sent, "chat", tier, streams=True).split(b"\n\n")[:3]
+    assert json.loads(first[6:]) == json.loads(second[6:]) == expected
+    assert done == b"data: [DONE]"
 
 
 async def test_our_headers_reach_the_client() -> None:
