@@ -13,9 +13,17 @@ from router.errors import ApiError, Reason
 from router.trust import ANYONE, Client
 
 OPEN_PATH: Final = "/health"
-"""The one path that needs no key: load balancers probe it."""
+"""It needs no key: load balancers probe it."""
+
+ROOT_PATH: Final = "/"
+"""It needs no key: it only says where what is."""
 
 METRICS_PATH: Final = "/metrics"
+
+
+def is_for_operators(path: str) -> bool:
+    """Whether ``path`` is the metrics, the live page, or of the admin API."""
+    return path == METRICS_PATH or path.startswith(ADMIN_PREFIX) or is_page(path)
 
 
 class Access:
@@ -47,7 +55,7 @@ class Access:
         Raises:
             ApiError: 401, or 403 where no key could open it.
         """
-        if path == OPEN_PATH:
+        if path in (OPEN_PATH, ROOT_PATH):
             return ANYONE
         if path == METRICS_PATH:
             return self._check_page(headers)

@@ -18,7 +18,8 @@ from starlette.responses import Response
 
 from replica.engine import Endpoint
 from router import wire
-from router.access import Access
+from router.access import METRICS_PATH, OPEN_PATH, ROOT_PATH, Access
+from router.admin.access import PAGE_PATH
 from router.admin.api import admin_routes
 from router.admin.overseer import Overseer
 from router.admin.page import page_routes
@@ -26,6 +27,7 @@ from router.auth import KeyMetrics
 from router.batches.service import batch_routes
 from router.call import CallReader
 from router.config import RouterConfig
+from router.cors import Cors
 from router.errors import ApiError, Reason, shown
 from router.exchange import Exchange
 from router.fleets import Fleets
@@ -119,6 +121,25 @@ def make_api(
         arrival: Arrival = request.state.arrival
         return await fleets.models(arrival.client.caps.models)
 
+    @api.get("/v1/models/{model_id:path}")
+    async def model(request: Request, model_id: str) -> dict[str, Any]:
+        arrival: Arrival = request.state.arrival
+        return await fleets.model(model_id, arrival.client.caps.models)
+
+    has_page = access.admin.on and overseer is not None
+
+    @api.get(ROOT_PATH)
+    async def root() -> dict[str, Any]:
+        return {
+            "name": "Sluice",
+            "api": "/v1",
+            "models": "/v1/models",
+            "openapi": PATH,
+            "health": OPEN_PATH,
+            "metrics": METRICS_PATH,
+            **({"page": PAGE_PATH} if has_page else {}),
+        }
+
     @api.get("/health")
     async def health() -> dict[str, Any]:
         return await fleets.health()
@@ -150,6 +171,8 @@ def make_api(
         clock=fleets.clock,
         pause=pause,
     )
+    if config.cors_origins:
+        api.add_middleware(Cors, origins=config.cors_origins)
     return api
 
 

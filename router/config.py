@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,6 +13,15 @@ from router.retry_budget import RetryBudgetConfig
 from router.trust import OutputLimit, PromptLimit
 from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
+
+Origin = Annotated[
+    str,
+    Field(
+        max_length=300,
+        pattern=r"^(\*|https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?)$",
+    ),
+]
+"""What a browser sends as ``Origin``: no path, and no slash at the end."""
 
 
 class ServiceClass(BaseModel):
@@ -169,6 +178,13 @@ class RouterConfig(BaseModel):
         ge=1,
         le=3_600,
         description="After so long a client that takes nothing of its stream is dropped, seconds.",
+    )
+    cors_origins: tuple[Origin, ...] = Field(
+        default=(),
+        max_length=100,
+        description="Origins whose pages may call the API from a browser, such as "
+        "`https://app.example`, or `*` for any. Never with cookies, and never the admin API, the "
+        "page or the metrics.",
     )
     max_prompt_tokens: PromptLimit = None
     max_output_tokens: OutputLimit = None

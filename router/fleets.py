@@ -78,11 +78,7 @@ class Fleets:
             )
         fleet = self._by_name.get(model)
         if fleet is None or (allowed is not None and model not in allowed):
-            raise ApiError(
-                Reason.MODEL_NOT_FOUND,
-                f"The model {shown(model)} does not exist; GET /v1/models lists those that do.",
-                "model",
-            )
+            raise _no_model(model)
         return fleet
 
     async def exceeded(self, model: Any, tokens: int) -> int | None:
@@ -107,6 +103,20 @@ class Fleets:
         if allowed is not None:
             entries = [entry for entry in entries if entry["id"] in allowed]
         return {"object": "list", "data": entries}
+
+    async def model(self, name: str, allowed: Collection[str] | None = None) -> dict[str, Any]:
+        """The OpenAI body of one model or adapter.
+
+        Raises:
+            ApiError: 404, there is none of this name, or it is not ``allowed``. 503, no replica of
+                it answered.
+        """
+        listed = (await self.of(name, allowed).catalog.models())["data"]
+        found = next((entry for entry in listed if entry["id"] == name), None)
+        if found is None:  # an adapter that its replicas do not list
+            raise _no_model(name)
+        entry: dict[str, Any] = found
+        return entry
 
     async def health(self) -> dict[str, Any]:
         """Whether requests are taken: ``status`` is ``ok``, or ``degraded`` with the names of the
@@ -140,3 +150,11 @@ class Fleets:
             else:
                 found[fleet.model] = answer
         return found, failed
+
+
+def _no_model(name: str) -> ApiError:
+    return ApiError(
+        Reason.MODEL_NOT_FOUND,
+        f"The model {shown(name)} does not exist; GET /v1/models lists those that do.",
+        "model",
+    )

@@ -81,6 +81,10 @@ def document(config: RouterConfig) -> Schema:
         path: {"post": _inference(endpoint, config)} for path, endpoint in INFERENCE_PATHS.items()
     }
     paths["/v1/models"] = {"get": _operation("List the models", _json(_list()))}
+    paths["/v1/models/{model_id}"] = {
+        "get": _operation("Describe a model", _json(_OBJECT), _parameter("model_id"))
+    }
+    paths["/"] = {"get": {**_operation("Where what is", _json(_OBJECT)), "security": []}}
     paths["/health"] = {
         "get": {**_operation("Whether models are served", _json(_OBJECT)), "security": []}
     }

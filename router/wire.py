@@ -84,3 +84,22 @@ SESSION_FIELDS: Final = ("prompt_cache_key", "user")
 
 TARGET_KWARG: Final = "_target"
 """Keyword of the replica call that the request router reads its hint from."""
+
+RESPONSE_HEADERS: Final = (
+    REQUEST_ID_HEADER,
+    CLASS_HEADER,
+    ADMISSION_HEADER,
+    PREDICTED_TTFT_HEADER,
+    CLAMPED_HEADER,
+    REPLICA_HEADER,
+    PREFILL_REPLICA_HEADER,
+    SHOULD_RETRY_HEADER,
+    CLIENT_REQUEST_ID_HEADER,
+    "retry-after",
+    *(
+        f"x-ratelimit-{what}-{kind}"
+        for what in ("limit", "remaining", "reset")
+        for kind in ("requests", "tokens")
+    ),
+)
+"""What pages of other sites may read of a response's head, where they may ask at all."""

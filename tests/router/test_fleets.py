@@ -123,6 +123,46 @@ async def test_models_are_listed_and_a_missing_one_is_told() -> None:
     )
 
 
+async def test_one_model_is_described_or_not_found() -> None:
+    two = Two()
+    name = "org/b"
+    two.fleets._by_name[name] = two.fleets.of("b")
+    two.sides["b"].model = name
+    async with two.client() as client:
+        for each, path in (("a", "a"), (name, name), (name, "org%2Fb")):
+            answer = await client.get(f"/v1/models/{path}")
+            assert (answer.status_code, answer.json()) == (200, {"id": each, "object": "model"})
+        for path in ("c", "a/b", "", "a-tuned", "%00", "x" * 2_000):
+            answer = await client.get(f"/v1/models/{path}")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (
+                404,
+                "model_not_found",
+                "model",
+            )
+            assert len(answer.text) < 500
+    async with Two(b_serves=False).client() as client:
+        assert (await client.get("/v1/models/a")).status_code == 200
+        assert (await client.get("/v1/models/b")).status_code == 503
+
+
+async def test_a_key_sees_the_models_that_it_may_use() -> None:
+    config = RouterConfig.model_validate({"api_keys": [{"key": "k" * 20, "models": ["other"]}]})
+    async with Edge(FarSide(a=serve), config=config).client() as client:
+        answer = await client.get("/v1/models/m", headers={"authorization": f"Bearer {'k' * 20}"})
+    assert answer.status_code == 404
+
+
+async def test_the_root_says_where_to_look_and_needs_no_key() -> None:
+    config = RouterConfig.model_validate({"api_keys": ["k" * 20]})
+    async with Edge(FarSide(a=serve), config=config).client() as client:
+        told = (await client.get("/")).json()
+        assert "page" not in told
+        for name, path in told.items():
+            if name not in ("name", "api"):
+                assert (await client.get(path)).status_code in (200, 401, 403)
+
+
 async def test_a_drained_model_is_listed_and_not_healthy() -> None:
     two = Two()
     async with two.client() as client:
