@@ -27,6 +27,7 @@ from router.config import RouterConfig
 from router.errors import Reason
 from router.gate import INFERENCE_PATHS
 from router.keys import ApiKey
+from router.usage_metrics import OPERATIONS, PROVIDER
 from tests.router.far_side import Edge, FarSide, serve
 from tests.router.listening import listening
 
@@ -39,6 +40,8 @@ LABELS = {
     *(*RouterConfig().classes, *INFERENCE_PATHS.values(), *map(str, range(1, 11))),
     *(*(reason.value for reason in Reason), "acme", UNNAMED, NO_CLASS, "ok", "cancelled"),
     *("client_error", "refused", "best-effort", "guaranteed"),
+    # Of tokens and of OpenTelemetry's conventions; the model's name is the served one.
+    *("prompt", "cached", "generated", "input", "output", "", "m", PROVIDER, *OPERATIONS.values()),
 }
 """All that a label may say here. None of it comes from a client."""
 
