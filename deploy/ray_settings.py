@@ -15,11 +15,11 @@ import random
 import shlex
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.haproxy import BINARY_VARIABLE, COMMAND
+from replica.private_dir import SOCKETS_VARIABLE, make_private_dir
 
 TUNED: Mapping[str, str] = {
     # HAProxy takes the HTTP connections and talks to the router replicas directly.
@@ -70,9 +70,9 @@ _ROUTER_RANGES = range(20_000, 30_000, _ROUTER_PORTS)
 
 
 def make_local_dir() -> Path:
-    """A new private directory for a local instance, with a path short enough for its sockets."""
-    short = Path("/tmp")
-    return Path(tempfile.mkdtemp(prefix="sluice-", dir=short if short.is_dir() else None))
+    """A new private directory for a local instance. It is the caller's to remove, or the next
+    instance's if this process is killed; see :mod:`replica.private_dir`."""
+    return make_private_dir()
 
 
 def free_port() -> int:
@@ -104,8 +104,9 @@ def apply(local_dir: Path | None = None) -> None:
     """Set what is not set yet; what the operator set stays.
 
     Args:
-        local_dir: for a local instance, an existing private directory for HAProxy's sockets and
-            configuration, which Serve otherwise keeps at one fixed place for the whole machine.
+        local_dir: for a local instance, an existing private directory for the sockets of vLLM,
+            and for HAProxy's sockets and configuration, which Serve otherwise keeps at one fixed
+            place for the whole machine.
     """
     settings = dict(TUNED)
     if local_dir is not None:
@@ -116,6 +117,9 @@ def apply(local_dir: Path | None = None) -> None:
         settings["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = str(proxy / "metrics.sock")
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = str(proxy)
         settings["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = str(proxy / "server-state")
+        sockets = local_dir / "v"
+        sockets.mkdir(exist_ok=True)  # vLLM does not
+        settings[SOCKETS_VARIABLE] = str(sockets)
         for listener in LOCAL_LISTENERS:
             settings[listener] = str(free_port())
         ports = _router_ports()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
 from replica.engine import Endpoint
+from replica.private_dir import SOCKETS_VARIABLE, make_private_dir
 from replica.speculation import with_all_lengths
 from replica.transfer.config import TransferConfig
 from replica.vllm_args import SchedulerSettings
@@ -67,6 +70,11 @@ def prepare_environment(model: str, one_thread: bool, preemption: bool = False) 
         preemption: prefills are preempted, which needs vLLM's first model runner.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if SOCKETS_VARIABLE not in os.environ:
+        # Once for the process, as vLLM reads it once.
+        sockets = make_private_dir()
+        atexit.register(shutil.rmtree, sockets, ignore_errors=True)
+        os.environ[SOCKETS_VARIABLE] = str(sockets)
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if preemption:

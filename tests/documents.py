@@ -17,6 +17,8 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+from replica.private_dir import SOCKETS_VARIABLE
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -58,7 +60,8 @@ def rows(text: str) -> dict[str, list[str]]:
 
 def newcomer() -> dict[str, str]:
     """The environment without what the tests set for their own Ray."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ours = ("RAY_", SOCKETS_VARIABLE)
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
 
 def shell(command: str, timeout_s: float = 300) -> str:

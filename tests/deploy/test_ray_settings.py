@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +21,7 @@ def ports_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> range:
         ray_settings.apply(folder)
         return range(*(int(os.environ[name]) for name in names))
     finally:
-        folder.rmdir()
+        shutil.rmtree(folder)
 
 
 def test_two_instances_on_a_machine_share_no_port_of_a_router(
@@ -53,3 +55,17 @@ def test_two_instances_on_a_machine_listen_at_different_ports(
         ports_of_an_instance(monkeypatch)
         seen += [os.environ[name] for name in names]
     assert len(set(seen)) == 2 * len(names) == 8
+
+
+def test_vllm_s_sockets_are_in_the_folder_of_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    folder = ray_settings.make_local_dir()
+    try:
+        ray_settings.apply(folder)
+        sockets = Path(os.environ["VLLM_RPC_BASE_PATH"])
+        assert sockets.parent == folder
+        assert sockets.is_dir()
+        # 36 characters of vLLM's; a socket's path may have 107.
+        assert len(str(sockets)) + 37 < 100
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,100 @@
+"""Private folders for sockets and shared memory, which do not outlive their process for long.
+
+A process that is killed leaves its folder behind. Each folder holds a lock of the process that made
+it, which the system frees when that process dies; the next process that makes a folder at the same
+place removes the folders whose lock is free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+"""Environment variable that says in which folder vLLM makes its sockets."""
+
+PREFIX = "sluice-"
+_LOCK = "lock"
+
+
+def make_private_dir(base: Path | None = None) -> Path:
+    """A new folder that only this user can enter; see :func:`private_dir`. It counts as in use
+    until this process ends, and is the caller's to remove before that.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    return _make(base or _short_base())[0]
+
+
+@contextmanager
+def private_dir(base: Path | None = None) -> Iterator[Path]:
+    """A new folder that only this user can enter, removed at the end of the block. Folders that
+    dead processes of this user have left in ``base`` are removed first.
+
+    Args:
+        base: the folder to make it in; default: the one for temporary files, with a path short
+            enough for sockets.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    directory, lock = _make(base or _short_base())
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _short_base() -> Path:
+    short = Path("/tmp")
+    return short if short.is_dir() else Path(tempfile.gettempdir())
+
+
+def _make(base: Path) -> tuple[Path, int]:
+    """The folder, and the descriptor of its lock."""
+    _remove_left_over(base)
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    unready = directory / f"{_LOCK}.new"
+    lock = os.open(unready, os.O_CREAT | os.O_EXCL | os.O_RDONLY, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # A lock is held before it has its name, so no process takes the folder for left over.
+    unready.rename(directory / _LOCK)
+    return directory, lock
+
+
+def _remove_left_over(base: Path) -> None:
+    """Remove what dead processes have left in ``base``. A folder of another user, or without a
+    lock, is not touched."""
+    for directory in base.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            found = directory.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue
+            lock = os.open(directory / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _is_named(directory):
+                    shutil.rmtree(directory, ignore_errors=True)
+                    logger.info("removed %s, which a killed process had left", directory)
+            finally:
+                os.close(lock)
+
+
+def _is_named(directory: Path) -> bool:
+    """Whether a process has ``directory`` on its command line, as those of Ray have that the killed
+    process had started: they are found by their files, which must stay until they have ended."""
+    processes = psutil.process_iter(["cmdline"])
+    return any(str(directory) in word for each in processes for word in each.info["cmdline"] or ())
