@@ -22,6 +22,8 @@ from typing import Any
 from deploy import ray_settings
 from deploy.config import SluiceConfig
 from deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE, tls_addresses
+from deploy.model_check import check_model
+from replica.engine import ConfigurationError
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.25
@@ -88,6 +90,7 @@ def running(
     _check_port(config.router.host, config.router.port)
     _check_tls()
     _check_labels(config)
+    _check_models(config)
     local_dir = ray_settings.make_local_dir()
     ray_settings.apply(local_dir)
     # Ray reads its environment on import.
@@ -142,6 +145,17 @@ def _check_labels(config: SluiceConfig) -> None:
         )
 
 
+def _check_models(config: SluiceConfig) -> None:
+    """Without this check every replica would fail three times first."""
+    for fleet in config.fleets:
+        for pool in fleet.pools:
+            try:
+                check_model(pool.engine)
+            except ValueError as error:
+                named = f"models.{fleet.model}." if config.models else ""
+                raise StartError(f"{named}{error}") from None
+
+
 def _check_gpus(config: SluiceConfig) -> None:
     import ray
 
@@ -190,6 +204,7 @@ def _wait_ready(config: SluiceConfig, stop: threading.Event, report: Callable[[s
         if application is not None:
             if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise StartError(_failure(application))
+            _check_configured(application)
             if application.status == "RUNNING" and _answers(config):
                 return
             line = _progress(application)
@@ -199,6 +214,19 @@ def _wait_ready(config: SluiceConfig, stop: threading.Event, report: Callable[[s
                 last_line, last_report = line, now
         if stop.wait(_POLL_S):
             raise StoppedError("stopped before the application was ready")
+
+
+def _check_configured(application: Any) -> None:
+    """Serve starts a replica again that has failed, three times for each. One that cannot run as it
+    is configured fails each time.
+
+    Raises:
+        StartError: a replica has said what is wrong with its configuration.
+    """
+    for name, deployment in application.deployments.items():
+        _, found, reason = deployment.message.rpartition(f"{ConfigurationError.__name__}: ")
+        if found:
+            raise StartError(f"{name.lower()}: {reason.strip()}")
 
 
 def _progress(application: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import ray
@@ -17,7 +17,14 @@ from controller.config import ControllerConfig
 from controller.metrics import MetricsPusher
 from replica.config import EngineConfig, ReplicaConfig
 from replica.configured import ConfiguredReplicas
-from replica.engine import Engine, EngineRequest, Progress, ResponseItem, ResponseTaken
+from replica.engine import (
+    ConfigurationError,
+    Engine,
+    EngineRequest,
+    Progress,
+    ResponseItem,
+    ResponseTaken,
+)
 from replica.metrics import ReplicaCollector
 from replica.server import Replica
 from replica.simulated_engine import SimulatedEngine
@@ -49,8 +56,8 @@ class ReplicaServer:
         role: what it does of a request.
 
     Raises:
-        ValueError: a configured latency profile is not one; or it should trace, and OpenTelemetry
-            is not installed.
+        ValueError: it should trace, and OpenTelemetry is not installed.
+        ConfigurationError: the engine cannot run as it is configured.
         EngineDeadError: the engine could not start.
     """
 
@@ -72,16 +79,18 @@ class ReplicaServer:
         self._client = ControllerClient(
             fleet_name(context.app_name, key), controller, registry=registry
         )
-        self._replica = Replica(
-            replica_id,
-            ray.get_runtime_context().get_node_id(),
-            make_engine(
+        with _configuration_errors():
+            made = make_engine(
                 engine,
                 replica_id,
                 replica.max_live_requests,
                 context.rank.local_rank,
                 traced=self._tracer is not None,
-            ),
+            )
+        self._replica = Replica(
+            replica_id,
+            ray.get_runtime_context().get_node_id(),
+            made,
             replica,
             self._client,
             self._tracer,
@@ -101,7 +110,8 @@ class ReplicaServer:
         try:
             if engine.kind == "simulated":  # vLLM's scheduler does it, in its own process
                 await asyncio.to_thread(warm_up, engine.policy, engine.policy_options)
-            await self._replica.start()
+            with _configuration_errors():
+                await self._replica.start()
         except BaseException:
             await self._replica.stop()
             raise
@@ -174,6 +184,16 @@ class ReplicaServer:
         await self._client.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.shutdown)
+
+
+@contextmanager
+def _configuration_errors() -> Iterator[None]:
+    """Errors of the configuration leave the block under their common name, by which `sluice serve`
+    knows them."""
+    try:
+        yield
+    except (ValueError, ConfigurationError) as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def make_engine(

@@ -223,6 +223,10 @@ class EngineDeadError(RuntimeError):
     """The engine cannot serve any more; the replica must be replaced."""
 
 
+class ConfigurationError(RuntimeError):
+    """The engine cannot run as it is configured: to start it again does not help."""
+
+
 class Engine(Protocol):
     """An inference engine with Sluice's local scheduler in it."""
 

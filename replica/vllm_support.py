@@ -14,6 +14,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from replica.engine import ConfigurationError
+
 Versions = tuple[tuple[int, int], tuple[int, int]]
 """First and last minor version of vLLM."""
 
@@ -71,7 +73,7 @@ _REQUEST_NAMES = (
 )
 
 
-class UnsupportedVllmError(RuntimeError):
+class UnsupportedVllmError(ConfigurationError):
     """This vLLM, or the way in which it is configured, cannot carry out batch plans."""
 
 
