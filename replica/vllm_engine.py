@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -35,6 +34,7 @@ from replica.engine import (
 )
 from replica.local_model import local_model
 from replica.openai_format import RequestError
+from replica.private_dir import private_dir
 from replica.profiling import latency_profile
 from replica.resume import check_resume
 from replica.state_table import StateTable
@@ -48,6 +48,7 @@ from replica.vllm_setup import (
     parse_arguments,
     prepare_environment,
 )
+from replica.warm_up import warm_up
 from scheduling.latency_profile import LatencyProfile
 from scheduling.state import EngineState
 
@@ -94,12 +95,14 @@ class VllmEngine:
         self._idle.set()
 
     async def start(self) -> EngineInfo:
-        """Load the model, measure the step time if no profile is known, and be ready.
+        """Load the model, use every feature once, measure the step time if no profile is known, and
+        be ready.
 
         Raises:
             ValueError: a vLLM argument is wrong, or the explicit latency profile is.
             OSError: the explicit latency profile cannot be read.
             RuntimeError: the engine did not start; its log says why.
+            EngineDeadError: it died at the first use of a feature.
         """
         config = self._config
         explicit = None
@@ -118,6 +121,8 @@ class VllmEngine:
         self._servings = launched.servings
         self._models = launched.models
         logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
+        await warm_up(self, name, config.adapters)
+        self._table.clear_samples()
         return await self._describe(name, explicit)
 
     async def _launch(self, model: str, name: str) -> Launched:
@@ -126,8 +131,8 @@ class VllmEngine:
         preemption = config.preemption.granularity != "off"
         prepare_environment(model, config.pin_cpu, preemption)
         # Once both processes have the table mapped it needs no name, so it cannot be left behind.
-        with tempfile.TemporaryDirectory(prefix="sluice-", dir=_shared_memory()) as directory:
-            path = Path(directory) / "state"
+        with private_dir(_shared_memory()) as directory:
+            path = directory / "state"
             self._table = StateTable.create(self._table_capacity, path)
             settings = SchedulerSettings(
                 state_table=path,

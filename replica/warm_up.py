@@ -1,0 +1,184 @@
+"""The first use of each feature that clients can ask an engine for, before its replica is ready.
+
+The first use of a feature may compile code (Triton, torch's inductor), load a library or index the
+vocabulary. In an engine that serves, that takes seconds of a step, and every request of the batch
+waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replica.engine import (
+    Endpoint,
+    Engine,
+    EngineDeadError,
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+)
+from scheduling.objective import SLO
+
+logger = logging.getLogger(__name__)
+
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+_SAMPLED = {"temperature": 0.8}
+
+SAMPLING_FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "temperature": _SAMPLED,
+    "top_k": _SAMPLED | {"top_k": 5},
+    "top_p": _SAMPLED | {"top_p": 0.9},
+    "top_k and top_p": _SAMPLED | {"top_k": 5, "top_p": 0.9},
+    "min_p": _SAMPLED | {"min_p": 0.1},
+    "seed": _SAMPLED | {"seed": 1},
+    "seed, top_k and top_p": _SAMPLED | {"seed": 1, "top_k": 5, "top_p": 0.9},
+    "n": _SAMPLED | {"n": 2},
+    "logprobs": {"temperature": 0, "logprobs": 2},
+    "logprobs of sampled tokens": _SAMPLED | {"logprobs": 2},
+    "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 2},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "repetition_penalty": {"repetition_penalty": 1.1},
+    "bad_words": {"bad_words": ["a"]},
+    "logit_bias": {"logit_bias": {"16": 1}},
+    "allowed_token_ids": {"allowed_token_ids": [16, 17, 18]},
+    "min_tokens": {"min_tokens": 2, "ignore_eos": False},
+    "stop": {"stop": ["stop"]},
+}
+"""Body fields of a completion, by what they are the first use of."""
+
+STRUCTURED_FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "JSON schema": {"structured_outputs": {"json": _SCHEMA}},
+    "JSON object": {"response_format": {"type": "json_object"}},
+    "regex": {"structured_outputs": {"regex": "[a-z]{8,16}"}},
+    "choice": {"structured_outputs": {"choice": ["yes, of course", "not at all"]}},
+    "grammar": {"structured_outputs": {"grammar": 'root ::= [a-z] root | "."'}},
+}
+"""The same, of structured output."""
+
+ENDPOINT_FEATURES: Mapping[Endpoint, Sequence[Mapping[str, Any]]] = {
+    "chat": (
+        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "stream": True},
+        {
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+        },
+    ),
+    "responses": ({"input": "Hello", "max_output_tokens": 2},),
+    "embeddings": ({"input": [16, 17, 18, 19]}, {"input": "Hello"}),
+    "tokenize": ({"prompt": "Hello"},),
+}
+"""Bodies of the endpoints beside completions. An engine offers some of them."""
+
+_PROMPT = [16, 17, 18, 19] * 4
+"""Token ids that every vocabulary has; they repeat, so that n-gram speculation drafts some."""
+
+_PAIR_TOKENS = (4, 2)
+"""Output tokens of two requests that are sent together, for steps of two sequences and of one."""
+
+_SLO = SLO(service_class="profile")
+"""A class of its own: these outputs say nothing about the lengths of clients' outputs."""
+
+
+async def warm_up(engine: Engine, model: str, adapters: Sequence[str] = ()) -> None:
+    """Use each feature in a batch of its own, all of them in one batch, and each LoRA adapter.
+
+    What the engine refuses (a model without a chat template refuses chats) it refuses to clients,
+    too: that is logged, and no error.
+
+    Args:
+        engine: started, with nothing else to do.
+        model: the name that requests use.
+        adapters: names of its LoRA adapters.
+
+    Raises:
+        EngineDeadError: the engine died at the first use of a feature; the message names it.
+    """
+    started_s = time.monotonic()
+    user = _User(engine, model)
+    features = {**SAMPLING_FEATURES, **STRUCTURED_FEATURES}
+    # A model that generates no text has no completions.
+    if await user.use("completions", {"prompt": _PROMPT, "max_tokens": 1}, "completions"):
+        for name, fields in features.items():
+            await user.use_together({name: fields}, _PAIR_TOKENS)
+        await user.use_together(features, _PAIR_TOKENS[:1])
+        for adapter in adapters:
+            asked = {"model": adapter, "prompt": _PROMPT, "max_tokens": 2}
+            await user.use("completions", asked, f"the LoRA adapter {adapter}")
+    for endpoint, bodies in ENDPOINT_FEATURES.items():
+        for body in bodies:
+            await user.use(endpoint, body, endpoint)
+    logger.info(
+        "first use of %d features in %.1f s; refused: %s",
+        user.used,
+        time.monotonic() - started_s,
+        ", ".join(sorted(user.refused)) or "none",
+    )
+
+
+class _User:
+    """Sends the requests. ``used`` counts them, ``refused`` names features that were refused."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self.used = 0
+        self.refused: set[str] = set()
+        self._engine = engine
+        self._model = model
+
+    async def use_together(
+        self, features: Mapping[str, Mapping[str, Any]], output_tokens: Sequence[int]
+    ) -> None:
+        """Send a completion for each feature and number of output tokens, all at once.
+
+        Raises:
+            EngineDeadError: see :func:`warm_up`.
+        """
+        await asyncio.gather(
+            *(
+                self.use(
+                    "completions",
+                    {
+                        "prompt": _PROMPT,
+                        "max_tokens": tokens,
+                        "ignore_eos": name not in STRUCTURED_FEATURES,
+                        **fields,
+                    },
+                    name,
+                )
+                for tokens in output_tokens
+                for name, fields in features.items()
+            )
+        )
+
+    async def use(self, endpoint: Endpoint, body: Mapping[str, Any], name: str) -> bool:
+        """Send one request and read its answer; whether the engine served it.
+
+        Raises:
+            EngineDeadError: see :func:`warm_up`.
+        """
+        self.used += 1
+        request = EngineRequest(
+            f"warm-up-{self.used}", endpoint, {"model": self._model, **body}, _SLO
+        )
+        status, answer = 500, b""
+        try:
+            async for item in self._engine.generate(request):
+                if isinstance(item, ResponseHead):
+                    status = item.status
+                elif isinstance(item, ResponseChunk) and status != 200:
+                    answer += item.data
+        except EngineDeadError as error:
+            raise EngineDeadError(f"the engine died at the first use of {name}: {error}") from error
+        if status != 200:
+            self.refused.add(name)
+            level = logging.WARNING if status >= 500 else logging.DEBUG
+            logger.log(level, "first use of %s: %d %s", name, status, answer[:500])
+        return status == 200

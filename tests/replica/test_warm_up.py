@@ -1,0 +1,148 @@
+"""Nothing is compiled when clients first use a feature: that happens before the engine is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from replica.config import EngineConfig
+from replica.engine import EngineDeadError, EngineRequest, ResponseChunk, ResponseHead, ResponseItem
+from replica.local_model import local_model
+from replica.warm_up import SAMPLING_FEATURES, STRUCTURED_FEATURES, warm_up
+from scheduling.objective import SLO
+
+MESSAGES = [{"role": "user", "content": "Please write a short story"}]
+CHAT_FEATURES = {
+    "top_logprobs": {"logprobs": True, "top_logprobs": 5},
+    "top_logprobs of sampled tokens": {"logprobs": True, "top_logprobs": 1, "temperature": 1.0},
+    "prompt_logprobs": {"prompt_logprobs": 0},
+    "penalties and min_p": {"frequency_penalty": 1, "min_p": 0.3, "temperature": 1.0},
+    "seed and n": {"seed": 7, "n": 3, "temperature": 1.0, "top_k": 9},
+    "JSON mode": {"response_format": {"type": "json_object"}, "ignore_eos": False},
+    "stream": {"stream": True, "logprobs": True},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tmp_path_factory):
+    from replica.vllm_engine import VllmEngine
+
+    directory = tmp_path_factory.mktemp("engine")
+    config = EngineConfig(
+        model=str(local_model(directory, layers=2, hidden=128)),
+        served_model_name="small",
+        cache_dir=directory,
+        batch_log=directory / "batches",
+        vllm_args={
+            "max-model-len": 512,
+            "max-num-batched-tokens": 256,
+            "kv-cache-memory-bytes": 64 << 20,
+            "worker-cls": "tests.replica.compiling.CompilingWorker",
+        },
+        profile_budget_s=1.0,
+    )
+    engine = VllmEngine(config, "replica-1", 64)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+async def use(engine, endpoint, name, fields, tokens):
+    prompt = {"messages": MESSAGES} if endpoint == "chat" else {"prompt": "The river was quiet"}
+    body = {"model": "small", "temperature": 0, "ignore_eos": True, "max_tokens": tokens} | prompt
+    request = EngineRequest(f"{endpoint} {name} {tokens}", endpoint, body | fields, SLO())
+    items = [item async for item in engine.generate(request)]
+    assert isinstance(items[0], ResponseHead)
+    assert items[0].status == 200, (name, items)
+
+
+@pytest.mark.vllm
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_first_use_of_no_feature_compiles_anything(engine):
+    before = await engine._llm.collective_rpc("compilations")
+    # The ranks of log probabilities, which only their first use compiles.
+    assert before[0][0] >= 1
+    uses = [("chat", name, fields) for name, fields in CHAT_FEATURES.items()]
+    for features in (SAMPLING_FEATURES, STRUCTURED_FEATURES):
+        uses += [("completions", name, fields) for name, fields in features.items()]
+    for endpoint, name, fields in uses:
+        await use(engine, endpoint, name, fields, 5)
+        together = (use(engine, endpoint, name, fields, tokens) for tokens in range(6, 11))
+        await asyncio.gather(*together)
+        after = await engine._llm.collective_rpc("compilations")
+        assert after == before, f"{name} was compiled at its first use"
+    await asyncio.gather(*(use(engine, *each, 11) for each in uses))
+    assert await engine._llm.collective_rpc("compilations") == before
+
+
+@pytest.mark.vllm
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_steps_of_the_first_uses_teach_the_latency_model_nothing(engine, tmp_path):
+    lines = (engine._config.batch_log / "replica-1.jsonl").read_text().splitlines()
+    names = [[name for name, _, _ in json.loads(line)["ran"]] for line in lines]
+    used = [names_ for names_ in names if any(name.startswith("warm-up-") for name in names_)]
+    both = {len(set(names_)) for names_ in used}
+    # Batches of one request, of two, and of all features at once.
+    assert {1, 2} <= both
+    assert max(both) > len(STRUCTURED_FEATURES)
+    profiled = next(at for at, batch in enumerate(names) if batch[0].startswith("profile-"))
+    assert all(name.startswith("warm-up-") for batch in names[:profiled] for name in batch)
+    assert len(engine._table.samples()) <= len(names) - len(used)
+
+
+@pytest.mark.vllm
+def test_ranks_are_those_of_stock_vllm_without_a_compiler():
+    import torch
+    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops.logprobs import batched_count_greater_than
+
+    from replica.vllm_cpu_worker import mend_token_ranks
+
+    mend_token_ranks()
+    ranks = sampler.batched_count_greater_than
+    assert not hasattr(ranks, "_torchdynamo_orig_callable")
+    stock = batched_count_greater_than._torchdynamo_orig_callable
+    logprobs = torch.randn(7, 1000).round(decimals=1)  # with equal values
+    values = logprobs[:, 5:6]
+    assert torch.equal(ranks(logprobs, values), stock(logprobs, values))
+    assert ranks(logprobs, values).dtype == stock(logprobs, values).dtype
+
+
+class Refusing:
+    """An engine that refuses each request with this status, or dies at the one of this number."""
+
+    def __init__(self, status: int, dies_at: int = 0) -> None:
+        self.status = status
+        self.requests: list[EngineRequest] = []
+        self._dies_at = dies_at
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        self.requests.append(request)
+        if len(self.requests) == self._dies_at:
+            raise EngineDeadError("it is gone")
+        yield ResponseHead(self.status, "application/json")
+        yield ResponseChunk(b"why")
+
+
+async def test_a_model_without_completions_gets_none_of_their_features():
+    engine = Refusing(404)
+    await warm_up(engine, "m", ("adapter",))
+    endpoints = [request.endpoint for request in engine.requests]
+    assert endpoints.count("completions") == 1
+    assert "embeddings" in endpoints
+
+
+async def test_each_adapter_is_used():
+    engine = Refusing(200)
+    await warm_up(engine, "m", ("one", "two"))
+    assert {request.body["model"] for request in engine.requests} == {"m", "one", "two"}
+
+
+async def test_an_engine_that_dies_names_the_feature():
+    engine = Refusing(200, dies_at=2)
+    with pytest.raises(EngineDeadError, match="first use of greedy: it is gone"):
+        await warm_up(engine, "m")
