@@ -35,7 +35,7 @@ docs: $(VENV)/.installed-test
 	$(BIN)/python -m deploy.chart
 
 # The exact versions with hashes, for the Python and the platform of the images. test.txt holds what
-# comes on top of cpu.txt. They are installed without resolving, so the CPU build can go without
+# comes on top of cpu.txt, deploy/ray/requirements.txt what comes on top of the images. They are installed without resolving, so the CPU build can go without
 # torch's companions: see `install` below.
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --no-config --upgrade --generate-hashes \
   --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
@@ -53,6 +53,9 @@ lock: $(VENV)/.installed-test
 	$(LOCK_CPU) --extra test --extra bench --constraint $(REQUIREMENTS)/cpu.txt \
 	  $$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' $(REQUIREMENTS)/cpu.txt) \
 	  --output-file $(REQUIREMENTS)/test.txt
+	$(LOCK:pyproject.toml=deploy/ray/requirements.in) --constraint $(REQUIREMENTS)/vllm.txt \
+	  $$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' $(REQUIREMENTS)/vllm.txt) \
+	  --output-file deploy/ray/requirements.txt
 
 # Known vulnerabilities of the locked versions; fails where the advisories cannot be read.
 audit: $(VENV)/.installed-test

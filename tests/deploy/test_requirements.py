@@ -24,6 +24,8 @@ LOCKED = {
 }
 """The extras of pyproject.toml that files lock together."""
 
+ON_THE_IMAGES = ROOT / "deploy" / "ray" / "requirements.txt"
+
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 """Beside torch's CPU build; text models do not use them."""
 
@@ -99,8 +101,16 @@ def is_installed(name: str, version: Version) -> bool:
         return False
 
 
+@pytest.mark.parametrize("image", ["cpu.txt", "vllm.txt"])
+def test_what_comes_on_top_of_an_image_fits_it(image: str) -> None:
+    locked = entries([image, str(ON_THE_IMAGES)])
+    for line in ON_THE_IMAGES.with_suffix(".in").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            check(Requirement(line), locked)
+
+
 def test_what_is_locked_names_no_server() -> None:
-    for path in FOLDER.iterdir():
+    for path in (*FOLDER.iterdir(), ON_THE_IMAGES):
         assert "://" not in path.read_text(encoding="utf-8"), path.name
 
 
