@@ -116,6 +116,16 @@ class EngineConfig(BaseModel):
         "`prompt_logprobs` of k makes k + 1 for each prompt token and choice, and so do `logprobs` "
         "with `echo`. vLLM makes them one by one on the replica's event loop.",
     )
+    grammar_check_s: float = Field(
+        default=2.0,
+        ge=0,
+        le=60,
+        description="Each new grammar, schema, pattern or choice list of structured output is "
+        "first read, compiled and followed for some hundred tokens in a process beside the engine, "
+        "and refused where one of the three takes more than so much CPU time, seconds. That "
+        "process takes about 0.5 GiB. 0: none is tried, and a costly one stalls the engine until "
+        "its request is stopped there.",
+    )
     pin_cpu: bool = Field(
         default=True,
         description="Where the engine computes on CPUs: pin it to one core, with one OpenMP "

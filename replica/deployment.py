@@ -123,14 +123,15 @@ class ReplicaServer:
     ) -> AsyncGenerator[list[ResponseItem], None]:
         """Serve one request; see :meth:`replica.server.Replica.generate`.
 
-        ``_target`` is the request router's hint. Where it names another replica, or nobody, the
-        first item says that it is this one.
+        ``_target`` is the request router's hint. Where it names another replica, or nobody, or
+        where the request asks for it, the first item says that it is this one.
 
         Raises:
             EngineDeadError: the engine died.
         """
         replica_id = self._replica.replica_id
-        if _target is not None and not _target.startswith(replica_id):
+        moved = _target is not None and not _target.startswith(replica_id)
+        if moved or request.confirm:
             yield [ResponseTaken(replica_id)]
         async with aclosing(self._replica.generate(request)) as batches:
             async for batch in batches:

@@ -95,6 +95,7 @@ class EngineRequest:
         resume: what its client has of the answer already; ``None``: nothing.
         resumable: the chunks are to say which tokens they carry, so that another replica can go on
             with the stream.
+        confirm: its replica is to say that it has the request before anything else.
         tenant: whose it is, a 63-bit hash; best-effort requests of several take turns. weight: of
             the tenant's share, > 0.
 
@@ -116,6 +117,7 @@ class EngineRequest:
     resumable: bool = False
     tenant: int = 0
     weight: float = 1.0
+    confirm: bool = False
 
     @property
     def resumed_tokens(self) -> int:

@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from replica.engine import ResponseChunk, Resume
+from replica.grammar.bound import TOO_COSTLY
+from replica.grammar.check import GrammarCheck, structural_tags
+from replica.openai_format import RequestError
 from replica.vllm_args import ID
 from replica.vllm_resume import AT_ONCE, may_go_on, repeat, rest_of
 
@@ -45,6 +48,7 @@ class ApiCall:
         unsent_tokens: of the first choice, that are in no response chunk yet.
         offsets_s: of the first choice's tokens of a plain response, seconds after ``received_s``.
         failure: what ended one of its engine requests other than a client's mistake.
+        refusal: why its grammar is not allowed, if it is not.
         aborted: it was stopped from outside.
         trace: the W3C trace context for vLLM's own span; empty: it makes none.
         xargs: Sluice's arguments of its engine requests.
@@ -68,6 +72,7 @@ class ApiCall:
     unsent_tokens: int = 0
     offsets_s: list[float] = field(default_factory=list)
     failure: BaseException | None = None
+    refusal: RequestError | None = None
     aborted: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
     xargs: Mapping[str, str | int | float] = field(default_factory=dict)
@@ -107,10 +112,12 @@ class WatchedLLM(AsyncLLM):
         waits: since when each live engine request waits for its next output, monotonic seconds;
             nothing waits while its consumer is slow.
         max_prompt_logprobs: most log probabilities of prompt tokens that one call may ask for.
+        grammars: tries the grammar of a call first, where that is configured.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.calls: dict[str, ApiCall] = {}
+        self.grammars: GrammarCheck | None = None
         self.waits: dict[int, float] = {}
         self.max_prompt_logprobs = inf
         super().__init__(*args, **kwargs)
@@ -129,6 +136,7 @@ class WatchedLLM(AsyncLLM):
             if call.aborted:
                 raise AbortedError("the request was aborted")
             self._check_prompt_logprobs(call, prompt, sampling_params)
+            await self._check_grammar(call, sampling_params)
             if call.resume is not None:
                 # That of its first attempt; this engine may still know it by that.
                 request_id = f"{request_id}.{call.xargs[ID]}"
@@ -167,6 +175,34 @@ class WatchedLLM(AsyncLLM):
                 f"and {params.n} choices bring this request to {call.prompt_logprobs}; allowed are "
                 f"{self.max_prompt_logprobs}. Ask for fewer, or send a shorter prompt."
             )
+
+    async def check_tags(self, body: Mapping[str, Any]) -> None:
+        """Return if the structural tags of an API body may be read here: vLLM does so on the event
+        loop, while it reads the body.
+
+        Raises:
+            RequestError: they may not.
+        """
+        if self.grammars is None:
+            return
+        for tag in structural_tags(body):
+            await self.grammars.check(StructuredOutputsParams(structural_tag=tag), frozenset())
+
+    async def _check_grammar(self, call: ApiCall, sampling_params: Any) -> None:
+        """Return if the engine may take the request.
+
+        Raises:
+            RequestError: not with this grammar.
+        """
+        params = sampling_params.structured_outputs
+        if self.grammars is None or params is None or call.prefill_only:
+            return
+        try:
+            stops = frozenset(sampling_params.all_stop_token_ids or ())
+            await self.grammars.check(params, stops)
+        except RequestError as error:
+            call.refusal = error
+            raise
 
     async def _add_request(
         self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
@@ -236,6 +272,7 @@ async def _watch(
     finished: dict[int, Any] = {}
     try:
         async for latest in source:
+            _check_bound(latest, call)
             # What is repeated is made before the first output that is new.
             repeated, call.repeated = call.repeated, []
             for number, output in enumerate((*repeated, latest), 1):
@@ -252,6 +289,21 @@ async def _watch(
     except Exception as error:
         call.failure = error
         raise
+
+
+def _check_bound(output: Any, call: ApiCall) -> None:
+    """Return unless the engine has stopped a request because of its grammar's time.
+
+    Raises:
+        RequestError: it has.
+    """
+    if any(choice.stop_reason == TOO_COSTLY for choice in output.outputs):
+        call.refusal = RequestError(
+            "The grammar or schema of this request is costly: the engine took too long to follow "
+            "it, and stopped the request.",
+            None,
+        )
+        raise call.refusal
 
 
 def _count(

@@ -146,7 +146,7 @@ class VllmEngine:
             arguments = parse_arguments(
                 config.vllm_args, model, name, settings, self._traced, config.transfer
             )
-            return await launch(arguments)
+            return await launch(arguments, config.grammar_check_s)
 
     async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:
         vllm_config = self._llm.vllm_config
@@ -186,6 +186,7 @@ class VllmEngine:
         )
         try:
             serving = self._serving_of(request.endpoint)
+            await self._llm.check_tags(request.body)
             body = self._parse(request, serving, call)
         except RequestError as error:
             for item in _refusal(error.status, error.body()):
@@ -283,6 +284,11 @@ class VllmEngine:
 
         CURRENT_CALL.set(call)
         response = await self._create(serving.layer, serving.create(body, None), call)
+        if call.refusal is not None and not call.aborted:
+            # vLLM's own words would be those of an internal error.
+            for item in _refusal(call.refusal.status, call.refusal.body()):
+                yield item
+            return
         if call.offer is not None and call.prefill_only:
             if not call.aborted:
                 for item in self._handed_over(call):
@@ -359,6 +365,10 @@ class VllmEngine:
                     # What follows is vLLM's own description of the failure.
                     self._raise_if_dead(call.failure)
                 if not begun:
+                    if call.refusal is not None:
+                        yield ResponseHead(call.refusal.status, "application/json")
+                        yield ResponseChunk(call.refusal.body())
+                        return
                     begun = True
                     yield ResponseHead(200, EVENT_STREAM)
                 for chunk in call.chunks(event_bytes(event)):
@@ -445,6 +455,8 @@ class VllmEngine:
 
             # vLLM's own shutdown leaves those who wait for an output waiting.
             llm.output_processor.propagate_error(VllmEngineDeadError())
+            if llm.grammars is not None:
+                llm.grammars.stop()
             # In this thread, though it takes seconds: beside a running event loop vLLM would take
             # its own shutdown for the engine's death, and log it as such.
             llm.shutdown()

@@ -27,6 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from replica.engine import request_key
 from replica.garbage import GarbageCollector
+from replica.grammar.bound import bound_grammars
 from replica.held_prefixes import HeldPrefixes
 from replica.kv_events import PooledBlocks
 from replica.local_scheduler import BatchLog, LocalScheduler, StepInFlight
@@ -83,6 +84,7 @@ class PlanMixin(_Base):
             table,
             log=log,
         )
+        bound_grammars(self.structured_output_manager)
         self._names: set[str] = set()
         self._caps: dict[str, int] | None = None
         self._in_flight: dict[int, StepInFlight] = {}

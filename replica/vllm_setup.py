@@ -170,8 +170,11 @@ def _reason(text: str) -> str:
     return " ".join(told.split())[:_MAX_REASON]
 
 
-async def launch(arguments: Any) -> Launched:
+async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
     """Start the engine process and the serving layer on it.
+
+    Args:
+        grammar_check_s: CPU time of each part of a grammar's trial, seconds; 0: none is tried.
 
     Raises:
         replica.vllm_support.UnsupportedVllmError: this vLLM, or its configuration, cannot carry
@@ -183,6 +186,7 @@ async def launch(arguments: Any) -> Launched:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
+    from replica.grammar.check import GrammarCheck
     from replica.preemption.support import check_preemption, preempts
     from replica.transfer.connector import check_model
     from replica.vllm_client import WatchedLLM
@@ -202,14 +206,36 @@ async def launch(arguments: Any) -> Launched:
     if preempts(vllm_config):
         check_preemption(vllm_config)
     check_model(vllm_config)
-    llm = WatchedLLM.from_vllm_config(
-        vllm_config=vllm_config,
-        usage_context=context,
-        disable_log_stats=engine_args.disable_log_stats,
-    )
+    grammars = None
+    if grammar_check_s > 0 and _has_grammars(vllm_config):
+        grammars = GrammarCheck(vllm_config, grammar_check_s)
+        grammars.start()  # while the engine loads
+    try:
+        llm = WatchedLLM.from_vllm_config(
+            vllm_config=vllm_config,
+            usage_context=context,
+            disable_log_stats=engine_args.disable_log_stats,
+        )
+    except BaseException:
+        if grammars is not None:
+            grammars.stop()
+        raise
+    llm.grammars = grammars
     state = State()
     await init_app_state(llm, state, arguments, supported_tasks=await llm.get_supported_tasks())
     return Launched(llm, state.openai_serving_models, servings(state))
+
+
+def _has_grammars(vllm_config: Any) -> bool:
+    """Whether the engine makes grammars, and this vLLM lets them be tried beside it."""
+    from vllm import SamplingParams
+
+    model = vllm_config.model_config
+    return (
+        model.runner_type == "generate"
+        and not model.skip_tokenizer_init
+        and hasattr(SamplingParams, "_validate_structured_outputs")
+    )
 
 
 def client_error_types() -> tuple[type[Exception], ...]:

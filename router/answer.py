@@ -86,6 +86,8 @@ class Attempt:
         span: of this attempt, where the request is traced; it ends with :meth:`close`.
         place: the replica that has it, as far as is known. role: of its pool.
         opened: :meth:`begin` has returned.
+        heard: anything has come of it.
+        made_s: when it was made.
         heard_s: when something came last; before that, when it was made.
 
     Args:
@@ -113,7 +115,8 @@ class Attempt:
         self.role = role
         self.opened = False
         self._clock = clock
-        self.heard_s = self._made_s = clock()
+        self.heard_s = self.made_s = clock()
+        self.heard = False
         self._waiter: asyncio.Task[Any] | None = None
         self._given_up: ReplicaFailedError | None = None
         self.head = ResponseHead(500, "application/json")
@@ -134,11 +137,6 @@ class Attempt:
     def waits(self) -> bool:
         """Whether somebody waits for its next items now. Nobody does while the client is slow."""
         return self._waiter is not None and self._given_up is None
-
-    @property
-    def heard(self) -> bool:
-        """Whether anything has come of it."""
-        return self.heard_s > self._made_s
 
     def sent_to(self, replica_id: str) -> None:
         """Serve has sent it there: the place, until it says itself who has it."""
@@ -235,6 +233,7 @@ class Attempt:
         finally:
             self._waiter = None
         self.heard_s = self._clock()
+        self.heard = True
         return items
 
     def _take(self, items: Sequence[ResponseItem]) -> Piece:

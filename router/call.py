@@ -16,6 +16,7 @@ from router import wire
 from router.admission_metrics import NO_CLASS
 from router.body import parse_object, read_body
 from router.config import RouterConfig
+from router.engine_bounds import refuse_structured
 from router.errors import invalid
 from router.gate import Arrival
 from router.prompt_prefix import prefix_of, salted
@@ -110,6 +111,7 @@ class CallReader:
         self._objectives = SloReader(config)
         self._tokens = TokenLimits(config)
         self._fetch_media = config.fetch_media
+        self._structured_output = config.structured_output
         self._keys_apart = config.prefix_sharing == "key"
         self._model_length = model_length
         self._large = asyncio.Lock()
@@ -176,6 +178,8 @@ class CallReader:
                 tier = self._objectives.tier_of(slo.service_class)
         session = session_of(body, headers, client.owner)
         check_body(endpoint, body, self._fetch_media)
+        if not (self._structured_output and client.caps.structured_output):
+            refuse_structured(body)
         body, shortened = self._tokens.hold(endpoint, body, client.caps)
         if self._keys_apart and endpoint not in UNSCHEDULED:
             body = salted(body, client.owner)

@@ -199,6 +199,12 @@ class RouterConfig(BaseModel):
         "clients give, from inside your network: then bound them with `allowed-media-domains` in "
         "engine.vllm_args. False: media come as `data:` URLs.",
     )
+    structured_output: bool = Field(
+        default=True,
+        description="Whether clients may constrain outputs by schemas, grammars, patterns, choices "
+        "or tools that must be called. Engines try each of them first (engine.grammar_check_s), "
+        "but no trial is proof. False: they get 403.",
+    )
     max_attempts: int = Field(
         default=3,
         ge=1,

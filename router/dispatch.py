@@ -26,6 +26,7 @@ from router.metrics import Outcome, RouterMetrics
 from router.prompt_size import TokenEstimator
 from router.retry_budget import RetryBudget
 from router.stalls import StallWatch
+from router.suspicion import Suspicion
 from router.transcript import Transcript
 from scheduling.objective import TokenClock
 
@@ -57,8 +58,16 @@ class Dispatcher:
         self.clock = clock
         self._destinations = Destinations(controller, metrics, config, clock, pause)
         stalls = StallWatch(replicas, controller, metrics, config.stall_after_s, clock)
+        self._suspicion = Suspicion(metrics, clock)
         self._legs = Legs(
-            controller, replicas, self._destinations, metrics, stalls, self._leave, clock
+            controller,
+            replicas,
+            self._destinations,
+            metrics,
+            stalls,
+            self._suspicion,
+            self._leave,
+            clock,
         )
         self._controller = controller
         self._budget = RetryBudget(config.retry_budget, clock)
@@ -80,9 +89,10 @@ class Dispatcher:
 
         Raises:
             ApiError: every attempt failed, and it tells of the last one; or the objective cannot be
-                promised and the call may not be served without.
+                promised and the call may not be served without; or the call is quarantined.
         """
-        course = Course(call, Transcript() if may_resume(call) else None)
+        case = self._suspicion.open(call)
+        course = Course(call, Transcript() if may_resume(call) else None, case=case)
         try:
             attempt = await self._attempts(course)
         except BaseException as error:
@@ -155,6 +165,8 @@ class Dispatcher:
         Raises:
             ReplicaFailedError: there must be none.
         """
+        if course.verdict is not None:
+            raise course.verdict from failure
         if failure.reason is Reason.NO_REPLICA:
             if not self._legs.whole(course):
                 await self._wait_for_pools(course, failure)
@@ -191,8 +203,11 @@ class Dispatcher:
         return course.made >= self._max_attempts
 
     def _leave(self, course: Course, attempt: Attempt) -> bool:
-        """Whether ``attempt``, whose replica stands still, is to be given up for another one; that
-        is then granted. What cannot go on elsewhere waits: its replica may come back."""
+        """Whether ``attempt``, whose replica hangs, is to be given up: for another one, which is
+        then granted, or for good where it may be the cause. What cannot go on elsewhere waits: its
+        replica may come back."""
+        if self._suspicion.ends_when_hung(course.call):
+            return True
         transcript = course.transcript
         begun = attempt.opened or (transcript is not None and transcript.begun)
         if begun and (transcript is None or not transcript.resumable):
@@ -211,8 +226,10 @@ class Dispatcher:
             ReplicaFailedError: none does.
         """
         broken.end_span(failure.reason.value)
+        self._legs.note_failure(course, broken, failure)
         broken.close()
-        self._legs.note_failure(course, broken.place, failure)
+        if course.verdict is not None:
+            raise course.verdict from failure
         if course.transcript is None or not course.transcript.resumable:
             raise ReplicaFailedError(failure.reason, f"{failure} {NOT_RESUMABLE}") from failure
         await self._before_the_next(course, failure)

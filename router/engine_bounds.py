@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from router.errors import invalid, shown
+from router.errors import ApiError, Reason, invalid, shown
 
 MAX_ENTRIES: Final = {
     "allowed_token_ids": 65_536,
@@ -60,6 +60,41 @@ def check_options(body: dict[str, Any]) -> None:
     for name in _CONSTRAINTS:
         if isinstance(body.get(name), dict):
             _check_constraint(name, body[name])
+
+
+def is_structured(body: dict[str, Any]) -> bool:
+    """Whether the output must match a grammar that the body states. ``O(tools)``."""
+    for name in _CONSTRAINTS:
+        value = body.get(name)
+        form = value.get("format") if name == "text" and isinstance(value, dict) else value
+        if isinstance(form, dict) and form and form.get("type") != "text":
+            return True
+    choice = body.get("tool_choice")
+    if choice == "required" or isinstance(choice, dict):
+        return True
+    tools = body.get("tools")
+    return isinstance(tools, list) and any(map(_is_strict, tools))
+
+
+def refuse_structured(body: dict[str, Any]) -> None:
+    """Refuse structured output, where it is switched off. ``O(tools)``.
+
+    Raises:
+        ApiError: 403.
+    """
+    if is_structured(body):
+        raise ApiError(
+            Reason.NOT_PERMITTED,
+            "Structured output is switched off here for this API key or for all: leave out "
+            f"{', '.join(_CONSTRAINTS)}, strict tools and a tool_choice that demands a call.",
+        )
+
+
+def _is_strict(tool: Any) -> bool:
+    if not isinstance(tool, dict):
+        return False
+    function = tool.get("function")
+    return bool(tool.get("strict") or (isinstance(function, dict) and function.get("strict")))
 
 
 def check_media(contents: list[Any], name: str) -> None:

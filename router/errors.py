@@ -58,6 +58,8 @@ class Reason(enum.StrEnum):
     NO_REPLICA = "no_replica"
     REPLICA_FAILED = "replica_failed"
     STREAM_BROKEN = "stream_broken"
+    REQUEST_SUSPECTED = "request_suspected"
+    REQUEST_QUARANTINED = "request_quarantined"
     INTERNAL = "internal_error"
 
 
@@ -94,7 +96,9 @@ RULES: dict[Reason, Rule] = {
     Reason.QUEUE_FULL: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.QUEUE_TIMEOUT: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
     Reason.DEADLINE_PASSED: Rule(429, RATE_LIMIT_ERROR, retry_after_s=1),
+    Reason.REQUEST_QUARANTINED: Rule(422, INVALID_REQUEST),
     Reason.INTERNAL: Rule(500, SERVER_ERROR),
+    Reason.REQUEST_SUSPECTED: Rule(500, SERVER_ERROR),
     Reason.ROUTER_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.ROUTER_OVERLOADED: Rule(503, SERVER_ERROR, retry_after_s=1),
     Reason.REPLICAS_FULL: Rule(503, SERVER_ERROR, retry_after_s=1),

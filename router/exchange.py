@@ -151,9 +151,10 @@ class Exchange(Response):
                 data = with_tier(piece.data, *tier, streams=True)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ReplicaFailedError as failure:
-            return ApiError(
-                Reason.STREAM_BROKEN, f"The stream broke off after it had begun: {failure}"
-            )
+            reason = Reason.STREAM_BROKEN
+            if failure.reason is Reason.REQUEST_SUSPECTED:
+                reason = failure.reason
+            return ApiError(reason, f"The stream broke off after it had begun: {failure}")
         return None
 
     async def _whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> Outcome:

@@ -18,6 +18,7 @@ from router.errors import ApiError, Reason
 from router.handover import may_split, prompt_slo, rest_of
 from router.metrics import Fallback, Leg, RouterMetrics
 from router.stalls import StallWatch
+from router.suspicion import Case, Suspicion
 from router.transcript import Transcript
 from scheduling.prefix import NO_PREFIX
 from scheduling.roles import Role
@@ -77,6 +78,8 @@ class Course:
         in_vain: attempts that found a pool empty, which costs nobody anything.
         promises: attempts whose objective was guaranteed at the replica that they were sent to.
         granted: the attempt under way is given up for another one, which the budget has paid for.
+        case: what it has to do with lost replicas.
+        verdict: why there must be no further attempt, if it is to blame for that.
     """
 
     call: Call
@@ -87,6 +90,8 @@ class Course:
     granted: bool = False
     in_vain: int = 0
     promises: int = 0
+    case: Case = field(default_factory=Case)
+    verdict: ReplicaFailedError | None = None
 
     @property
     def made(self) -> int:
@@ -99,6 +104,7 @@ class Legs:
 
     Args:
         stalls: watches over them.
+        suspicion: which calls may be why replicas are lost.
         leave: whether an attempt may be given up for another one, which is then granted.
         clock: monotonic seconds; the one of :attr:`~router.call.Call.received_s`.
     """
@@ -110,6 +116,7 @@ class Legs:
         destinations: Destinations,
         metrics: RouterMetrics,
         stalls: StallWatch,
+        suspicion: Suspicion,
         leave: Callable[[Course, Attempt], bool],
         clock: Callable[[], float],
     ) -> None:
@@ -118,6 +125,7 @@ class Legs:
         self._destinations = destinations
         self._metrics = metrics
         self._stalls = stalls
+        self._suspicion = suspicion
         self._leave = leave
         self._clock = clock
         self._splits = {"prefill", "decode"} <= set(replicas.roles)
@@ -168,6 +176,7 @@ class Legs:
             _UNTRACED if span is None else span.context,
             resume=resume,
             resumable=transcript is not None,
+            confirm=course.case.suspected,
             tenant=call.client.tenant,
             weight=call.client.caps.weight,
         )
@@ -295,12 +304,26 @@ class Legs:
         Raises:
             ReplicaFailedError: it failed. Its reservation is given up, and who failed is noted.
         """
+        async with self._suspicion.trial(course.case, target):
+            return await self._begin(course, request, target, role, span, take)
+
+    async def _begin(
+        self,
+        course: Course,
+        request: EngineRequest,
+        target: str | None,
+        role: Role,
+        span: Span | None,
+        take: Callable[[ResponseChunk], Piece] | None,
+    ) -> Attempt:
+        """See :meth:`_send`."""
         stream = self._replicas.generate(request, target, course.failed, role)
 
         def close() -> None:
             stream.cancel()
             CHOICES.forget(request.request_id)
             self._stalls.forget(attempt)
+            self._suspicion.ended(attempt)
             self._controller.release(request_key(request.request_id))
 
         attempt = Attempt(
@@ -315,6 +338,7 @@ class Legs:
             self._clock,
         )
         self._stalls.watch(attempt, partial(self._leave, course, attempt))
+        self._suspicion.sent(course.case, attempt)
         CHOICES.expect(request.request_id, attempt.sent_to)
         try:
             await attempt.begin()
@@ -324,20 +348,20 @@ class Legs:
             if request.resume is not None and not request.prefill_only:
                 _check_resumed(course, attempt)
         except BaseException as error:
-            close()
             if isinstance(error, ReplicaFailedError):
                 if error.reason is Reason.NO_REPLICA:
                     course.empty.add(role)
                     course.in_vain += 1
-                self.note_failure(course, attempt.place, error)
+                self.note_failure(course, attempt, error)
+            close()
             attempt.end_span(_name_of(error))
             raise
         return attempt
 
-    def note_failure(
-        self, course: Course, replica_id: str | None, failure: ReplicaFailedError
-    ) -> None:
-        """A replica has failed a call."""
+    def note_failure(self, course: Course, attempt: Attempt, failure: ReplicaFailedError) -> None:
+        """A replica has failed a call. To be called before the attempt is closed."""
+        course.verdict = self._suspicion.judge(course.call, course.case, attempt, failure)
+        replica_id = attempt.place
         if replica_id is None:
             return
         course.failed.append(replica_id)

@@ -151,6 +151,11 @@ class RouterMetrics:
             "Attempts that were given up because their replica stood still, or had lost them.",
             registry=registry,
         )
+        self.quarantined_requests = Counter(
+            "sluice_quarantined_requests",
+            "Requests ended or refused because replicas were lost while they served them.",
+            registry=registry,
+        )
         self._legs = Histogram(
             "sluice_leg_seconds",
             "Time of requests whose prompt another replica computes, by part of their way.",

@@ -109,6 +109,11 @@ class Caps(BaseModel):
     )
     max_prompt_tokens: PromptLimit = None
     max_output_tokens: OutputLimit = None
+    structured_output: bool = Field(
+        default=True,
+        description="Whether it may constrain outputs, where `router.structured_output` lets "
+        "anybody; else it gets 403.",
+    )
     weight: float = Field(
         default=1.0,
         ge=1 / MAX_WEIGHT,

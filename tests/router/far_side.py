@@ -24,6 +24,7 @@ from replica.engine import (
     ResponseHead,
     ResponseItem,
     ResponseTail,
+    ResponseTaken,
 )
 from router.admin.overseer import Overseer
 from router.answer import ReplicaFailedError
@@ -125,6 +126,16 @@ def fail(error: ReplicaFailedError, after: int = 0) -> Behaviour:
     return behaviour
 
 
+async def confirmed(
+    replica: str, items: AsyncIterator[ResponseItem]
+) -> AsyncIterator[ResponseItem]:
+    """What comes of a replica that is to say first that it has the request."""
+    yield ResponseTaken(replica)
+    async with aclosing(items) as rest:  # type: ignore[type-var]
+        async for item in rest:
+            yield item
+
+
 class FarStream:
     """A call under way."""
 
@@ -211,6 +222,8 @@ class FarSide:
         self.calls.append((target, request))
         self.changed.set()
         items = self.behaviours[target](self, target, request)
+        if request.confirm:
+            items = confirmed(target, items)
         return FarStream(self, items, request.request_id, target)
 
     def freeze(self, name: str) -> None:

@@ -33,6 +33,7 @@ from router.errors import Reason
 from router.handover import rest_of
 from router.prompt_size import PromptSize
 from router.retry_budget import RetryBudgetConfig
+from router.suspicion import CLEARED_S
 from router.transcript import Transcript
 from scheduling.objective import SLO
 from tests.router.far_side import (
@@ -64,9 +65,14 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
-def simulated(cut: int = NEVER, prefill_cut: int = NEVER) -> Behaviour:
+def simulated(
+    cut: int = NEVER, prefill_cut: int = NEVER, outlives: Callable[[], None] = lambda: None
+) -> Behaviour:
     """A replica with a simulated engine that dies when it has sent so many items, the head
-    included; of prompts that it computes for another one ``prefill_cut``."""
+    included; of prompts that it computes for another one ``prefill_cut``.
+
+    ``outlives`` is called before, to let time pass: the call is not to be blamed for the death.
+    """
 
     async def behaviour(
         side: FarSide, name: str, request: EngineRequest
@@ -78,12 +84,14 @@ def simulated(cut: int = NEVER, prefill_cut: int = NEVER) -> Behaviour:
         try:
             async for item in engine.generate(request):
                 if left <= 0:
+                    outlives()
                     raise DIED
                 left -= 1
                 yield item._replace(replica_id=name) if isinstance(item, ResponseHead) else item
                 # The other side has it before this one dies.
                 await side.let_go()
             if left <= 0:
+                outlives()
                 raise DIED
         finally:
             await engine.stop()
@@ -91,11 +99,25 @@ def simulated(cut: int = NEVER, prefill_cut: int = NEVER) -> Behaviour:
     return behaviour
 
 
+class AgeingClock(Clock):
+    """Lets each attempt last longer than all before it."""
+
+    lasts_s = CLEARED_S
+
+    def outlives(self) -> None:
+        self.lasts_s *= 3
+        self.now_s += self.lasts_s
+
+
 def edge(*cuts: int, config: RouterConfig | None = None, **extra: Behaviour) -> Edge:
     """Replicas ``r0``, ``r1``... in turn, which die at these cuts, and then one that does not."""
-    behaviours = {f"r{index}": simulated(cut) for index, cut in enumerate((*cuts, NEVER))} | extra
+    clock = AgeingClock()
+    behaviours = {
+        f"r{index}": simulated(cut, outlives=clock.outlives)
+        for index, cut in enumerate((*cuts, NEVER))
+    } | extra
     config = config or RouterConfig(max_attempts=10)
-    return Edge(FarSide(**behaviours), FarController(*behaviours), config, Clock())
+    return Edge(FarSide(**behaviours), FarController(*behaviours), config, clock)
 
 
 async def text(router: Edge, path: str, **body: Any) -> str:
@@ -135,16 +157,17 @@ async def test_nor_where_each_part_is_anothers(cuts: list[tuple[int, int]]) -> N
     whole = await text(edge(), path)
     pairs = [*cuts, (NEVER, NEVER)]
     behaviours = {}
+    clock = AgeingClock()
     for index, (cut, prefill_cut) in enumerate(pairs):
-        behaviours[f"p{index}"] = simulated(prefill_cut=prefill_cut)
-        behaviours[f"d{index}"] = simulated(cut)
+        behaviours[f"p{index}"] = simulated(prefill_cut=prefill_cut, outlives=clock.outlives)
+        behaviours[f"d{index}"] = simulated(cut, outlives=clock.outlives)
     side = FarSide(**behaviours)
     side.roles = ("decode", "prefill")
     decisions = [
         RouteDecision(f"d{index}", "placed", role="decode", prefill_id=f"p{index}")
         for index in range(len(pairs))
     ]
-    router = Edge(side, FarController(*decisions), RouterConfig(max_attempts=10), Clock())
+    router = Edge(side, FarController(*decisions), RouterConfig(max_attempts=10), clock)
     resumed = await text(router, path)
     assert without_time_and_name(resumed) == without_time_and_name(whole)
 
@@ -323,7 +346,7 @@ async def test_a_client_that_leaves_while_its_stream_is_resumed_stops_that() -> 
 
 @virtual
 async def test_the_budget_of_retries_holds_for_streams_and_for_new_requests() -> None:
-    spent = RouterConfig(retry_budget=RetryBudgetConfig(ratio=0, floor=1))
+    spent = RouterConfig(retry_budget=RetryBudgetConfig(ratio=0, floor=1, window_s=3_600))
     router = edge(4, 5, config=spent)
     stream = await text(router, "/v1/completions")
     assert "stream_broken" in stream

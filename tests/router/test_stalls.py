@@ -97,7 +97,7 @@ async def asked(router: Edge, path: str = CHAT, **body: Any) -> asyncio.Task[str
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@given(cuts=st.lists(st.integers(0, TOKENS + 2), max_size=3), engine=st.booleans())
+@given(cuts=st.lists(st.integers(0, TOKENS + 2), max_size=1), engine=st.booleans())
 @settings(max_examples=10, deadline=None)
 @virtual
 async def test_a_client_sees_nothing_of_replicas_that_freeze(

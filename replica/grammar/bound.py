@@ -1,0 +1,122 @@
+"""Bounds the time that one request's grammar takes of an engine's steps.
+
+Between two batches vLLM advances the grammar of each structured request by the sampled tokens and
+computes the mask of what may come next, on the thread that runs the steps of everybody. An
+ambiguous grammar makes xgrammar's Earley parser keep every way in which the text could be read:
+their number, and with it the time of a token, grows with the text. A call cannot be interrupted,
+but the next one need not be made.
+"""
+
+# vLLM's classes are untyped here, so their subclasses are, too.
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+BURST_S: Final = 0.25
+"""CPU time that a grammar may take beyond its share per token, seconds."""
+
+TOKEN_S: Final = 0.01
+"""CPU time that a grammar may take per token, on average, seconds. Usual ones take 0.0001 s."""
+
+TOO_COSTLY: Final = "sluice_grammar_too_costly"
+"""vLLM's ``stop_reason`` of a request that was stopped for its grammar's time."""
+
+
+class BoundedGrammar(StructuredOutputGrammar):
+    """A grammar that refuses every token once it has taken more time than it may; vLLM then ends
+    the request with an error. ``O(1)`` beside the grammar's own cost.
+
+    CPU time of the calling thread is counted, so a busy machine does not matter.
+
+    Args:
+        grammar: vLLM's.
+        told: called once, when the time is up.
+        clock: CPU seconds of the calling thread.
+    """
+
+    def __init__(
+        self,
+        grammar: StructuredOutputGrammar,
+        told: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._grammar = grammar
+        self._told = told
+        self._clock = clock
+        self._left_s = BURST_S
+
+    @property
+    def too_costly(self) -> bool:
+        """Whether its time is up."""
+        return self._left_s < 0
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Advance by ``tokens``; false where they are not allowed or the time is up."""
+        before_s = self._clock()
+        if self.too_costly or not self._grammar.accept_tokens(request_id, tokens):
+            return False
+        self._spend(before_s, TOKEN_S * len(tokens))
+        return not self.too_costly
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """The allowed prefix of drafted tokens; none once the time is up."""
+        if self.too_costly:
+            return []
+        before_s = self._clock()
+        allowed: list[int] = self._grammar.validate_tokens(tokens)
+        self._spend(before_s)
+        return allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        self._grammar.rollback(num_tokens)
+
+    def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
+        """Write the mask of the next token. Once the time is up the old one stays: the request
+        ends with this batch."""
+        if self.too_costly:
+            return
+        before_s = self._clock()
+        self._grammar.fill_bitmask(bitmask, batch_index)
+        self._spend(before_s)
+
+    def is_terminated(self) -> bool:
+        """Whether the text is complete."""
+        ended: bool = self._grammar.is_terminated()
+        return ended
+
+    def reset(self) -> None:
+        """Start from the first token again."""
+        self._grammar.reset()
+
+    def _spend(self, before_s: float, earned_s: float = 0.0) -> None:
+        was_left_s = self._left_s
+        self._left_s = min(BURST_S, was_left_s + earned_s) - (self._clock() - before_s)
+        if self.too_costly and was_left_s >= 0:
+            self._told()
+
+
+def bound_grammars(manager: Any) -> None:
+    """Have vLLM's ``StructuredOutputManager`` make bounded grammars only. A request that is stopped
+    gets :data:`TOO_COSTLY` as its stop reason."""
+    create = manager._create_grammar
+
+    def bounded(request: Any) -> BoundedGrammar:
+        # The request holds its grammar; a cycle would wait for the garbage collector.
+        weak = weakref.ref(request)
+
+        def told() -> None:
+            stopped = weak()
+            if stopped is not None:
+                stopped.stop_reason = TOO_COSTLY
+
+        return BoundedGrammar(create(request), told)
+
+    manager._create_grammar = bounded

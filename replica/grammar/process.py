@@ -1,0 +1,263 @@
+"""The process that tries grammars before an engine gets them.
+
+It imports vLLM and builds the tokenizer's tables once, then forks for each grammar. So a grammar
+that takes too long is ended with its process, the next one starts within milliseconds, and what it
+has used of memory is gone. The limit is on CPU time, which the system itself enforces: compiled
+code that never returns to Python is stopped, too, and a busy machine refuses nobody.
+
+A walk of a few hundred tokens cannot prove a grammar harmless. What it misses,
+:mod:`replica.grammar.bound` stops in the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from replica.parent import end_with_parent
+
+logger = logging.getLogger(__name__)
+
+WALK_TOKENS: Final = 192
+"""Tokens of each walk."""
+
+MEMORY_BYTES: Final = 2 << 30
+"""Memory that one grammar may take beyond that of the process, bytes."""
+
+WALL_FACTOR: Final = 15.0
+"""A grammar's process is ended after so many times its CPU limit, however little it ran."""
+
+MAX_MESSAGE: Final = 500
+"""Most characters of a backend's own words that are passed on."""
+
+MALFORMED: Final = "malformed"
+COSTLY: Final = "costly"
+UNKNOWN: Final = "unknown"
+
+
+class Constraint(NamedTuple):
+    """What one output must look like: vLLM's ``StructuredOutputsParams``, and the tokens that end
+    the output."""
+
+    params: Any
+    stop_token_ids: frozenset[int]
+
+
+class Verdict(NamedTuple):
+    """What is wrong with a grammar: one of :data:`MALFORMED`, :data:`COSTLY` and :data:`UNKNOWN`
+    (it could not be tried), or ``None``; and how."""
+
+    fault: str | None
+    message: str = ""
+
+
+def serve(connection: Connection, vllm_config: Any, limit_s: float) -> None:
+    """Answer constraints with verdicts until the other end closes. The first message is sent when
+    this is ready.
+
+    Args:
+        limit_s: CPU time of the parse, of the compilation and of the walks, each, seconds.
+    """
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica ends it
+    trial = Trial(vllm_config, limit_s)
+    connection.send(Verdict(None))
+    while True:
+        try:
+            constraint = connection.recv()
+        except EOFError:
+            return
+        connection.send(trial.judge(constraint))
+
+
+class Trial:
+    """Tries grammars on the tokenizer and the backends of one engine.
+
+    Args:
+        limit_s: see :func:`serve`.
+    """
+
+    def __init__(self, vllm_config: Any, limit_s: float) -> None:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        self._config = vllm_config
+        self._limit_s = limit_s
+        self._tokenizer = cached_tokenizer_from_config(model_config=vllm_config.model_config)
+        self._vocabulary = vllm_config.model_config.get_vocab_size()
+        texts = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
+        lengths = [len(text or "") for text in texts][: self._vocabulary]
+        self._lengths = np.zeros(self._vocabulary)
+        self._lengths[: len(lengths)] = lengths
+        self._backends: dict[str, Any] = {}
+        # Before any fork: for a large vocabulary that takes a second.
+        configured = vllm_config.structured_outputs_config.backend
+        for name in ("xgrammar", "guidance") if configured == "auto" else (configured,):
+            try:
+                self._backend(name)
+            except Exception as error:
+                logger.warning("structured output backend %s is not available: %s", name, error)
+
+    def judge(self, constraint: Constraint) -> Verdict:
+        """Try one in a process of its own."""
+        ours, its = Pipe(duplex=False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            self._try_and_exit(constraint, its)
+        its.close()
+        verdict = Verdict(UNKNOWN, "it could not be tried in time")
+        try:
+            if wait([ours], WALL_FACTOR * self._limit_s):
+                verdict = ours.recv()
+        except EOFError:  # ended by the system, for its time or its memory
+            verdict = Verdict(
+                COSTLY,
+                f"it takes more than {self._limit_s:g} s of CPU time or {MEMORY_BYTES >> 30} GiB "
+                "of memory to read or to compile",
+            )
+        finally:
+            ours.close()
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return verdict
+
+    def _try_and_exit(self, constraint: Constraint, connection: Connection) -> NoReturn:
+        try:
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            _limit_memory()
+            connection.send(self._try(constraint))
+        except BaseException as error:
+            connection.send(Verdict(UNKNOWN, f"{type(error).__name__}: {error}"))
+        finally:
+            os._exit(0)
+
+    def _try(self, constraint: Constraint) -> Verdict:
+        from vllm import SamplingParams
+        from vllm.v1.structured_output.request import get_structured_output_key
+
+        params = SamplingParams(structured_outputs=constraint.params)
+        start_timer(self._limit_s)
+        try:
+            params._validate_structured_outputs(
+                self._config.model_config, self._config.structured_outputs_config, self._tokenizer
+            )
+        except MemoryError:
+            return Verdict(COSTLY, "it takes too much memory to read")
+        except Exception as error:  # of many types, by the backend
+            return Verdict(MALFORMED, str(error)[:MAX_MESSAGE])
+        start_timer(0)
+        backend = self._backend(params.structured_outputs._backend)
+        start_timer(self._limit_s)
+        key = get_structured_output_key(params.structured_outputs)
+
+        def compiled() -> Any:
+            return backend.compile_grammar(*key, stop_token_ids=set(constraint.stop_token_ids))
+
+        try:
+            compiled()
+        except MemoryError:
+            return Verdict(COSTLY, "it takes too much memory to compile")
+        except Exception as error:
+            return Verdict(MALFORMED, str(error)[:MAX_MESSAGE])
+        start_timer(self._limit_s)
+        return self._walk(compiled, backend)
+
+    def _walk(self, compiled: Callable[[], Any], backend: Any) -> Verdict:
+        """Write texts that the grammar allows, in the ways that have shown costly ones: with the
+        longest tokens (most characters a step), with one token again and again (most ways to read
+        the same text), and at random."""
+        from replica.grammar.bound import BURST_S, TOKEN_S, BoundedGrammar
+
+        mask = backend.allocate_token_bitmask(1)
+        rng = np.random.default_rng(random.Random(0).randrange(1 << 32))
+        for walk in ("longest", "repeated", "random"):
+            grammar = BoundedGrammar(compiled())
+            last: int | None = None
+            for _ in range(WALK_TOKENS):
+                if grammar.is_terminated():
+                    break
+                grammar.fill_bitmask(mask, 0)
+                allowed = _allowed(mask, self._vocabulary)
+                if grammar.too_costly or not allowed.any():
+                    break
+                if walk == "longest":
+                    last = int(np.argmax(allowed * (self._lengths + rng.random(allowed.size))))
+                elif walk == "random" or last is None or not allowed[last]:
+                    last = int(rng.choice(np.flatnonzero(allowed)))
+                if not grammar.accept_tokens("", [last]):
+                    break
+            if grammar.too_costly:
+                return Verdict(
+                    COSTLY,
+                    f"it takes more than {1000 * TOKEN_S:g} ms of CPU time per token, and more "
+                    f"than {BURST_S:g} s beyond that; it may be ambiguous",
+                )
+        return Verdict(None)
+
+    def _backend(self, name: str) -> Any:
+        """The backend of this name, made once."""
+        if name not in self._backends:
+            kind = _backend_type(name)
+            self._backends[name] = kind(
+                self._config, tokenizer=self._tokenizer, vocab_size=self._vocabulary
+            )
+        return self._backends[name]
+
+
+def start_timer(seconds: float) -> None:
+    """End this process once it has taken so much CPU time from now on; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _limit_memory() -> None:
+    """Bound the memory of this process, where the system tells how much it has."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return
+    most = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _allowed(mask: Any, vocabulary: int) -> npt.NDArray[np.bool_]:
+    """Which tokens a mask of one row allows."""
+    bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
+    return bits[:vocabulary].astype(bool)
+
+
+def _backend_type(name: str) -> Any:
+    if name == "xgrammar":
+        from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+        return XgrammarBackend
+    if name == "guidance":
+        from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+
+        return GuidanceBackend
+    if name == "outlines":
+        from vllm.v1.structured_output.backend_outlines import OutlinesBackend
+
+        return OutlinesBackend
+    from vllm.v1.structured_output.backend_lm_format_enforcer import LMFormatEnforcerBackend
+
+    return LMFormatEnforcerBackend
+
+
+def constraint_key(params: Any, stop_token_ids: frozenset[int]) -> bytes:
+    """Equal for equal constraints."""
+    fields = {name: value for name, value in vars(params).items() if not name.startswith("_")}
+    return json.dumps([fields, sorted(stop_token_ids)], sort_keys=True, default=repr).encode()

@@ -1,0 +1,202 @@
+"""Grammars that cost an engine more than their length: tried before, and bounded in the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import pytest
+import pytest_asyncio
+
+from replica.config import EngineConfig
+from replica.engine import EngineRequest, ResponseHead, ResponseTail
+from replica.local_model import local_model
+from replica.vllm_engine import VllmEngine
+from scheduling.objective import SLO
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+LOOPS = 'a ::= [a-z]* b\nb ::= [a-z]* a | ""\n'
+POISON = "root ::= " + " ".join(['(a|b|"")'] * 500) + "\n" + LOOPS
+"""4.5 KB. Each letter can be read in thousands of ways."""
+
+ARGS = {
+    "max-model-len": 512,
+    "max-num-batched-tokens": 256,
+    "kv-cache-memory-bytes": 32 << 20,
+    "enable-auto-tool-choice": True,
+    "tool-call-parser": "hermes",
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("engine")
+    return EngineConfig(
+        model=str(local_model(directory, layers=2, hidden=128)),
+        served_model_name="small",
+        cache_dir=directory,
+        vllm_args=ARGS,
+        profile_budget_s=2.0,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(config):
+    engine = VllmEngine(config, "checked", 32)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def unchecked(config):
+    update = {"grammar_check_s": 0.0}
+    engine = VllmEngine(config.model_copy(update=update), "unchecked", 32)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+async def answer(engine, name, **body):
+    """Status and body of a chat; of a stream, its events."""
+    given = {
+        "model": "small",
+        "messages": [{"role": "user", "content": "Say a word"}],
+        "max_tokens": 24,
+        "temperature": 0,
+        **body,
+    }
+    items = [item async for item in engine.generate(EngineRequest(name, "chat", given, SLO()))]
+    head, *chunks, tail = items
+    assert isinstance(head, ResponseHead)
+    assert isinstance(tail, ResponseTail)
+    text = b"".join(chunk.data for chunk in chunks).decode()
+    if head.media_type == "application/json":
+        return head.status, json.loads(text)
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n")]
+    return head.status, [json.loads(line) for line in lines if line not in ("", "[DONE]")]
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def tool(schema):
+    """One whose arguments must match the schema."""
+    function = {"name": "f", "parameters": schema, "strict": True}
+    return {"type": "function", "function": function}
+
+
+SLOW_PATTERN = "(a?){1,1000}" * 30 + "a{300}"
+SLOW_TEXT = {"type": "string", "pattern": SLOW_PATTERN}
+
+COSTLY = {
+    "grammar": {"structured_outputs": {"grammar": POISON}},
+    "pattern": {"structured_outputs": {"regex": SLOW_PATTERN}},
+    "tool": {
+        "tools": [
+            tool(
+                {"type": "object", "properties": {"a": {"type": "string", "pattern": SLOW_PATTERN}}}
+            )
+        ],
+        "tool_choice": NAMED,
+    },
+    "structural tag": {
+        "response_format": {
+            "type": "structural_tag",
+            "format": {"type": "json_schema", "json_schema": SLOW_TEXT},
+        }
+    },
+}
+MALFORMED = {
+    "grammar": {"structured_outputs": {"grammar": "root ::= ("}},
+    "undefined rule": {"structured_outputs": {"grammar": "root ::= other"}},
+    "pattern": {"structured_outputs": {"regex": "(["}},
+    "schema": {"structured_outputs": {"json": {"type": "no such type"}}},
+    "reference": {"structured_outputs": {"json": {"$ref": "#/$defs/nothing"}}},
+    "structural tag": {"structured_outputs": {"structural_tag": '{"no": "tag"}'}},
+    "response format": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"$ref": "#/$defs/nothing"}},
+        }
+    },
+    "tool": {"tools": [tool({"$ref": "#/$defs/nothing"})], "tool_choice": NAMED},
+    "required tool": {"tools": [tool({"$ref": "#/$defs/nothing"})], "tool_choice": "required"},
+}
+GOOD = {
+    "choices": {"structured_outputs": {"choice": ["yes", "no"]}},
+    "schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "x",
+                "schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+            },
+        }
+    },
+    "object": {"response_format": {"type": "json_object"}},
+    "not for xgrammar": {
+        "structured_outputs": {"json": {"type": "integer", "multipleOf": 5}},
+    },
+    "grammar": {"structured_outputs": {"grammar": 'root ::= "a" root | "b"'}},
+    "pattern": {"structured_outputs": {"regex": "[a-z]{3,300}"}},
+    "tool": {"tools": [tool({"type": "object"})], "tool_choice": NAMED},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", COSTLY)
+async def test_a_costly_grammar_is_refused_and_the_engine_does_not_see_it(engine, kind, stream):
+    before = engine.state().summary["steps"].item()
+    name = f"costly-{kind}-{stream}".replace(" ", "-")
+    status, body = await answer(engine, name, stream=stream, **COSTLY[kind])
+    assert (status, body["error"]["type"]) == (400, "BadRequestError"), body
+    # xgrammar gives some of them up by itself.
+    assert re.search("is (costly|malformed): ", body["error"]["message"])
+    assert engine.state().summary["steps"].item() == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", MALFORMED)
+async def test_a_malformed_grammar_is_the_clients_mistake(engine, kind, stream):
+    name = f"malformed-{kind}-{stream}".replace(" ", "-")
+    status, body = await answer(engine, name, stream=stream, **MALFORMED[kind])
+    assert status == 400, body
+    assert body["error"]["code"] == 400
+
+
+@pytest.mark.parametrize("kind", GOOD)
+async def test_an_ordinary_grammar_passes_and_is_tried_once(engine, kind):
+    name = f"good-{kind}".replace(" ", "-")
+    for turn in range(2):
+        status, body = await answer(engine, f"{name}-{turn}", **GOOD[kind])
+        assert status == 200, body
+    known = len(engine._llm.grammars._verdicts)
+    await answer(engine, f"{name}-again", **GOOD[kind])
+    assert len(engine._llm.grammars._verdicts) == known
+
+
+async def test_a_check_that_was_killed_is_started_anew(engine):
+    checker = engine._llm.grammars
+    status, _ = await answer(engine, "first", structured_outputs={"choice": ["a", "b"]})
+    assert status == 200
+    checker._process.kill()
+    checker._process.join()
+    status, _ = await answer(engine, "second", structured_outputs={"choice": ["a", "c"]})
+    assert status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_engine_stops_a_request_whose_grammar_takes_its_steps(unchecked, stream):
+    other = asyncio.create_task(answer(unchecked, f"other-{stream}", max_tokens=200))
+    name = f"poison-{stream}"
+    status, body = await answer(
+        unchecked, name, stream=stream, max_tokens=200, structured_outputs={"grammar": POISON}
+    )
+    error = body[-1]["error"] if stream else body["error"]
+    assert (status, error["code"]) == (200 if stream else 400, 400), body
+    assert "costly" in error["message"]
+    assert (await other)[0] == 200
+    assert (await answer(unchecked, f"after-{stream}"))[0] == 200
