@@ -25,7 +25,7 @@ BURST_S: Final = 0.25
 TOKEN_S: Final = 0.01
 """CPU time that a grammar may take per token, on average, seconds. Usual ones take 0.0001 s."""
 
-TOO_COSTLY: Final = "sluice_grammar_too_costly"
+TOO_COSTLY: Final = "grammar-too-costly"
 """vLLM's ``stop_reason`` of a request that was stopped for its grammar's time."""
 
 
