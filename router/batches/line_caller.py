@@ -140,7 +140,7 @@ class LineCaller:
             arrival = self._arrival(admitted.client(), admitted.line)
             with of_request(arrival.request_id):
                 reply = await self._attempt(admitted, arrival)
-            if reply.status < 500 and not reply.no_room:
+            if reply.final or (reply.status < 500 and not reply.no_room):
                 return reply
             if reply.no_room:
                 self._batch_metrics.waits.inc()
@@ -255,7 +255,8 @@ def _failed(error: Exception, arrival: Arrival) -> Reply:
         _log.error("a line of a batch failed in an unexpected way", exc_info=error)
         error = ApiError(Reason.INTERNAL, "The router failed; its log says why.")
     body = json.dumps(error.body).encode()
-    return Reply(error.rule.status, arrival.request_id, body, _is_no_room(error))
+    final = error.reason is Reason.REQUEST_SUSPECTED
+    return Reply(error.rule.status, arrival.request_id, body, _is_no_room(error), final=final)
 
 
 def _is_no_room(error: ApiError) -> bool:

@@ -22,6 +22,7 @@ class Reply(NamedTuple):
         status: HTTP status. request_id: our id of the attempt. body: of the response, JSON.
         no_room: it was not served for lack of capacity, and may be tried again.
         clamped: what the client's caps changed in its objective, and to what, by field.
+        final: it failed, and must not be tried again.
     """
 
     status: int
@@ -29,6 +30,7 @@ class Reply(NamedTuple):
     body: bytes
     no_room: bool = False
     clamped: Mapping[str, str] = MappingProxyType({})
+    final: bool = False
 
 
 class Result(NamedTuple):
