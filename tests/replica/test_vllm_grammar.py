@@ -61,22 +61,25 @@ async def unchecked(config):
 
 async def answer(engine, name, **body):
     """Status and body of a chat; of a stream, its events."""
-    given = {
-        "model": "small",
-        "messages": [{"role": "user", "content": "Say a word"}],
-        "max_tokens": 24,
-        "temperature": 0,
-        **body,
-    }
-    items = [item async for item in engine.generate(EngineRequest(name, "chat", given, SLO()))]
+    request = EngineRequest(name, "chat", given(**body), SLO())
+    items = [item async for item in engine.generate(request)]
     head, *chunks, tail = items
     assert isinstance(head, ResponseHead)
     assert isinstance(tail, ResponseTail)
-    text = b"".join(chunk.data for chunk in chunks).decode()
+    data = [chunk.data for chunk in chunks]
     if head.media_type == "application/json":
-        return head.status, json.loads(text)
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n")]
-    return head.status, [json.loads(line) for line in lines if line not in ("", "[DONE]")]
+        return head.status, json.loads(b"".join(data))
+    return head.status, events(data)
+
+
+def given(**body):
+    messages = [{"role": "user", "content": "Say a word"}]
+    return {"model": "small", "messages": messages, "max_tokens": 24, "temperature": 0, **body}
+
+
+def events(data):
+    lines = [line.removeprefix("data: ") for line in b"".join(data).decode().split("\n\n")]
+    return [json.loads(line) for line in lines if line not in ("", "[DONE]")]
 
 
 NAMED = {"type": "function", "function": {"name": "f"}}
@@ -176,6 +179,46 @@ async def test_an_ordinary_grammar_passes_and_is_tried_once(engine, kind):
     known = len(engine._llm.grammars._verdicts)
     await answer(engine, f"{name}-again", **GOOD[kind])
     assert len(engine._llm.grammars._verdicts) == known
+
+
+async def stock(engine, **body):
+    """What vLLM's own layer and client make of the same chat, without Sluice's around them."""
+    serving = engine._servings["chat"]
+    asked = serving.body.validate_python(given(**body))
+    response = await serving.create(asked, None)
+    if body.get("stream"):
+        return 200, events([event.encode() async for event in response])
+    error = getattr(response, "error", None)
+    return 200 if error is None else error.code, response.model_dump(mode="json")
+
+
+def plain(value):
+    """Without names and times, which differ in each answer."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items() if k not in ("id", "created")}
+    return [plain(each) for each in value] if isinstance(value, list) else value
+
+
+LONG = {"type": "object", "properties": {"a": {"type": "string", "minLength": 64}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("choice", ["named", "required", "auto"])
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+async def test_tool_calls_that_are_cut_are_those_of_stock_vllm(
+    engine, choice, strict, stream, tokens
+):
+    made = tool({**LONG, "required": ["a"]})
+    made["function"]["strict"] = strict
+    body = {
+        "tools": [made],
+        "tool_choice": NAMED if choice == "named" else choice,
+        "max_tokens": tokens,
+        "stream": stream,
+    }
+    name = f"cut-{choice}-{strict}-{stream}-{tokens}"
+    assert plain(await answer(engine, name, **body)) == plain(await stock(engine, **body))
 
 
 async def test_a_check_that_was_killed_is_started_anew(engine):
