@@ -16,7 +16,8 @@ from scheduling.admission.constraint import Constraint
 from scheduling.admission.first_token import first_token_s, place_of
 from scheduling.admission.room import (
     LEAST_WAIT_S,
-    binds_alone,
+    alone_constraint,
+    fits_alone,
     pace_wait_s,
     reserve_at,
     room_constraint,
@@ -155,12 +156,13 @@ def promises(
             slow_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
         new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
         room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place], kept)
-        alone = binds_alone(of, work_s[place], own_s, due_s - now_s + waited_s, tpot_s, headroom)
-        holds[place] = alone == Constraint.NONE and max(late_s, slow_s, room_s) <= 0.0
+        fresh_s = due_s - now_s + waited_s
+        alone = fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom)
+        holds[place] = alone and max(late_s, slow_s, room_s) <= 0.0
         wait_s[place] = 0.0
-        if alone != Constraint.NONE:
+        if not alone:
             wait_s[place] = inf
-            binds[place] = alone
+            binds[place] = alone_constraint(of, work_s[place], fresh_s, headroom)
         elif not holds[place]:
             count = int(of[LOADS])
             rate = 1.0 - decodes[count - 1, SHARES] if count > 0 else 1.0

@@ -91,17 +91,21 @@ def room_constraint(figures: Floats) -> int:
 
 
 @compiled
-def binds_alone(
+def fits_alone(
     figures: Floats, work_s: float, own_s: float, ttft_s: float, tpot_s: float, headroom: float
-) -> int:
-    """Which constraint binds even on an idle replica: its prefill of ``work_s`` within ``ttft_s``,
-    or its decode of ``own_s`` a step, with ``headroom`` of each left unused; 0 for neither."""
+) -> bool:
+    """Whether an idle replica could hold a request: its prefill of ``work_s`` within ``ttft_s``,
+    and its decode of ``own_s`` a step, with ``headroom`` of each left unused."""
     usable, fixed_s = 1.0 - headroom, figures[FIXED_S]
-    if fixed_s + work_s > ttft_s * usable:
+    return fixed_s + work_s <= ttft_s * usable and fixed_s + own_s <= tpot_s * usable
+
+
+@compiled
+def alone_constraint(figures: Floats, work_s: float, ttft_s: float, headroom: float) -> int:
+    """Which constraint binds where :func:`fits_alone` does not hold."""
+    if figures[FIXED_S] + work_s > ttft_s * (1.0 - headroom):
         return Constraint.TTFT
-    if fixed_s + own_s > tpot_s * usable:
-        return Constraint.TPOT
-    return Constraint.NONE
+    return Constraint.TPOT
 
 
 @compiled

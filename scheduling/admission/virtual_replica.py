@@ -16,7 +16,8 @@ from scheduling.admission.constraint import Constraint
 from scheduling.admission.first_token import first_token_s
 from scheduling.admission.room import (
     LEAST_WAIT_S,
-    binds_alone,
+    alone_constraint,
+    fits_alone,
     pace_wait_s,
     reserve_at,
     room_constraint,
@@ -173,10 +174,9 @@ def promises(
             # Of several, the one that lasts longest.
             binds[place] = room_constraint(of) if room_s > late_s else late_binds
             fresh_s = due_s - now_s + waited_s
-            alone = binds_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom)
-            if alone != Constraint.NONE:
+            if not fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom):
                 wait_s[place] = inf
-                binds[place] = alone
+                binds[place] = alone_constraint(of, work_s[place], fresh_s, headroom)
         ttft_s[place] = first_token_s(of, queue, work_s[place], now_s, due_s)
     return holds, ttft_s, wait_s, binds
 
