@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__" and Path(sys.path[0]) != Path(__file__).resolve().parents[1]:
+    # `python -m` puts the working folder first: a file there must not stand in for our modules.
+    del sys.path[0]
+
 import click
 
 from deploy.commands.config import config

@@ -16,8 +16,10 @@ HAProxy they do nothing, and say nothing. ``deploy/tls/haproxy.cfg`` adds a port
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +31,8 @@ BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 COMMAND = "sluice-haproxy"
 """The installed name of :func:`main`."""
 
+
+_PR_SET_PDEATHSIG = 1
 
 TLS_CERTIFICATE_VARIABLE = "SLUICE_TLS_CERTIFICATE"
 TLS_BIND_VARIABLE = "SLUICE_TLS_BIND"
@@ -44,6 +48,11 @@ _ADDRESS = re.compile(r"(?:ipv[46]@)?\[?([\w.:*-]*?)\]?:(\d{1,5})", re.ASCII)
 _DEFAULTS = re.compile(r"^defaults$", re.MULTILINE)
 _SERVER = re.compile(r"^ +server \S+ \S+", re.MULTILINE)
 _BIND = re.compile(r"^frontend http_frontend\s+bind (\S*):(\d+)\b.*$", re.MULTILINE)
+
+_SIDE_DOOR = re.compile(
+    r"^((?:frontend prometheus|listen stats)\s+bind )\*?:(?=\d+$)", re.MULTILINE
+)
+"""HAProxy's own metrics and statistics, which Serve opens to every network, without a key."""
 
 _ROUTED = re.compile(r"^\s+use_backend ", re.MULTILINE)
 _UNKNOWN_PATH = re.compile(r"^\s+http-request return status 404 .*not found.*$", re.MULTILINE)
@@ -104,12 +113,29 @@ def main() -> None:
         files = [argument for flag, argument in pairwise(arguments) if flag == "-f"]
         os.environ.setdefault(TLS_UPSTREAM_VARIABLE, plain_address(Path(files[0]).read_text()))
         arguments += ["-f", str(TLS_CONFIG)]
+    _stop_with_parent()
     os.execv(binary, [binary, *arguments])
 
 
+def _stop_with_parent() -> None:
+    """Have the kernel tell this process, and HAProxy in its place, when its parent ends, Serve's
+    manager of it: HAProxy then listens no longer, and ends with the requests that it has.
+
+    On Linux only; elsewhere nothing is done.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before the kernel knew
+        sys.exit(1)
+
+
 def write_bounded(config: Path) -> Path:
-    """A copy of Serve's configuration, beside it, with bounds on its HTTP port, and with a 503 for
-    every path while it has no application.
+    """A copy of Serve's configuration, beside it, with bounds on its HTTP port, with HAProxy's own
+    metrics and statistics on loopback, and with a 503 for every path while it has no application.
 
     Raises:
         OSError: it cannot be written.
@@ -119,6 +145,7 @@ def write_bounded(config: Path) -> Path:
     text = _DEFAULTS.sub(rf"\g<0>{GONE_ROUTERS}", config.read_text())
     text = _SERVER.sub(rf"\g<0> {UNHEARD}", text)
     text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", text)
+    text = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:", text)
     if not _ROUTED.search(text):
         text = _UNKNOWN_PATH.sub(lambda _: STARTING, text)
     draft.write_text(text)

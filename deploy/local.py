@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import signal
 import socket
 import threading
@@ -24,6 +23,7 @@ from deploy.config import SluiceConfig
 from deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE, tls_addresses
 from deploy.model_check import check_model
 from replica.engine import ConfigurationError
+from deploy.leftovers import Cleaner
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.25
@@ -32,6 +32,10 @@ _REPORT_EVERY_S = 5.0
 
 class StartError(RuntimeError):
     """The application could not be started; the message says why."""
+
+
+class RayEndedError(RuntimeError):
+    """Ray ended while the application was served or started; the message names the process."""
 
 
 class StoppedError(RuntimeError):
@@ -86,39 +90,85 @@ def running(
     Raises:
         StartError: a port is taken, GPUs or labelled nodes are missing, or a part failed to start.
         StoppedError: ``stop`` was set before the application was ready.
+        RayEndedError: Ray has ended by itself, which sets ``stop``.
     """
     _check_port(config.router.host, config.router.port)
     _check_tls()
     _check_labels(config)
     _check_models(config)
     local_dir = ray_settings.make_local_dir()
+    cleaner = Cleaner(local_dir)
     ray_settings.apply(local_dir)
     # Ray reads its environment on import.
-    import ray
     from ray import serve
 
     report("starting Ray")
     try:
         _start_ray(config, local_dir)
-    except BaseException:
-        # Not Serve's shutdown: without a Ray of our own it would look for somebody else's.
-        ray.shutdown()
-        shutil.rmtree(local_dir, ignore_errors=True)
-        raise
+        with _stop_when_ray_ends(stop):
+            _check_gpus(config)
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+            serve.start(http_options={"host": config.router.host, "port": config.router.port})
+            deploy(config, stop, report)
+            yield
+    finally:
+        _end_ray(cleaner, report)
+
+
+@contextmanager
+def _stop_when_ray_ends(stop: threading.Event) -> Iterator[None]:
+    """Set ``stop`` once Ray has ended without being asked to."""
+    from deploy.ray_start import dead_process
+
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_POLL_S):
+            if dead_process() is not None:
+                stop.set()
+                return
+
+    thread = threading.Thread(target=watch, name="watch-ray", daemon=True)
+    thread.start()
     try:
-        _check_gpus(config)
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(http_options={"host": config.router.host, "port": config.router.port})
-        deploy(config, stop, report)
         yield
     finally:
-        report("stopping")
-        serve.shutdown()
+        done.set()
+        thread.join()
+
+
+def _end_ray(cleaner: Cleaner, report: Callable[[str], None]) -> None:
+    """End Serve, Ray and every process that they have started, and remove their files.
+
+    Raises:
+        RayEndedError: Ray had ended already.
+    """
+    import ray
+    from ray import serve
+
+    from deploy.ray_start import dead_process
+
+    dead = dead_process()
+    if dead is not None:
+        cleaner.clean()
         ray.shutdown()
-        shutil.rmtree(local_dir, ignore_errors=True)
+        raise RayEndedError(
+            f"Ray's process {dead} has ended, and nothing can be served without it: everything "
+            "was stopped; start again"
+        )
+    try:
+        # Without a Ray of our own Serve's shutdown would look for another one.
+        if ray.is_initialized():
+            report("stopping")
+            serve.shutdown()
+        ray.shutdown()
+    finally:
+        cleaner.clean()
 
 
 def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
+    import ray
+
     from deploy.ray_start import start_ray
 
     # Ray's CPUs only place actors. A small machine must still place every replica; the engines pin
@@ -134,6 +184,10 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
         log_to_driver=False,
         logging_level=logging.WARNING,
     )
+    # Ray would print what its processes report, such as their end, on standard output.
+    worker = ray._private.worker.global_worker
+    worker.threads_stopped.set()
+    worker.gcs_error_subscriber.close()
 
 
 def _check_labels(config: SluiceConfig) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import shlex
 import socket
 import sys
@@ -44,6 +45,10 @@ LOCAL: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Other programs of this machine must not be able to submit work to our Ray.
     "RAY_AUTH_MODE": "token",
+    # Without clusters Ray's address is 127.0.0.1, also on Linux, and its ports listen there only.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Files in the folder where Sluice was started must not stand in for modules of the same name.
+    "PYTHONSAFEPATH": "1",
     # One machine has no other proxies that would have to learn of a stopped replica first.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
     # A small machine that starts everything at once needs more than 5 s for a proxy.
@@ -51,6 +56,9 @@ LOCAL: Mapping[str, str] = {
 }
 """For a Ray instance that Sluice starts itself on this machine."""
 
+
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+"""Names the file with Ray's token. ``RAY_AUTH_TOKEN``, where it is set, comes first."""
 
 LOCAL_LISTENERS = (
     "RAY_SERVE_HAPROXY_STATS_PORT",
@@ -73,6 +81,16 @@ def make_local_dir() -> Path:
     """A new private directory for a local instance. It is the caller's to remove, or the next
     instance's if this process is killed; see :mod:`replica.private_dir`."""
     return make_private_dir()
+
+
+def _make_token(local_dir: Path) -> Path:
+    """A file with a new token. Without one Ray uses the user's own, and makes it where it is
+    missing."""
+    path = local_dir / "token"
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
+    return path
 
 
 def free_port() -> int:
@@ -111,6 +129,7 @@ def apply(local_dir: Path | None = None) -> None:
     settings = dict(TUNED)
     if local_dir is not None:
         settings.update(LOCAL)
+        settings[TOKEN_VARIABLE] = str(_make_token(local_dir))
         proxy = local_dir / "p"  # HAProxy takes socket paths of 97 characters, 70 of them Serve's
         settings["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = str(proxy / "haproxy.cfg")
         settings["RAY_SERVE_HAPROXY_SOCKET_PATH"] = str(proxy / "admin.sock")

@@ -1,18 +1,24 @@
-"""Starts Ray in this process, also where the machine is too busy for Ray's own patience."""
+"""Starts a Ray instance from this process, also where the machine is too busy for Ray's own time
+limit, and says whether it still runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
+from ray.job_config import JobConfig
+
+from deploy.leftovers import end_processes
 
 TRIES = 3
 """How often Ray is started. It gives its node 30 s, a time that cannot be set; the next try finds
 the files of its processes in memory."""
 
 _TOO_SLOW = "timed out during startup"
+
+_VITAL = ("gcs_server", "raylet")
+"""Ray's processes without which it does not work, and which nothing starts again."""
 
 
 def start_ray(temp_dir: Path, **options: Any) -> None:
@@ -28,26 +34,25 @@ def start_ray(temp_dir: Path, **options: Any) -> None:
     """
     for left in reversed(range(TRIES)):
         try:
-            ray.init(address="local", _temp_dir=str(temp_dir), **options)
+            # Ray puts the driver's working folder on its workers' path, unless the driver is a
+            # remote client. A file there must not stand in for one of our modules.
+            ray.init(
+                address="local",
+                _temp_dir=str(temp_dir),
+                job_config=JobConfig(_client_job=True),
+                **options,
+            )
             return
         except Exception as error:
             if _TOO_SLOW not in str(error) or not left:
                 raise
             ray.shutdown()
-            _end_processes(temp_dir)
+            end_processes(temp_dir)
 
 
-def _end_processes(temp_dir: Path) -> None:
-    """End what a start that was given up has left of this instance."""
-    family = psutil.Process().children(recursive=True)
-    left = [each for each in family if _names(each, temp_dir)]
-    for process in left:
-        process.kill()
-    psutil.wait_procs(left, timeout=20)
-
-
-def _names(process: psutil.Process, temp_dir: Path) -> bool:
-    try:
-        return any(str(temp_dir) in word for word in process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
+def dead_process() -> str | None:
+    """The name of a process that has ended of the Ray instance that this process started, and
+    without which the instance does not work; ``None`` while all of them run."""
+    node = ray._private.worker._global_node
+    ended = [] if node is None else [name for name, _ in node.dead_processes()]
+    return next((name for name in _VITAL if name in ended), None)

@@ -17,6 +17,10 @@ from deploy import ray_settings
 from scheduling.placement_warm_up import warm_up_placement
 
 _TEST_SETTINGS = {
+    # The address of the machine, as on a cluster: some tests start several nodes.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    # Programs that tests start may import the tests.
+    "PYTHONSAFEPATH": "",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",

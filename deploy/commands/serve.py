@@ -11,7 +11,15 @@ from rich.console import Console
 from deploy.admin_key import page_address, with_admin_key
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import CONFIG_FILE, load
-from deploy.local import StartError, StoppedError, base_url, curl_line, running, stop_signals
+from deploy.local import (
+    RayEndedError,
+    StartError,
+    StoppedError,
+    base_url,
+    curl_line,
+    running,
+    stop_signals,
+)
 
 _PLACES = {
     "model": ("engine", "model"),
@@ -63,7 +71,7 @@ def serve(path: Path | None, **flags: Any) -> None:
                 stop.wait()
         except StoppedError:
             pass
-        except StartError as error:
+        except (StartError, RayEndedError) as error:
             raise Failure(Exit.FAILED, str(error)) from error
 
 

@@ -152,6 +152,7 @@ class Cluster:
             os.environ.clear()
             os.environ.update(saved)
         own = {"RAY_AUTH_TOKEN": self.token, "RAY_TMPDIR": str(self.folder)}
+        own["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
         return {**kept, **settings, **_FAST, **own}
 
     def _keep_starting(self, name: str, *options: str, inside: tuple[str, ...] = ()) -> None:

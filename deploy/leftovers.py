@@ -1,0 +1,84 @@
+"""Ends the processes of a local Ray instance and removes its files, however the instance ended.
+
+``python leftovers.py FOLDER`` does so when its standard input ends. That of :class:`Cleaner` ends
+with the process that has started it, also where that was killed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_END_S = 20.0
+"""How long killed processes get to end, seconds."""
+
+
+class Cleaner:
+    """A process that cleans up after this one: it kills every process of the instance whose files
+    are in ``folder``, and removes the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        # A session of its own: Ctrl-C on the terminal is not for it.
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def clean(self) -> None:
+        """Clean up now, and wait until that is done."""
+        self._process.communicate()
+
+
+def end_processes(folder: Path) -> None:
+    """Kill every process of the instance whose files are in ``folder``, and wait for their end.
+
+    Looks again until there is none: a process that is found may have started another meanwhile.
+    """
+    deadline = time.monotonic() + _END_S
+    while (found := list(_processes(folder))) and time.monotonic() < deadline:
+        for process in found:
+            process.kill()
+        psutil.wait_procs(found, timeout=1)
+
+
+def _processes(folder: Path) -> Iterator[psutil.Process]:
+    """Descendants of this process with the folder on their command line, and every process that
+    writes a file there, but not this process and its parent.
+
+    A process whose parent has ended is nobody's descendant, so the first rule alone would miss it.
+    A program that only reads a log file of the instance is no part of it.
+    """
+    me = psutil.Process()
+    family = set(me.children(recursive=True))
+    spared = (me.pid, me.ppid())
+    for process in psutil.process_iter():
+        try:
+            if process.pid in spared or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            named = process in family and any(str(folder) in word for word in process.cmdline())
+            if named or _writes_in(process, folder):
+                yield process
+        except psutil.Error:
+            continue  # it has ended, or is another user's
+
+
+def _writes_in(process: psutil.Process, folder: Path) -> bool:
+    return any(
+        getattr(file, "mode", "w") != "r" and Path(file.path).is_relative_to(folder)
+        for file in process.open_files()
+    )
+
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    end_processes(Path(sys.argv[1]))
+    shutil.rmtree(sys.argv[1], ignore_errors=True)

@@ -1,0 +1,175 @@
+"""``sluice serve`` itself, as a user starts it: in any folder, and until something ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from deploy.commands.exits import Exit
+from deploy.ray_settings import free_port
+from tests.e2e.conftest import wait_until
+
+pytestmark = pytest.mark.ray
+
+SLUICE = Path(sys.executable).with_name("sluice")
+BODY = {"model": "local", "prompt": "Hello.", "max_tokens": 3}
+FAST = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05", "OMP_NUM_THREADS": "1"}
+
+
+class Serving:
+    """One `sluice serve` that runs.
+
+    Attributes:
+        family: every process that it had started when it was ready.
+    """
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.home = folder / "home"
+        self.home.mkdir()
+        self.environment = _environment() | {"HOME": str(self.home)}
+        self.environment.pop("XDG_STATE_HOME", None)
+        self._out, self._err = folder / "home" / "out", folder / "home" / "err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = psutil.Popen(
+                [*(words or (SLUICE,)), "serve", "--port", str(self.port), "--engine", "simulated"],
+                cwd=folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        self.family: list[psutil.Process] = []
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.process.poll() is None, self.err
+            return "Ctrl-C stops" in self.err
+
+        wait_until(ready, "sluice serve is ready", 300, lambda: self.err, every_s=0.2)
+        self.family = self.process.children(recursive=True)
+
+    def one(self, name: str) -> psutil.Process:
+        """The one process of this name."""
+        (found,) = (each for each in self.family if each.name() == name)
+        return found
+
+    def wait_end(self) -> int:
+        """The exit code, once it and all that it started have ended and the port is free."""
+        code: int = self.process.wait(timeout=120)
+
+        def gone() -> bool:
+            return not any(map(_runs, self.family)) and _is_free(self.port)
+
+        def left() -> object:
+            return [each for each in self.family if _runs(each)]
+
+        wait_until(gone, "all of it has ended", 60, left)
+        return code
+
+
+def _environment() -> dict[str, str]:
+    """Without what the tests have set for a Ray in their own process."""
+    theirs = ("RAY_", "PYTHON", "SLUICE_")
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(theirs)}
+    return kept | FAST
+
+
+def _runs(process: psutil.Process) -> bool:
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def serving(folder: Path, *words: str) -> Iterator[Serving]:
+    it = Serving(folder, *words)
+    try:
+        it.wait_ready()
+        yield it
+    finally:
+        for process in (it.process, *it.family):
+            if _runs(process):
+                process.kill()
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_the_end_of_ray_ends_all_of_it_in_one_line(name: str, tmp_path: Path) -> None:
+    with serving(tmp_path) as it:
+        assert httpx.post(f"{it.url}/v1/completions", json=BODY, timeout=60).status_code == 200
+        shown = it.out
+        it.one(name).kill()
+        assert it.wait_end() == Exit.FAILED
+        (line,) = it.err.partition("Ctrl-C stops\n")[2].splitlines()
+        assert line.startswith("Error: ") and name in line
+        assert it.out == shown
+
+
+def test_nothing_is_left_of_a_sluice_serve_that_was_killed(tmp_path: Path) -> None:
+    with serving(tmp_path) as it:
+        folder = _folder(it)
+        assert folder.is_dir()
+        it.process.kill()
+        assert it.wait_end() == -signal.SIGKILL
+        wait_until(lambda: not folder.exists(), "its folder is removed", 60)
+
+
+def _folder(it: Serving) -> Path:
+    """The private folder of an instance, as its token's path tells."""
+    return Path(it.one("raylet").environ()["RAY_AUTH_TOKEN_PATH"]).parent
+
+
+SHADOWS = ("telemetry.py", "scheduling.py", "random.py", "router/__init__.py", "ray/__init__.py")
+"""Files that stand in for modules of ours, of Ray's and of Python's where their folder is on the
+path."""
+
+
+@pytest.mark.parametrize(
+    "words", [(str(SLUICE),), (sys.executable, "-m", "deploy.cli")], ids=["sluice", "python -m"]
+)
+def test_a_folder_with_modules_of_the_same_names_is_as_good_as_any(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in SHADOWS:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("raise RuntimeError('a file of the working folder was imported')\n")
+    with serving(tmp_path, *words) as it:
+        assert httpx.post(f"{it.url}/v1/completions", json=BODY, timeout=60).status_code == 200
+        token = _folder(it) / "token"
+        assert token.stat().st_mode & 0o777 == 0o600
+        shown = it.out
+        os.killpg(it.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
+        assert it.wait_end() == Exit.OK
+        assert it.err.partition("Ctrl-C stops\n")[2] == "sluice: stopping\n"
+        assert it.out == shown
+        assert not token.parent.exists()
+        assert not (it.home / ".ray").exists()
