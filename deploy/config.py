@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -126,7 +127,7 @@ def parse_config(data: Mapping[str, Any]) -> SluiceConfig:
         return SluiceConfig.model_validate(dict(data))
     except ValidationError as error:
         lines = [
-            f"{_name_of(entry['loc'], entry['type'])}: {entry['msg']}"
+            f"{_name_of(entry['loc'], entry['type'])}: {_fault(entry['loc'], entry)}"
             for entry in error.errors(include_input=False, include_url=False)
         ]
         raise ValueError("the configuration is not valid:\n" + "\n".join(lines)) from None
@@ -138,6 +139,32 @@ def _name_of(parts: tuple[int | str, ...], fault: str) -> str:
     if fault == "extra_forbidden" and not _FIELD.fullmatch(names[-1]):
         names[-1] = "(no name of a field, so not shown)"
     return ".".join(names)
+
+
+def _fault(parts: tuple[int | str, ...], entry: Mapping[str, Any]) -> str:
+    """What is wrong there, and for an unknown name the one that was probably meant."""
+    if entry["type"] != "extra_forbidden":
+        return str(entry["msg"])
+    near = difflib.get_close_matches(str(parts[-1]), sorted(_names_in(parts[:-1])), n=1)
+    return "there is no such key" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _names_in(parts: tuple[int | str, ...]) -> set[str]:
+    """The names of the fields at a place of the configuration."""
+    models: set[type[BaseModel]] = {SluiceConfig}
+    for part in parts:
+        fields = [model.model_fields[str(part)] for model in models if part in model.model_fields]
+        # Any other part is a name or a number in a mapping or list of models, or a model's tag.
+        if fields:
+            models = {each for field in fields for each in _models_in(field.annotation)}
+    return {name for model in models for name in model.model_fields}
+
+
+def _models_in(annotation: Any) -> set[type[BaseModel]]:
+    """The models in a field's type: itself, or within optional ones, mappings and lists."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {annotation}
+    return {model for inner in get_args(annotation) for model in _models_in(inner)}
 
 
 def _place_of(error: yaml.YAMLError) -> str:

@@ -24,6 +24,10 @@ from deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE, tls_addr
 from deploy.model_check import check_model
 from replica.engine import ConfigurationError
 from deploy.leftovers import Cleaner
+from router.access import Access
+
+KEY_VARIABLE = "SLUICE_KEY"
+"""Holds an API key of the reader's in the command that is shown at the start."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.25
@@ -48,15 +52,21 @@ def base_url(config: SluiceConfig) -> str:
     return f"http://{'127.0.0.1' if host in ('', '0.0.0.0') else host}:{config.router.port}"
 
 
+def needs_key(config: SluiceConfig) -> bool:
+    """Whether requests need an API key."""
+    return bool(config.router.api_keys) or config.router.api_keys_file is not None
+
+
 def curl_line(config: SluiceConfig) -> str:
-    """A command that sends the application a request with an objective."""
+    """A command that sends the application a request with an objective. Where that needs an API
+    key, the shell takes it from the variable :data:`KEY_VARIABLE`."""
     body = {
         "model": config.fleets[0].model,
         "messages": [{"role": "user", "content": "Say hello."}],
         "max_tokens": 16,
         "slo": {"ttft_ms": 500, "tpot_ms": 50},
     }
-    key = " -H 'authorization: Bearer <your key>'" if config.router.api_keys else ""
+    key = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if needs_key(config) else ""
     return (
         f"curl {base_url(config)}/v1/chat/completions -H 'content-type: application/json'{key}"
         f" -d {shlex.quote(json.dumps(body))}"
@@ -88,7 +98,8 @@ def running(
     ``report`` gets a line of progress now and then while engines start.
 
     Raises:
-        StartError: a port is taken, GPUs or labelled nodes are missing, or a part failed to start.
+        StartError: a port is taken, a key file cannot be used, GPUs or labelled nodes are missing,
+            or a part failed to start.
         StoppedError: ``stop`` was set before the application was ready.
         RayEndedError: Ray has ended by itself, which sets ``stop``.
     """
@@ -96,6 +107,7 @@ def running(
     _check_tls()
     _check_labels(config)
     _check_models(config)
+    _check_keys(config)
     local_dir = ray_settings.make_local_dir()
     cleaner = Cleaner(local_dir)
     ray_settings.apply(local_dir)
@@ -208,6 +220,14 @@ def _check_models(config: SluiceConfig) -> None:
             except ValueError as error:
                 named = f"models.{fleet.model}." if config.models else ""
                 raise StartError(f"{named}{error}") from None
+def _check_keys(config: SluiceConfig) -> None:
+    """Without this check routers would fail to start, again and again."""
+    try:
+        Access(config.router)
+    except OSError as error:
+        raise StartError(f"cannot read the key file {error.filename}: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 def _check_gpus(config: SluiceConfig) -> None:

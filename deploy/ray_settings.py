@@ -47,6 +47,8 @@ LOCAL: Mapping[str, str] = {
     "RAY_AUTH_MODE": "token",
     # Without clusters Ray's address is 127.0.0.1, also on Linux, and its ports listen there only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Engines hand over KV on this machine only.
+    "VLLM_HOST_IP": "127.0.0.1",
     # Files in the folder where Sluice was started must not stand in for modules of the same name.
     "PYTHONSAFEPATH": "1",
     # One machine has no other proxies that would have to learn of a stopped replica first.
@@ -57,8 +59,9 @@ LOCAL: Mapping[str, str] = {
 """For a Ray instance that Sluice starts itself on this machine."""
 
 
-TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
-"""Names the file with Ray's token. ``RAY_AUTH_TOKEN``, where it is set, comes first."""
+TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Ray's token, and the file that holds it. Without both Ray takes ``~/.ray/auth_token``, which it
+writes where it is missing."""
 
 LOCAL_LISTENERS = (
     "RAY_SERVE_HAPROXY_STATS_PORT",
@@ -84,12 +87,10 @@ def make_local_dir() -> Path:
 
 
 def _make_token(local_dir: Path) -> Path:
-    """A file with a new token. Without one Ray uses the user's own, and makes it where it is
-    missing."""
+    """A file with a new token for Ray, for this user only."""
     path = local_dir / "token"
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_hex(32))
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
     return path
 
 
@@ -129,7 +130,8 @@ def apply(local_dir: Path | None = None) -> None:
     settings = dict(TUNED)
     if local_dir is not None:
         settings.update(LOCAL)
-        settings[TOKEN_VARIABLE] = str(_make_token(local_dir))
+        if not os.environ.keys() & TOKEN_VARIABLES:
+            settings[TOKEN_VARIABLES[1]] = str(_make_token(local_dir))
         proxy = local_dir / "p"  # HAProxy takes socket paths of 97 characters, 70 of them Serve's
         settings["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = str(proxy / "haproxy.cfg")
         settings["RAY_SERVE_HAPROXY_SOCKET_PATH"] = str(proxy / "admin.sock")

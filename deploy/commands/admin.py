@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import address_option, talking
 from deploy.json_http import AnswerError, JsonServer
+from deploy.local_runs import local_runs
 
 
 class _Decision(BaseModel):
@@ -95,8 +96,32 @@ class _Drained(BaseModel):
 
 KEY_HINT = "give --key, or set SLUICE_ADMIN_KEY, to one of the configuration's router.admin.keys"
 
+_ADDRESS = "http://127.0.0.1:8000"
+
+
+def _local_address() -> str:
+    """Where the one application is that `sluice serve` serves for this user; ``_ADDRESS`` where
+    there is none."""
+    addresses = {run.address for run in local_runs()}
+    if len(addresses) <= 1 or _ADDRESS in addresses:
+        return _ADDRESS if _ADDRESS in addresses else next(iter(addresses), _ADDRESS)
+    raise Failure(
+        Exit.USAGE, f"several applications run here; --address is one of {sorted(addresses)}"
+    )
+
+
+def _local_key(address: str) -> str | None:
+    """The key that `sluice serve` has made for the application at ``address``, if this user runs
+    it."""
+    wanted = address.replace("//localhost:", "//127.0.0.1:")
+    return next((run.key for run in local_runs() if run.address == wanted), None)
+
+
 _address = address_option(
-    "http://127.0.0.1:8000", "SLUICE_ADDRESS", "The application, as clients reach it."
+    f"{_ADDRESS}, or where `sluice serve` runs",
+    "SLUICE_ADDRESS",
+    "The application, as clients reach it.",
+    _local_address,
 )
 
 
@@ -112,7 +137,7 @@ _key = click.option(
     show_envvar=True,
     callback=_check_key,
     help="An admin key. Other users of this machine see what stands on the command line, so rather "
-    "set the variable.",
+    "set the variable. The key that `sluice serve` has made for this user is found without it.",
 )
 
 
@@ -134,11 +159,11 @@ class AdminApi:
 
     Args:
         address: of the application.
-        key: an admin key, if one is needed.
+        key: an admin key, if one is needed; default: the one that `sluice serve` has made there.
     """
 
     def __init__(self, address: str, key: str | None) -> None:
-        self._server = JsonServer(address, key)
+        self._server = JsonServer(address, _local_key(address) if key is None else key)
 
     def fleet(self) -> dict[str, Any]:
         """Every model's controller, replicas and classes."""

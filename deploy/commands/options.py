@@ -34,8 +34,11 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceCo
         raise Failure(Exit.FAILED, str(error)) from error
 
 
-def address_option(default: str, variable: str, what: str) -> Callable[[Any], Any]:
-    """``--address``, checked, from the environment's ``variable`` where it is not given."""
+def address_option(
+    default: str, variable: str, what: str, find: Callable[[], str] | None = None
+) -> Callable[[Any], Any]:
+    """``--address``, checked, from the environment's ``variable`` where it is not given, else what
+    ``find`` returns, else ``default``. Without ``find`` it is ``default``."""
 
     def check(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
         try:
@@ -45,9 +48,9 @@ def address_option(default: str, variable: str, what: str) -> Callable[[Any], An
 
     return click.option(
         "--address",
-        default=default,
+        default=find or default,
         envvar=variable,
-        show_default=True,
+        show_default=default if find else True,
         show_envvar=True,
         callback=check,
         help=what,

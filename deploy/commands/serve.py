@@ -11,15 +11,19 @@ from rich.console import Console
 from deploy.admin_key import page_address, with_admin_key
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import CONFIG_FILE, load
+from deploy.config import SluiceConfig
 from deploy.local import (
+    KEY_VARIABLE,
     RayEndedError,
     StartError,
     StoppedError,
     base_url,
     curl_line,
+    needs_key,
     running,
     stop_signals,
 )
+from deploy.local_runs import LocalRun, noted
 
 _PLACES = {
     "model": ("engine", "model"),
@@ -61,10 +65,11 @@ def serve(path: Path | None, **flags: Any) -> None:
 
     with stop_signals() as stop:
         try:
-            with running(config, stop, report):
-                report(f"ready at {base_url(config)}/v1, try:")
+            url = base_url(config)
+            with running(config, stop, report), noted(LocalRun(address=url, key=admin_key)):
+                report(f"ready at {url}/v1, try{_key_hint(config)}:")
                 click.echo(curl_line(config))
-                page = page_address(config, base_url(config), admin_key)
+                page = page_address(config, url, admin_key)
                 if page is not None:
                     report(f"live page: {page}")
                 report("Ctrl-C stops")
@@ -73,6 +78,10 @@ def serve(path: Path | None, **flags: Any) -> None:
             pass
         except (StartError, RayEndedError) as error:
             raise Failure(Exit.FAILED, str(error)) from error
+
+
+def _key_hint(config: SluiceConfig) -> str:
+    return f" with one of your API keys in {KEY_VARIABLE}" if needs_key(config) else ""
 
 
 def _overrides(flags: dict[str, Any]) -> dict[str, Any]:

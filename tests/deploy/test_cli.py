@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -98,12 +99,62 @@ def test_serve_says_when_the_port_is_taken() -> None:
             pytest.fail("it started")
 
 
-def test_curl_line_asks_for_a_key_where_one_is_needed() -> None:
-    open_line = curl_line(SluiceConfig())
-    assert "authorization" not in open_line
-    keyed = SluiceConfig.model_validate({"router": {"api_keys": ["secret"]}})
-    assert "Bearer" in curl_line(keyed)
-    assert "secret" not in curl_line(keyed)
+@pytest.mark.parametrize("router", [{"api_keys": ["secret"]}, {"api_keys_file": "/keys.yaml"}])
+def test_the_shown_command_takes_a_key_from_the_shell_where_one_is_needed(
+    router: dict[str, Any],
+) -> None:
+    assert "authorization" not in curl_line(SluiceConfig())
+    line = curl_line(SluiceConfig.model_validate({"router": router}))
+    assert "secret" not in line
+    echo = f"curl() {{ printf '%s\\n' \"$@\"; }}; {line}"
+    shown = subprocess.run(
+        ["sh", "-c", echo], env={"SLUICE_KEY": "my-key"}, capture_output=True, text=True, check=True
+    )
+    assert "authorization: Bearer my-key" in shown.stdout.splitlines()
+
+
+@pytest.mark.parametrize("ring", ["api", "metrics", "admin"])
+@pytest.mark.parametrize(("text", "why"), [(None, "No such file"), ("- {nmae: a}", "entry 0")])
+def test_a_key_file_that_cannot_be_used_is_found_before_ray_starts(
+    ring: str, text: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.ray_settings.make_local_dir", lambda: pytest.fail("it went on"))
+    path = tmp_path / "keys.yaml"
+    if text is not None:
+        path.write_text(text)
+    rings = {"api": {"api_keys_file": str(path)}, "admin": {"admin": {"keys_file": str(path)}}}
+    fields = rings.get(ring, {"metrics": {"keys_file": str(path)}})
+    config = tmp_path / "sluice.yaml"
+    config.write_text(yaml.safe_dump({"router": {"port": free_port(), **fields}}))
+    result = CliRunner().invoke(main, ["serve", "--config", str(config)])
+    assert result.exit_code == Exit.FAILED
+    (line,) = result.stderr.splitlines()
+    assert str(path) in line and why in line
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ("replicas: {count: 2}", "replicas: there is no such key; did you mean replica?"),
+        ("router: {prot: 1}", "router.prot: there is no such key; did you mean port?"),
+        (
+            "router: {classes: {x: {ttft: 3}}}",
+            "x.ttft: there is no such key; did you mean ttft_ms?",
+        ),
+        ("models: {a: {engine: {polcy: x}}}", "polcy: there is no such key; did you mean policy?"),
+        ("replica: {autoscaling: {min_replica: 3}}", "did you mean min_replicas?"),
+        ("router: {quite_another: 1}", "router.quite_another: there is no such key"),
+    ],
+)
+def test_an_unknown_key_of_a_configuration_suggests_the_nearest(
+    fields: str, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "sluice.yaml"
+    path.write_text(fields)
+    for words in (["config", "check", str(path)], ["serve", "--config", str(path)]):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == Exit.FAILED
+        assert says in result.stderr
 
 
 def test_a_start_that_fails_touches_no_other_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from deploy.commands.exits import Exit
 from deploy.ray_settings import free_port
+from tests.documents import ROOT, section
 from tests.e2e.conftest import wait_until
 
 pytestmark = pytest.mark.ray
@@ -147,6 +149,36 @@ def _folder(it: Serving) -> Path:
     return Path(it.one("raylet").environ()["RAY_AUTH_TOKEN_PATH"]).parent
 
 
+def test_it_listens_where_security_md_says(tmp_path: Path) -> None:
+    """Every socket that listens is in the table, and every row of the table has one."""
+    table = section(ROOT / "SECURITY.md", "Ports")
+    allowed: dict[tuple[str, bool], str] = {}
+    for port, processes, where, _ in re.findall(r"(?m)^\| (.*) \| (.*) \| (.*) \| (.*) \|$", table):
+        if " only " not in port and where != "listens on":
+            for process in re.findall(r"`([^`]+)`", processes):
+                allowed[process, where != "every interface"] = port
+    with serving(tmp_path) as it:
+        seen = {}
+        for process in (it.process, *it.family):
+            for each in process.net_connections("inet"):
+                if each.status == psutil.CONN_LISTEN:
+                    here = each.laddr.ip.removeprefix("::ffff:").startswith("127.")
+                    seen[_label(process), here] = each.laddr
+    assert seen.keys() - allowed.keys() == set(), seen
+    # Another instance on the machine may have the ports of Ray's metrics, and no worker be idle.
+    may_lack = {(name, True) for name in ("monitor.py", "dashboard.py", "ray::IDLE")}
+    assert allowed.keys() - seen.keys() <= may_lack
+
+
+def _label(process: psutil.Process) -> str:
+    """The process as the table names it: an actor's class, a script, or a program."""
+    words = process.cmdline()
+    scripts = [Path(word).name for word in words[:3] if word.endswith(".py")]
+    title = words[0].split(".")[0] if words[0].startswith("ray::") else ""
+    actor = re.match(r"ray::\w+", title)
+    return actor[0] if actor else next(iter(scripts), process.name())
+
+
 SHADOWS = ("telemetry.py", "scheduling.py", "random.py", "router/__init__.py", "ray/__init__.py")
 """Files that stand in for modules of ours, of Ray's and of Python's where their folder is on the
 path."""
@@ -166,6 +198,8 @@ def test_a_folder_with_modules_of_the_same_names_is_as_good_as_any(
         assert httpx.post(f"{it.url}/v1/completions", json=BODY, timeout=60).status_code == 200
         token = _folder(it) / "token"
         assert token.stat().st_mode & 0o777 == 0o600
+        status = subprocess.run([SLUICE, "status"], env=it.environment, cwd="/", check=False)
+        assert status.returncode == Exit.OK, "the address and the key are found"
         shown = it.out
         os.killpg(it.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
         assert it.wait_end() == Exit.OK
