@@ -14,6 +14,7 @@ from benchmarks.capacity import LATENCIES, NOISE, Fleet, SharedClass
 from benchmarks.capacity_points import CapacityPoint, Group, Part, PoolAnswer, Status
 from benchmarks.experiments.estimate import METHOD
 from benchmarks.report import WIDE, Chart, Point, ReportError, draw
+from deploy.tables import print_table
 from simulation.config import EngineConfig
 from simulation.metrics import TPOTMetric
 from simulation.workload import Workload
@@ -225,12 +226,12 @@ class CapacityReport(Part):
         for line in self._setting():
             console.print(line, highlight=False, markup=False)
         if self.points:
-            console.print(self._curve())
+            print_table(self._curve(), console)
         if self.disaggregated is not None and self.disaggregated.points:
-            console.print(_pools(self.disaggregated))
+            print_table(_pools(self.disaggregated), console)
         best = self.best
         if best is not None and len(best.classes) > 1:
-            console.print(_classes(best))
+            print_table(_classes(best), console)
         console.print("Not modelled:", highlight=False)
         for words in self.not_modelled:
             console.print(f"- {words}", highlight=False, markup=False)
@@ -267,7 +268,7 @@ def _heading(figure: str) -> str:
 
 
 _FIGURES = (
-    "attainment, %",
+    "attained, %",
     *map(_heading, LATENCIES),
     "utilisation, %",
     "failed",
@@ -300,7 +301,7 @@ def _counted(replicas: int) -> str:
 
 def _classes(point: CapacityPoint) -> Table:
     title = f"Classes with {point.replicas} replicas"
-    table = Table("class", "requests", "attainment, %", *map(_heading, LATENCIES), title=title)
+    table = Table("class", "requests", "attained, %", *map(_heading, LATENCIES), title=title)
     for name, group in point.classes.items():
         figures = (getattr(group, figure).shown(1, 0) for figure in LATENCIES)
         table.add_row(name, group.requests.shown(1, 0), group.attainment.shown(100, 2), *figures)

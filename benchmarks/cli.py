@@ -25,6 +25,7 @@ from benchmarks.simulate import simulate
 from benchmarks.soak import soak
 from benchmarks.speculation import speculation
 from benchmarks.workloads.traces import TraceError
+from deploy.tables import print_table
 
 __all__ = ["bench", "simulate"]
 
@@ -48,7 +49,7 @@ def list_experiments() -> None:
     table = Table("experiment", "source", "question")
     for experiment in EXPERIMENTS.values():
         table.add_row(experiment.name, experiment.source, experiment.question)
-    Console().print(table)
+    print_table(table)
 
 
 bench.add_command(planning.planning)

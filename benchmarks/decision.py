@@ -32,6 +32,7 @@ from rich.table import Table
 from benchmarks.decision_figures import figures
 from benchmarks.decision_fleet import Voices
 from controller.config import NO_ADMISSION, ControllerConfig
+from deploy.tables import print_table
 from scheduling.routing import POLICIES
 
 FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
@@ -246,9 +247,9 @@ def decision(
         click.echo(json.dumps(results, indent=2))
         return
     console = Console()
-    console.print(_inside_table(results))
+    print_table(_inside_table(results), console)
     if actor:
-        console.print(_actor_table(results))
+        print_table(_actor_table(results), console)
 
 
 def _times(cell: Cell) -> str:

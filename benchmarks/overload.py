@@ -35,6 +35,7 @@ from benchmarks.resources import Meter, Usage, held
 from deploy.config import SluiceConfig, parse_config
 from deploy.local import base_url, running, stop_signals
 from deploy.ray_settings import free_port
+from deploy.tables import print_table
 from router.config import RouterConfig
 from scheduling.objective import SLO
 from simulation.workload import Arrival, Workload, window
@@ -116,7 +117,8 @@ def overload(
     if as_json:
         click.echo(json.dumps({"summary": rows, "runs": runs}, indent=2))
     else:
-        Console().print(served(rows), cost(rows))
+        print_table(served(rows))
+        print_table(cost(rows))
     missed = any(row["ratio"] < LEAST_RATIO for row in rows)
     raise SystemExit(missed or any(row["lost"] for row in rows))
 

@@ -17,9 +17,9 @@ from functools import partial
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from deploy.tables import print_table
 from scheduling import batching
 from scheduling.batching.base import BatchBudget
 from scheduling.latency import LinearLatency
@@ -141,4 +141,4 @@ def _show(results: dict[str, dict[str, dict[str, float]]], as_json: bool) -> Non
     if as_json:
         click.echo(json.dumps(results, indent=2))
     else:
-        Console().print(_table(results))
+        print_table(_table(results))

@@ -30,6 +30,7 @@ from benchmarks.one_engine import Result, Work
 from benchmarks.preemption_engine import PreemptiveEngine
 from benchmarks.preemption_trials import WHOLE, all_trials, random_prompt
 from benchmarks.stock_engine import StockEngine
+from deploy.tables import print_table
 from replica.local_model import local_model
 from replica.preemption.checks import Granularity
 
@@ -397,7 +398,7 @@ def _show(found: dict[str, Any]) -> None:
             f"{row.long:.1f}",
         )
     console = Console()
-    console.print(table)
+    print_table(table, console)
     for name in ("alone_ms", "stock_alone_ms"):
         console.print(f"{name}: long {found[name]['long']}, short {found[name]['short']}")
     costs = Table(
@@ -419,9 +420,9 @@ def _show(found: dict[str, Any]) -> None:
             f"{each['other_ms']:.1f}",
             str(each["pairs"]),
         )
-    console.print(costs)
+    print_table(costs, console)
     if found["trials"]:
         places = Table("random places", "trials", "stops", "same tokens")
         for name, each in found["trials"].items():
             places.add_row(name, *(str(each[key]) for key in ("trials", "stops", "same")))
-        console.print(places)
+        print_table(places, console)

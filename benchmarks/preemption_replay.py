@@ -53,6 +53,7 @@ from controller.config import NO_ADMISSION
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
 from deploy.ray_settings import free_port
+from deploy.tables import print_table
 from replica.local_model import local_model
 from scheduling.fit import fit
 from scheduling.latency import StepSample
@@ -458,7 +459,7 @@ def _show(load: Load, results: Mapping[str, Json]) -> None:
             "" if each["blocked_ms"] is None else f"{each['blocked_ms']:.1f}",
             f"{each['machine_busy']:.0%}",
         )
-    Console().print(table)
+    print_table(table)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from controller.config import NO_ADMISSION
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
 from deploy.ray_settings import free_port
+from deploy.tables import print_table
 from scheduling.routing import POLICIES
 from simulation.workload import Workload, window
 
@@ -113,7 +114,7 @@ def replay(
         console = Console()
         console.print(workload.description, f"({workload.scaling}).")
         for table in tables(results):
-            console.print(table)
+            print_table(table, console)
     every = [result["all"] for result in results.values()]
     raise SystemExit(any(ends["silent"] + ends["cut"] for ends in every))
 

@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 from rich import table as rich_table
 from rich.console import Console
 
+from deploy.tables import print_table
+
 MATPLOTLIB_MISSING = (
     "plots need matplotlib, which is not installed: pip install 'sluice[bench]', or leave them out "
     "with --no-plots"
@@ -131,7 +133,7 @@ class Report(NamedTuple):
                 shown.add_column(column, justify=justify, overflow="fold")
             for row in table.rows:
                 shown.add_row(*row)
-            console.print(shown)
+            print_table(shown, console)
 
 
 def markdown(table: Table) -> list[str]:

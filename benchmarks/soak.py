@@ -42,6 +42,7 @@ from benchmarks.soak_trends import Sample
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
 from deploy.ray_settings import free_port
+from deploy.tables import print_table
 from scheduling.roles import Role
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def soak(
     else:
         console = Console()
         for table in tables(found):
-            console.print(table)
+            print_table(table, console)
         console.print(f"left over: {found['left_over'] or 'nothing'}")
     raise SystemExit(not is_well(found))
 

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.repeating_model import repeating_model
 from benchmarks.speculation_engine import Asked, Run, SpeculatingEngine
+from deploy.tables import print_table
 from scheduling.batching import POLICIES
 from scheduling.objective import SLO
 
@@ -313,4 +314,4 @@ def _show(found: dict[str, Any]) -> None:
             f"{row['accepted']:.0%}",
             str(row["step_tokens"]),
         )
-    console.print(table)
+    print_table(table, console)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.json_http import printable
+from deploy.tables import compact, fit
 
 FRESH, AGED, QUARANTINED = "fresh", "aged", "quarantined"
 """Conditions of a replica that takes new requests; the second only where the first is nowhere, the
@@ -62,56 +63,52 @@ def notes(fleet: Mapping[str, Any]) -> list[str]:
     return [printable(sentence) for sentence in (*lacking, *_half_pairs(fleet))]
 
 
-def replica_table(fleet: Mapping[str, Any]) -> Table:
-    """A row for each replica."""
-    several, split = len(fleet["models"]) > 1, _splits(fleet["replicas"])
-    names = ("replica", *(["model"] if several else []), *(["role"] if split else []), "state")
-    table = _table()
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for name in ("wait", "run", "prefill", "KV", "PAB", "step", "predicted", "preempt"):
-        table.add_column(name, justify="right", no_wrap=True)
-    order = ("model", "role", "replica_id")
-    for row in sorted(fleet["replicas"], key=lambda row: [row[name] for name in order]):
-        table.add_row(
-            _text(row["replica_id"]),
-            *([_text(row["model"])] if several else []),
-            *([_text(row["role"])] if split else []),
-            _state(row),
-            str(row["waiting"]),
-            str(row["running"]),
-            _ms(row["prefill_ms"]),
-            _percent(row["kv_usage"]),
-            _NONE if row["pab_tokens"] is None else f"{row['pab_tokens']:,.0f}",
-            _ms(row["last_step_ms"]),
-            _ms(row["predicted_step_ms"]),
-            str(row["preemptions"]),
-        )
-    return table
+def replica_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
+    """For each model a table with a row for each of its replicas, below the model's name where
+    there are several models."""
+    for model, replicas in _by_model(fleet, "replicas"):
+        split = _splits(replicas)
+        table = _table("replica", *(["role"] if split else []), "state")
+        for name in ("wait", "run", "prefill ms", "KV", "PAB", "step ms", "predicted", "preempt"):
+            table.add_column(name, justify="right")
+        for row in sorted(replicas, key=lambda row: (row["role"], row["replica_id"])):
+            table.add_row(
+                _text(row["replica_id"]),
+                *([_text(row["role"])] if split else []),
+                _state(row),
+                str(row["waiting"]),
+                str(row["running"]),
+                _ms(row["prefill_ms"]),
+                _NONE if row["kv_usage"] is None else f"{row['kv_usage']:.0%}",
+                _NONE if row["pab_tokens"] is None else f"{row['pab_tokens']:,.0f}",
+                _ms(row["last_step_ms"]),
+                _ms(row["predicted_step_ms"]),
+                str(row["preemptions"]),
+            )
+        yield from _titled(model, table, fleet)
 
 
-def class_table(fleet: Mapping[str, Any]) -> Table:
-    """A row for each service class, over the last minutes."""
-    several = len(fleet["models"]) > 1
-    table = _table()
-    for name in ("class", *(["model"] if several else [])):
-        table.add_column(name, no_wrap=True)
-    for name in ("requests", "attained", "TDG", "TTFT p50", "p95", "promised", "best effort"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("refused", justify="right", no_wrap=True)
-    for row in fleet["classes"]:
-        admission = row["admission"]
-        table.add_row(
-            _text(row["class"]),
-            *([_text(row["model"])] if several else []),
-            f"{row['requests']:,.0f}",
-            _percent(row["attainment"]),
-            _percent(row["tdg"]),
-            _ms(row["ttft_ms"]["p50"]),
-            _ms(row["ttft_ms"]["p95"]),
-            *(f"{admission[name]:,.0f}" for name in ("guaranteed", "best_effort", "refused")),
-        )
-    return table
+def class_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
+    """The same with a row for each service class, over the last minutes."""
+    for model, classes in _by_model(fleet, "classes"):
+        table = _table("class")
+        for name in (
+            *("requests", "attained", "TDG", "TTFT p50, ms", "p95, ms"),
+            *("promised", "best effort", "refused"),
+        ):
+            table.add_column(name, justify="right")
+        for row in classes:
+            admission = row["admission"]
+            table.add_row(
+                _text(row["class"]),
+                f"{row['requests']:,.0f}",
+                _percent(row["attainment"]),
+                _percent(row["tdg"]),
+                _ms(row["ttft_ms"]["p50"]),
+                _ms(row["ttft_ms"]["p95"]),
+                *(f"{admission[name]:,.0f}" for name in ("guaranteed", "best_effort", "refused")),
+            )
+        yield from _titled(model, table, fleet)
 
 
 def headline(fleet: Mapping[str, Any]) -> Text:
@@ -134,21 +131,35 @@ def headline(fleet: Mapping[str, Any]) -> Text:
     return Text("\n".join(lines))
 
 
-def overview(fleet: Mapping[str, Any]) -> Group:
-    """All of it."""
-    parts: list[Any] = [headline(fleet), Text(), replica_table(fleet)]
+def overview(fleet: Mapping[str, Any], width: int) -> Group:
+    """All of it, for a terminal of so many columns."""
+    parts: list[Any] = [headline(fleet), Text(), *replica_tables(fleet)]
     if fleet["classes"]:
         minutes = max(facts.get("window_ms", 0) for facts in fleet["models"].values()) / 60_000
-        parts += [Text(), Text(f"the last {minutes:.1f} minutes", style="dim"), class_table(fleet)]
+        parts += [Text(), Text(f"the last {minutes:.1f} minutes", style="dim")]
+        parts += class_tables(fleet)
     parts += [Text(line, style="red") for line in problems(fleet)]
+    for part in parts:
+        if isinstance(part, Table):
+            fit(part, width)
     return Group(*parts)
 
 
-def _table() -> Table:
-    # Narrow enough for 80 columns.
-    return Table(
-        box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold"
-    )
+def _table(*names: str) -> Table:
+    return compact(Table(*names, header_style="bold"))
+
+
+def _by_model(fleet: Mapping[str, Any], rows: str) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Each model with its rows, if it has any."""
+    for model in fleet["models"]:
+        if found := [row for row in fleet[rows] if row["model"] == model]:
+            yield model, found
+
+
+def _titled(model: str, table: Table, fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
+    if len(fleet["models"]) > 1:
+        yield Text(printable(model), style="bold")
+    yield table
 
 
 def _by_role(rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
@@ -202,7 +213,7 @@ def _state(row: Mapping[str, Any]) -> Text:
     styles = {FRESH: "green", "draining": "yellow", AGED: "yellow"}
     style = styles.get(condition, "red")
     if condition == QUARANTINED and row["quarantine"] is not None:
-        return Text(f"{condition}: {printable(row['quarantine']['reason'])}", style=style)
+        return Text(f"{condition} {printable(row['quarantine']['reason'])}", style=style)
     return Text(f"{condition} {_silent(row)}" if condition in _SILENT else condition, style=style)
 
 
@@ -235,4 +246,4 @@ def _percent(share: float | None) -> str:
 
 
 def _ms(value: float | None) -> str:
-    return _NONE if value is None else f"{value:,.1f} ms"
+    return _NONE if value is None else f"{value:,.0f}" if value >= 1_000 else f"{value:,.1f}"

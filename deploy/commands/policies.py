@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from deploy.commands.options import as_json as json_option
 from deploy.policies import policies as all_policies
+from deploy.tables import print_table
 
 
 @click.command()
@@ -26,8 +27,9 @@ def policies(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(listed, indent=2, default=str))
         return
-    table = Table("kind", "name", "source", "options")
-    for entry in listed:
-        options = "\n".join(f"{name} = {o['default']}" for name, o in entry["options"].items())
-        table.add_row(entry["kind"], entry["name"], entry["source"], options)
-    Console().print(table)
+    for kind, entries in groupby(listed, key=lambda entry: entry["kind"]):
+        table = Table("name", "source", "options", title=kind, title_justify="left")
+        for entry in entries:
+            options = "\n".join(f"{name} = {o['default']}" for name, o in entry["options"].items())
+            table.add_row(entry["name"], entry["source"], options)
+        print_table(table)

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from deploy.commands.exits import Exit, Failure
+from deploy.tables import print_table
 from scheduling.latency_profile import LatencyProfile
 from scheduling.step_errors import KINDS, StepErrors, kind_of
 
@@ -56,7 +57,7 @@ def print_tables(measured: Measured, fitted: Fitted, kept: Path | None) -> None:
         for kind, entry in errors.items():
             table.add_row(f"{title}, {kind}", *_cells(entry))
         table.add_section()
-    say(table)
+    print_table(table, console)
     say(f"The {dropped} worst steps of the sweep were left out of the fit, not of this table.")
     for name, mape in fitted.others.items():
         what = "the profile used so far" if name == "start" else f"family {name}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import click
-from rich.console import Console
+from rich.table import Table
 
 from deploy.commands.admin import AdminApi, admin_options
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import as_json as json_option
-from deploy.fleet_tables import class_table, headline, notes, problems, replica_table
+from deploy.fleet_tables import class_tables, headline, notes, problems, replica_tables
+from deploy.tables import print_table
 
 
 @click.command()
@@ -34,12 +35,13 @@ def status(address: str, key: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(fleet, indent=2))
     else:
-        console = Console(soft_wrap=True)
-        console.print(headline(fleet))
+        click.echo(headline(fleet).plain)
         for note in notes(fleet):
             click.echo(note)
-        console.print(replica_table(fleet))
-        if fleet["classes"]:
-            console.print(class_table(fleet))
+        for part in (*replica_tables(fleet), *class_tables(fleet)):
+            if isinstance(part, Table):
+                print_table(part)
+            else:
+                click.echo(part.plain)
     if wrong:
         raise Failure(Exit.FAILED, "; ".join(wrong))

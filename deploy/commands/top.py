@@ -48,7 +48,7 @@ def top(address: str, key: str | None, once: bool, interval_s: float, as_json: b
     if as_json:
         click.echo(json.dumps(fleet, indent=2))
     elif once or not console.is_terminal:
-        console.print(overview(fleet))
+        console.print(overview(fleet, console.width))
     else:
         _watch(api, fleet, interval_s, console)
 
@@ -56,16 +56,16 @@ def top(address: str, key: str | None, once: bool, interval_s: float, as_json: b
 def _watch(api: AdminApi, fleet: dict[str, Any], interval_s: float, console: Console) -> None:
     """Show the fleet until Ctrl-C. A look that fails shows the last one, and says so."""
     try:
-        with Live(overview(fleet), console=console, screen=True) as live:
+        with Live(overview(fleet, console.width), console=console, screen=True) as live:
             while True:
                 time.sleep(interval_s)
                 try:
                     fleet = api.fleet()
-                    live.update(overview(fleet))
+                    live.update(overview(fleet, console.width))
                 except Failure as failure:
                     if failure.exit_code == Exit.REFUSED:
                         raise
                     old = Text(f"this is old: {failure.message}", style="red")
-                    live.update(Group(old, overview(fleet)))
+                    live.update(Group(old, overview(fleet, console.width)))
     except KeyboardInterrupt:
         pass
