@@ -21,9 +21,9 @@ from typing import Any
 from deploy import ray_settings
 from deploy.config import SluiceConfig
 from deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE, tls_addresses
+from deploy.leftovers import Cleaner
 from deploy.model_check import check_model
 from replica.engine import ConfigurationError
-from deploy.leftovers import Cleaner
 from router.access import Access
 
 KEY_VARIABLE = "SLUICE_KEY"
@@ -220,6 +220,8 @@ def _check_models(config: SluiceConfig) -> None:
             except ValueError as error:
                 named = f"models.{fleet.model}." if config.models else ""
                 raise StartError(f"{named}{error}") from None
+
+
 def _check_keys(config: SluiceConfig) -> None:
     """Without this check routers would fail to start, again and again."""
     try:
