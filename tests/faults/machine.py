@@ -85,6 +85,15 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 SCENARIOS = tuple(
-    Scenario(name, COMMAND, injure, may_fail=True, may_refuse=True, forgets=True, quick=False)
+    Scenario(
+        name,
+        COMMAND,
+        injure,
+        may_fail=True,
+        may_refuse=True,
+        forgets=True,
+        longer_s=60.0,
+        quick=False,
+    )
     for name, injure in (("raylet killed", raylet_killed), ("GCS killed", gcs_killed))
 )
