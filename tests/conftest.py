@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,8 +20,9 @@ from scheduling.placement_warm_up import warm_up_placement
 _TEST_SETTINGS = {
     # The address of the machine, as on a cluster: some tests start several nodes.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    # Programs that tests start may import the tests.
+    # Programs and workers of Ray that tests start may import the tests.
     "PYTHONSAFEPATH": "",
+    "PYTHONPATH": str(Path(__file__).parents[1]),
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",

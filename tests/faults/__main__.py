@@ -8,9 +8,11 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -21,6 +23,8 @@ from deploy import ray_settings
 
 if TYPE_CHECKING:
     from tests.faults.scenario import Row, Scenario
+
+_ROOT = Path(__file__).parents[2]
 
 
 @click.command(name="faults")
@@ -33,6 +37,10 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, as_json: bool) -> 
     folder = ray_settings.make_local_dir()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # Ray reads its environment on import.
+    # As in the tests: nodes have addresses that others reach, and workers import the tests.
+    os.environ.update(
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1", PYTHONSAFEPATH="", PYTHONPATH=str(_ROOT)
+    )
     ray_settings.apply(folder)
     from tests.faults.catalogue import SCENARIOS
     from tests.faults.table import machine, table
