@@ -34,7 +34,9 @@ def test_a_late_start_is_not_taken_for_a_verdict(
     monkeypatch.setattr(check, "START_S", 0.5)
     release = tmp_path / "release"
     checker = GrammarCheck(str(release), 1.0)
+    assert not checker._running()
     assert checker._ask(CONSTRAINT).fault == UNKNOWN
+    checker._running()
     release.touch()
     monkeypatch.setattr(check, "START_S", 120.0)
     assert checker._ask(CONSTRAINT).fault == MALFORMED
