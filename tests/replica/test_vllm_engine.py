@@ -533,27 +533,6 @@ async def test_stopping_an_engine_ends_its_requests_with_an_error(started, confi
     await asyncio.wait_for(other.drain(), 10)
 
 
-async def test_a_dead_engine_ends_its_requests_with_an_error(engine):
-    """Last in this file: the engine is gone afterwards."""
-    tasks = [
-        asyncio.create_task(
-            items(engine, request(f"lost-{stream}", "completions", stream=stream, max_tokens=1800))
-        )
-        for stream in (False, True)
-    ]
-    await until(lambda: sum(engine.state().rows["emitted_tokens"] > 3) == 2)
-    manager = engine._llm.engine_core.resources.engine_manager
-    for process in manager.processes:
-        process.kill()
-    for task in tasks:
-        with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(task, 60)
-    with pytest.raises(EngineDeadError):
-        await engine.check_health()
-    with pytest.raises(EngineDeadError):
-        await items(engine, request("late", "chat"))
-
-
 @pytest.mark.parametrize(
     ("body", "per_token"),
     [
@@ -591,3 +570,24 @@ async def test_a_long_answer_comes_in_chunks(engine):
     assert max(len(chunk.data) for chunk in chunks) == MAX_CHUNK_BYTES
     answer = json.loads(b"".join(chunk.data for chunk in chunks))
     assert answer["count"] == len(answer["tokens"]) > len(text) / 8
+
+
+async def test_a_dead_engine_ends_its_requests_with_an_error(engine):
+    """Last in this file: the engine is gone afterwards."""
+    tasks = [
+        asyncio.create_task(
+            items(engine, request(f"lost-{stream}", "completions", stream=stream, max_tokens=1800))
+        )
+        for stream in (False, True)
+    ]
+    await until(lambda: sum(engine.state().rows["emitted_tokens"] > 3) == 2)
+    manager = engine._llm.engine_core.resources.engine_manager
+    for process in manager.processes:
+        process.kill()
+    for task in tasks:
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(task, 60)
+    with pytest.raises(EngineDeadError):
+        await engine.check_health()
+    with pytest.raises(EngineDeadError):
+        await items(engine, request("late", "chat"))
