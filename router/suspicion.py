@@ -12,8 +12,8 @@ and then the next one. So:
   lost, and for at least :data:`CLEARED_S`.
 - **Blamed** is a suspect whose second replica is lost, too, after it has confirmed the request. Of
   several suspects there, those without an output since are blamed, else all; but not if they are
-  more than :data:`FEW`: then most of them are innocent, and they are tried again, within the bounds
-  of all retries.
+  more than :data:`FEW`: then most of them are innocent, and they are tried once more. Whoever loses
+  a third replica so is blamed.
 - Structured output is blamed for a hang at once. Its grammar is followed between the steps of an
   engine, so it can stop them; to try it again would stop the next engine. It is *quarantined* when
   a second replica hangs with the same content.
@@ -65,7 +65,7 @@ _HUNG = (
     "The replica hung while it served this request. Structured output is not tried again after "
     "that, as it may be the cause."
 )
-_LOST = "Two replicas were lost while they served this request. It is not tried again."
+_LOST = "Several replicas were lost while they served this request. It is not tried again."
 
 
 @dataclass(slots=True)
@@ -75,10 +75,12 @@ class Case:
     Attributes:
         suspected: it was at a replica when that was lost.
         lasted_s: how long it had been there.
+        spared: it was one of many at its second replica when that was lost, too.
     """
 
     suspected: bool = False
     lasted_s: float = 0.0
+    spared: bool = False
 
 
 @dataclass(slots=True)
@@ -179,13 +181,14 @@ class Suspicion:
             self._remember(call, 1 if known is None else known.losses + 1, lasted_s)
             return ReplicaFailedError(Reason.REQUEST_SUSPECTED, _HUNG, retry=False, hung=True)
         if case.suspected and not self._is_cleared(case, attempt):
-            if attempt not in blamed:
+            if attempt not in blamed and not (case.spared and attempt.heard):
+                case.spared = attempt.heard
                 return None
             self._remember(call, 2, lasted_s)
             return ReplicaFailedError(
                 Reason.REQUEST_SUSPECTED, _LOST, retry=False, dead=failure.dead, hung=failure.hung
             )
-        case.suspected, case.lasted_s = True, lasted_s
+        case.suspected, case.lasted_s, case.spared = True, lasted_s, False
         return None
 
     def _is_cleared(self, case: Case, attempt: Attempt) -> bool:

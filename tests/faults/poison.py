@@ -37,7 +37,8 @@ def _fleet(replicas: int) -> Setting:
 
 
 def poisoned(trial: Trial) -> Callable[[], bool]:
-    """It takes two replicas, then it ends with an error, and its repeat is refused."""
+    """It takes two replicas, or three if many requests went from the first to the second with it.
+    Then it ends with an error, and its repeat is refused."""
     body = {
         "model": trial.config.fleets[0].model,
         "prompt": prompt_text(10**6, _POISON_TOKENS),
@@ -62,9 +63,9 @@ def poisoned(trial: Trial) -> Callable[[], bool]:
 
         wait_until(takes_what_it_is_at, "the poisoned request ends", show=lambda: lost)
         answers = [asked.result(), send()]
-    told = [(answer.status_code, answer.json()["error"]["code"]) for answer in answers]
+    told = [(each.status_code, each.json().get("error", {}).get("code")) for each in answers]
     assert told == [(500, "request_suspected"), (422, "request_quarantined")], (told, lost)
-    assert len(lost) == 2, lost
+    assert len(lost) in (2, 3), lost
     return trial.replaced(*lost)
 
 

@@ -130,6 +130,9 @@ def test_of_several_suspects_a_few_are_blamed_and_those_that_made_progress_last(
     assert all(case.suspected for case in ordinary)
     if ends > FEW:
         assert not any(blamed)
+        # A third loss is one too many, of however many.
+        again = [fleet.send(case, "r2") for case in cases]
+        assert all(map(fleet.lose, calls, cases, again))
     else:
         assert blamed[:silent] == [True] * silent
         assert blamed[silent : len(calls)] == [not silent] * opened
