@@ -25,7 +25,8 @@ SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """Environment variable that says in which folder vLLM makes its sockets."""
 
 PREFIX = "sluice-"
-_LOCK = "lock"
+LOCK = ".private-folder-of-sluice"
+"""The lock's file. Its name also says that the folder may be removed, so no other file has it."""
 
 
 def make_private_dir(base: Path | None = None) -> Path:
@@ -67,11 +68,11 @@ def _make(base: Path) -> tuple[Path, int]:
     """The folder, and the descriptor of its lock."""
     _remove_left_over(base)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    unready = directory / f"{_LOCK}.new"
+    unready = directory / f"{LOCK}.new"
     lock = os.open(unready, os.O_CREAT | os.O_EXCL | os.O_RDONLY, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     # A lock is held before it has its name, so no process takes the folder for left over.
-    unready.rename(directory / _LOCK)
+    unready.rename(directory / LOCK)
     return directory, lock
 
 
@@ -83,7 +84,7 @@ def _remove_left_over(base: Path) -> None:
             found = directory.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 continue
-            lock = os.open(directory / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+            lock = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not _is_named(directory):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replica.private_dir import make_private_dir, private_dir
+from replica.private_dir import LOCK, make_private_dir, private_dir
 
 _OTHER = """
 import pathlib, sys
@@ -68,19 +68,29 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
     assert own.exists()
 
 
+def test_other_folders_with_a_lock_file_are_not_touched(tmp_path):
+    # Files and batches may lie beside private folders, and have a file of this name.
+    batches = tmp_path / "sluice-batches"
+    batches.mkdir()
+    (batches / "lock").touch()
+    (batches / "record").touch()
+    make_private_dir(tmp_path)
+    assert (batches / "record").exists()
+
+
 def test_folders_that_are_not_known_to_be_ours_are_not_touched(tmp_path):
     target = tmp_path / "elsewhere"
     target.mkdir()
-    (target / "lock").touch()
+    (target / LOCK).touch()
     (tmp_path / "sluice-link").symlink_to(target)
     (tmp_path / "sluice-file").touch()
     without_lock = tmp_path / "sluice-being-made"
     without_lock.mkdir()
     linked_lock = tmp_path / "sluice-linked-lock"
     linked_lock.mkdir()
-    (linked_lock / "lock").symlink_to(target / "lock")
+    (linked_lock / LOCK).symlink_to(target / LOCK)
     make_private_dir(tmp_path)
-    for path in (target / "lock", tmp_path / "sluice-file", without_lock, linked_lock):
+    for path in (target / LOCK, tmp_path / "sluice-file", without_lock, linked_lock):
         assert path.exists()
 
 
@@ -88,7 +98,7 @@ def test_folders_that_are_not_known_to_be_ours_are_not_touched(tmp_path):
 def test_folders_of_other_users_are_not_touched(tmp_path):
     folder = tmp_path / "sluice-theirs"
     folder.mkdir()
-    (folder / "lock").touch()
+    (folder / LOCK).touch()
     os.chown(folder, 12345, 12345)
     make_private_dir(tmp_path)
     assert folder.exists()
