@@ -30,6 +30,7 @@ class ReplicaFailedError(Exception):
         dead: the replica is known to serve nothing any more.
         retry: another replica may do better.
         hung: the replica stands still, and the controller has been told.
+        lost: nothing more comes of what it had, as when it is dead or hung.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class ReplicaFailedError(Exception):
         dead: bool = False,
         retry: bool = True,
         hung: bool = False,
+        lost: bool = False,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         self.dead = dead
         self.retry = retry
         self.hung = hung
+        self.lost = lost or dead or hung
 
 
 class ReplicaStream(Protocol):

@@ -208,7 +208,10 @@ def failure_of(error: Exception) -> ReplicaFailedError:
             retry=False,
         )
     if isinstance(error, (RayActorError, RayServeException, grpc.aio.AioRpcError, OSError)):
-        return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
+        # So it looks, too, when the process at the other end of a connection dies.
+        return ReplicaFailedError(
+            Reason.REPLICA_FAILED, "The replica could not be reached.", lost=True
+        )
     _log.error("a replica failed in an unexpected way", exc_info=error)
     # Ray's own troubles (a lost object, a worker out of memory) may not happen elsewhere; an
     # exception of the replica's code would only be raised again.

@@ -1,8 +1,8 @@
 """Which requests may be the cause that replicas were lost.
 
-A replica is *lost* to a router when it dies, its engine dies, or it hangs. What it was serving is
-tried again elsewhere. If one of these requests is the cause, a plain retry takes the next replica,
-and then the next one. So:
+A replica is *lost* to a router when it dies, its engine dies, its connection breaks, or it hangs.
+What it was serving is tried again elsewhere. If one of these requests is the cause, a plain retry
+takes the next replica, and then the next one. So:
 
 - **Suspected** is a request that was at a replica when that was lost. It is tried again. No two
   suspects *begin* at one replica at the same time. One that has waited for :data:`TRIAL_S` begins
@@ -173,7 +173,7 @@ class Suspicion:
         """An attempt has failed. Returns the failure that ends the call if it is to blame."""
         blamed = self._blamed(attempt) if case.suspected else frozenset()
         self.ended(attempt)
-        if attempt.place is None or not (failure.dead or failure.hung):
+        if attempt.place is None or not failure.lost:
             return None
         lasted_s = self._clock() - attempt.made_s
         if failure.hung and self.ends_when_hung(call):

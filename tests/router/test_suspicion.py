@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from router.errors import ApiError, Reason
 from router.metrics import RouterMetrics
 from router.prompt_size import PromptSize
 from router.retry_budget import RetryBudgetConfig
+from router.serve_replicas import failure_of
 from router.suspicion import (
     CLEARED_S,
     FEW,
@@ -37,6 +39,7 @@ from tests.router.test_stalls import CHAT, edge, says_so, virtual
 HUNG = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica stands still.", hung=True)
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 STRUCTURED = {"response_format": SCHEMA}
+_UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 
 def call(number: int = 0, owner: str = "me", **body: Any) -> Call:
@@ -89,6 +92,21 @@ def test_the_second_loss_ends_a_request_and_its_repeats_are_refused() -> None:
         assert not fleet.suspicion.open(other).suspected
     fleet.clock.now_s += QUARANTINED_S
     assert not fleet.suspicion.open(call()).suspected
+
+
+@pytest.mark.parametrize("error", [OSError("reset"), grpc.aio.AioRpcError(*_UNAVAILABLE)])
+def test_a_connection_that_breaks_is_a_loss(error: Exception) -> None:
+    """So it looks to a router that a replica is killed."""
+    fleet, case, failure = Fleet(), Case(), failure_of(error)
+    assert not fleet.lose(call(), case, fleet.send(case, "r0"), failure)
+    assert fleet.lose(call(), case, fleet.send(case, "r1"), failure)
+
+
+def test_an_error_of_a_replica_that_lives_is_no_loss() -> None:
+    fleet, case = Fleet(), Case()
+    failed = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica cancelled the request.")
+    assert not fleet.lose(call(), case, fleet.send(case, "r0"), failed)
+    assert not case.suspected
 
 
 def test_who_was_never_at_the_second_replica_is_not_blamed() -> None:
