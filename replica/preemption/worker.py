@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from replica.preemption.checks import Checks
 from replica.preemption.config import PreemptionConfig
 from replica.preemption.lanes import Lanes
@@ -140,7 +142,9 @@ class TaskRunner:
         self._stack.append(running)
         answer: Answer
         try:
-            with self.checks.running(run.task if run.checked else 0):
+            # vLLM makes the tensors of a batch in inference mode; outside it, lanes could not change
+            # those that some requests have, such as the mask of allowed tokens.
+            with torch.inference_mode(), self.checks.running(run.task if run.checked else 0):
                 lanes.enter(lane, run.batch)
                 try:
                     output = self._compute(lane, run)
