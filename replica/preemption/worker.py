@@ -142,8 +142,8 @@ class TaskRunner:
         self._stack.append(running)
         answer: Answer
         try:
-            # vLLM makes the tensors of a batch in inference mode; outside it, lanes could not change
-            # those that some requests have, such as the mask of allowed tokens.
+            # vLLM makes the tensors of a batch in inference mode. Outside it, lanes could not change
+            # the mask of allowed tokens.
             with torch.inference_mode(), self.checks.running(run.task if run.checked else 0):
                 lanes.enter(lane, run.batch)
                 try:
