@@ -142,8 +142,8 @@ class TaskRunner:
         self._stack.append(running)
         answer: Answer
         try:
-            # vLLM makes the tensors of a batch in inference mode. Outside it, lanes could not change
-            # the mask of allowed tokens.
+            # vLLM makes a batch in inference mode, and its mask of allowed tokens can be changed in
+            # that mode only.
             with torch.inference_mode(), self.checks.running(run.task if run.checked else 0):
                 lanes.enter(lane, run.batch)
                 try:
