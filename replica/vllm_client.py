@@ -111,7 +111,7 @@ class WatchedLLM(AsyncLLM):
         calls: the live API calls by their id in the fleet.
         waits: since when each live engine request waits for its next output, monotonic seconds;
             nothing waits while its consumer is slow.
-        max_prompt_logprobs: most log probabilities of prompt tokens that one call may ask for.
+        max_prompt_logprobs: most log probabilities of prompt tokens of one call; 0: none.
         grammars: tries the grammar of a call first, where that is configured.
     """
 
@@ -165,6 +165,11 @@ class WatchedLLM(AsyncLLM):
         each = params.prompt_logprobs
         if each is None:
             return
+        if not self.max_prompt_logprobs:
+            raise ValueError(
+                "prompt_logprobs, and logprobs with echo, are not available from an engine that "
+                "serves LoRA adapters on CPUs."
+            )
         if each < 0:
             each = self.vllm_config.model_config.get_vocab_size()
         tokens = len(prompt["prompt_token_ids"])

@@ -45,6 +45,7 @@ from replica.vllm_setup import (
     Launched,
     client_error_types,
     launch,
+    max_prompt_logprobs,
     parse_arguments,
     prepare_environment,
 )
@@ -117,7 +118,9 @@ class VllmEngine:
         started_s = time.monotonic()
         launched = await self._launch(model, name)
         self._llm = launched.llm
-        self._llm.max_prompt_logprobs = config.max_prompt_logprobs
+        self._llm.max_prompt_logprobs = max_prompt_logprobs(
+            config.max_prompt_logprobs, self._llm.vllm_config
+        )
         self._servings = launched.servings
         self._models = launched.models
         logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)

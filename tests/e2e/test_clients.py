@@ -144,6 +144,10 @@ def test_an_adapter_answers_by_its_name_on_its_models_replicas(http: httpx.Clien
     assert tuned.headers["x-sluice-replica"] == base.headers["x-sluice-replica"]
     texts = [answer.json()["choices"][0]["text"] for answer in (base, tuned, again)]
     assert texts[0] == texts[2] != texts[1]
+    # With adapters on CPUs vLLM would end.
+    for fields in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}):
+        refused = http.post("/v1/completions", json={**body, "model": "local", **fields})
+        assert refused.status_code == 400 and "LoRA" in refused.json()["error"]["message"]
 
 
 def test_embeddings_are_scheduled_and_promised(serving: System, http: httpx.Client) -> None:
