@@ -249,8 +249,8 @@ def client_error_types() -> tuple[type[Exception], ...]:
 def max_prompt_logprobs(configured: int, vllm_config: Any) -> int:
     """Most log probabilities of prompt tokens in one answer; 0 where they would end the engine.
 
-    vLLM's LoRA layers on CPUs expect logits of sampled tokens alone. With those of a prompt's tokens
-    the engine ends.
+    vLLM's LoRA layers on CPUs expect logits of sampled tokens alone, and those of a prompt's tokens
+    end the engine.
     """
     return 0 if vllm_config.lora_config is not None and _on_cpu() else configured
 

@@ -214,9 +214,9 @@ class SloReader:
         if tier is None:
             return None
         if not isinstance(tier, str) or tier not in self._class_of_tier:
+            allowed = f"one of {_names(self._class_of_tier)}" if self._class_of_tier else "left out"
             raise invalid(
-                f"{wire.SERVICE_TIER_FIELD} must be one of {_names(self._class_of_tier)}, "
-                f"got {shown(tier)}",
+                f"{wire.SERVICE_TIER_FIELD} must be {allowed}, got {shown(tier)}",
                 wire.SERVICE_TIER_FIELD,
             )
         return self._class_of_tier[tier]

@@ -62,9 +62,18 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             "local": {"engine": {"profile_budget_s": 2, "vllm_args": chat}},
             "embedder": {"engine": {"vllm_args": {**_LENGTH, "runner": "pooling"}}},
         },
-        "router": {"classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 1_000}}},
     }
-    fields["router"]["classes"]["interactive"] = {"ttft_ms": 60_000}  # the documents name it
+    fields["router"] = {
+        "classes": {
+            "standard": {
+                "ttft_ms": 60_000,
+                "tpot_ms": 1_000,
+                "service_tiers": ["auto", "default"],
+            },
+            "interactive": {"ttft_ms": 60_000},  # the documents name it
+            "batch": {"service_tiers": ["flex"]},
+        }
+    }
     with system(fields) as started:
         # A model whose replica does not answer in time is not listed for a moment.
         url = f"{started.url}/v1/models"
