@@ -74,11 +74,13 @@ class Case:
 
     Attributes:
         suspected: it was at a replica when that was lost.
+        place: the replica that was lost. Whatever fails there again is the same loss.
         lasted_s: how long it had been there.
         spared: it was one of many at its second replica when that was lost, too.
     """
 
     suspected: bool = False
+    place: str | None = None
     lasted_s: float = 0.0
     spared: bool = False
 
@@ -173,7 +175,7 @@ class Suspicion:
         """An attempt has failed. Returns the failure that ends the call if it is to blame."""
         blamed = self._blamed(attempt) if case.suspected else frozenset()
         self.ended(attempt)
-        if attempt.place is None or not failure.lost:
+        if attempt.place in (None, case.place) or not failure.lost:
             return None
         lasted_s = self._clock() - attempt.made_s
         if failure.hung and self.ends_when_hung(call):
@@ -188,7 +190,8 @@ class Suspicion:
             return ReplicaFailedError(
                 Reason.REQUEST_SUSPECTED, _LOST, retry=False, dead=failure.dead, hung=failure.hung
             )
-        case.suspected, case.lasted_s, case.spared = True, lasted_s, False
+        case.suspected, case.place = True, attempt.place
+        case.lasted_s, case.spared = lasted_s, False
         return None
 
     def _is_cleared(self, case: Case, attempt: Attempt) -> bool:

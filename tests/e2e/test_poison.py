@@ -67,10 +67,12 @@ def test_structured_output_is_not_tried_again_after_a_hang(serving: System) -> N
         rows = serving.snapshot()["replicas"]
         return [row["replica_id"] for row in rows if row["running"]]
 
+    found: list[str] = []
+    wait_until(lambda: not busy(), "earlier requests have ended")
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(ask, serving, 0, max_tokens=1500, extra_body=wanted)
-        wait_until(lambda: bool(busy()), "an engine has it")
-        with injuries.replica(busy()[0]).engine().frozen():
+        wait_until(lambda: bool(found.extend(busy()) or found), "an engine has it", every_s=0.02)
+        with injuries.replica(found[0]).engine().frozen():
             with pytest.raises(openai.InternalServerError) as error:
                 asked.result()
             assert error.value.code == "request_suspected"

@@ -94,6 +94,13 @@ def test_the_second_loss_ends_a_request_and_its_repeats_are_refused() -> None:
     assert not fleet.suspicion.open(call()).suspected
 
 
+def test_a_replica_that_fails_again_is_lost_once() -> None:
+    fleet, case = Fleet(), Case()
+    for _ in range(3):
+        assert not fleet.lose(call(), case, fleet.send(case, "r0"))
+    assert fleet.lose(call(), case, fleet.send(case, "r1"))
+
+
 @pytest.mark.parametrize("error", [OSError("reset"), grpc.aio.AioRpcError(*_UNAVAILABLE)])
 def test_a_connection_that_breaks_is_a_loss(error: Exception) -> None:
     """So it looks to a router that a replica is killed."""
