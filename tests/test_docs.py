@@ -38,7 +38,7 @@ BY_HAND = {"make serve", "make test", "sluice serve"}
 
 def documented_metrics() -> set[str]:
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    return set(re.findall(r"^\| `((?:sluice|gen_ai)_[a-z_]+)` \|", text, flags=re.MULTILINE))
+    return set(re.findall(r"^\| `((?:sluice|gen_ai)_[a-z0-9_]+)` \|", text, flags=re.MULTILINE))
 
 
 def test_every_metric_is_documented_and_none_is_invented() -> None:
@@ -48,7 +48,7 @@ def test_every_metric_is_documented_and_none_is_invented() -> None:
         for path in (ROOT / package).rglob("*.py")
         if path.name != "vllm_args.py"  # arguments of the engine, which share the prefix
     ]
-    in_code = {name for text in sources for name in re.findall(r'"(sluice_[a-z_]+)"', text)}
+    in_code = {name for text in sources for name in re.findall(r'"(sluice_[a-z0-9_]+)"', text)}
     # The client library adds the suffix of counters, and takes it off a name that has it.
     own = [name for name in documented_metrics() if name.startswith("sluice_")]
     assert {name.removesuffix("_total") for name in own} == {
