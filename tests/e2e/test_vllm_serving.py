@@ -176,16 +176,21 @@ def test_large_requests_and_answers_come_through_once(serving: System) -> None:
     text = "the river was quiet, and the mill stood still. " * 32_000  # 1.5 MB
     with httpx.Client(base_url=serving.url, timeout=120) as http:
 
-        def retries() -> float:
-            families = text_string_to_metric_families(http.get("/metrics").text)
+        def blamed() -> float:
+            """Retries, and failures of which a replica was accused. On a machine without an idle
+            core a replica may be found hung besides."""
             return sum(
                 sample.value
-                for family in families
+                for family in text_string_to_metric_families(http.get("/metrics").text)
                 for sample in family.samples
                 if sample.name == "sluice_retries_total"
+                or (
+                    sample.name == "sluice_trouble_notices_total"
+                    and sample.labels["reason"] == "failed"
+                )
             )
 
-        before = retries()
+        before = blamed()
         answer = http.post("/tokenize", json={"prompt": text, "return_token_strs": True})
         assert answer.status_code == 200
         assert len(answer.content) > 4 << 20
@@ -208,8 +213,7 @@ def test_large_requests_and_answers_come_through_once(serving: System) -> None:
         answer = complete(tokens[:1500], prompt_logprobs=20)
         assert answer.status_code == 200
         assert len(answer.json()["choices"][0]["prompt_logprobs"]) == 1500
-        assert retries() == before
-    assert [replica["quarantine"] for replica in serving.snapshot()["replicas"]] == [None, None]
+        assert blamed() == before
 
 
 def test_greedy_text_equals_stock_vllm(client: openai.OpenAI, tmp_path: Path) -> None:
