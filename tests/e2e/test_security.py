@@ -10,9 +10,6 @@ import pytest
 import ray
 
 from controller.messages import QuotaUse
-from deploy.haproxy import TLS_CERTIFICATE_VARIABLE
-from deploy.ray_settings import free_port
-from tests.deploy.certificate import make_certificate
 from tests.e2e.conftest import system_alone, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
@@ -26,11 +23,7 @@ def entry(key: str, name: str, more: str = "") -> str:
     return f"- {{sha256: {hashlib.sha256(key.encode()).hexdigest()}, name: {name}{more}}}\n"
 
 
-def test_the_edge_of_a_real_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate, trust = make_certificate(tmp_path)
-    url = f"https://127.0.0.1:{free_port()}"
-    monkeypatch.setenv(TLS_CERTIFICATE_VARIABLE, str(certificate))
-    monkeypatch.setenv("SLUICE_TLS_BIND", url.removeprefix("https://"))
+def test_the_edge_of_a_real_application(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     limits = f", requests_per_minute: {PER_MINUTE}, burst_s: {BURST_S}"
     path.write_text(entry("limited", "acme", limits) + entry("old-key", "other"))
@@ -44,10 +37,12 @@ def test_the_edge_of_a_real_application(tmp_path: Path, monkeypatch: pytest.Monk
         # A connection of its own, so that either router may get it.
         headers = {"authorization": f"Bearer {key}"}
         return httpx.post(
-            f"{url}/v1/completions", json=BODY, headers=headers, verify=trust, timeout=30
+            f"{tls.url}/v1/completions", json=BODY, headers=headers, verify=tls.trust, timeout=30
         )
 
     with system_alone(fields) as serving:
+        tls = serving.tls
+        assert tls is not None
         answer = ask(FIXED)
         assert answer.status_code == 200, answer.text
         assert answer.text.endswith("data: [DONE]\n\n")
