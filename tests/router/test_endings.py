@@ -49,7 +49,7 @@ async def test_an_answer_is_held_against_each_objective(
     [
         (answer(400, b'{"error": {}}'), guaranteed(), {}, "client_error", ""),
         (serve, unattainable(), {"slo": {"class": "strict"}}, "refused", "slo_unattainable"),
-        (fail(BROKEN), guaranteed(), {}, "failed", "request_suspected"),
+        (fail(BROKEN), guaranteed(), {}, "refused", "replica_failed"),
         (fail(BROKEN, after=2), guaranteed(), {"stream": True}, "failed", "stream_broken"),
     ],
 )
