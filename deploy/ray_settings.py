@@ -10,6 +10,7 @@ Serve's default Python proxy and actor calls do.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import secrets
@@ -79,6 +80,12 @@ _ROUTER_PORTS = 200
 _ROUTER_RANGES = range(20_000, 30_000, _ROUTER_PORTS)
 """Where they begin: above the ports of Ray's workers, below those of a Serve with its defaults."""
 
+_FREE_PORTS = range(31_100, 32_768)
+"""For listeners that may have any port: above those of a Serve with its defaults, below those that
+Linux gives to connections."""
+
+_free_ports = itertools.cycle(random.sample(_FREE_PORTS, len(_FREE_PORTS)))
+
 
 def make_local_dir() -> Path:
     """A new private directory for a local instance. It is the caller's to remove, or the next
@@ -95,11 +102,20 @@ def _make_token(local_dir: Path) -> Path:
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nothing listens on now. The same process gets it once only, until all others of
+    the range were given.
+
+    It is not of the range from which the kernel takes the ports of connections: by the time that
+    its user listens, one of Ray's many connections could have it.
+
+    Raises:
+        OSError: every port of the range is in use.
+    """
+    for port in itertools.islice(_free_ports, len(_FREE_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"every port of {_FREE_PORTS} is in use")
 
 
 def _router_ports() -> range:

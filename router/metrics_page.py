@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from math import inf
 from typing import Protocol
 
@@ -18,8 +18,8 @@ from controller.metrics import MetricsPusher, families_of, text_of
 NO_MODEL = "none"
 """Model label of what is counted before a request's model is known."""
 
-PAGE_TTL_S = 1.0
-"""How long a page of metrics is shown again, seconds."""
+PAGE_PERIOD_S = 0.5
+"""Least time from the beginning of one page of metrics to that of the next, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,9 +33,12 @@ class ControllerMetricsPage:
     those of the application, which a scraper would read as a reset, and count them on top once
     the controller is back. ``sluice_controller_up`` tells which.
 
-    However many scrapers there are, the controller is asked by one at a time and at most once in
-    :data:`PAGE_TTL_S`: the others get the same page. A scraper that leaves does not end the work,
-    or coming and leaving would ask ever again.
+    A scrape gets a page that was begun after the scrape. So whoever scrapes one router after the
+    other, through HAProxy, never sees a counter fall, however long a router takes for its page.
+
+    However many scrapers there are, one page is made at a time, at most one in
+    :data:`PAGE_PERIOD_S`; all that wait for the next one get the same. A scraper that leaves does
+    not end the work, or coming and leaving would ask the controller ever again.
     """
 
     def __init__(
@@ -44,13 +47,16 @@ class ControllerMetricsPage:
         pusher: MetricsPusher,
         registry: CollectorRegistry,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._client = client
         self._pusher = pusher
         self._registry = registry
         self._clock = clock
-        self._page: asyncio.Task[bytes] | None = None
-        self._made_s = -inf
+        self._sleep = sleep
+        self._one_at_a_time = asyncio.Lock()
+        self._next: asyncio.Task[bytes] | None = None
+        self._begun_s = -inf
         self._status = CollectorRegistry()
         self._up = Gauge(
             "sluice_controller_up",
@@ -59,20 +65,22 @@ class ControllerMetricsPage:
         )
 
     async def render(self) -> bytes:
-        """Prometheus text, at most :data:`PAGE_TTL_S` old; see the class."""
-        page = self._page
-        if page is None or (page.done() and self._clock() - self._made_s >= PAGE_TTL_S):
-            page = self._page = asyncio.create_task(self._make())
-        return await asyncio.shield(page)
+        """Prometheus text, of after this call; see the class."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._make())
+        return await asyncio.shield(self._next)
 
     async def _make(self) -> bytes:
-        text = await self._of_fleet()
-        self._up.set(text is not None)
-        if text is None:
-            own = families_of(self._registry)
-            text = text_of([family for family in own if family.type == "gauge"])
-        self._made_s = self._clock()
-        return text + generate_latest(self._status)
+        async with self._one_at_a_time:
+            await self._sleep(max(0.0, self._begun_s + PAGE_PERIOD_S - self._clock()))
+            self._begun_s = self._clock()
+            self._next = None
+            text = await self._of_fleet()
+            self._up.set(text is not None)
+            if text is None:
+                own = families_of(self._registry)
+                text = text_of([family for family in own if family.type == "gauge"])
+            return text + generate_latest(self._status)
 
     async def _of_fleet(self) -> bytes | None:
         try:

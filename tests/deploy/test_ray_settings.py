@@ -69,3 +69,12 @@ def test_vllm_s_sockets_are_in_the_folder_of_the_instance(monkeypatch: pytest.Mo
         assert len(str(sockets)) + 37 < 100
     finally:
         shutil.rmtree(folder)
+
+
+def test_no_connection_takes_a_port_between_its_choice_and_its_use() -> None:
+    ports = [ray_settings.free_port() for _ in range(200)]
+    assert len(set(ports)) == 200
+    assert max(ports) < 32_768  # Linux gives those from here on to connections
+    with socket.socket() as listener:
+        listener.bind(("", ports[0]))
+        assert ports[0] not in {ray_settings.free_port() for _ in range(1_800)}
