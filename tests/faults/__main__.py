@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from rich.console import Console
 from deploy import ray_settings
 
 if TYPE_CHECKING:
-    from tests.faults.scenario import Row, Scenario
+    from tests.faults.scenario import Row, Scenario, Setting
 
 _ROOT = Path(__file__).parents[2]
 
@@ -79,7 +80,7 @@ def _run(scenarios: list[Scenario], quick: bool) -> tuple[list[Row], list[str]]:
     rows, broken = {}, []
     # Ray's own messages must not stand between the lines of the JSON.
     with redirect_stdout(sys.stderr):
-        for setting in {each.setting.name: each.setting for each in scenarios}.values():
+        for setting in settings_of(scenarios):
             with setting.open() as trial:
                 try:
                     for each in scenarios:
@@ -90,6 +91,12 @@ def _run(scenarios: list[Scenario], quick: bool) -> tuple[list[Row], list[str]]:
                     broken.append(f"{each.name}: {error}")
                     say(broken[-1])
     return [rows[each.name] for each in scenarios if each.name in rows], broken
+
+
+def settings_of(scenarios: Sequence[Scenario]) -> list[Setting]:
+    """Each setting once, in the order of its first scenario. Several may serve an application of
+    the same name."""
+    return list({id(each.setting): each.setting for each in scenarios}.values())
 
 
 if __name__ == "__main__":

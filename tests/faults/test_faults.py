@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.conftest import system
+from tests.faults.__main__ import settings_of
 from tests.faults.catalogue import SCENARIOS
 from tests.faults.replicas import FLEET
 from tests.faults.scenario import QUICK, Scenario, Trial, run
@@ -42,3 +43,9 @@ def check(trial: Trial, scenario: Scenario) -> None:
     row = run(trial, scenario, QUICK)
     print(row)
     assert row.problems == [], row
+
+
+def test_the_command_runs_every_scenario_on_its_own_system() -> None:
+    systems = settings_of(SCENARIOS)
+    for scenario in SCENARIOS:
+        assert sum(each is scenario.setting for each in systems) == 1, scenario.name
