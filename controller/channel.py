@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
-import json
 import logging
 import secrets
 import socket
@@ -31,6 +30,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple, cast
+
+import msgspec
 
 from controller import query_wire, report_wire
 from controller.clock_offset import ClockOffset
@@ -71,6 +72,8 @@ _MOST_S = 1e12
 _WELCOME = b"ok"
 
 _log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
 
 Route = Callable[[list[RouteQuery]], RouteReply]
 TakeReport = Callable[[ReplicaDelta], ReportReply]
@@ -101,7 +104,7 @@ class _Lines(asyncio.Protocol):
         _notice_dead_host(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._rest = (self._rest + data if self._rest else data).split(b"\n")
         for line in lines:
             if self.closed:
                 return
@@ -118,7 +121,7 @@ class _Lines(asyncio.Protocol):
 
     def send(self, message: Any) -> None:
         """Write one message."""
-        self.write(json.dumps(message, separators=(",", ":")).encode())
+        self.write(_encode(message))
 
     def write(self, line: bytes) -> None:
         """Write one line; nothing on a closed connection."""
@@ -160,7 +163,7 @@ class _Served(_Lines):
             self._greeted(line)
             return
         try:
-            number, asked, sent_s, left_s = json.loads(line)
+            number, asked, sent_s, left_s = _decode(line)
             late = self._is_late(sent_s, left_s)
             if isinstance(asked, dict):
                 delta, queries = report_wire.of_json(asked["report"]), []
@@ -295,7 +298,7 @@ class _Asking(_Lines):
             self.greeted.set_result(line == _WELCOME)
             self._ask((), _GREETING_LEFT_S)
             return
-        number, epoch, answer = json.loads(line)
+        number, epoch, answer = _decode(line)
         self._timeouts = 0
         waiting = self._waiting.get(number)
         if waiting is not None and waiting.answer.done():

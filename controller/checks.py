@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from controller.messages import (
     Trouble,
     TroubleNotice,
 )
+from controller.report_rows import are_sound
 from scheduling.fair_shares import MAX_WEIGHT
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
@@ -58,6 +60,9 @@ _TIERS = frozenset(Tier)
 _COUNTS_FROM = ROW.fields["priority"][1] // 4 if ROW.fields else 0
 _SUMMARY_COUNTS = ("steps", "waiting", "running", "free_kv_blocks", "total_kv_blocks")
 _SUMMARY_TIMES = ("updated_s", "step_started_s", "last_step_s", "predicted_step_s", "correction")
+_SUMMARY_CHECKED = itemgetter(
+    *((SUMMARY.names or ()).index(name) for name in (*_SUMMARY_TIMES, *_SUMMARY_COUNTS))
+)
 _SUMMARY_TRANSFERS = ("transfers", "transfer_seconds", "transfer_tokens")
 
 
@@ -260,6 +265,8 @@ def _listed(name: str, values: Any, what: str, limit: int) -> Sequence[Any]:
 
 
 def _check_integer(name: str, value: Any, least: int, most: int) -> None:
+    if type(value) is int and least <= value <= most:
+        return
     if (
         not isinstance(value, int | np.integer)
         or isinstance(value, bool)
@@ -269,6 +276,8 @@ def _check_integer(name: str, value: Any, least: int, most: int) -> None:
 
 
 def _check_number(name: str, value: Any) -> None:
+    if type(value) is float and -MAX_NUMBER <= value <= MAX_NUMBER:
+        return
     if (
         not isinstance(value, float | int | np.floating)
         or isinstance(value, bool)
@@ -282,9 +291,13 @@ def _check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be true or false, got {short(value)}")
 
 
-def _check_slots(name: str, slots: Any, capacity: int) -> None:
+def _check_array(name: str, slots: Any) -> None:
     if not isinstance(slots, np.ndarray) or slots.ndim != 1 or slots.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a one-dimensional integer array, got {short(slots)}")
+
+
+def _check_slots(name: str, slots: Any, capacity: int) -> None:
+    _check_array(name, slots)
     if not len(slots):
         return
     if slots.min() < 0 or slots.max() >= capacity:
@@ -309,14 +322,15 @@ def _check_held(slots: Any, held: Any) -> None:
 
 
 def _check_rows(slots: Any, rows: Any, capacity: int) -> None:
-    _check_slots("slots", slots, capacity)
+    _check_array("slots", slots)
     if not isinstance(rows, np.ndarray) or rows.dtype != ROW or rows.shape != slots.shape:
         raise ValueError(
             f"rows must be an array of the row type, one per slot ({slots.shape}), "
             f"got {short(rows)}"
         )
-    if not len(slots):
+    if are_sound(slots, rows, capacity):
         return
+    _check_slots("slots", slots, capacity)
     phase = rows["phase"]
     if phase.min() < 0 or phase.max() > RUNNING:
         raise ValueError(f"phase must be from 0 to {RUNNING}, got {short(phase)}")
@@ -345,17 +359,20 @@ def _check_live_rows(rows: np.ndarray) -> None:
 def _check_summary(summary: Any) -> None:
     if not isinstance(summary, np.void) or summary.dtype != SUMMARY:
         raise ValueError(f"summary must be one record of the summary type, got {short(summary)}")
-    for name in _SUMMARY_TIMES:
-        _check_number(name, summary[name].item())
-    for name in _SUMMARY_COUNTS:
-        if summary[name] < 0:
-            raise ValueError(f"{name} must be at least 0, got {summary[name]}")
+    values = _SUMMARY_CHECKED(
+        summary.item()
+    )  # all at once: one by one they take longer than all else
+    for name, value in zip(_SUMMARY_TIMES, values, strict=False):
+        _check_number(name, value)
+    for name, value in zip(_SUMMARY_COUNTS, values[len(_SUMMARY_TIMES) :], strict=True):
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
     if summary["transfers"]:
         _check_transfers(summary)
-    if not 1 / MAX_CORRECTION <= summary["correction"] <= MAX_CORRECTION:
+    correction = values[_SUMMARY_TIMES.index("correction")]
+    if not 1 / MAX_CORRECTION <= correction <= MAX_CORRECTION:
         raise ValueError(
-            f"correction must be from {1 / MAX_CORRECTION} to {MAX_CORRECTION}, "
-            f"got {summary['correction']}"
+            f"correction must be from {1 / MAX_CORRECTION} to {MAX_CORRECTION}, got {correction}"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from controller import report_rows
 from controller.actor import Controller
 from controller.config import ControllerConfig
 from scheduling.placement_warm_up import warm_up_placement
@@ -33,6 +34,7 @@ class DetachedController(Controller):
     def __init__(self, config: ControllerConfig, end_after_s: float = END_AFTER_S) -> None:
         # Nobody waits for a compiler once it answers.
         warm_up_placement(config.make_routing, config.make_admission)
+        report_rows.compile_now()
         super().__init__(config)
         self._end_after_s = end_after_s
         this = ray.get_runtime_context().current_actor

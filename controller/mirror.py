@@ -16,12 +16,13 @@ from types import MappingProxyType
 
 import numpy as np
 
+from controller import report_rows
 from controller.checks import check_delta_body, check_delta_header, check_hello
 from controller.clock_offset import ClockOffset
 from controller.messages import ReplicaDelta, ReplicaHello
 from scheduling.fleet import Fleet, Report
 from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
-from scheduling.state import ROW, WAITING
+from scheduling.state import ROW, SUMMARY
 from scheduling.transfer import NO_TRANSFERS, Transfers
 
 MAX_REPLICAS = 4096
@@ -69,26 +70,25 @@ class MirroredReplica:
         self.table = np.zeros(hello.capacity, ROW)
         self.used_slots = 0
 
-    def apply(self, message: ReplicaHello | ReplicaDelta, now_s: float) -> None:
-        """Write the rows of a checked message into the table."""
-        slots = message.slots
-        if len(slots):
-            self.table[slots] = message.rows
-            self.used_slots = max(self.used_slots, int(slots.max()) + 1)
-        self.summary = message.summary.copy()
+    def apply(
+        self, message: ReplicaHello | ReplicaDelta, now_s: float
+    ) -> tuple[list[int], list[list[int]]]:
+        """Write the rows of a checked message into the table.
+
+        Returns:
+            The keys of its live rows; and of each request that has ended with it the key, and the
+            tokens of prompt and output as they were last reported.
+        """
+        used_slots, live, ended = report_rows.write(self.table, message.slots, message.rows)
+        self.used_slots = max(self.used_slots, used_slots)
+        # Of its own: the record of a message may be a part of something larger. A record's own
+        # `copy` takes several times as long.
+        self.summary = np.frombuffer(message.summary.tobytes(), SUMMARY)[0]
         self.draining = message.draining
         self.seq = int(message.seq)
         self._clock_offset.hear(message.now_s, now_s)
         self.received_s = now_s
-
-    def ending(self, delta: ReplicaDelta) -> list[tuple[int, int]]:
-        """The requests that end with a checked delta which is not applied yet: the key, and the
-        tokens of prompt and output as they were last reported."""
-        known = delta.slots < self.used_slots
-        old, new = self.table[delta.slots[known]], delta.rows[known]
-        ended = old[(old["phase"] >= WAITING) & ((new["phase"] == 0) | (new["key"] != old["key"]))]
-        tokens = ended["prompt_tokens"] + ended["emitted_tokens"]
-        return list(zip(ended["key"].tolist(), tokens.tolist(), strict=True))
+        return live, ended
 
     def report(self, made_s: float, draining: bool) -> Report:
         """Its state, made at ``made_s`` of its clock, as a fleet takes it."""
@@ -194,10 +194,10 @@ class Mirror:
         if replica is None or delta.epoch != self.epoch or delta.seq != replica.seq + 1:
             return False
         check_delta_body(delta, replica.hello.capacity)
+        ended = self._take_in(replica, delta, delta.finished, now_s)
         if delta.finished and self._ended is not None:
-            for key, tokens in replica.ending(delta):
+            for key, tokens in ended:
                 self._ended(key, tokens)
-        self._take_in(replica, delta, delta.finished, now_s)
         return True
 
     def mark_gone(self, replica_ids: Iterable[str], now_s: float) -> None:
@@ -227,15 +227,16 @@ class Mirror:
         message: ReplicaHello | ReplicaDelta,
         finished: Sequence[int],
         now_s: float,
-    ) -> None:
-        """Apply a checked message, and end the reservations of the requests that it tells of."""
+    ) -> list[list[int]]:
+        """Apply a checked message, and end the reservations of the requests that it tells of.
+        Returns the requests that have ended, as :meth:`MirroredReplica.apply` does."""
         fleet = self._fleet
-        replica.apply(message, now_s)
+        live, ended = replica.apply(message, now_s)
         if len(fleet.ledger):
-            rows = message.rows
-            fleet.confirm(rows["key"][rows["phase"] >= WAITING].tolist(), message.replica_id)
-            fleet.confirm(finished, message.replica_id)
+            fleet.confirm((*live, *finished), message.replica_id)
         report = replica.report(message.now_s, message.draining)
         fleet.report(message.replica_id, report, now_s)
         anew = isinstance(message, ReplicaHello)
-        fleet.hold(message.replica_id, message.held_slots, message.held, anew)
+        if anew or len(message.held_slots):
+            fleet.hold(message.replica_id, message.held_slots, message.held, anew)
+        return ended

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from controller.messages import RouteDecision, RouteQuery, Tier
 from scheduling.objective import SLO
+
+_objective = lru_cache(maxsize=1024, typed=True)(SLO)
+"""Most requests have the objective of their class, and checking one takes as long as the rest."""
+
+_tier = {tier.value: tier for tier in Tier}.__getitem__
 
 
 def to_row(query: RouteQuery) -> tuple[object, ...]:
@@ -15,7 +21,7 @@ def to_row(query: RouteQuery) -> tuple[object, ...]:
         query.key,
         query.prompt_tokens,
         query.waited_s,
-        [tier.value for tier in query.tiers],
+        (*query.tiers,),
         query.output_tokens,
         query.session,
         query.prefix,
@@ -37,16 +43,16 @@ def of_row(row: Any) -> RouteQuery:
     """The query in a row.
 
     Raises:
-        TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: it is none.
     """
     (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id, prefill_key,
      avoid, tenant, weight, client_request_id, *objective) = row  # fmt: skip
     return RouteQuery(
         key,
-        SLO(*objective),
+        _objective(*objective),
         prompt_tokens,
         waited_s,
-        frozenset(map(Tier, tiers)),
+        frozenset(map(_tier, tiers)),
         output_tokens,
         session,
         tuple(prefix),
@@ -66,4 +72,4 @@ def decisions(rows: Any) -> tuple[RouteDecision, ...]:
 
 def _decision(row: Any) -> RouteDecision:
     replica_id, reason, tier, *rest = row
-    return RouteDecision(replica_id, reason, None if tier is None else Tier(tier), *rest)
+    return RouteDecision(replica_id, reason, None if tier is None else _tier(tier), *rest)
