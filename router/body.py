@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from replica.request_body import RequestBody
 from router.errors import ApiError, Reason, invalid
+from router.large_body import PIECE_BYTES, parse_in_pieces
 from router.trust import Client
 
 MAX_DEPTH = 64
@@ -133,7 +134,10 @@ def parse_object(raw: bytes) -> RequestBody:
     if brackets + raw.count(b":") > MAX_PARTS:
         _check_parts(raw)
     try:
-        body = RequestBody.parse(raw)
+        if len(raw) <= PIECE_BYTES:
+            body = RequestBody.parse(raw)
+        else:
+            body = RequestBody(parse_in_pieces(raw), raw)
     except RecursionError:
         raise _too_deep() from None
     except UnicodeDecodeError:

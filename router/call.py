@@ -98,8 +98,8 @@ class CallReader:
 
     A body over :data:`MAX_INLINE_BYTES` is parsed and checked in a thread, so that the event loop
     gets its turns between. Python's global lock limits the gain: the JSON parser does not let go
-    of it, so its own time (for 4 MiB 1 ms of text, up to 70 ms of short values) still holds the
-    loop up. One such body at a time: more threads would only compete with the loop for the lock.
+    of it while it parses a piece (:mod:`router.large_body`). One such body at a time: more threads
+    would only compete with the loop for the lock.
 
     Args:
         model_length: refuses prompts of token ids that no engine of the model takes, before they

@@ -34,6 +34,9 @@ MAX_CONTENT_PARTS = 16_384
 MAX_TOKENS = 2**31 - 1
 """Largest token count or token id."""
 
+_SLICE = 1 << 16
+"""Token ids that are checked in one call."""
+
 _ENGINE_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _SERVER_FIELDS = {
     "request_id": "the server makes it; see the response header " + wire.REQUEST_ID_HEADER,
@@ -259,6 +262,11 @@ def _check_prompt(prompt: Any, name: str, most: int) -> None:
 
 
 def _are_token_ids(values: list[Any]) -> bool:
-    # type() rather than isinstance(): JSON's true is an int to Python. Built-in functions, as there
-    # may be millions.
+    # There may be millions: built-in functions, and other threads get a turn between the slices.
+    slices = (values[begin : begin + _SLICE] for begin in range(0, len(values), _SLICE))
+    return bool(values) and all(map(_are_few_token_ids, slices))
+
+
+def _are_few_token_ids(values: list[Any]) -> bool:
+    # type() rather than isinstance(): JSON's true is an int to Python.
     return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKENS

@@ -1,0 +1,64 @@
+"""Large bodies are parsed in pieces, to the same values as in one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router import large_body
+from router.body import parse_object
+from router.errors import ApiError
+from router.large_body import parse_in_pieces
+
+_NUMBERS = st.one_of(
+    st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False), st.booleans()
+)
+_VALUES = st.recursive(
+    st.one_of(_NUMBERS, st.none(), st.text(max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=6), st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=20,
+)
+_FIELDS = st.dictionaries(
+    st.text(max_size=3), st.one_of(_VALUES, st.lists(_NUMBERS, max_size=40)), max_size=4
+)
+
+
+@given(_FIELDS, st.sampled_from((None, 1)), st.sampled_from((1, 3, 16)))
+def test_pieces_make_what_the_whole_makes(fields: dict[str, Any], indent: int, piece: int) -> None:
+    raw = json.dumps(fields, indent=indent).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(large_body, "PIECE_BYTES", piece)
+        parsed = parse_in_pieces(raw)
+    assert parsed == fields
+    assert repr(parsed) == repr(json.loads(raw)), "also the types"
+
+
+def test_no_call_of_the_parser_gets_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def decode(text: bytes) -> Any:
+        lengths.append(len(text))
+        return msgspec.json.decode(text)
+
+    monkeypatch.setattr(large_body, "_decode", decode)
+    monkeypatch.setattr(large_body, "_decode_list", decode)
+    raw = b'{"model":"m","prompt":[' + b"1," * 500_000 + b"1]}"
+    assert parse_in_pieces(raw)["prompt"] == [1] * 500_001
+    assert max(lengths) <= large_body.PIECE_BYTES + 16
+    assert len(lengths) > 7
+
+
+@pytest.mark.parametrize(
+    "tail", [b"1]", b",1]}", b"]}", b"1]}x", b"nul]}", b"NaN]}", b"1e999]}", b'"\xff"]}', b"01]}"]
+)
+def test_what_is_no_json_is_refused_at_any_size(tail: bytes) -> None:
+    raw = b'{"prompt":[' + b"1," * 100_000 + tail
+    with pytest.raises(ApiError, match="not a JSON object"):
+        parse_object(raw)
