@@ -12,6 +12,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from deploy.autoscaling import serve_autoscaling
 from deploy.config import SluiceConfig, parse_config
@@ -33,6 +34,9 @@ OTHER_POOL_WAIT_S = 0.25
 """How long a request waits for the first replica of a pool where it may go to another, seconds.
 Where all are empty they are asked again, see :mod:`router.dispatch`."""
 
+_LOGGING = LoggingConfig(enable_access_log=False)
+"""Sluice writes a line for each request itself (:mod:`router.telemetry`); Serve would write two."""
+
 _ADMITTED_BY_CONTROLLER = 1_000_000
 """Serve must not queue: the router and the replica bound what they take and refuse the rest."""
 
@@ -50,6 +54,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         raise ValueError("router.admin.access: open is for `sluice serve` only; configure keys")
     router = serve.deployment(Router).options(
         name=ROUTER_DEPLOYMENT,
+        logging_config=_LOGGING,
         num_replicas=config.router.replicas,
         ray_actor_options={"num_cpus": 0.1},
         max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
@@ -101,6 +106,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
         hints |= {"other_pools": True, "no_replica_wait_s": OTHER_POOL_WAIT_S}
     replicas = serve.deployment(ReplicaServer).options(
         name=deployment_name(fleet.key, pool.role),
+        logging_config=_LOGGING,
         **size,
         ray_actor_options=actor,
         max_ongoing_requests=_ADMITTED_BY_CONTROLLER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -26,30 +27,39 @@ class AdmissionMetrics:
 
     def __init__(self, registry: CollectorRegistry, clients: ClientNames) -> None:
         self._clients = clients
-        self._admissions = Counter(
-            "sluice_admissions",
-            "Requests that a replica answered, by whether their objective was promised.",
-            ["class", "admission"],
-            registry=registry,
+        self._admissions = cache(
+            Counter(
+                "sluice_admissions",
+                "Requests that a replica answered, by whether their objective was promised.",
+                ["class", "admission"],
+                registry=registry,
+            ).labels
         )
-        self._refusals = Counter(
-            "sluice_refusals",
-            "Requests that were refused with 403, 429 or 503, by the error's code.",
-            ["class", "reason"],
-            registry=registry,
+        self._refusals = cache(
+            Counter(
+                "sluice_refusals",
+                "Requests that were refused with 403, 429 or 503, by the error's code.",
+                ["class", "reason"],
+                registry=registry,
+            ).labels
         )
-        self._promises = Counter(
-            "sluice_promises",
-            "Promised requests: kept if the first token was in time and the answer did not fail.",
-            ["class", "outcome"],
-            registry=registry,
+        self._promises = cache(
+            Counter(
+                "sluice_promises",
+                "Promised requests: kept if the first token was in time and the answer did not "
+                "fail.",
+                ["class", "outcome"],
+                registry=registry,
+            ).labels
         )
-        self._ttft_ratio = Histogram(
-            "sluice_ttft_ratio",
-            "Real over predicted time to first token of promised requests.",
-            ["class"],
-            buckets=RATIO_BUCKETS,
-            registry=registry,
+        self._ttft_ratio = cache(
+            Histogram(
+                "sluice_ttft_ratio",
+                "Real over predicted time to first token of promised requests.",
+                ["class"],
+                buckets=RATIO_BUCKETS,
+                registry=registry,
+            ).labels
         )
         self.line_length = Gauge(
             "sluice_line_requests",
@@ -64,38 +74,42 @@ class AdmissionMetrics:
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
-        self._over_share = Counter(
-            "sluice_over_share",
-            "Requests that were not promised their objective because their client had its share of "
-            "what could be promised.",
-            ["client"],
-            registry=registry,
+        self._over_share = cache(
+            Counter(
+                "sluice_over_share",
+                "Requests that were not promised their objective because their client had its "
+                "share of what could be promised.",
+                ["client"],
+                registry=registry,
+            ).labels
         )
-        self._clamped = Counter(
-            "sluice_clamped",
-            "Requests in which an API key's caps changed a field of the objective.",
-            ["client", "field"],
-            registry=registry,
+        self._clamped = cache(
+            Counter(
+                "sluice_clamped",
+                "Requests in which an API key's caps changed a field of the objective.",
+                ["client", "field"],
+                registry=registry,
+            ).labels
         )
 
     def admitted(self, service_class: str, tier: Tier) -> None:
         """Count a request that a replica answers."""
-        self._admissions.labels(service_class, tier.value).inc()
+        self._admissions(service_class, tier.value).inc()
 
     def refused(self, reason: Reason, service_class: str = NO_CLASS) -> None:
         """Count a request that the router did not serve. Other mistakes of the client than asking
         for too much are no refusals."""
         if RULES[reason].status in _REFUSING:
-            self._refusals.labels(service_class, reason.value).inc()
+            self._refusals(service_class, reason.value).inc()
 
     def over_share(self, client: str) -> None:
         """Count a request that ``client`` was not promised because it has its share."""
-        self._over_share.labels(self._clients.label(client)).inc()
+        self._over_share(self._clients.label(client)).inc()
 
     def clamped(self, client: str, fields: Iterable[str]) -> None:
         """Count what the caps of ``client`` changed in a request."""
         for field in fields:
-            self._clamped.labels(self._clients.label(client), field).inc()
+            self._clamped(self._clients.label(client), field).inc()
 
     def ended(
         self, clock: TokenClock, predicted_ttft_s: float | None, failed: bool, now_s: float
@@ -110,11 +124,11 @@ class AdmissionMetrics:
         """
         service_class, ttft_s = clock.slo.service_class, clock.ttft_s
         if ttft_s is not None and predicted_ttft_s is not None and predicted_ttft_s > 0:
-            self._ttft_ratio.labels(service_class).observe(ttft_s / predicted_ttft_s)
+            self._ttft_ratio(service_class).observe(ttft_s / predicted_ttft_s)
         due_s = min(clock.slo.columns[0], clock.slo.columns[2])
         if due_s == inf:
             return
         if failed or (ttft_s if ttft_s is not None else now_s - clock.arrival_s) > due_s:
-            self._promises.labels(service_class, "missed").inc()
+            self._promises(service_class, "missed").inc()
         elif ttft_s is not None:
-            self._promises.labels(service_class, "kept").inc()
+            self._promises(service_class, "kept").inc()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from replica.engine import Endpoint
 from router import wire
@@ -35,7 +37,7 @@ from router.gate import INFERENCE_PATHS, Arrival, Gate
 from router.metrics_page import Page
 from router.openapi import PATH, document
 from router.overload import Pause, Shedder
-from router.rate_limits import RateLimiter, Share
+from router.rate_limits import NO_CHARGE, RateLimiter, Share
 from router.telemetry import Telemetry
 from router.token_limits import output_to_expect
 
@@ -101,16 +103,12 @@ def make_api(
             metrics.left_early(endpoint, arrival.client)
             telemetry.left_early(arrival, endpoint, span)
             return Response(status_code=400)  # nobody is there to read it
-        call = replace(call, charge=charge, span=span)
+        if charge is not NO_CHARGE or span is not None:
+            call = replace(call, charge=charge, span=span)
         return Exchange(call, fleet.dispatcher, fleet.metrics, telemetry, config.stalled_reader_s)
 
-    def add(path: str, endpoint: Endpoint) -> None:
-        @api.post(path, response_model=None)
-        async def inference(request: Request) -> Response:
-            return await serve(request, endpoint)
-
     for path, endpoint in INFERENCE_PATHS.items():
-        add(path, endpoint)
+        api.router.routes.append(Route(path, _Inference(serve, endpoint), methods=["POST"]))
 
     @api.get("/v1/responses/{rest:path}", response_model=None)
     async def kept_response(_: Request) -> Response:
@@ -174,6 +172,22 @@ def make_api(
     if config.cors_origins:
         api.add_middleware(Cors, origins=config.cors_origins)
     return api
+
+
+class _Inference:
+    """An inference endpoint as an ASGI application: of what FastAPI does for a function, which
+    takes as long as reading the request, it needs nothing."""
+
+    def __init__(
+        self, serve: Callable[[Request, Endpoint], Awaitable[Response]], endpoint: Endpoint
+    ) -> None:
+        self._serve = serve
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        response = await self._serve(Request(scope, receive), self._endpoint)
+        await response(scope, receive, send)
 
 
 def _running(*jobs: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -111,7 +111,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         theirs = client_request_id(scope["headers"])
-        arrival = Arrival(uuid.uuid4().hex, self._clock(), client_request_id=theirs)
+        arrival = Arrival(secrets.token_hex(16), self._clock(), client_request_id=theirs)
         refusal: list[Message] = []
         with of_request(arrival.request_id):
             await self._admit(arrival, scope, receive, send, refusal)

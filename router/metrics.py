@@ -7,6 +7,7 @@ Every label is bounded: classes by configuration, priorities 1 to 10, clients by
 from __future__ import annotations
 
 import enum
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
@@ -85,41 +86,60 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "sluice_requests",
-            "Requests that ended, by service class, outcome and endpoint.",
-            ["class", "outcome", "endpoint"],
-            registry=registry,
+        # The library looks a series up by its labels under a lock, and each request has dozens.
+        # There are no more entries here than series there.
+        self._requests = cache(
+            Counter(
+                "sluice_requests",
+                "Requests that ended, by service class, outcome and endpoint.",
+                ["class", "outcome", "endpoint"],
+                registry=registry,
+            ).labels
         )
-        self._ttft = Histogram(
-            "sluice_ttft_seconds",
-            "Time to first token at the edge.",
-            ["class"],
-            buckets=TTFT_BUCKETS_S,
-            registry=registry,
+        self._ttft = cache(
+            Histogram(
+                "sluice_ttft_seconds",
+                "Time to first token at the edge.",
+                ["class"],
+                buckets=TTFT_BUCKETS_S,
+                registry=registry,
+            ).labels
         )
-        self._tpot = Histogram(
-            "sluice_tpot_seconds",
-            "Mean time per output token after the first, at the edge.",
-            ["class"],
-            buckets=TPOT_BUCKETS_S,
-            registry=registry,
+        self._tpot = cache(
+            Histogram(
+                "sluice_tpot_seconds",
+                "Mean time per output token after the first, at the edge.",
+                ["class"],
+                buckets=TPOT_BUCKETS_S,
+                registry=registry,
+            ).labels
         )
         by_worth = ["class", "priority"]
-        self._slo_requests = Counter(
-            "sluice_slo_requests", "Requests with an objective.", by_worth, registry=registry
+        self._slo_requests = cache(
+            Counter(
+                "sluice_slo_requests", "Requests with an objective.", by_worth, registry=registry
+            ).labels
         )
-        self._attained = Counter(
-            "sluice_attained", "Requests that met their objectives.", by_worth, registry=registry
+        self._attained = cache(
+            Counter(
+                "sluice_attained",
+                "Requests that met their objectives.",
+                by_worth,
+                registry=registry,
+            ).labels
         )
-        self._gain = Counter(
-            "sluice_tdg_gain", "Token deadline gain earned.", by_worth, registry=registry
+        self._gain = cache(
+            Counter(
+                "sluice_tdg_gain", "Token deadline gain earned.", by_worth, registry=registry
+            ).labels
         )
-        self._ideal_gain = Counter(
-            "sluice_tdg_ideal",
-            "Token deadline gain had every token been in time.",
-            by_worth,
-            registry=registry,
+        self._ideal_gain = cache(
+            Counter(
+                "sluice_tdg_ideal",
+                "Token deadline gain had every token been in time.",
+                by_worth,
+                registry=registry,
+            ).labels
         )
         self.decision_s = Histogram(
             "sluice_edge_decision_seconds",
@@ -127,11 +147,13 @@ class RouterMetrics:
             buckets=DECISION_BUCKETS_S,
             registry=registry,
         )
-        self._fallbacks = Counter(
-            "sluice_fallback",
-            "Requests that went by Serve's own balancing, by reason.",
-            ["reason"],
-            registry=registry,
+        self._fallbacks = cache(
+            Counter(
+                "sluice_fallback",
+                "Requests that went by Serve's own balancing, by reason.",
+                ["reason"],
+                registry=registry,
+            ).labels
         )
         self.retries = Counter(
             "sluice_retries", "Attempts after a first one that failed.", registry=registry
@@ -156,12 +178,14 @@ class RouterMetrics:
             "Requests ended or refused because replicas were lost while they served them.",
             registry=registry,
         )
-        self._legs = Histogram(
-            "sluice_leg_seconds",
-            "Time of requests whose prompt another replica computes, by part of their way.",
-            ["leg"],
-            buckets=TTFT_BUCKETS_S,
-            registry=registry,
+        self._legs = cache(
+            Histogram(
+                "sluice_leg_seconds",
+                "Time of requests whose prompt another replica computes, by part of their way.",
+                ["leg"],
+                buckets=TTFT_BUCKETS_S,
+                registry=registry,
+            ).labels
         )
         self.in_flight = Gauge(
             "sluice_in_flight_requests", "Requests inside the edge.", registry=registry
@@ -183,11 +207,13 @@ class RouterMetrics:
             "Streams that were ended because their client took nothing of them.",
             registry=registry,
         )
-        self._by_client = Counter(
-            "sluice_client_requests",
-            "Requests that ended, by the name of their API key and outcome.",
-            ["client", "outcome"],
-            registry=registry,
+        self._by_client = cache(
+            Counter(
+                "sluice_client_requests",
+                "Requests that ended, by the name of their API key and outcome.",
+                ["client", "outcome"],
+                registry=registry,
+            ).labels
         )
         self._clients = ClientNames()
         self.admission = AdmissionMetrics(registry, self._clients)
@@ -200,15 +226,15 @@ class RouterMetrics:
 
     def fallback(self, reason: Fallback) -> None:
         """Count a request that did not go where the controller said."""
-        self._fallbacks.labels(reason.value).inc()
+        self._fallbacks(reason.value).inc()
 
     def leg(self, leg: Leg, seconds: float) -> None:
         """Observe a part of the way of a request."""
-        self._legs.labels(leg.value).observe(seconds)
+        self._legs(leg.value).observe(seconds)
 
     def first_token(self, service_class: str, ttft_s: float) -> None:
         """Observe a first token."""
-        self._ttft.labels(service_class).observe(ttft_s)
+        self._ttft(service_class).observe(ttft_s)
 
     def refused(self, endpoint: Endpoint, reason: Reason, client: Client = ANYONE) -> None:
         """Count a request that was refused before its class was known."""
@@ -220,8 +246,8 @@ class RouterMetrics:
         self._ended_early(endpoint, Outcome.CANCELLED, client)
 
     def _ended_early(self, endpoint: Endpoint, outcome: Outcome, client: Client) -> None:
-        self._requests.labels(NO_CLASS, outcome.value, endpoint).inc()
-        self._by_client.labels(self._clients.label(client.name), outcome.value).inc()
+        self._requests(NO_CLASS, outcome.value, endpoint).inc()
+        self._by_client(self._clients.label(client.name), outcome.value).inc()
 
     def ended(
         self,
@@ -233,16 +259,16 @@ class RouterMetrics:
     ) -> None:
         """Count a request that ended, with what ``clock`` saw of it."""
         slo = clock.slo
-        self._requests.labels(slo.service_class, outcome.value, endpoint).inc()
-        self._by_client.labels(self._clients.label(client.name), outcome.value).inc()
+        self._requests(slo.service_class, outcome.value, endpoint).inc()
+        self._by_client(self._clients.label(client.name), outcome.value).inc()
         if clock.tpot_s is not None:
-            self._tpot.labels(slo.service_class).observe(clock.tpot_s)
+            self._tpot(slo.service_class).observe(clock.tpot_s)
         if outcome in (Outcome.CANCELLED, Outcome.CLIENT_ERROR):
             return
         worth = (slo.service_class, str(slo.priority))
-        self._gain.labels(*worth).inc(clock.gain)
-        self._ideal_gain.labels(*worth).inc(clock.ideal_gain)
+        self._gain(*worth).inc(clock.gain)
+        self._ideal_gain(*worth).inc(clock.ideal_gain)
         if slo.stated:
-            self._slo_requests.labels(*worth).inc()
+            self._slo_requests(*worth).inc()
             if outcome is Outcome.OK and clock.attained(now_s):
-                self._attained.labels(*worth).inc()
+                self._attained(*worth).inc()

@@ -176,7 +176,11 @@ def _line(
     if span is not None:
         fields["trace_id"] = span.trace_id
     level = logging.WARNING if outcome is Outcome.FAILED else logging.INFO
-    _log.log(level, "request ended", extra={"fields": fields})
+    if _log.isEnabledFor(level):
+        # As the logger would make it, but for the search for the line of code that called it.
+        record = logging.LogRecord(_log.name, level, __file__, 0, "request ended", None, None)
+        record.fields = fields
+        _log.handle(record)
 
 
 def _end(span: Span | None, outcome: Outcome, reason: Reason | None) -> None:

@@ -7,6 +7,7 @@ generative AI, in the form that Prometheus gives to their names and attributes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -58,65 +59,83 @@ class UsageMetrics:
             return Histogram(name, documentation, labels, buckets=buckets, registry=registry)
 
         self._clients = clients
-        self._tokens = Counter(
-            "sluice_tokens",
-            "Tokens of requests that ended: prompt, cached (a part of prompt), generated.",
-            ["class", "type"],
-            registry=registry,
+        self._tokens = cache(
+            Counter(
+                "sluice_tokens",
+                "Tokens of requests that ended: prompt, cached (a part of prompt), generated.",
+                ["class", "type"],
+                registry=registry,
+            ).labels
         )
-        self._client_tokens = Counter(
-            "sluice_client_tokens",
-            "The same by the name of the API key.",
-            ["client", "type"],
-            registry=registry,
+        self._client_tokens = cache(
+            Counter(
+                "sluice_client_tokens",
+                "The same by the name of the API key.",
+                ["client", "type"],
+                registry=registry,
+            ).labels
         )
-        self._e2e_s = histogram(
-            "sluice_e2e_seconds",
-            "Time from a request's arrival to the end of its response, where it was served.",
-            ["class"],
-            E2E_BUCKETS_S,
+        self._e2e_s = cache(
+            histogram(
+                "sluice_e2e_seconds",
+                "Time from a request's arrival to the end of its response, where it was served.",
+                ["class"],
+                E2E_BUCKETS_S,
+            ).labels
         )
-        self._queue_s = histogram(
-            "sluice_queue_seconds",
-            "Time from a request's arrival to the first batch that it was in.",
-            ["class"],
-            QUEUE_BUCKETS_S,
+        self._queue_s = cache(
+            histogram(
+                "sluice_queue_seconds",
+                "Time from a request's arrival to the first batch that it was in.",
+                ["class"],
+                QUEUE_BUCKETS_S,
+            ).labels
         )
-        self._gap_s = histogram(
-            "sluice_inter_token_seconds",
-            "Time between two pieces of a stream that carry tokens.",
-            ["class"],
-            GAP_BUCKETS_S,
+        self._gap_s = cache(
+            histogram(
+                "sluice_inter_token_seconds",
+                "Time between two pieces of a stream that carry tokens.",
+                ["class"],
+                GAP_BUCKETS_S,
+            ).labels
         )
-        self._token_usage = histogram(
-            "gen_ai_client_token_usage",
-            "Input and output tokens of a request (gen_ai.client.token.usage).",
-            [*_OPERATION, "gen_ai_token_type"],
-            _TOKEN_BUCKETS,
+        self._token_usage = cache(
+            histogram(
+                "gen_ai_client_token_usage",
+                "Input and output tokens of a request (gen_ai.client.token.usage).",
+                [*_OPERATION, "gen_ai_token_type"],
+                _TOKEN_BUCKETS,
+            ).labels
         )
-        self._duration_s = histogram(
-            "gen_ai_server_request_duration_seconds",
-            "Time from a request's arrival to its end (gen_ai.server.request.duration).",
-            [*_OPERATION, "error_type"],
-            _DURATION_BUCKETS_S,
+        self._duration_s = cache(
+            histogram(
+                "gen_ai_server_request_duration_seconds",
+                "Time from a request's arrival to its end (gen_ai.server.request.duration).",
+                [*_OPERATION, "error_type"],
+                _DURATION_BUCKETS_S,
+            ).labels
         )
-        self._first_token_s = histogram(
-            "gen_ai_server_time_to_first_token_seconds",
-            "Time to first token of served requests (gen_ai.server.time_to_first_token).",
-            _OPERATION,
-            _FIRST_TOKEN_BUCKETS_S,
+        self._first_token_s = cache(
+            histogram(
+                "gen_ai_server_time_to_first_token_seconds",
+                "Time to first token of served requests (gen_ai.server.time_to_first_token).",
+                _OPERATION,
+                _FIRST_TOKEN_BUCKETS_S,
+            ).labels
         )
-        self._output_token_s = histogram(
-            "gen_ai_server_time_per_output_token_seconds",
-            "Time per token after the first, of served requests "
-            "(gen_ai.server.time_per_output_token).",
-            _OPERATION,
-            _OUTPUT_TOKEN_BUCKETS_S,
+        self._output_token_s = cache(
+            histogram(
+                "gen_ai_server_time_per_output_token_seconds",
+                "Time per token after the first, of served requests "
+                "(gen_ai.server.time_per_output_token).",
+                _OPERATION,
+                _OUTPUT_TOKEN_BUCKETS_S,
+            ).labels
         )
 
     def gap(self, service_class: str) -> Callable[[float], None]:
         """Observes the seconds between two pieces with tokens of one stream."""
-        observe: Callable[[float], None] = self._gap_s.labels(service_class).observe
+        observe: Callable[[float], None] = self._gap_s(service_class).observe
         return observe
 
     def ended(
@@ -142,22 +161,22 @@ class UsageMetrics:
         if answer is not None and tail is not None:
             counts |= {"prompt": tail.prompt_tokens, "cached": answer.cached_tokens}
             if answer.queued_s is not None:
-                self._queue_s.labels(service_class).observe(answer.queued_s)
+                self._queue_s(service_class).observe(answer.queued_s)
         client = self._clients.label(call.client.name)
         for name, count in counts.items():
             if count:
-                self._tokens.labels(service_class, name).inc(count)
-                self._client_tokens.labels(client, name).inc(count)
+                self._tokens(service_class, name).inc(count)
+                self._client_tokens(client, name).inc(count)
         operation = (OPERATIONS[call.endpoint], PROVIDER, call.model or "")
         took_s = now_s - call.received_s
-        self._duration_s.labels(*operation, error).observe(took_s)
+        self._duration_s(*operation, error).observe(took_s)
         if error:
             return
-        self._e2e_s.labels(service_class).observe(took_s)
+        self._e2e_s(service_class).observe(took_s)
         for name, count in (("input", counts.get("prompt", 0)), ("output", generated)):
             if count:
-                self._token_usage.labels(*operation, name).observe(count)
+                self._token_usage(*operation, name).observe(count)
         if clock.ttft_s is not None:
-            self._first_token_s.labels(*operation).observe(clock.ttft_s)
+            self._first_token_s(*operation).observe(clock.ttft_s)
         if clock.tpot_s is not None:
-            self._output_token_s.labels(*operation).observe(clock.tpot_s)
+            self._output_token_s(*operation).observe(clock.tpot_s)

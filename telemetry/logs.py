@@ -117,12 +117,20 @@ class _Lines(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
+        self._second, self._date = -1, ""
+
+    def time(self, record: logging.LogRecord) -> str:
+        """When it was made, UTC, to the millisecond."""
+        second, rest = divmod(int(record.created * 1000), 1000)
+        if second != self._second:  # a busy process writes many lines in one
+            self._second = second
+            self._date = f"{datetime.fromtimestamp(second, UTC):%Y-%m-%dT%H:%M:%S}"
+        return f"{self._date}.{rest:03d}Z"
 
     def parts(self, record: logging.LogRecord) -> dict[str, object]:
         """What a line holds, in order, without the message and the exception."""
-        at = datetime.fromtimestamp(record.created, UTC)
         parts: dict[str, object] = {
-            "time": f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03d}Z",
+            "time": self.time(record),
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
@@ -155,11 +163,11 @@ class TextLines(_Lines):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of ``record``."""
-        parts = self.parts(record)
-        request_id = parts.pop("request_id", None)
-        fields = {"request_id": request_id} if request_id else {}
-        named = " ".join(f"{name}={value}" for name, value in (fields | _fields(record)).items())
-        line = f"{' '.join(str(part) for part in parts.values())}: {record.getMessage()}"
+        request_id = _request_id.get()
+        fields = ({"request_id": request_id} if request_id else {}) | _fields(record)
+        named = " ".join([f"{name}={value}" for name, value in fields.items()])
+        head = f"{self.time(record)} {record.levelname.lower()} {self._process} {record.name}"
+        line = f"{head}: {record.getMessage()}"
         line = _CONTROL.sub(_escaped, f"{line} {named}" if named else line)
         exception = self.exception(record)
         return f"{line}\n{exception}" if exception else line
