@@ -16,6 +16,7 @@ from benchmarks.decision import decision
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.base import Experiment, Plan, Row, Scale, measured
 from benchmarks.experiments.estimate import METHOD
+from benchmarks.gateway import gateway
 from benchmarks.overload import overload
 from benchmarks.preemption import preemption
 from benchmarks.preemption_replay import preemption_replay
@@ -54,6 +55,7 @@ def list_experiments() -> None:
 
 bench.add_command(planning.planning)
 bench.add_command(decision)
+bench.add_command(gateway)
 bench.add_command(overload)
 bench.add_command(preemption)
 bench.add_command(preemption_replay)

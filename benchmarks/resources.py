@@ -116,8 +116,9 @@ def _found() -> Iterator[tuple[psutil.Process, str]]:
     yield own, OWN
     for process in own.children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it ended while we looked
-            yield process, _kind(" ".join(process.cmdline()))
+            yield process, kind_of(" ".join(process.cmdline()))
 
 
-def _kind(title: str) -> str:
+def kind_of(title: str) -> str:
+    """What a process of a cluster is, by its title."""
     return next((kind for part, kind in _KINDS if part in title), REST)

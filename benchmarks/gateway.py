@@ -1,0 +1,214 @@
+"""What a gateway in front of engines costs: Sluice beside other routers and no gateway at all.
+
+Run with ``sluice bench gateway``. All systems run at the same time, on this machine, and take turns
+in each round. Their engines answer at once, so that only the way is measured. Client, engines and
+gateways share the cores: read the processor time of a request, which hardly depends on that, and
+the ratios of one run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+from rich.console import Console
+
+from benchmarks.gateway_client import LoadError, load
+from benchmarks.gateway_processes import LeftOutError, processor_seconds, used
+from benchmarks.gateway_report import costs, figures, further_tokens, speeds, summary, token_costs
+from benchmarks.gateway_systems import SYSTEMS, Bench, Start, System, engines, sluice
+from deploy.tables import print_table
+
+WARM_UP_S = 1.0
+IDLE_S = 2.0
+"""So long nothing is sent, to see what the systems use all the same, seconds."""
+
+OTHER = "other sluice"
+
+Json = dict[str, Any]
+
+
+@click.command(name="gateway")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1, 100))
+@click.option(
+    "--seconds",
+    default=1.5,
+    show_default=True,
+    type=click.FloatRange(0.1, 600),
+    help="Of each measurement; the requests under way end after it.",
+)
+@click.option(
+    "--at-once",
+    "at_onces",
+    multiple=True,
+    default=(1, 16, 64),
+    show_default=True,
+    type=click.IntRange(1, 1_000),
+    help="Requests at a time; several.",
+)
+@click.option(
+    "--tokens",
+    "token_counts",
+    multiple=True,
+    default=(20, 200),
+    show_default=True,
+    type=click.IntRange(1, 4_000),
+    help="Tokens of a stream; several.",
+)
+@click.option(
+    "--system",
+    "names",
+    multiple=True,
+    type=click.Choice(list(SYSTEMS)),
+    help="Systems to measure; several.  [default: all]",
+)
+@click.option(
+    "--other",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The `sluice` of another version, to measure beside this one.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def gateway(
+    rounds: int,
+    seconds: float,
+    at_onces: tuple[int, ...],
+    token_counts: tuple[int, ...],
+    names: tuple[str, ...],
+    other: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure what a gateway adds to engines that answer at once: Sluice, other routers, none.
+
+    The other routers are installed from PyPI into the user's cache where they are not there. One
+    that cannot be installed or started is left out, which is said.
+
+    \b
+    Example:
+      sluice bench gateway --system direct --system sluice --at-once 16
+    """
+    say = Console(stderr=True, highlight=False, soft_wrap=True).print
+    starts = {name: SYSTEMS[name] for name in names or SYSTEMS}
+    if other is not None:
+        starts[OTHER] = sluice(OTHER, other)
+    with ExitStack() as stack:
+        stack.enter_context(_terminated_as_interrupted())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-gateway-")))
+        try:
+            bench = Bench(stack.enter_context(engines(folder)), folder, say)
+        except LeftOutError as error:
+            raise click.ClickException(f"the engines: {error}") from None
+        systems, left_out = _started(starts, bench, stack)
+        if not systems:
+            raise click.ClickException("no system could be started")
+        try:
+            idle_cores = _idle(systems)
+            runs = _rounds(systems, rounds, seconds, at_onces, token_counts, say)
+        except LoadError as error:
+            raise click.ClickException(str(error)) from None
+    rows = summary(runs)
+    tokens = further_tokens(rows)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "summary": rows,
+                    "further_token": tokens,
+                    "idle_cores": idle_cores,
+                    "left_out": left_out,
+                    "runs": runs,
+                },
+                indent=2,
+            )
+        )
+        return
+    print_table(speeds(rows))
+    print_table(costs(rows))
+    if tokens:
+        print_table(token_costs(tokens))
+    for name, cores in idle_cores.items():
+        click.echo(f"{name} uses {cores:.3f} cores while nothing is sent")
+    for name, reason in left_out.items():
+        click.echo(f"{name} was left out: {reason}")
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does: after the processes that it has started."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _started(
+    starts: Mapping[str, Start], bench: Bench, stack: ExitStack
+) -> tuple[dict[str, System], dict[str, str]]:
+    """The systems that run, until ``stack`` ends, and why the others do not."""
+    systems, left_out = {}, {}
+    for name, start in starts.items():
+        bench.say(f"starting {name}")
+        try:
+            systems[name] = stack.enter_context(start(bench))
+        except LeftOutError as error:
+            left_out[name] = str(error)
+            bench.say(f"{name} is left out: {error}")
+    return systems, left_out
+
+
+def _idle(systems: Mapping[str, System]) -> dict[str, float]:
+    """Cores that each system uses while nothing is sent, its engines included."""
+    begun_s = time.monotonic()
+    before = {name: processor_seconds(system.processes) for name, system in systems.items()}
+    time.sleep(IDLE_S)
+    elapsed_s = time.monotonic() - begun_s
+    return {
+        name: round(
+            sum(used(before[name], processor_seconds(system.processes)).values()) / elapsed_s, 3
+        )
+        for name, system in systems.items()
+    }
+
+
+def _rounds(
+    systems: Mapping[str, System],
+    rounds: int,
+    seconds: float,
+    at_onces: tuple[int, ...],
+    token_counts: tuple[int, ...],
+    say: Callable[[str], None],
+) -> list[Json]:
+    """Every cell of every round; in every other one the systems come the other way round."""
+    for system in systems.values():
+        asyncio.run(load(system.urls, max(at_onces), min(token_counts), WARM_UP_S))
+    runs: list[Json] = []
+    for number in range(rounds):
+        for at_once in at_onces:
+            for tokens in token_counts:
+                for name in list(systems)[:: -1 if number % 2 else 1]:
+                    row = _measured(systems[name], at_once, tokens, seconds)
+                    cell = {"system": name, "at_once": at_once, "tokens": tokens}
+                    runs.append({**cell, "round": number, **row})
+        say(f"round {number + 1} of {rounds}")
+    return runs
+
+
+def _measured(system: System, at_once: int, tokens: int, seconds: float) -> Json:
+    gc.collect()
+    before = processor_seconds(system.processes)
+    measured = asyncio.run(load(system.urls, at_once, tokens, seconds))
+    return figures(measured, used(before, processor_seconds(system.processes)))

@@ -1,0 +1,71 @@
+"""An engine that answers at once, as a server with vLLM's interface: what gateways are put in front
+of in ``sluice bench gateway``.
+
+It computes nothing. Each token is an event of its own, and leaves in a turn of the loop of its own,
+as an engine's tokens do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import click
+import msgspec
+from aiohttp import web
+
+MODEL = "simulated"
+
+_MOST_TOKENS = 100_000
+
+
+def events(tokens: int, request_id: str) -> Iterator[bytes]:
+    """The server-sent events of a chat completion of so many tokens, each a word."""
+    head = (
+        f'data: {{"id":"chatcmpl-{request_id}","object":"chat.completion.chunk",'
+        f'"created":1700000000,"model":"{MODEL}","choices":[{{"index":0,"delta":'
+    )
+    yield f'{head}{{"role":"assistant","content":""}},"finish_reason":null}}]}}\n\n'.encode()
+    token = f'{head}{{"content":" sluice"}},"finish_reason":null}}]}}\n\n'.encode()
+    for _ in range(tokens - 1):
+        yield token
+    yield f'{head}{{"content":" sluice"}},"finish_reason":"length"}}]}}\n\n'.encode()
+    yield b"data: [DONE]\n\n"
+
+
+async def _chat(request: web.Request) -> web.StreamResponse:
+    asked = msgspec.json.decode(await request.read())
+    # Routers may give the field its newer name.
+    most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 1
+    tokens = min(_MOST_TOKENS, max(1, int(most)))
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    for event in events(tokens, f"{id(request):x}"):
+        await response.write(event)
+        await asyncio.sleep(0)
+    await response.write_eof()
+    return response
+
+
+async def _health(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def _models(_: web.Request) -> web.Response:
+    entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "bench"}
+    return web.json_response({"object": "list", "data": [entry]})
+
+
+@click.command()
+@click.option("--port", required=True, type=click.IntRange(1, 65_535))
+def main(port: int) -> None:
+    """Serve on this machine until it is told to end."""
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", _chat)
+    app.router.add_get("/health", _health)
+    app.router.add_get("/v1/models", _models)
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What ``sluice bench gateway`` compares. Another system is one entry of :data:`SYSTEMS`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from benchmarks.gateway_engine import MODEL
+from benchmarks.gateway_peers import ROUTERS, Router, environment
+from benchmarks.gateway_processes import serving
+from deploy.ray_settings import free_port
+
+REPLICAS = 2
+"""Engines behind each gateway, and replicas of Sluice."""
+
+ENGINES = "replicas"
+"""What the processes of engines are called; everything else is the gateway's."""
+
+_START_LIMIT_S = 120.0
+_RAY_START_LIMIT_S = 900.0
+_INSTANT: Final = {"step_s": 0.0, "token_s": 0.0, "context_token_s": 0.0}
+
+
+class System(NamedTuple):
+    """A system that takes requests.
+
+    Attributes:
+        urls: of its servers, without ``/v1``; clients take them in turn.
+        processes: processes, and what they and all below them are; empty where their titles say
+            it. See :func:`benchmarks.gateway_processes.processor_seconds`.
+    """
+
+    urls: tuple[str, ...]
+    processes: Mapping[int, str]
+
+
+class Bench(NamedTuple):
+    """What the systems share.
+
+    Attributes:
+        engines: process id and address of each engine that answers at once.
+        folder: for logs and configurations.
+        say: tells what goes on.
+    """
+
+    engines: Mapping[int, str]
+    folder: Path
+    say: Callable[[str], None]
+
+
+Start = Callable[[Bench], AbstractContextManager[System]]
+
+
+@contextmanager
+def engines(folder: Path) -> Iterator[dict[int, str]]:
+    """Process id and address of :data:`REPLICAS` engines that answer at once, until the block ends.
+
+    Raises:
+        LeftOutError: one does not start.
+    """
+    with ExitStack() as stack:
+        found = {}
+        for number in range(REPLICAS):
+            port = free_port()
+            url = f"http://127.0.0.1:{port}"
+            command = [sys.executable, "-m", "benchmarks.gateway_engine", "--port", str(port)]
+            log = folder / f"engine-{number}.log"
+            found[stack.enter_context(serving(command, url, log, _START_LIMIT_S))] = url
+        yield found
+
+
+@contextmanager
+def _direct(bench: Bench) -> Iterator[System]:
+    yield System(tuple(bench.engines.values()), dict.fromkeys(bench.engines, ENGINES))
+
+
+def _router(name: str, router: Router) -> Start:
+    @contextmanager
+    def start(bench: Bench) -> Iterator[System]:
+        python = environment(router.package, bench.say)
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        workers = tuple(bench.engines.values())
+        command = router.command(python, port, free_port(), workers)
+        log = bench.folder / f"{name}.log"
+        with serving(command, url, log, _START_LIMIT_S) as pid:
+            yield System((url,), dict.fromkeys(bench.engines, ENGINES) | {pid: "routers"})
+
+    return start
+
+
+def sluice_config(port: int) -> dict[str, Any]:
+    """Sluice in front of simulated engines that answer at once."""
+    return {
+        "engine": {"kind": "simulated", "model": MODEL, "simulated": _INSTANT},
+        "replica": {"count": REPLICAS, "num_cpus": 0.1},
+        "router": {"port": port},
+    }
+
+
+def sluice(name: str, program: Path) -> Start:
+    """What starts ``program serve`` in front of simulated engines that answer at once."""
+
+    @contextmanager
+    def start(bench: Bench) -> Iterator[System]:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        config = bench.folder / f"{name}.json"
+        config.write_text(json.dumps(sluice_config(port)))
+        command: list[str | Path] = [program, "serve", "--config", config]
+        # Other commands must not take it for what the user serves.
+        state = os.environ | {"XDG_STATE_HOME": str(bench.folder)}
+        log = bench.folder / f"{name}.log"
+        with serving(command, url, log, _RAY_START_LIMIT_S, state) as pid:
+            yield System((url,), {pid: ""})
+
+    return start
+
+
+SYSTEMS: Final[Mapping[str, Start]] = {
+    "direct": _direct,
+    **{name: _router(name, router) for name, router in ROUTERS.items()},
+    "sluice": sluice("sluice", Path(sys.executable).with_name("sluice")),
+}
+"""What starts each. The others are compared with the first."""

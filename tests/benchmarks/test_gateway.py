@@ -1,0 +1,359 @@
+"""The benchmark of gateways: its client, its processes, what is reported, and short real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from aiohttp import web
+from click.testing import CliRunner, Result
+
+from benchmarks.gateway_client import Load, LoadError, load
+from benchmarks.gateway_engine import events
+from benchmarks.gateway_peers import ROUTERS, environment
+from benchmarks.gateway_processes import LeftOutError, processor_seconds, serving, used
+from benchmarks.gateway_report import (
+    costs,
+    figures,
+    further_tokens,
+    speeds,
+    summary,
+    token_costs,
+)
+from benchmarks.gateway_systems import SYSTEMS, engines
+from deploy.cli import main
+from deploy.ray_settings import free_port
+from tests.documents import shell
+
+START_S = 120.0
+
+
+# The client.
+
+
+@asynccontextmanager
+async def answering(chunks: list[bytes], status: int = 200) -> AsyncIterator[str]:
+    """The address of a server that answers with ``chunks``, whatever is asked for."""
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+        await response.write_eof()
+        return response
+
+    app = web.Application()
+    app.router.add_post("/prefix/v1/chat/completions", chat)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/prefix"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("bytes_each", [1, 7, 10_000])
+async def test_answers_are_read_however_they_are_cut(bytes_each: int) -> None:
+    whole = b"".join(events(5, "id"))
+    cut = [whole[start : start + bytes_each] for start in range(0, len(whole), bytes_each)]
+    async with answering(cut) as url:
+        measured = await load([url], at_once=3, tokens=5, seconds=0.0)
+    # The time was over at once, and what was under way has ended.
+    assert len(measured.ttfts_s) == 3
+    assert 0 < min(measured.ttfts_s) <= max(measured.ttfts_s) <= measured.elapsed_s
+
+
+@pytest.mark.parametrize(
+    ("chunks", "status", "says"),
+    [
+        (list(events(4, "id")), 200, "4 of 5 tokens"),
+        (list(events(5, "id"))[:-1], 200, "5 of 5 tokens"),  # without its end mark
+        ([b'{"error": "busy"}'], 503, "status 503.*busy"),
+    ],
+)
+async def test_an_answer_that_lacks_something_ends_the_measurement(
+    chunks: list[bytes], status: int, says: str
+) -> None:
+    async with answering(chunks, status) as url:
+        with pytest.raises(LoadError, match=says):
+            await load([url], at_once=2, tokens=5, seconds=60.0)
+
+
+async def test_a_connection_that_is_lost_or_refused_ends_the_measurement() -> None:
+    async def break_off(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: half")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", break_off)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        with pytest.raises(LoadError, match="connection lost"):
+            await load([url], at_once=1, tokens=5, seconds=60.0)
+    finally:
+        await runner.cleanup()
+    with pytest.raises(LoadError, match="Connect call failed"):
+        await load([url], at_once=1, tokens=5, seconds=60.0)
+
+
+# The processes.
+
+
+async def test_the_engines_answer_with_as_many_tokens_as_asked_for_and_their_time_is_told(
+    tmp_path: Path,
+) -> None:
+    with engines(tmp_path) as found:
+        roots = dict.fromkeys(found, "replicas")
+        before = processor_seconds(roots)
+        # Longer than the clock of processor time ticks.
+        measured = await load(list(found.values()), at_once=4, tokens=200, seconds=1.0)
+        spent = used(before, processor_seconds(roots))
+        assert set(spent) == {"replicas"}
+        assert spent["replicas"] > 0
+        assert len(measured.ttfts_s) >= 4
+    assert not any(psutil.pid_exists(pid) for pid in found)
+
+
+def test_a_process_that_came_counts_whole_and_one_that_ended_not_at_all() -> None:
+    before = {1: ("routers", 5.0), 2: ("Ray", 7.0)}
+    after = {1: ("routers", 6.5), 3: ("routers", 0.25)}
+    assert used(before, after) == {"routers": 1.75}
+
+
+def test_a_server_that_does_not_start_is_left_out_with_what_it_said(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "raise SystemExit('\\x1b[31mno such\\x1b[0m flag')"]
+    with (
+        pytest.raises(LeftOutError, match="has ended: no such flag"),
+        serving(command, "http://127.0.0.1:1", tmp_path / "log", START_S),
+    ):
+        pass
+
+
+ENGINE = [sys.executable, "-m", "benchmarks.gateway_engine", "--port"]
+
+
+def test_all_processes_below_a_server_end_with_the_block(tmp_path: Path) -> None:
+    port = str(free_port())
+    below = f"import subprocess; subprocess.Popen({[*ENGINE, port]!r}).wait()"
+    command = [sys.executable, "-c", below]
+    with serving(command, f"http://127.0.0.1:{port}", tmp_path / "log", START_S) as pid:
+        family = psutil.Process(pid).children(recursive=True)
+        assert family
+    assert not any(process.is_running() for process in family)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from benchmarks.gateway_processes import serving
+port, log = sys.argv[1:]
+command = [sys.executable, "-m", "benchmarks.gateway_engine", "--port", port]
+with serving(command, f"http://127.0.0.1:{port}", Path(log), 120) as pid:
+    print(pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux only")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_ends_with_a_benchmark_that_is_killed(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(free_port()), str(tmp_path / "log")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        server = psutil.Process(int(benchmark.stdout.readline()))
+        benchmark.send_signal(number)
+        _, alive = psutil.wait_procs([server], timeout=60)
+        assert alive == []
+
+
+# Other gateways.
+
+
+@pytest.mark.parametrize("name", list(ROUTERS))
+def test_a_router_is_started_in_front_of_all_engines_with_ports_of_its_own(name: str) -> None:
+    workers = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    command = ROUTERS[name].command(Path("python"), 3, 4, workers)
+    assert command[:3] == ["python", "-m", f"{name.replace('-', '_')}.launch_router"]
+    assert command[command.index("--port") + 1] == "3"
+    assert command[command.index("--prometheus-port") + 1] == "4"
+    assert command[-2:] == workers and command[-3] == "--worker-urls"
+    assert "==" in ROUTERS[name].package  # the same one in every run
+
+
+@pytest.fixture
+def no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder of a user whose pip finds no package."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in [name for name in os.environ if name in ("PIP_FIND_LINKS", "PIP_CONFIG_FILE")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return tmp_path / "sluice" / "bench"
+
+
+def test_an_environment_that_is_there_is_used_as_it_is(no_index: Path) -> None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = no_index / f"some-router-1.0-python{version}"
+    folder.mkdir(parents=True)
+    said: list[str] = []
+    assert environment("some-router==1.0", said.append) == folder / "bin" / "python"
+    assert said == []
+
+
+def bench(*options: str) -> Result:
+    return CliRunner().invoke(main, ["bench", "gateway", *options])
+
+
+SHORT = ["--rounds", "1", "--seconds", "0.2"]
+
+
+def test_a_router_that_cannot_be_installed_is_left_out_and_the_rest_measured(
+    no_index: Path,
+) -> None:
+    one = ["--at-once", "2", "--tokens", "5"]
+    result = bench("--system", "direct", "--system", "vllm-router", "--json", *one, *SHORT)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["system"] for row in found["summary"]] == ["direct"]
+    assert "cannot install it" in found["left_out"]["vllm-router"]
+    assert "vllm-router is left out" in result.stderr
+    assert found["further_token"] == []
+    assert list(no_index.iterdir()) == []  # nothing half-made stays
+    alone = bench("--system", "vllm-router", *one, *SHORT)
+    assert alone.exit_code == 1
+    assert "no system could be started" in alone.stderr
+
+
+# What is reported.
+
+
+def run_of(
+    system: str, number: int, tokens: int, per_second: float, ttft_ms: float, **cpu_s: float
+) -> dict[str, Any]:
+    requests = 100
+    measured = Load([ttft_ms / 1e3] * requests, requests / per_second, cpu_s=0.01)
+    cell = {"system": system, "at_once": 16, "tokens": tokens, "round": number}
+    return {**cell, **figures(measured, cpu_s)}
+
+
+RUNS = [
+    # The second round met a busy machine.
+    run_of("direct", 0, 20, 1_000.0, 2.0, replicas=0.04),
+    run_of("vllm-router", 0, 20, 500.0, 3.0, replicas=0.04, routers=0.02),
+    run_of("sluice", 0, 20, 100.0, 12.0, replicas=0.2, routers=0.6, Ray=0.1),
+    run_of("sluice", 1, 20, 40.0, 26.0, replicas=0.2, routers=0.8, Ray=0.3),
+    run_of("vllm-router", 1, 20, 200.0, 7.0, replicas=0.04, routers=0.02),
+    run_of("direct", 1, 20, 500.0, 6.0, replicas=0.04),
+]
+
+
+def test_a_request_costs_what_was_spent_by_the_number_of_requests() -> None:
+    row = run_of("sluice", 0, 20, 100.0, 12.0, replicas=0.2, routers=0.6)
+    assert row["per_second"] == 100.0
+    assert (row["ttft_p50_ms"], row["ttft_p99_ms"]) == (12.0, 12.0)
+    assert row["cpu_ms"] == {"replicas": 2.0, "routers": 6.0, "client": 0.1}
+
+
+def test_systems_are_compared_within_a_round() -> None:
+    direct, router, sluice = summary(RUNS)
+    assert [row["system"] for row in (direct, router, sluice)] == [
+        "direct",
+        "vllm-router",
+        "sluice",
+    ]
+    assert direct["ratio"] == {"vllm-router": 2.25}  # 2 and 2.5
+    assert sluice["ratio"] == {"direct": 0.09, "vllm-router": 0.2}
+    assert sluice["per_second"] == 70.0 and sluice["requests"] == 200
+    assert sluice["added_ttft_p50_ms"] == 15.0  # 10 and 20
+    assert sluice["cpu_ms"] == {
+        "replicas": 2.0,
+        "routers": 7.0,
+        "Ray": 2.0,
+        "client": 0.1,
+        "gateway": 9.0,
+    }
+    assert direct["cpu_ms"]["gateway"] == 0.0
+
+
+def test_without_direct_engines_nothing_is_added_to_them() -> None:
+    (alone,) = summary([run_of("sluice", 0, 20, 100.0, 12.0, routers=0.6)])
+    assert (alone["added_ttft_p50_ms"], alone["ratio"]) == (None, {})
+    assert speeds([alone]).row_count == costs([alone]).row_count == 1
+
+
+def test_a_further_token_is_the_difference_of_long_and_short_streams() -> None:
+    runs = [
+        run_of("sluice", 0, 20, 100.0, 12.0, replicas=0.2, routers=0.6),
+        run_of("sluice", 0, 200, 10.0, 12.0, replicas=2.0, routers=4.2, Ray=0.9),
+    ]
+    (row,) = further_tokens(summary(runs))
+    assert row["cpu_us"]["routers"] == 200.0  # 36 ms for 180 tokens
+    assert row["cpu_us"]["replicas"] == 100.0
+    assert row["cpu_us"]["gateway"] == 250.0
+    assert further_tokens(summary(runs[:1])) == []
+    rows = summary(RUNS)
+    assert speeds(rows).row_count == costs(rows).row_count == 3
+    assert token_costs([row]).row_count == 1
+
+
+# Real ones.
+
+
+@pytest.mark.ray
+def test_sluice_is_measured_beside_engines_without_a_gateway() -> None:
+    assert {"direct", "sluice", *ROUTERS} <= set(SYSTEMS)
+    chosen = "--system direct --system sluice --at-once 1 --at-once 4 --tokens 5 --tokens 25"
+    command = f"sluice bench gateway {chosen} {' '.join(SHORT)} --json"
+    found = json.loads(shell(command, timeout_s=1_200))
+    assert found["left_out"] == {}
+    assert set(found["idle_cores"]) == {"direct", "sluice"}
+    cells = [(row["at_once"], row["tokens"], row["system"]) for row in found["summary"]]
+    assert cells == [
+        (at_once, tokens, name)
+        for at_once in (1, 4)
+        for tokens in (5, 25)
+        for name in ("direct", "sluice")
+    ]
+    for row in found["summary"]:
+        assert row["requests"] >= row["at_once"]
+        parts = set(row["cpu_ms"])
+        if row["system"] == "sluice":
+            assert {"replicas", "routers", "controller", "HAProxy", "Serve", "client"} <= parts
+            assert row["ratio"]["direct"] > 0
+        else:
+            assert parts == {"replicas", "client", "gateway"}
+    assert [(row["at_once"], row["system"]) for row in found["further_token"]] == [
+        (at_once, name) for at_once in (1, 4) for name in ("direct", "sluice")
+    ]
+
+
+def test_options_are_bounded() -> None:
+    for options, says in (
+        (["--rounds", "0"], "1<=x<=100"),
+        (["--at-once", "0"], "1<=x<=1000"),
+        (["--tokens", "5000"], "1<=x<=4000"),
+        (["--system", "nginx"], "'direct'"),
+        (["--other", "nowhere"], "nowhere"),
+    ):
+        result = bench(*options)
+        assert result.exit_code == 2
+        assert says in result.output
