@@ -192,7 +192,8 @@ async def _read(request: Request, max_bytes: int, held: HeldBytes | None) -> byt
             raise _too_large(max_bytes)
         if held is not None:
             held.add(len(chunk))
-        chunks.append(chunk)
+        if chunk:  # the last one is empty, and to join it would copy a body that came whole
+            chunks.append(chunk)
     return b"".join(chunks)
 
 
