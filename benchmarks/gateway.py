@@ -111,8 +111,9 @@ def gateway(
         if not systems:
             raise click.ClickException("no system could be started")
         try:
-            idle_cores = _idle(systems)
             runs = _rounds(systems, rounds, seconds, at_onces, token_counts, say)
+            # Not before: what has just started is busy with itself.
+            idle_cores = _idle(systems)
         except LoadError as error:
             raise click.ClickException(str(error)) from None
     rows = summary(runs)
