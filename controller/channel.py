@@ -25,7 +25,6 @@ import hmac
 import itertools
 import logging
 import secrets
-import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
@@ -35,6 +34,7 @@ import msgspec
 
 from controller import query_wire, report_wire
 from controller.clock_offset import ClockOffset
+from controller.dead_hosts import notice_dead_host
 from controller.failure import NoAnswerError
 from controller.messages import (
     ReplicaDelta,
@@ -59,10 +59,6 @@ MAX_TIMEOUTS = 3
 """Questions, each asked after the one before ran out of time, that may stay without an answer
 before the connection counts as dead. One is not enough: while a client's event loop is busy, its
 deadline passes although the answer has arrived."""
-
-DEAD_AFTER_S = 30
-"""Silence of the other host after which the system ends a connection, seconds: a host that vanished
-does not say so. A program that hangs is another matter, its host answers for it."""
 
 GREETING_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
@@ -101,7 +97,7 @@ class _Lines(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # No check: uvloop's transports are none of asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
-        _notice_dead_host(transport.get_extra_info("socket"))
+        notice_dead_host(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data if self._rest else data).split(b"\n")
@@ -482,19 +478,3 @@ class RouteChannel:
         if self._connection is connection:
             self._connection = None
             self._on_lost()
-
-
-def _notice_dead_host(connection: socket.socket | None) -> None:
-    """Have the system end a connection whose other host has vanished."""
-    if connection is None:
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every system has all of them; without them its own times count.
-    for name, value in (
-        ("TCP_KEEPIDLE", DEAD_AFTER_S // 3),
-        ("TCP_KEEPINTVL", DEAD_AFTER_S // 3),
-        ("TCP_KEEPCNT", 2),
-        ("TCP_USER_TIMEOUT", 1000 * DEAD_AFTER_S),
-    ):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

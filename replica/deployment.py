@@ -28,6 +28,8 @@ from replica.engine import (
 from replica.metrics import ReplicaCollector
 from replica.server import Replica
 from replica.simulated_engine import SimulatedEngine
+from replica.streams.server import StreamServer
+from replica.streams.wire import StreamEndpoint
 from scheduling.batching.warm_up import warm_up
 from scheduling.roles import Role
 from telemetry.config import TelemetryConfig
@@ -96,6 +98,7 @@ class ReplicaServer:
             self._tracer,
             role,
         )
+        self._streams = StreamServer(replica_id, self._replica.open)
         self._configured = ConfiguredReplicas()
         registry.register(
             ReplicaCollector(
@@ -136,6 +139,11 @@ class ReplicaServer:
         async with aclosing(self._replica.generate(request)) as batches:
             async for batch in batches:
                 yield batch
+
+    async def stream_endpoint(self, _target: str | None = None) -> StreamEndpoint:
+        """Where requests are served over a plain connection; see :mod:`replica.streams.server`.
+        ``_target`` as in :meth:`generate`."""
+        return await self._streams.endpoint(ray.util.get_node_ip_address())
 
     async def progress(self, request_ids: Sequence[str], _target: str | None = None) -> Progress:
         """Whether this replica goes on; see :meth:`replica.server.Replica.progress`. ``_target`` is
@@ -178,7 +186,9 @@ class ReplicaServer:
 
     async def __del__(self) -> None:
         """Serve awaits this after its own drain, when it stops the replica."""
+        self._streams.goodbye()
         await self._replica.drain()
+        await self._streams.stop()
         self._configured.stop()
         await self._pusher.stop()
         await self._replica.stop()

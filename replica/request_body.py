@@ -51,11 +51,24 @@ class RequestBody(dict[str, Any]):
         body._removed = self._removed | (self.keys() - fields.keys())
         return body
 
+    @property
+    def parts(self) -> tuple[bytes, Mapping[str, Any], frozenset[str]]:
+        """What it travels as: the bytes that it was parsed from, the fields that have changed,
+        and the names of those that were removed."""
+        return self._raw, self._changed, self._removed
+
+    @classmethod
+    def of_parts(
+        cls, raw: bytes, changed: Mapping[str, Any], removed: frozenset[str]
+    ) -> RequestBody:
+        """The body with these :attr:`parts`.
+
+        Raises:
+            msgspec.DecodeError, UnicodeDecodeError, RecursionError: as :meth:`parse`.
+        """
+        sent = cls.parse(raw)
+        fields = {name: value for name, value in sent.items() if name not in removed}
+        return sent.with_fields({**fields, **changed})
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._raw, self._changed, self._removed)
-
-
-def _arrived(raw: bytes, changed: Mapping[str, Any], removed: frozenset[str]) -> RequestBody:
-    sent = RequestBody.parse(raw)
-    fields = {name: value for name, value in sent.items() if name not in removed}
-    return sent.with_fields({**fields, **changed})
+        return RequestBody.of_parts, self.parts

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
@@ -31,6 +31,7 @@ from replica.engine import (
 from replica.openai_format import error_body
 from replica.reporter import Membership, Reporter, ReportTarget
 from replica.request_trace import RequestTrace
+from replica.response import Response
 from replica.watchdog import Watchdog
 from scheduling.fair_shares import PLACES_PART, has_room
 from scheduling.roles import Role
@@ -39,59 +40,6 @@ from telemetry.logs import of_request
 from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
-
-MAX_BUFFERED_ITEMS = 256
-"""Items of one response that may wait for their consumer; then the engine's stream waits."""
-
-MAX_BATCH_BYTES = 1 << 20
-"""A batch of items ends with the one that reaches this: each batch is one message."""
-
-
-class _Response:
-    """What one response has ready for its consumer. Bounded: :meth:`put` waits for room."""
-
-    __slots__ = ("_ready", "_room", "error", "items", "over")
-
-    def __init__(self) -> None:
-        self.items: deque[ResponseItem] = deque()
-        self.over = False
-        self.error: BaseException | None = None
-        self._ready = asyncio.Event()
-        self._room = asyncio.Event()
-
-    async def put(self, item: ResponseItem) -> None:
-        while len(self.items) >= MAX_BUFFERED_ITEMS:
-            self._room.clear()
-            await self._room.wait()
-        self.items.append(item)
-        self._ready.set()
-
-    def end(self, error: BaseException | None) -> None:
-        self.over = True
-        self.error = error
-        self._ready.set()
-
-    async def take(self) -> list[ResponseItem]:
-        """What is ready, at least one item, up to :data:`MAX_BATCH_BYTES`; empty at the end.
-
-        Raises:
-            BaseException: what ended the response early, after its items were taken.
-        """
-        while not self.items:
-            if self.over:
-                if self.error is not None:
-                    raise self.error
-                return []
-            self._ready.clear()
-            await self._ready.wait()
-        batch: list[ResponseItem] = []
-        size = 0
-        while self.items and size < MAX_BATCH_BYTES:
-            item = self.items.popleft()
-            size += len(item.data) if isinstance(item, ResponseChunk) else 0
-            batch.append(item)
-        self._room.set()
-        return batch
 
 
 class Replica:
@@ -169,19 +117,16 @@ class Replica:
         self._reporter.start()
         return self._info
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[ResponseItem], None]:
-        """Serve one request: batches of whatever is ready, never waiting to fill one.
+    def open(self, request: EngineRequest, wake: Callable[[], None]) -> Response:
+        """Begin to serve one request; ``wake`` is called when something of the response is ready.
 
-        When the consumer closes or cancels this, the request is aborted in the engine.
-
-        Raises:
-            EngineDeadError: the engine died; what was yielded before stays valid.
+        Closing the response aborts the request in the engine. Whoever opened it closes it in any
+        case.
         """
         if not self._has_room(request):
             self._report_finished(request)
-            yield self._refusal()
-            return
-        response = _Response()
+            return Response(wake, self._refusal())
+        response = Response(wake)
         with of_request(request.request_id):
             pump = asyncio.create_task(self._pump(request, response))
         self._pumps.add(pump)
@@ -191,13 +136,37 @@ class Replica:
         pump.add_done_callback(partial(self._finish, request, response))
         if self._reporter is not None:
             self._reporter.wake()
+        response.close = partial(self._close, request, pump)
+        return response
+
+    def _close(self, request: EngineRequest, pump: asyncio.Task[None]) -> None:
+        pump.cancel()
+        self._open.discard(request.request_id)
+        self._check_idle()
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[ResponseItem], None]:
+        """Serve one request: batches of whatever is ready, never waiting to fill one.
+
+        When the consumer closes or cancels this, the request is aborted in the engine.
+
+        Raises:
+            EngineDeadError: the engine died; what was yielded before stays valid.
+        """
+        ready = asyncio.Event()
+        response = self.open(request, ready.set)
         try:
-            while batch := await response.take():
-                yield batch
+            while True:
+                if batch := response.take():
+                    yield batch
+                elif response.over:
+                    break
+                else:
+                    ready.clear()
+                    await ready.wait()
+            if response.error is not None:
+                raise response.error
         finally:
-            pump.cancel()
-            self._open.discard(request.request_id)
-            self._check_idle()
+            response.close()
 
     def _has_room(self, request: EngineRequest) -> bool:
         free = self._config.max_live_requests - len(self._pumps)
@@ -218,7 +187,7 @@ class Replica:
             ResponseTail(0, 0),
         ]
 
-    async def _pump(self, request: EngineRequest, response: _Response) -> None:
+    async def _pump(self, request: EngineRequest, response: Response) -> None:
         """Carry the engine's items to the response, until the end or a cancellation."""
         trace = RequestTrace.begin(self._tracer, request) if self._tracer is not None else None
         if trace is not None:
@@ -235,9 +204,7 @@ class Replica:
             if trace is not None:
                 trace.end()
 
-    def _finish(
-        self, request: EngineRequest, response: _Response, pump: asyncio.Task[None]
-    ) -> None:
+    def _finish(self, request: EngineRequest, response: Response, pump: asyncio.Task[None]) -> None:
         """A pump ended; also one that was cancelled before it ran at all."""
         self._pumps.discard(pump)
         self._of_tenant[request.tenant] -= 1

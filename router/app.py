@@ -65,7 +65,7 @@ class _Part:
         )
         self.page = ControllerMetricsPage(self.client, self.pusher, metrics.registry)
         serve_replicas = ServeReplicas(
-            pools, lambda: self.client.closed, lambda: self.client.quarantined
+            pools, lambda: self.client.closed, lambda: self.client.quarantined, metrics.sent
         )
         self.fleet = Fleet(
             model.name,

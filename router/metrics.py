@@ -66,6 +66,15 @@ class Fallback(enum.StrEnum):
     """Serve did not know the chosen replica, or that one had no room."""
 
 
+class Way(enum.StrEnum):
+    """How a call goes to a replica."""
+
+    CONNECTION = "connection"
+    """Over the router's own connection to it."""
+    HANDLE = "handle"
+    """Over Serve's handle."""
+
+
 class Leg(enum.StrEnum):
     """A part of the way of a request whose prompt another replica computes."""
 
@@ -155,6 +164,12 @@ class RouterMetrics:
                 registry=registry,
             ).labels
         )
+        self._sent = Counter(
+            "sluice_replica_calls",
+            "Calls sent to replicas, by the way that they went.",
+            ["way"],
+            registry=registry,
+        )
         self.retries = Counter(
             "sluice_retries", "Attempts after a first one that failed.", registry=registry
         )
@@ -223,6 +238,10 @@ class RouterMetrics:
     def of_the_edge(self) -> tuple[Collector, ...]:
         """Those of a whole router, whatever the model."""
         return (self.in_flight, self.held_bytes, self.held_refusals, self.loop_delay_s)
+
+    def sent(self, way: Way) -> None:
+        """A call was sent to a replica."""
+        self._sent.labels(way.value).inc()
 
     def fallback(self, reason: Fallback) -> None:
         """Count a request that did not go where the controller said."""

@@ -20,10 +20,13 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle
 
 from replica.engine import EngineDeadError, EngineRequest, Progress, ResponseItem
+from replica.streams.wire import StreamEndpoint
 from router import wire
-from router.answer import ReplicaFailedError
+from router.answer import ReplicaFailedError, ReplicaStream
 from router.errors import Reason
 from router.hint import DrainedError, Hint, NoReplicaError
+from router.metrics import Way
+from router.streams import Channels
 from scheduling.roles import Role
 
 WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
@@ -90,6 +93,7 @@ class ServeReplicas:
         pools: a handle for each role that has a deployment, at least one.
         closed: the replicas that an operator has closed to new requests, as of now.
         quarantined: the replicas that have failed or hang, as of now.
+        sent: told of each call by which way it goes.
     """
 
     def __init__(
@@ -97,10 +101,12 @@ class ServeReplicas:
         pools: Mapping[Role, DeploymentHandle],
         closed: Callable[[], Collection[str]] = tuple,
         quarantined: Callable[[], Collection[str]] = tuple,
+        sent: Callable[[Way], None] = lambda _: None,
     ) -> None:
         self.roles: Sequence[Role] = tuple(role for role in WHOLE if role in pools)
         self._closed = closed
         self._quarantined = quarantined
+        self._sent = sent
         self._generate = {
             role: handle.options(method_name="generate", stream=True)
             for role, handle in pools.items()
@@ -111,14 +117,41 @@ class ServeReplicas:
         self._models = {
             role: handle.options(method_name="models") for role, handle in pools.items()
         }
+        self._endpoint = {
+            role: handle.options(method_name="stream_endpoint") for role, handle in pools.items()
+        }
+        self._channels = Channels(self._find)
 
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
-    ) -> ServeStream:
-        """Send a request; see :class:`~router.legs.Replicas`."""
-        # Where it names nobody, who takes the request says so.
-        hint = self._hint(target, avoid) or ""
-        return ServeStream(self._generate[role].remote(request, **{wire.TARGET_KWARG: hint}))
+    ) -> ReplicaStream:
+        """Send a request; see :class:`~router.legs.Replicas`. Over a connection of its own, where
+        there is one to the target."""
+
+        def by_serve() -> ServeStream:
+            # Where it names nobody, who takes the request says so.
+            hint = self._hint(target, avoid) or ""
+            self._sent(Way.HANDLE)
+            return ServeStream(self._generate[role].remote(request, **{wire.TARGET_KWARG: hint}))
+
+        if target is not None:
+            stream = self._channels.open(request, target, role, by_serve)
+            if stream is not None:
+                self._sent(Way.CONNECTION)
+                return stream
+        return by_serve()
+
+    async def _find(self, replica_id: str, role: Role) -> StreamEndpoint:
+        """Where a replica listens; the answer names who gives it.
+
+        Raises:
+            ReplicaFailedError: it could not be asked.
+        """
+        hint = self._hint(replica_id, ())
+        endpoint: StreamEndpoint = await _answer_of(
+            self._endpoint[role].remote(**{wire.TARGET_KWARG: hint})
+        )
+        return endpoint
 
     async def progress(
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role

@@ -15,9 +15,15 @@ CONTROLLER_SURFACE = (
     "controller.config",
     "controller.metrics",
     "controller.version",
+    "controller.dead_hosts",
 )
 
-REPLICA_SURFACE = ("replica.engine", "replica.request_body")
+REPLICA_SURFACE = (
+    "replica.engine",
+    "replica.request_body",
+    "replica.streams.frames",
+    "replica.streams.wire",
+)
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     "telemetry": ("telemetry",),

@@ -26,7 +26,8 @@ from replica.engine import (
     chunks_of,
     request_key,
 )
-from replica.server import MAX_BATCH_BYTES, MAX_BUFFERED_ITEMS, Replica
+from replica.response import MAX_BATCH_BYTES, MAX_BUFFERED_ITEMS
+from replica.server import Replica
 from replica.simulated_engine import SimulatedEngine
 from scheduling.objective import SLO
 from tests.replica.controller_side import MirrorOfOne

@@ -1,0 +1,1 @@
+"""Responses on their way to routers over plain TCP connections."""

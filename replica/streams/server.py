@@ -1,0 +1,353 @@
+"""Takes requests from routers over plain TCP, and sends them the responses.
+
+Serve's own way costs each chunk a gRPC message, a pickle and several tasks on either side. Here all
+that is ready for one router leaves in one write, once in a turn of the event loop; nothing runs for
+a response but the task that reads the engine. The replica listens on its node's address, on a port
+of the system's choice. Who knows the token, which it gives away by Serve's own way only, may ask;
+:mod:`replica.streams.wire` says what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from replica.engine import (
+    EngineDeadError,
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseTail,
+    ResponseTaken,
+)
+from replica.response import Response
+from replica.streams.frames import Frames
+from replica.streams.wire import (
+    BATCH_BYTES,
+    FORMAT,
+    GOODBYE,
+    MAX_ASKED_BYTES,
+    MAX_CHUNK_BYTES,
+    WELCOME,
+    WINDOW_BYTES,
+    Asked,
+    Cancel,
+    Delivery,
+    Ending,
+    Open,
+    StreamEndpoint,
+    cost,
+)
+
+MAX_CONNECTIONS = 1024
+"""Most connections that have shown the token: a router has one."""
+
+MAX_STRANGERS = 64
+"""Most connections that have not shown it yet; one more drops the oldest of them, so that nobody
+keeps routers out by holding these places."""
+
+GREETING_TIMEOUT_S = 5.0
+"""Longest time to show it, seconds."""
+
+_CLOSE_TIMEOUT_S = 1.0
+_HIGH_WATER = 1 << 20
+
+_decode = msgspec.msgpack.Decoder(Asked).decode
+_encode = msgspec.msgpack.Encoder().encode
+_log = logging.getLogger(__name__)
+
+Serve = Callable[[EngineRequest, Callable[[], None]], Response]
+"""Begins to serve a request; see :meth:`replica.server.Replica.open`."""
+
+
+class _Outgoing:
+    """One response on its way to one router."""
+
+    __slots__ = ("_ahead", "_connection", "_ended", "_taken", "number", "queued", "response")
+
+    def __init__(self, connection: _Connection, number: int, taken: ResponseTaken | None) -> None:
+        self._connection = connection
+        self.number = number
+        self._taken = taken
+        self._ahead = 0
+        self._ended = False
+        self.queued = False
+        self.response: Response
+
+    def wake(self) -> None:
+        """There may be something to send."""
+        self._connection.wake(self)
+
+    def consumed(self, size: int) -> None:
+        """The router has read so much."""
+        self._ahead -= size
+        self.wake()
+
+    def collect(self, deliveries: list[Delivery]) -> int:
+        """Add what may be sent. Returns what it weighs, bytes."""
+        response = self.response
+        delivery = Delivery(self.number, self._taken, None, [], None)
+        self._taken = None
+        for item in response.take(WINDOW_BYTES - self._ahead):
+            if isinstance(item, ResponseChunk):
+                delivery.chunks.append(item)
+                if len(item.data) > MAX_CHUNK_BYTES:
+                    return self.fail(Ending.TOO_LARGE, deliveries)
+            elif isinstance(item, ResponseHead):
+                delivery.head = item
+            elif isinstance(item, ResponseTail):
+                delivery.tail = item
+                self._ended = True
+        size = cost(delivery.chunks)
+        self._ahead += size
+        if response.ready:
+            if self._ahead < WINDOW_BYTES:
+                self.wake()
+        elif response.over:
+            if not self._ended:
+                delivery.ending = _ending_of(response.error)
+            self._connection.finish(self.number)
+        if delivery.chunks or delivery.head or delivery.tail or delivery.taken or delivery.ending:
+            deliveries.append(delivery)
+        return size
+
+    def fail(self, ending: Ending, deliveries: list[Delivery]) -> int:
+        """Stop the response, and say why."""
+        self._connection.finish(self.number)
+        deliveries.append(Delivery(self.number, None, None, [], None, ending))
+        return 0
+
+
+def _ending_of(error: BaseException | None) -> Ending:
+    if error is None:
+        return Ending.EARLY
+    if isinstance(error, EngineDeadError):
+        return Ending.ENGINE_DEAD
+    if isinstance(error, asyncio.CancelledError):
+        return Ending.CANCELLED
+    _log.error("a response failed", exc_info=error)
+    return Ending.FAILED
+
+
+class _Connection(Frames):
+    """The connection of one router."""
+
+    def __init__(self, server: StreamServer) -> None:
+        super().__init__(limit=len(server.token))
+        self.trusted = False
+        self._server = server
+        self._streams: dict[int, _Outgoing] = {}
+        self._ready: deque[_Outgoing] = deque()
+        self._flushing = False
+        self._paused = False
+        self._greeting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert self._transport is not None
+        self._transport.set_write_buffer_limits(_HIGH_WATER)
+        self._server.enter(self)
+        self._loop = asyncio.get_running_loop()
+        self._greeting = self._loop.call_later(GREETING_TIMEOUT_S, self._check_greeted)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._server.leave(self)
+        if self._greeting is not None:
+            self._greeting.cancel()
+        for number in list(self._streams):
+            self.finish(number)
+
+    def pause_writing(self) -> None:
+        """The router takes nothing now: what it asks meanwhile waits, too."""
+        self._paused = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It goes on."""
+        self._paused = False
+        if self._transport is not None:
+            self._transport.resume_reading()
+        self._flush_soon()
+
+    def frame_received(self, frame: bytes | bytearray) -> None:
+        if not self.trusted:
+            self._greeted(frame)
+            return
+        try:
+            self._handle(_decode(frame))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            _log.warning("a router's message is malformed: %s", type(error).__name__)
+            self.abort()
+
+    def _greeted(self, frame: bytes | bytearray) -> None:
+        known = hmac.compare_digest(bytes(frame), self._server.token.encode())
+        if not known or not self._server.trust(self):
+            self.abort()
+            return
+        self.trusted = True
+        self.limit = MAX_ASKED_BYTES
+        self.send(WELCOME)
+        if self._server.leaving:
+            self.send(GOODBYE)
+
+    def _check_greeted(self) -> None:
+        if not self.trusted:
+            self.abort()
+
+    def _handle(self, asked: Asked) -> None:
+        outgoing = self._streams.get(asked.stream)
+        if isinstance(asked, Open):
+            if outgoing is not None:
+                self.abort()
+                return
+            self._open(asked.stream, asked.asked())
+        elif isinstance(asked, Cancel):
+            self.finish(asked.stream)
+        elif outgoing is not None:
+            outgoing.consumed(asked.size)
+
+    def _open(self, number: int, request: EngineRequest) -> None:
+        taken = ResponseTaken(self._server.replica_id) if request.confirm else None
+        outgoing = _Outgoing(self, number, taken)
+        outgoing.response = self._server.serve(request, outgoing.wake)
+        self._streams[number] = outgoing
+        outgoing.wake()
+
+    def finish(self, number: int) -> None:
+        """Nothing more of this response is sent. Idempotent."""
+        outgoing = self._streams.pop(number, None)
+        if outgoing is not None:
+            outgoing.response.close()
+
+    def wake(self, outgoing: _Outgoing) -> None:
+        """Something may be ready of a response. ``O(1)``."""
+        if not outgoing.queued:
+            outgoing.queued = True
+            self._ready.append(outgoing)
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Send what is ready of all responses."""
+        self._flushing = False
+        while self._ready and not self._paused and not self.closed:
+            deliveries: list[Delivery] = []
+            size = 0
+            while self._ready and size < BATCH_BYTES:
+                outgoing = self._ready.popleft()
+                outgoing.queued = False
+                if self._streams.get(outgoing.number) is outgoing:
+                    size += outgoing.collect(deliveries)
+            if deliveries:
+                self.send(self._encoded(deliveries))
+
+    def _encoded(self, deliveries: list[Delivery]) -> bytes:
+        """The frame of them; a response that cannot be sent fails alone."""
+        try:
+            return _encode(deliveries)
+        except Exception:
+            _log.exception("a response cannot be sent")
+        sound: list[Delivery] = []
+        for delivery in deliveries:
+            try:
+                _encode(delivery)
+                sound.append(delivery)
+            except Exception:
+                self.finish(delivery.stream)
+                sound.append(Delivery(delivery.stream, None, None, [], None, Ending.FAILED))
+        return _encode(sound)
+
+
+class StreamServer:
+    """The replica's side; on one event loop.
+
+    Args:
+        replica_id: whose.
+        serve: begins to serve a request.
+
+    Attributes:
+        token: opens it.
+        leaving: the replica is about to leave.
+    """
+
+    def __init__(self, replica_id: str, serve: Serve) -> None:
+        self.replica_id = replica_id
+        self.serve = serve
+        self.token = secrets.token_hex(32)
+        self.leaving = False
+        # In the order in which they came.
+        self._strangers: dict[_Connection, None] = {}
+        self._trusted: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def endpoint(self, host: str) -> StreamEndpoint:
+        """Where it listens; it begins to at the first call.
+
+        Raises:
+            OSError: ``host`` is no address of this node.
+        """
+        async with self._starting:
+            if self._server is None:
+                loop = asyncio.get_running_loop()
+                self._server = await loop.create_server(lambda: _Connection(self), host, 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return StreamEndpoint(self.replica_id, host, port, self.token, FORMAT)
+
+    def enter(self, connection: _Connection) -> None:
+        """A connection was made; the oldest that has not shown the token yet may go for it."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.abort()
+        self._strangers[connection] = None
+        self._empty.clear()
+
+    def trust(self, connection: _Connection) -> bool:
+        """A connection has shown the token; whether there is room for it."""
+        self._strangers.pop(connection, None)
+        if len(self._trusted) >= MAX_CONNECTIONS:
+            return False
+        self._trusted.add(connection)
+        return True
+
+    def leave(self, connection: _Connection) -> None:
+        """A connection ended."""
+        self._strangers.pop(connection, None)
+        self._trusted.discard(connection)
+        if not self._strangers and not self._trusted:
+            self._empty.set()
+
+    def goodbye(self) -> None:
+        """The replica is about to leave: routers are to send what is new elsewhere. What they send
+        nevertheless is served, until :meth:`stop`."""
+        self.leaving = True
+        for connection in self._trusted:
+            connection.send(GOODBYE)
+
+    async def stop(self) -> None:
+        """End all connections, once what was sent has left. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for connection in (*self._strangers, *self._trusted):
+            connection.close()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._empty.wait()
+        except TimeoutError:
+            for connection in (*self._strangers, *self._trusted):
+                connection.abort()

@@ -1,0 +1,157 @@
+"""What a router and a replica say to each other over their connection.
+
+Both sides speak in frames (:mod:`replica.streams.frames`) of MessagePack, decoded into these types
+and nothing else. The router begins with the token, answered by :data:`WELCOME`; then it sends one
+:data:`Asked` a frame, and gets frames that are lists of :class:`Delivery`. An empty frame says that
+the replica is about to leave: what is open there goes on, what is new goes elsewhere.
+
+A response may be ahead of who reads it by :data:`WINDOW_BYTES`; the router says what was read.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from replica.engine import (
+    EngineRequest,
+    Handoff,
+    ResponseChunk,
+    ResponseHead,
+    ResponseTail,
+    ResponseTaken,
+    Resume,
+)
+from replica.request_body import RequestBody
+from scheduling.objective import SLO
+from scheduling.prefix import PromptPrefix
+
+WELCOME: Final = b"ok"
+GOODBYE: Final = b""
+
+MAX_ASKED_BYTES: Final = 16 << 20
+"""Longest frame that a replica takes, bytes. A larger request travels by Serve's own way."""
+
+MAX_CHUNK_BYTES: Final = 16 << 20
+"""Longest chunk of a response, bytes; a response with a longer one fails."""
+
+BATCH_BYTES: Final = 1 << 20
+"""A frame of deliveries ends with the response that reaches this."""
+
+MAX_DELIVERED_BYTES: Final = MAX_CHUNK_BYTES + (8 << 20)
+"""Longest frame that a router takes, bytes: a batch, a response that exceeds it, and a chunk."""
+
+WINDOW_BYTES: Final = 256 << 10
+"""What a response may be ahead of its reader, bytes. A long chunk, or a buffer of short ones, may
+exceed it."""
+
+_CHUNK_COST: Final = 64
+"""What a chunk counts for beside its bytes."""
+
+
+def cost(chunks: Iterable[ResponseChunk]) -> int:
+    """What chunks take of a window, bytes."""
+    size = 0
+    for data, _, _ in chunks:  # a loop is cheaper than a sum for one chunk
+        size += len(data) + _CHUNK_COST
+    return size
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Serve ``request``, whose body is ``raw`` with the changes; ``stream`` is its number."""
+
+    stream: int
+    request: EngineRequest
+    raw: bytes
+    changed: Mapping[str, Any]
+    removed: frozenset[str]
+
+    @classmethod
+    def of(cls, stream: int, request: EngineRequest) -> Open:
+        """The question for a request. ``O(changed fields)``: the body is not walked."""
+        body = request.body
+        if not isinstance(body, RequestBody):
+            body = RequestBody.of(body)
+        return cls(stream, replace(request, body={}), *body.parts)
+
+    def asked(self) -> EngineRequest:
+        """The request.
+
+        Raises:
+            msgspec.DecodeError, UnicodeDecodeError, RecursionError: its body is no JSON object.
+        """
+        body = RequestBody.of_parts(self.raw, self.changed, self.removed)
+        return replace(self.request, body=body)
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Nobody wants the response any more. After its end this says nothing."""
+
+    stream: int
+
+
+class Consumed(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """So much of a response was read; see :func:`cost`."""
+
+    stream: int
+    size: int
+
+
+Asked = Open | Cancel | Consumed
+
+
+class Ending(enum.IntEnum):
+    """How a response ended that has no tail."""
+
+    EARLY = 1
+    """It was stopped."""
+    ENGINE_DEAD = 2
+    CANCELLED = 3
+    FAILED = 4
+    """An error of the replica's code, which its log tells."""
+    TOO_LARGE = 5
+    """A chunk exceeded :data:`MAX_CHUNK_BYTES`."""
+
+
+class Delivery(msgspec.Struct, array_like=True):
+    """What is ready of one response, in this order."""
+
+    stream: int
+    taken: ResponseTaken | None
+    head: ResponseHead | None
+    chunks: list[ResponseChunk]
+    tail: ResponseTail | None
+    ending: Ending | None = None
+
+
+class StreamEndpoint(NamedTuple):
+    """Where a replica takes requests, the secret that opens it, and how it speaks."""
+
+    replica_id: str
+    host: str
+    port: int
+    token: str
+    format: str
+
+
+def _layouts() -> str:
+    """Names what messages are made of: another version may have other fields."""
+    structs = (Open, Cancel, Consumed, Delivery)
+    tuples = (ResponseTaken, ResponseHead, ResponseChunk, ResponseTail, Handoff, Resume)
+    names = [
+        [each.__struct_fields__ for each in structs],
+        [each._fields for each in (*tuples, PromptPrefix)],
+        [[field.name for field in fields(each)] for each in (EngineRequest, SLO)],
+        [ending.name for ending in Ending],
+    ]
+    return hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
+
+
+FORMAT: Final = _layouts()
+"""Both sides must have the same. Processes of different versions, as in a rolling update, go
+Serve's way, where new fields have defaults."""

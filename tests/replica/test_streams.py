@@ -1,0 +1,283 @@
+"""A replica's plain connections: frames, strangers and malformed messages, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replica.engine import (
+    EngineRequest,
+    Handoff,
+    ResponseChunk,
+    ResponseHead,
+    ResponseTail,
+    Resume,
+)
+from replica.request_body import RequestBody
+from replica.response import Response
+from replica.streams import server as server_module
+from replica.streams.frames import Frames
+from replica.streams.server import MAX_STRANGERS, StreamServer
+from replica.streams.wire import (
+    MAX_ASKED_BYTES,
+    WELCOME,
+    WINDOW_BYTES,
+    Asked,
+    Consumed,
+    Delivery,
+    Ending,
+    Open,
+    cost,
+)
+from scheduling.objective import SLO
+from scheduling.prefix import PromptPrefix
+from tests.replica.waiting import until
+
+REQUEST = EngineRequest("r", "chat", RequestBody.of({"messages": []}), SLO())
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def asked(message: object) -> bytes:
+    return frame(msgspec.msgpack.encode(message))
+
+
+class Answers:
+    """Serves requests with what it is given, and notes them."""
+
+    def __init__(self, *items: ResponseHead | ResponseChunk | ResponseTail) -> None:
+        self.items = items
+        self.requests: list[EngineRequest] = []
+
+    def __call__(self, request: EngineRequest, wake: Callable[[], None]) -> Response:
+        self.requests.append(request)
+        return Response(wake, self.items)
+
+
+@asynccontextmanager
+async def listening(serve: Answers) -> AsyncIterator[tuple[StreamServer, str, int]]:
+    server = StreamServer("replica-1", serve)
+    endpoint = await server.endpoint("127.0.0.1")
+    try:
+        yield server, endpoint.host, endpoint.port
+    finally:
+        await server.stop()
+
+
+async def deliveries(reader: asyncio.StreamReader) -> list[Delivery]:
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    return msgspec.msgpack.decode(await reader.readexactly(size), type=list[Delivery])
+
+
+class Kept(Frames):
+    """Keeps its frames."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=1000)
+        self.frames: list[bytes] = []
+
+    def frame_received(self, frame: bytes | bytearray) -> None:
+        self.frames.append(bytes(frame))
+
+
+@given(st.lists(st.binary(max_size=40)), st.lists(st.integers(1, 50)))
+def test_frames_arrive_whole_however_the_network_cuts_them(
+    payloads: list[bytes], cuts: list[int]
+) -> None:
+    data = b"".join(map(frame, payloads))
+    kept = Kept()
+    for size in cuts:
+        kept.data_received(data[:size])
+        data = data[size:]
+    kept.data_received(data)
+    assert kept.frames == payloads
+
+
+def test_a_frame_above_the_limit_ends_the_connection_before_it_is_kept() -> None:
+    kept = Kept()
+    kept.data_received(frame(b"x") + (1001).to_bytes(4, "big"))
+    assert kept.frames == [b"x"]
+    assert kept.closed
+
+
+texts = st.text(max_size=8)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    body=st.dictionaries(texts, plain, max_size=4),
+    changes=st.dictionaries(texts, plain, max_size=3),
+    removed=st.sets(texts, max_size=2),
+    hashes=st.lists(st.integers(1, 2**63 - 1), max_size=4),
+    tokens=st.lists(st.integers(0, 2**31), max_size=4),
+    weight=st.floats(0.1, 10),
+)
+def test_a_request_arrives_as_it_was_sent(
+    body: dict[str, object],
+    changes: dict[str, object],
+    removed: set[str],
+    hashes: list[int],
+    tokens: list[int],
+    weight: float,
+) -> None:
+    sent = RequestBody.of(body)
+    kept = {name: value for name, value in sent.items() if name not in removed}
+    request = EngineRequest(
+        "request-1",
+        "completions",
+        sent.with_fields({**kept, **changes}),
+        SLO(0.5, None, 20.0, 7, "fast"),
+        1.5,
+        True,
+        PromptPrefix(tuple(hashes), 600),
+        {"traceparent": "00-1"},
+        handoff=Handoff("other", {"address": ["h", 1], "secret": b"\x00\xff"}, 12),
+        resume=Resume(tuple(tokens), (1, 0), "id"),
+        resumable=True,
+        confirm=True,
+        tenant=2**63 - 1,
+        weight=weight,
+    )
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(Open.of(3, request)), type=Asked)
+    assert isinstance(read, Open)
+    assert read.stream == 3
+    assert read.asked() == request
+
+
+async def test_who_knows_the_token_gets_answers_and_nobody_else() -> None:
+    serve = Answers(ResponseHead(200, "text/event-stream", "replica-1"), ResponseTail(1, 2))
+    async with listening(serve) as (server, host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(frame(server.token.encode()) + asked(Open.of(7, REQUEST)))
+        assert await reader.readexactly(6) == frame(WELCOME)
+        (delivery,) = await deliveries(reader)
+        assert delivery == Delivery(7, None, serve.items[0], [], serve.items[1])
+        writer.close()
+        for token in (b"", b"x" * 64, server.token[:-1].encode(), server.token.encode() + b"x"):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(frame(token) + asked(Open.of(7, REQUEST)))
+            assert await reader.read() == b""
+            writer.close()
+    assert serve.requests == [REQUEST]
+
+
+async def test_strangers_keep_nobody_out_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening(Answers()) as (server, host, port):
+        strangers = [await asyncio.open_connection(host, port) for _ in range(MAX_STRANGERS + 8)]
+        assert await strangers[0][0].read() == b"", "the oldest made room"
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(frame(server.token.encode()))
+        assert await reader.readexactly(6) == frame(WELCOME)
+        monkeypatch.setattr(server_module, "GREETING_TIMEOUT_S", 0.01)
+        late, late_writer = await asyncio.open_connection(host, port)
+        assert await late.read() == b"", "it never showed the token"
+        for each in (*strangers, (reader, writer), (late, late_writer)):
+            each[1].close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\xff",
+        msgspec.msgpack.encode([1, 2]),
+        msgspec.msgpack.encode([9, 1]),
+        msgspec.msgpack.encode([2, "one"]),
+        msgspec.msgpack.encode(Open(1, REQUEST, b"[1]", {}, frozenset())),
+        msgspec.msgpack.encode(Open(1, REQUEST, b"{", {}, frozenset())),
+        msgspec.msgpack.encode(Open(1, REQUEST, b"[" * 100_000, {}, frozenset())),
+    ],
+)
+async def test_a_malformed_message_ends_its_connection_only(message: bytes) -> None:
+    serve = Answers(ResponseTail(1, 2))
+    async with listening(serve) as (server, host, port):
+        hello = frame(server.token.encode())
+        other, other_writer = await asyncio.open_connection(host, port)
+        other_writer.write(hello)
+        assert await other.readexactly(6) == frame(WELCOME)
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(hello + frame(message))
+        assert await reader.read() in (frame(WELCOME), b"")
+        other_writer.write(asked(Open.of(1, REQUEST)))
+        assert (await deliveries(other))[0].tail == ResponseTail(1, 2)
+        writer.close()
+        other_writer.close()
+
+
+async def test_a_frame_that_is_too_long_is_not_read() -> None:
+    async with listening(Answers()) as (server, host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(frame(server.token.encode()) + (MAX_ASKED_BYTES + 1).to_bytes(4, "big"))
+        assert await reader.read() in (frame(WELCOME), b"")
+        writer.close()
+
+
+async def test_a_response_that_cannot_be_sent_fails_alone() -> None:
+    odd = Handoff("replica-1", {"what": object()}, 3)
+    tails = {"odd": ResponseTail(1, 0, handoff=odd), "sound": ResponseTail(1, 2)}
+
+    def serve(request: EngineRequest, wake: Callable[[], None]) -> Response:
+        return Response(wake, [tails[request.request_id]])
+
+    server = StreamServer("replica-1", serve)
+    endpoint = await server.endpoint("127.0.0.1")
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    questions = [
+        asked(Open.of(number, replace(REQUEST, request_id=name)))
+        for number, name in enumerate(tails)
+    ]
+    writer.write(frame(server.token.encode()) + b"".join(questions))
+    assert await reader.readexactly(6) == frame(WELCOME)
+    got = {each.stream: each for each in await deliveries(reader)}
+    while len(got) < 2:
+        got |= {each.stream: each for each in await deliveries(reader)}
+    assert got[0].ending is Ending.FAILED
+    assert got[1].tail == tails["sound"]
+    writer.close()
+    await server.stop()
+
+
+async def test_a_router_that_reads_nothing_gets_a_window_and_holds_nobody_up() -> None:
+    chunk = ResponseChunk(b"x" * 4096)
+    opened: list[Response] = []
+
+    def serve(request: EngineRequest, wake: Callable[[], None]) -> Response:
+        opened.append(Response(wake, [ResponseTail(1, 1)] if opened else []))
+        return opened[-1]
+
+    async def fill() -> None:
+        while True:
+            await opened[0].put(chunk)
+
+    server = StreamServer("replica-1", serve)
+    endpoint = await server.endpoint("127.0.0.1")
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    writer.write(frame(server.token.encode()) + asked(Open.of(1, REQUEST)))
+    assert await reader.readexactly(6) == frame(WELCOME)
+    await until(lambda: len(opened) == 1)
+    filling = asyncio.create_task(fill())
+    got = 0
+    for more in (0, WINDOW_BYTES):
+        if more:
+            writer.write(asked(Consumed(1, more)))
+        while got < WINDOW_BYTES + more:
+            got += sum(cost(each.chunks) for each in await deliveries(reader))
+        assert got < WINDOW_BYTES + more + 2 * len(chunk.data)
+    writer.write(asked(Open.of(2, REQUEST)))
+    (other,) = await deliveries(reader)
+    assert other.stream == 2
+    filling.cancel()
+    writer.close()
+    await server.stop()
