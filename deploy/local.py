@@ -32,6 +32,7 @@ KEY_VARIABLE = "SLUICE_KEY"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.25
 _REPORT_EVERY_S = 5.0
+_SERVE_TRIES = 3
 
 
 class StartError(RuntimeError):
@@ -111,20 +112,43 @@ def running(
     local_dir = ray_settings.make_local_dir()
     cleaner = Cleaner(local_dir)
     ray_settings.apply(local_dir)
-    # Ray reads its environment on import.
-    from ray import serve
-
     report("starting Ray")
     try:
         _start_ray(config, local_dir)
         with _stop_when_ray_ends(stop):
             _check_gpus(config)
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
-            serve.start(http_options={"host": config.router.host, "port": config.router.port})
+            start_serve(config.router.host, config.router.port, report)
             deploy(config, stop, report)
             yield
     finally:
         _end_ray(cleaner, report)
+
+
+def start_serve(host: str, port: int, report: Callable[[str], None]) -> None:
+    """Start Serve, on the Ray that this process has joined, with HTTP at ``host`` and ``port``.
+
+    HAProxy does not start while one of its ports is taken, as for a moment by a connection of
+    another program: then it is tried again.
+
+    Raises:
+        StartError: it did not start in :data:`_SERVE_TRIES`; with what HAProxy said.
+    """
+    from ray import serve
+    from ray.exceptions import RayTaskError
+
+    for left in reversed(range(_SERVE_TRIES)):
+        try:
+            serve.start(http_options={"host": host, "port": port})
+            return
+        except (RayTaskError, TimeoutError) as error:
+            serve.shutdown()
+            said = str(getattr(error, "cause", None) or error)
+            alerts = [line for line in said.splitlines() if "[ALERT]" in line]
+            why = "; ".join(alerts) or said
+            if not left:
+                raise StartError(f"HTTP could not be started: {why}") from error
+            report(f"HTTP could not be started, trying again: {why}")
 
 
 @contextmanager

@@ -23,10 +23,12 @@ _TEST_SETTINGS = {
     # Programs and workers of Ray that tests start may import the tests.
     "PYTHONSAFEPATH": "",
     "PYTHONPATH": str(Path(__file__).parents[1]),
+    # They keep the bytecode of the sources, whatever is usual here: each would compile them again.
+    "PYTHONDONTWRITEBYTECODE": "",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.02",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.2",
     "RAY_health_check_period_ms": "500",
     "OMP_NUM_THREADS": "1",
@@ -35,6 +37,7 @@ _TEST_SETTINGS = {
 }
 
 os.environ.update(_TEST_SETTINGS)
+sys.dont_write_bytecode = False
 _private_dir = ray_settings.make_local_dir()
 atexit.register(shutil.rmtree, _private_dir, ignore_errors=True)
 ray_settings.apply(_private_dir)
@@ -47,12 +50,12 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes test, one of them runs all that starts Ray, one test after the other,
-    and the rest is shared out by file. What takes longest begins first. What needs a Ray of its own
-    comes after all that share one, so that this one is started once."""
+    """Where several processes test, one of them runs all on the Ray that tests share, another all
+    that starts Rays of its own, each one test after the other, and the rest is shared out by file.
+    What takes longest begins first. In a single process the shared Ray is started once, too."""
     for item in items:
-        group = "ray" if item.get_closest_marker("ray") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        marked = (mark for mark in ("own_ray", "ray") if item.get_closest_marker(mark))
+        item.add_marker(pytest.mark.xdist_group(next(marked, str(item.path))))
     items.sort(key=_begins)
 
 
@@ -64,9 +67,12 @@ def _begins(item: pytest.Item) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Controllers that tests start find their loops compiled, so none waits for a compiler."""
+    """Controllers that tests start find their loops compiled, so none waits for a compiler; and the
+    shared Ray has ended before a process starts another one."""
     if item.get_closest_marker("ray"):
         _compile_placement()
+    if item.get_closest_marker("own_ray"):
+        _end_shared_ray()
 
 
 @cache
@@ -79,5 +85,9 @@ def _compile_placement() -> None:
 def shared_ray_ends() -> Iterator[None]:
     """The Ray that tests share ends with the last of them."""
     yield
+    _end_shared_ray()
+
+
+def _end_shared_ray() -> None:
     if "tests.own_ray" in sys.modules:
         sys.modules["tests.own_ray"].shared_ray.end()

@@ -50,7 +50,7 @@ class SharedRay:
         _end_controllers()
 
     def end(self) -> None:
-        """Stop it, if it runs: who wants a Ray of its own cannot have it beside this one."""
+        """Stop it, if it runs: a process has no other Ray beside it."""
         if self._port is not None:
             self._port = None
             serve.shutdown()
@@ -64,7 +64,6 @@ shared_ray = SharedRay()
 @contextmanager
 def own_ray(num_cpus: int) -> Iterator[None]:
     """Ray on this machine until the block ends; its workers can import the tests."""
-    shared_ray.end()
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         _start(num_cpus, folder)
         try:

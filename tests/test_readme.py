@@ -52,6 +52,7 @@ def served() -> Iterator[str]:
 
 @pytest.mark.vllm
 @pytest.mark.ray
+@pytest.mark.own_ray
 def test_the_first_requests_and_the_client_script_work(served: str) -> None:
     def run(path: Path, marker: str) -> list[str]:
         return [
@@ -83,7 +84,9 @@ ON_RAY = "python -m benchmarks.spine"
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(each, marks=pytest.mark.ray) if each.startswith(ON_RAY) else each
+        pytest.param(each, marks=(pytest.mark.ray, pytest.mark.own_ray))
+        if each.startswith(ON_RAY)
+        else each
         for each in BENCHMARKS
     ],
 )

@@ -26,6 +26,7 @@ def test_every_policy_is_measured_where_none_is_named() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.own_ray
 def test_decisions_are_timed_inside_and_in_a_real_actor_while_its_fleet_reports() -> None:
     found = run("--policy", "most_gain", "--decisions", "100", "--seconds", "0.5")
     assert "most_gain" in found

@@ -92,7 +92,6 @@ def on_the_shared_ray(config: SluiceConfig, *_: object) -> Iterator[None]:
 @contextmanager
 def system_alone(fields: dict[str, Any]) -> Iterator[System]:
     """The same as ``sluice serve`` does it, on a Ray of its own that takes this environment."""
-    shared_ray.end()
     config = _configuration(fields, free_port())
     with (
         TemporaryDirectory() as folder,

@@ -18,7 +18,7 @@ from deploy.ray_settings import free_port
 from tests.e2e.command import ServeCommand
 from tests.e2e.conftest import wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 LINES = 96
 SLOW_STEP_S = 0.5

@@ -35,10 +35,18 @@ def test_the_edge_of_a_real_application(tmp_path: Path) -> None:
 
     def ask(key: str) -> httpx.Response:
         # A connection of its own, so that either router may get it.
-        headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(
-            f"{tls.url}/v1/completions", json=BODY, headers=headers, verify=tls.trust, timeout=30
-        )
+        url, headers = f"{tls.url}/v1/completions", {"authorization": f"Bearer {key}"}
+        answers: list[httpx.Response] = []
+
+        def answered() -> bool:
+            # The HAProxy before the one that knows the routers may still take connections.
+            answers.append(
+                httpx.post(url, json=BODY, headers=headers, verify=tls.trust, timeout=120)
+            )
+            return answers[-1].status_code != 503 or "no_router" not in answers[-1].text
+
+        wait_until(answered, "a router answers", show=lambda: answers[-1].text)
+        return answers[-1]
 
     with system_alone(fields) as serving:
         tls = serving.tls

@@ -21,7 +21,7 @@ from deploy.ray_settings import free_port
 from tests.documents import ROOT, section
 from tests.e2e.conftest import wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 SLUICE = Path(sys.executable).with_name("sluice")
 BODY = {"model": "local", "prompt": "Hello.", "max_tokens": 3}
@@ -111,22 +111,43 @@ def _is_free(port: int) -> bool:
     return True
 
 
+SHADOWS = ("telemetry.py", "scheduling.py", "random.py", "router/__init__.py", "ray/__init__.py")
+"""Files that stand in for modules of ours, of Ray's and of Python's where their folder is on the
+path. A folder with such files is as good as any."""
+
+AS_MODULE = (sys.executable, "-m", "deploy.cli")
+
+
 @contextmanager
 def serving(folder: Path, *words: str) -> Iterator[Serving]:
+    """A command that answers, started in a folder with :data:`SHADOWS`."""
+    for name in SHADOWS:
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("raise RuntimeError('a file of the working folder was imported')\n")
     it = Serving(folder, *words)
     try:
         it.wait_ready()
+        assert httpx.post(f"{it.url}/v1/completions", json=BODY, timeout=60).status_code == 200
+        assert _token(it).stat().st_mode & 0o777 == 0o600
         yield it
+        assert not (it.home / ".ray").exists()
     finally:
         for process in (it.process, *it.family):
             if _runs(process):
                 process.kill()
 
 
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_the_end_of_ray_ends_all_of_it_in_one_line(name: str, tmp_path: Path) -> None:
-    with serving(tmp_path) as it:
-        assert httpx.post(f"{it.url}/v1/completions", json=BODY, timeout=60).status_code == 200
+def _token(it: Serving) -> Path:
+    """The file with Ray's token, in the private folder of the instance."""
+    return Path(it.one("raylet").environ()["RAY_AUTH_TOKEN_PATH"])
+
+
+@pytest.mark.parametrize(("name", "words"), [("raylet", AS_MODULE), ("gcs_server", (str(SLUICE),))])
+def test_the_end_of_ray_ends_all_of_it_in_one_line(
+    name: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    with serving(tmp_path, *words) as it:
         shown = it.out
         it.one(name).kill()
         assert it.wait_end() == Exit.FAILED
@@ -135,21 +156,32 @@ def test_the_end_of_ray_ends_all_of_it_in_one_line(name: str, tmp_path: Path) ->
         assert it.out == shown
 
 
-def test_nothing_is_left_of_a_sluice_serve_that_was_killed(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_of_it(tmp_path: Path) -> None:
     with serving(tmp_path) as it:
-        folder = _folder(it)
+        token = _token(it)
+        status = subprocess.run([SLUICE, "status"], env=it.environment, cwd="/", check=False)
+        assert status.returncode == Exit.OK, "the address and the key are found"
+        shown = it.out
+        os.killpg(it.process.pid, signal.SIGINT)  # as a terminal does
+        assert it.wait_end() == Exit.OK
+        assert it.err.partition("Ctrl-C stops\n")[2] == "sluice: stopping\n"
+        assert it.out == shown
+        assert not token.parent.exists()
+
+
+def test_it_listens_where_security_md_says_and_leaves_nothing_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path) as it:
+        check_ports(it)
+        folder = _token(it).parent
         assert folder.is_dir()
         it.process.kill()
         assert it.wait_end() == -signal.SIGKILL
         wait_until(lambda: not folder.exists(), "its folder is removed", 60)
 
 
-def _folder(it: Serving) -> Path:
-    """The private folder of an instance, as its token's path tells."""
-    return Path(it.one("raylet").environ()["RAY_AUTH_TOKEN_PATH"]).parent
-
-
-def test_it_listens_where_security_md_says(tmp_path: Path) -> None:
+def check_ports(it: Serving) -> None:
     """Every socket that listens is in the table, and every row of the table has one."""
     table = section(ROOT / "SECURITY.md", "Ports")
     allowed: dict[tuple[str, bool], str] = {}
@@ -157,13 +189,12 @@ def test_it_listens_where_security_md_says(tmp_path: Path) -> None:
         if " only " not in port and where != "listens on":
             for process in re.findall(r"`([^`]+)`", processes):
                 allowed[process, where != "every interface"] = port
-    with serving(tmp_path) as it:
-        seen = {}
-        for process in (it.process, *it.family):
-            for each in process.net_connections("inet"):
-                if each.status == psutil.CONN_LISTEN:
-                    here = each.laddr.ip.removeprefix("::ffff:").startswith("127.")
-                    seen[_label(process), here] = each.laddr
+    seen = {}
+    for process in (it.process, *it.family):
+        for each in process.net_connections("inet"):
+            if each.status == psutil.CONN_LISTEN:
+                here = each.laddr.ip.removeprefix("::ffff:").startswith("127.")
+                seen[_label(process), here] = each.laddr
     assert seen.keys() - allowed.keys() == set(), seen
     # Another instance on the machine may have the ports of Ray's metrics, and no worker be idle.
     may_lack = {(name, True) for name in ("monitor.py", "dashboard.py", "ray::IDLE")}
@@ -177,33 +208,3 @@ def _label(process: psutil.Process) -> str:
     title = words[0].split(".")[0] if words[0].startswith("ray::") else ""
     actor = re.match(r"ray::\w+", title)
     return actor[0] if actor else next(iter(scripts), process.name())
-
-
-SHADOWS = ("telemetry.py", "scheduling.py", "random.py", "router/__init__.py", "ray/__init__.py")
-"""Files that stand in for modules of ours, of Ray's and of Python's where their folder is on the
-path."""
-
-
-@pytest.mark.parametrize(
-    "words", [(str(SLUICE),), (sys.executable, "-m", "deploy.cli")], ids=["sluice", "python -m"]
-)
-def test_a_folder_with_modules_of_the_same_names_is_as_good_as_any(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
-    for name in SHADOWS:
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("raise RuntimeError('a file of the working folder was imported')\n")
-    with serving(tmp_path, *words) as it:
-        assert httpx.post(f"{it.url}/v1/completions", json=BODY, timeout=60).status_code == 200
-        token = _folder(it) / "token"
-        assert token.stat().st_mode & 0o777 == 0o600
-        status = subprocess.run([SLUICE, "status"], env=it.environment, cwd="/", check=False)
-        assert status.returncode == Exit.OK, "the address and the key are found"
-        shown = it.out
-        os.killpg(it.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
-        assert it.wait_end() == Exit.OK
-        assert it.err.partition("Ctrl-C stops\n")[2] == "sluice: stopping\n"
-        assert it.out == shown
-        assert not token.parent.exists()
-        assert not (it.home / ".ray").exists()

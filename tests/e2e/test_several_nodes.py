@@ -19,7 +19,7 @@ from deploy.commands.exits import Exit, Failure
 from deploy.ray_settings import free_port
 from tests.e2e.cluster import HEAD, START_S, Cluster
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 KEY = "an-admin-key-of-the-tests"
 CLIENTS = 12

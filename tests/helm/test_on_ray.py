@@ -21,7 +21,7 @@ from tests.e2e.conftest import wait_until
 from tests.helm.chart import Release, render
 from tests.helm.test_document import DOCUMENT
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 KEYS = {kind: f"some-{kind}-key-of-the-tests" for kind in ("api", "admin", "metrics")}
 VALUES = {

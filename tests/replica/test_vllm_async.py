@@ -5,10 +5,12 @@ repeats or reorders work gets other tokens, or trips over vLLM's own assertions.
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import time
 from collections import deque
+from functools import cache
 
 import pytest
 
@@ -65,9 +67,28 @@ class KnownModel:
         )
 
 
+@cache
+def usual_configuration(model):
+    """To be copied, as making it takes as long as a test."""
+    return configuration(model)
+
+
+def configuration(model, **args):
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(model),
+        max_model_len=512,
+        max_num_batched_tokens=128,
+        max_num_seqs=16,
+        block_size=BLOCK,
+        enable_prefix_caching=False,
+        **args,
+    ).create_engine_config()
+
+
 def make(model, directory, policy, blocks, in_flight, **args):
     import torch
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -76,16 +97,8 @@ def make(model, directory, policy, blocks, in_flight, **args):
     path = directory / "state"
     table = StateTable.create(64, path)
     settings = SchedulerSettings(state_table=path, policy=policy)
-    config = EngineArgs(
-        model=str(model),
-        max_model_len=512,
-        max_num_batched_tokens=128,
-        max_num_seqs=16,
-        block_size=BLOCK,
-        enable_prefix_caching=False,
-        additional_config=settings.to_additional_config(),
-        **args,
-    ).create_engine_config()
+    config = configuration(model, **args) if args else copy.deepcopy(usual_configuration(model))
+    config.additional_config = settings.to_additional_config()
     config.scheduler_config.async_scheduling = in_flight > 1
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)

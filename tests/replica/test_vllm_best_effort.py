@@ -79,12 +79,19 @@ def serve(engine, arrivals, **sampling):
     return streams
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_preempted_stream_is_that_of_an_undisturbed_run(engine, policy):
-    engine.use(policy)
-    alone = {}
+@pytest.fixture(scope="module")
+def alone(engine):
+    """The streams of undisturbed runs, one request after the other."""
+    engine.use("fcfs")
+    streams = {}
     for each in (LONG, *PROMISED):
-        alone |= serve(engine, [(0, each)])
+        streams |= serve(engine, [(0, each)])
+    return streams
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_preempted_stream_is_that_of_an_undisturbed_run(engine, alone, policy):
+    engine.use(policy)
     before = engine.table.read().summary
     batches = len(engine.batches())
     arrivals = [(0, LONG), *((20 + 60 * n, each) for n, each in enumerate(PROMISED))]

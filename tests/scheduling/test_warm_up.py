@@ -65,9 +65,11 @@ def test_nothing_is_compiled_after_the_warm_up_of_any_policy():
 def test_without_a_place_for_compiled_loops_they_are_compiled_anew():
     code = """
 import numba.core.caching as caching
+import numpy as np
 caching.CompileResultCacheImpl._locator_classes = []
-from scheduling.batching.warm_up import warm_up
-warm_up("fcfs")
+from scheduling import kernels
+assert kernels.work_s(np.ones(kernels.COEFFICIENTS), 1.0, 2.0) == 3.0
+assert kernels.work_s.signatures and not kernels.work_s.stats.cache_hits
 """
     assert "set NUMBA_CACHE_DIR" in run([sys.executable, "-c", code])
 
