@@ -17,7 +17,7 @@ import secrets
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from deploy.haproxy import BINARY_VARIABLE, COMMAND
@@ -86,7 +86,45 @@ _FREE_PORTS = range(31_100, 32_768)
 """For listeners that may have any port: above those of a Serve with its defaults, below those that
 Linux gives to connections."""
 
-_free_ports = itertools.cycle(random.sample(_FREE_PORTS, len(_FREE_PORTS)))
+_BLOCK = 16
+"""So many of them a process claims at a time."""
+
+_claims: dict[int, socket.socket] = {}
+
+
+def _claim(first: int) -> bool:
+    """Keep the ports that begin at ``first`` from being chosen by another process of this machine,
+    for as long as this one runs; whether it has them. Between choice and use nothing listens there.
+
+    The claim is a name in Linux's abstract namespace: it goes with the process, however that ends.
+    Elsewhere there is none, and nobody has a claim.
+    """
+    if first not in _claims:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0sluice-ports-{first}")
+        except OSError:
+            claim.close()
+            return False
+        _claims[first] = claim
+    return True
+
+
+def _ports() -> Iterator[int]:
+    """Those of :data:`_FREE_PORTS`, again and again: of the blocks that this process has, or of all
+    where it gets none."""
+    while True:
+        blocks = range(_FREE_PORTS.start, _FREE_PORTS.stop, _BLOCK)
+        mine = False
+        for first in random.sample(blocks, len(blocks)):
+            if _claim(first):
+                mine = True
+                yield from range(first, min(first + _BLOCK, _FREE_PORTS.stop))
+        if not mine:
+            yield from random.sample(_FREE_PORTS, len(_FREE_PORTS))
+
+
+_free_ports = _ports()
 
 
 def make_local_dir() -> Path:
@@ -104,8 +142,8 @@ def _make_token(local_dir: Path) -> Path:
 
 
 def free_port() -> int:
-    """A port that nothing listens on now. The same process gets it once only, until all others of
-    the range were given.
+    """A port that nothing listens on now, and that no other process gets from here while this one
+    runs. The same process gets it once only, until all others that it can have were given.
 
     It is not of the range from which the kernel takes the ports of connections: by the time that
     its user listens, one of Ray's many connections could have it.
@@ -124,13 +162,14 @@ def _router_ports() -> range:
     """Ports for the router replicas of a local instance.
 
     Serve numbers them from the same port in every instance, and for a moment after a clash HAProxy
-    would send one instance's requests to the other. The first of a range is always in use, so it
-    tells whether another instance has the range.
+    would send one instance's requests to the other. A range is claimed; and its first is always in
+    use, so it tells whether an instance has the range whose claim has ended.
 
     Raises:
         OSError: every range is in use.
     """
-    for first in random.sample(_ROUTER_RANGES, len(_ROUTER_RANGES)):
+    ranges = random.sample(_ROUTER_RANGES, len(_ROUTER_RANGES))
+    for first in itertools.chain(filter(_claim, ranges), ranges):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", first))
             return range(first, first + _ROUTER_PORTS)

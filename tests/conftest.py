@@ -38,9 +38,15 @@ _TEST_SETTINGS = {
 
 os.environ.update(_TEST_SETTINGS)
 sys.dont_write_bytecode = False
-_private_dir = ray_settings.make_local_dir()
-atexit.register(shutil.rmtree, _private_dir, ignore_errors=True)
-ray_settings.apply(_private_dir)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ports and a folder of this process's own for the Rays that it starts. A process that only
+    shares the tests out has none: those that it starts would take its variables for settings."""
+    if not config.getoption("numprocesses", None):
+        private_dir = ray_settings.make_local_dir()
+        atexit.register(shutil.rmtree, private_dir, ignore_errors=True)
+        ray_settings.apply(private_dir)
 
 
 # Property tests are judged by what they find, not by how long an example takes.

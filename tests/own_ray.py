@@ -14,6 +14,7 @@ import ray
 from ray import serve
 
 from controller.lookup import NAMESPACE
+from deploy.local import start_serve
 from deploy.ray_settings import free_port
 from deploy.ray_start import start_ray
 from tests.deploy.certificate import TlsPort, tls_port
@@ -40,7 +41,7 @@ class SharedRay:
             with tls_port(Path(self._folder)) as self.tls:
                 _start(num_cpus=32, folder=self._folder)
             self._port = free_port()
-            serve.start(http_options={"host": "127.0.0.1", "port": self._port})
+            start_serve("127.0.0.1", self._port, print)
         return self._port
 
     def clear(self) -> None:

@@ -3,6 +3,10 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,10 +75,66 @@ def test_vllm_s_sockets_are_in_the_folder_of_the_instance(monkeypatch: pytest.Mo
         shutil.rmtree(folder)
 
 
+# What processes choose, none of which is this one: it would keep all that it claims.
+
+CHOICE = """
+import os
+import shutil
+from deploy import ray_settings
+
+def routers():
+    for end in ("MIN", "MAX"):
+        os.environ.pop(f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT", None)
+    folder = ray_settings.make_local_dir()
+    ray_settings.apply(folder)
+    shutil.rmtree(folder)
+    return os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"]
+
+"""
+
+
+@contextmanager
+def choosing(code: str) -> Iterator[Callable[[], set[int]]]:
+    """A process that runs ``code`` after :data:`CHOICE`, and stays; each call is a line of it."""
+    theirs = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", CHOICE + code + "\ninput()"]
+    with subprocess.Popen(
+        command, env=theirs, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        out = process.stdout
+        assert out is not None
+        yield lambda: set(map(int, out.readline().split()))
+        process.communicate("\n")
+        assert process.returncode == 0
+
+
 def test_no_connection_takes_a_port_between_its_choice_and_its_use() -> None:
-    ports = [ray_settings.free_port() for _ in range(200)]
-    assert len(set(ports)) == 200
+    code = """
+import socket
+ports = [ray_settings.free_port() for _ in range(200)]
+print(*ports)
+with socket.socket() as listener:
+    listener.bind(("", ports[0]))
+    print(ports[0], flush=True)
+    print(*(ray_settings.free_port() for _ in range(1_800)), flush=True)
+"""
+    with choosing(code) as line:
+        ports, taken, others = line(), line(), line()
+    assert len(ports) == 200
     assert max(ports) < 32_768  # Linux gives those from here on to connections
-    with socket.socket() as listener:
-        listener.bind(("", ports[0]))
-        assert ports[0] not in {ray_settings.free_port() for _ in range(1_800)}
+    assert not taken & others
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="claims are of Linux")
+def test_no_process_gets_a_port_that_another_has_chosen_and_not_used_yet() -> None:
+    first = "print(routers())\nprint(*(ray_settings.free_port() for _ in range(100)), flush=True)"
+    second = (
+        "print(*(routers() for _ in range(100)))\n"
+        "print(*(ray_settings.free_port() for _ in range(1_000)), flush=True)"
+    )
+    with choosing(first) as one:
+        routers, ports = one(), one()
+        assert (len(routers), len(ports)) == (1, 100)
+        with choosing(second) as other:
+            assert not routers & other()
+            assert not ports & other()
