@@ -120,7 +120,8 @@ def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
 
 
 def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
-    fields: dict[str, Schema] = {"model": {"type": "string", "minLength": 1, "maxLength": 512}}
+    model = ["string", "null"] if endpoint in UNSCHEDULED else "string"
+    fields: dict[str, Schema] = {"model": {"type": model, "minLength": 1, "maxLength": 512}}
     fields |= {
         name: {"type": ["string", "null"], "maxLength": MAX_SESSION_CHARACTERS}
         for name in wire.SESSION_FIELDS

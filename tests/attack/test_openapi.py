@@ -173,3 +173,14 @@ async def test_the_document_is_served() -> None:
     async with edge.client() as client:
         answer = await client.get(PATH)
     assert answer.json() == document(RouterConfig())
+
+
+async def test_a_model_may_be_null_where_it_may_be_left_out() -> None:
+    edge = Edge(FarSide(a=serve))
+    async with edge.client() as client:
+        for path, field, value in (("/tokenize", "prompt", "x"), ("/detokenize", "tokens", [1])):
+            answer = await client.post(path, json={"model": None, field: value})
+            assert answer.status_code == 200
+            body = document(RouterConfig())["paths"][path]["post"]["requestBody"]
+            schema = body["content"]["application/json"]["schema"]
+            assert "null" in schema["properties"]["model"]["type"]
