@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -27,6 +26,7 @@ from benchmarks.gateway_client import LoadError, load
 from benchmarks.gateway_processes import LeftOutError, processor_seconds, used
 from benchmarks.gateway_report import costs, figures, further_tokens, speeds, summary, token_costs
 from benchmarks.gateway_systems import SYSTEMS, Bench, Start, System, engines, sluice
+from deploy.local import StoppedError, stop_signals
 from deploy.tables import print_table
 
 WARM_UP_S = 1.0
@@ -100,22 +100,27 @@ def gateway(
     starts = {name: SYSTEMS[name] for name in names or SYSTEMS}
     if other is not None:
         starts[OTHER] = sluice(OTHER, other)
-    with ExitStack() as stack:
-        stack.enter_context(_terminated_as_interrupted())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-gateway-")))
-        try:
-            bench = Bench(stack.enter_context(engines(folder)), folder, say)
-        except LeftOutError as error:
-            raise click.ClickException(f"the engines: {error}") from None
-        systems, left_out = _started(starts, bench, stack)
-        if not systems:
-            raise click.ClickException("no system could be started")
-        try:
-            runs = _rounds(systems, rounds, seconds, at_onces, token_counts, say)
-            # Not before: what has just started is busy with itself.
-            idle_cores = _idle(systems)
-        except LoadError as error:
-            raise click.ClickException(str(error)) from None
+    try:
+        with ExitStack() as stack:
+            stop = stack.enter_context(stop_signals())
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-gateway-"))
+            )
+            try:
+                bench = Bench(stack.enter_context(engines(folder, stop)), folder, say, stop)
+            except LeftOutError as error:
+                raise click.ClickException(f"the engines: {error}") from None
+            systems, left_out = _started(starts, bench, stack)
+            if not systems:
+                raise click.ClickException("no system could be started")
+            try:
+                runs = _rounds(systems, rounds, seconds, at_onces, token_counts, bench)
+                # Not before: what has just started is busy with itself.
+                idle_cores = _idle(systems)
+            except LoadError as error:
+                raise click.ClickException(str(error)) from None
+    except StoppedError:
+        raise click.Abort from None
     rows = summary(runs)
     tokens = further_tokens(rows)
     if as_json:
@@ -140,20 +145,6 @@ def gateway(
         click.echo(f"{name} uses {cores:.3f} cores while nothing is sent")
     for name, reason in left_out.items():
         click.echo(f"{name} was left out: {reason}")
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends this process as Ctrl-C does: after the processes that it has started."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _started(
@@ -191,25 +182,34 @@ def _rounds(
     seconds: float,
     at_onces: tuple[int, ...],
     token_counts: tuple[int, ...],
-    say: Callable[[str], None],
+    bench: Bench,
 ) -> list[Json]:
-    """Every cell of every round; in every other one the systems come the other way round."""
+    """Every cell of every round; in every other one the systems come the other way round.
+
+    Raises:
+        LoadError: an answer was not what was asked for.
+        StoppedError: this process is to end.
+    """
     for system in systems.values():
-        asyncio.run(load(system.urls, max(at_onces), min(token_counts), WARM_UP_S))
+        _measured(system, max(at_onces), min(token_counts), WARM_UP_S, bench.stop)
     runs: list[Json] = []
     for number in range(rounds):
         for at_once in at_onces:
             for tokens in token_counts:
                 for name in list(systems)[:: -1 if number % 2 else 1]:
-                    row = _measured(systems[name], at_once, tokens, seconds)
+                    row = _measured(systems[name], at_once, tokens, seconds, bench.stop)
                     cell = {"system": name, "at_once": at_once, "tokens": tokens}
                     runs.append({**cell, "round": number, **row})
-        say(f"round {number + 1} of {rounds}")
+        bench.say(f"round {number + 1} of {rounds}")
     return runs
 
 
-def _measured(system: System, at_once: int, tokens: int, seconds: float) -> Json:
+def _measured(
+    system: System, at_once: int, tokens: int, seconds: float, stop: threading.Event
+) -> Json:
     gc.collect()
     before = processor_seconds(system.processes)
-    measured = asyncio.run(load(system.urls, at_once, tokens, seconds))
+    measured = asyncio.run(load(system.urls, at_once, tokens, seconds, stop.is_set))
+    if stop.is_set():
+        raise StoppedError("stopped in the middle of a measurement")
     return figures(measured, used(before, processor_seconds(system.processes)))

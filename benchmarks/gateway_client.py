@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -46,12 +46,15 @@ class Load(NamedTuple):
     cpu_s: float
 
 
-async def load(urls: Sequence[str], at_once: int, tokens: int, seconds: float) -> Load:
+async def load(
+    urls: Sequence[str], at_once: int, tokens: int, seconds: float, stopped: Callable[[], bool]
+) -> Load:
     """Keep ``at_once`` streams of ``tokens`` tokens going; no new one is sent after ``seconds``.
 
     Args:
         urls: of a server's root each; connections take them in turn. A path in front of ``/v1`` is
             kept.
+        stopped: whether no new request is to be sent, whatever the time.
 
     Raises:
         LoadError: a request was not answered with all of its tokens.
@@ -65,7 +68,7 @@ async def load(urls: Sequence[str], at_once: int, tokens: int, seconds: float) -
     async def ask(connection: _Connection) -> None:
         while True:
             ttfts_s.append(await connection.ask())
-            if time.perf_counter() - begun_s >= seconds:
+            if time.perf_counter() - begun_s >= seconds or stopped():
                 return
 
     try:
@@ -127,7 +130,9 @@ class _Connection(asyncio.Protocol):
         self._sent_s = time.perf_counter()
         self._transport.write(self._request)
         try:
-            await asyncio.wait_for(self._answered, ANSWER_LIMIT_S)
+            # Not wait_for, which drops a cancellation that comes with the answer.
+            async with asyncio.timeout(ANSWER_LIMIT_S):
+                await self._answered
         except TimeoutError:
             raise LoadError(f"{self._url}: no end after {ANSWER_LIMIT_S:g} s") from None
         body = b"".join(self._body)

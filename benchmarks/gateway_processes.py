@@ -11,6 +11,7 @@ import ctypes
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +24,7 @@ import psutil
 
 from benchmarks.gateway_client import chat_body
 from benchmarks.resources import kind_of
+from deploy.local import StoppedError
 
 POLL_S = 0.1
 _END_LIMIT_S = 90.0
@@ -42,6 +44,7 @@ def serving(
     url: str,
     log: Path,
     limit_s: float,
+    stop: threading.Event,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[int]:
     """A server's process id, until the block ends; then it and every process below it end.
@@ -51,16 +54,18 @@ def serving(
         url: its address, without ``/v1``. It is ready once it answers a chat completion.
         log: what it prints is written there.
         limit_s: how long it may take to start, seconds.
+        stop: set when this process is to end.
 
     Raises:
         LeftOutError: it did not start; the message has the end of its log.
+        StoppedError: ``stop`` was set before it was ready.
     """
     with log.open("wb") as output:
         server = subprocess.Popen(
             command, env=environment, stdout=output, stderr=output, preexec_fn=_end_with_parent()
         )
     try:
-        _wait(server, url, log, limit_s)
+        _wait(server, url, log, limit_s, stop)
         yield server.pid
     finally:
         _end(server)
@@ -75,7 +80,9 @@ def _end_with_parent() -> Callable[[], object] | None:
     return lambda: prctl(_ON_PARENTS_DEATH, signal.SIGTERM)
 
 
-def _wait(server: subprocess.Popen[bytes], url: str, log: Path, limit_s: float) -> None:
+def _wait(
+    server: subprocess.Popen[bytes], url: str, log: Path, limit_s: float, stop: threading.Event
+) -> None:
     deadline_s = time.monotonic() + limit_s
     head = {"content-type": "application/json"}
     asked = urllib.request.Request(f"{url}/v1/chat/completions", chat_body(1), head)
@@ -87,7 +94,8 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Path, limit_s: float) 
             tail = click.unstyle(log.read_text(errors="replace"))[-_LOG_TAIL:].strip()
             what = f"is not ready after {limit_s:g} s" if server.returncode is None else "has ended"
             raise LeftOutError(f"it {what}: {tail}")
-        time.sleep(POLL_S)
+        if stop.wait(POLL_S):
+            raise StoppedError("stopped before every system was ready")
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -46,18 +47,20 @@ class Bench(NamedTuple):
         engines: process id and address of each engine that answers at once.
         folder: for logs and configurations.
         say: tells what goes on.
+        stop: set when this process is to end.
     """
 
     engines: Mapping[int, str]
     folder: Path
     say: Callable[[str], None]
+    stop: threading.Event
 
 
 Start = Callable[[Bench], AbstractContextManager[System]]
 
 
 @contextmanager
-def engines(folder: Path) -> Iterator[dict[int, str]]:
+def engines(folder: Path, stop: threading.Event) -> Iterator[dict[int, str]]:
     """Process id and address of :data:`REPLICAS` engines that answer at once, until the block ends.
 
     Raises:
@@ -70,7 +73,7 @@ def engines(folder: Path) -> Iterator[dict[int, str]]:
             url = f"http://127.0.0.1:{port}"
             command = [sys.executable, "-m", "benchmarks.gateway_engine", "--port", str(port)]
             log = folder / f"engine-{number}.log"
-            found[stack.enter_context(serving(command, url, log, _START_LIMIT_S))] = url
+            found[stack.enter_context(serving(command, url, log, _START_LIMIT_S, stop))] = url
         yield found
 
 
@@ -88,7 +91,7 @@ def _router(name: str, router: Router) -> Start:
         workers = tuple(bench.engines.values())
         command = router.command(python, port, free_port(), workers)
         log = bench.folder / f"{name}.log"
-        with serving(command, url, log, _START_LIMIT_S) as pid:
+        with serving(command, url, log, _START_LIMIT_S, bench.stop) as pid:
             yield System((url,), dict.fromkeys(bench.engines, ENGINES) | {pid: "routers"})
 
     return start
@@ -116,7 +119,7 @@ def sluice(name: str, program: Path) -> Start:
         # Other commands must not take it for what the user serves.
         state = os.environ | {"XDG_STATE_HOME": str(bench.folder)}
         log = bench.folder / f"{name}.log"
-        with serving(command, url, log, _RAY_START_LIMIT_S, state) as pid:
+        with serving(command, url, log, _RAY_START_LIMIT_S, bench.stop, state) as pid:
             yield System((url,), {pid: ""})
 
     return start

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +36,10 @@ from deploy.ray_settings import free_port
 from tests.documents import shell
 
 START_S = 120.0
+
+
+def never() -> bool:
+    return False
 
 
 # The client.
@@ -68,7 +73,7 @@ async def test_answers_are_read_however_they_are_cut(bytes_each: int) -> None:
     whole = b"".join(events(5, "id"))
     cut = [whole[start : start + bytes_each] for start in range(0, len(whole), bytes_each)]
     async with answering(cut) as url:
-        measured = await load([url], at_once=3, tokens=5, seconds=0.0)
+        measured = await load([url], at_once=3, tokens=5, seconds=0.0, stopped=never)
     # The time was over at once, and what was under way has ended.
     assert len(measured.ttfts_s) == 3
     assert 0 < min(measured.ttfts_s) <= max(measured.ttfts_s) <= measured.elapsed_s
@@ -87,7 +92,7 @@ async def test_an_answer_that_lacks_something_ends_the_measurement(
 ) -> None:
     async with answering(chunks, status) as url:
         with pytest.raises(LoadError, match=says):
-            await load([url], at_once=2, tokens=5, seconds=60.0)
+            await load([url], at_once=2, tokens=5, seconds=60.0, stopped=never)
 
 
 async def test_a_connection_that_is_lost_or_refused_ends_the_measurement() -> None:
@@ -107,11 +112,11 @@ async def test_a_connection_that_is_lost_or_refused_ends_the_measurement() -> No
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         with pytest.raises(LoadError, match="connection lost"):
-            await load([url], at_once=1, tokens=5, seconds=60.0)
+            await load([url], at_once=1, tokens=5, seconds=60.0, stopped=never)
     finally:
         await runner.cleanup()
     with pytest.raises(LoadError, match="Connect call failed"):
-        await load([url], at_once=1, tokens=5, seconds=60.0)
+        await load([url], at_once=1, tokens=5, seconds=60.0, stopped=never)
 
 
 # The processes.
@@ -120,11 +125,13 @@ async def test_a_connection_that_is_lost_or_refused_ends_the_measurement() -> No
 async def test_the_engines_answer_with_as_many_tokens_as_asked_for_and_their_time_is_told(
     tmp_path: Path,
 ) -> None:
-    with engines(tmp_path) as found:
+    with engines(tmp_path, threading.Event()) as found:
         roots = dict.fromkeys(found, "replicas")
         before = processor_seconds(roots)
         # Longer than the clock of processor time ticks.
-        measured = await load(list(found.values()), at_once=4, tokens=200, seconds=1.0)
+        measured = await load(
+            list(found.values()), at_once=4, tokens=200, seconds=1.0, stopped=never
+        )
         spent = used(before, processor_seconds(roots))
         assert set(spent) == {"replicas"}
         assert spent["replicas"] > 0
@@ -142,7 +149,7 @@ def test_a_server_that_does_not_start_is_left_out_with_what_it_said(tmp_path: Pa
     command = [sys.executable, "-c", "raise SystemExit('\\x1b[31mno such\\x1b[0m flag')"]
     with (
         pytest.raises(LeftOutError, match="has ended: no such flag"),
-        serving(command, "http://127.0.0.1:1", tmp_path / "log", START_S),
+        serving(command, "http://127.0.0.1:1", tmp_path / "log", START_S, threading.Event()),
     ):
         pass
 
@@ -154,19 +161,21 @@ def test_all_processes_below_a_server_end_with_the_block(tmp_path: Path) -> None
     port = str(free_port())
     below = f"import subprocess; subprocess.Popen({[*ENGINE, port]!r}).wait()"
     command = [sys.executable, "-c", below]
-    with serving(command, f"http://127.0.0.1:{port}", tmp_path / "log", START_S) as pid:
+    with serving(
+        command, f"http://127.0.0.1:{port}", tmp_path / "log", START_S, threading.Event()
+    ) as pid:
         family = psutil.Process(pid).children(recursive=True)
         assert family
     assert not any(process.is_running() for process in family)
 
 
 KILLED = """
-import sys
+import sys, threading
 from pathlib import Path
 from benchmarks.gateway_processes import serving
 port, log = sys.argv[1:]
 command = [sys.executable, "-m", "benchmarks.gateway_engine", "--port", port]
-with serving(command, f"http://127.0.0.1:{port}", Path(log), 120) as pid:
+with serving(command, f"http://127.0.0.1:{port}", Path(log), 120, threading.Event()) as pid:
     print(pid, flush=True)
     sys.stdin.read()
 """
@@ -182,6 +191,25 @@ def test_a_server_ends_with_a_benchmark_that_is_killed(number: int, tmp_path: Pa
         server = psutil.Process(int(benchmark.stdout.readline()))
         benchmark.send_signal(number)
         _, alive = psutil.wait_procs([server], timeout=60)
+        assert alive == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("begun", ["starting direct", "round 1 of"])
+def test_a_signal_ends_the_command_and_its_engines(number: int, begun: str) -> None:
+    """Whatever it does at that moment: more than one signal, so that one that is dropped shows."""
+    options = ["--system", "direct", "--rounds", "100", "--seconds", "0.1", "--at-once", "4"]
+    command = [Path(sys.executable).with_name("sluice"), "bench", "gateway", *options]
+    for _ in range(3):
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as benchmark:
+            assert benchmark.stderr is not None
+            assert any(begun in line for line in benchmark.stderr)
+            family = psutil.Process(benchmark.pid).children(recursive=True)
+            assert family
+            benchmark.send_signal(number)
+            benchmark.stderr.read()  # until it ends
+        assert benchmark.returncode == 1
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert alive == []
 
 
