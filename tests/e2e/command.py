@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import yaml
 
 from benchmarks.injuries import Process
 from tests.documents import newcomer
+from tests.processes import title_of
 
 SLUICE = Path(sys.executable).with_name("sluice")
 _FOLDER = re.compile("=(/tmp/sluice-[^/]+)/")
@@ -53,7 +53,7 @@ class ServeCommand:
         # All are stopped first: nothing may restart what has been killed.
         Process.of(self.process.pid).freeze()
         family = self.family()
-        folders = {found for member in family for found in _FOLDER.findall(_title(member))}
+        folders = {found for member in family for found in _FOLDER.findall(title_of(member))}
         Process.of(self.process.pid).kill()
         self.process.communicate(timeout=60)
         _, alive = psutil.wait_procs(family, timeout=60)
@@ -84,9 +84,3 @@ class ServeCommand:
         if not process.stdout.readline():
             process.wait()
         return process
-
-
-def _title(process: psutil.Process) -> str:
-    with suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline())
-    return ""

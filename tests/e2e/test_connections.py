@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.replay_answer import AnswerCheck, simulated
 from tests.e2e.conftest import System, system, wait_until
+from tests.processes import title_of
 
 pytestmark = pytest.mark.ray
 
@@ -66,9 +67,7 @@ def replica_processes() -> list[int]:
     """Of the application's replicas, on this machine."""
     title = f"ServeReplica:{NAME}:Replica"
     return [
-        each.pid
-        for each in psutil.Process().children(recursive=True)
-        if each.is_running() and title in " ".join(each.cmdline())
+        each.pid for each in psutil.Process().children(recursive=True) if title in title_of(each)
     ]
 
 

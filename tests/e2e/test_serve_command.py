@@ -20,6 +20,7 @@ from deploy.commands.exits import Exit
 from deploy.ray_settings import free_port
 from tests.documents import ROOT, section
 from tests.e2e.conftest import wait_until
+from tests.processes import the_one
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
@@ -73,8 +74,7 @@ class Serving:
 
     def one(self, name: str) -> psutil.Process:
         """The one process of this name."""
-        (found,) = (each for each in self.family if each.name() == name)
-        return found
+        return the_one(self.family, name)
 
     def wait_end(self) -> int:
         """The exit code, once it and all that it started have ended and the port is free."""

@@ -16,6 +16,7 @@ from tests.e2e.conftest import wait_until
 from tests.faults.operators import ADMIN, OperatorTrial
 from tests.faults.replicas import FLEET
 from tests.faults.scenario import Scenario, Setting, Trial
+from tests.processes import the_one, title_of
 
 
 class CommandTrial(OperatorTrial):
@@ -29,8 +30,7 @@ class CommandTrial(OperatorTrial):
         begins = f"ray::ServeReplica:{self.app}:Router"
         found = 0
         for each in self.command.family():
-            with suppress(psutil.NoSuchProcess):
-                found += " ".join(each.cmdline()).startswith(begins)
+            found += title_of(each).startswith(begins)
         return found
 
 
@@ -68,8 +68,7 @@ def _killed(trial: Trial, name: str) -> Callable[[], bool]:
     trial.busiest(2)
     command = trial.command
     family = command.family()
-    (victim,) = (each for each in family if each.name() == name)
-    victim.kill()
+    the_one(family, name).kill()
     wait_until(lambda: command.process.poll() is not None, "the command ends", show=command.log)
     assert command.process.returncode not in (None, 0)
     assert f"Ray's process {name} has ended" in command.log(), command.log()
