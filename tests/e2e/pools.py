@@ -41,15 +41,23 @@ def busy(serving: System, role: str) -> list[str]:
     ]
 
 
-def wait_until_busy(serving: System, role: str, idle: str | None = None) -> str:
-    """The replica of a role that has a request, once no replica of the role ``idle`` has one."""
+def wait_until_busy(
+    serving: System,
+    role: str,
+    idle: str | None = None,
+    over: Callable[[], bool] = lambda: False,
+) -> str | None:
+    """The replica of a role that has a request, once no replica of the role ``idle`` has one;
+    ``None`` where the request was ``over`` before that was seen."""
     found: list[str] = []
 
     def look() -> bool:
         found[:] = busy(serving, role)
-        return bool(found) and (idle is None or not busy(serving, idle))
+        return over() or (bool(found) and (idle is None or not busy(serving, idle)))
 
     wait_until(look, f"a request is at a {role} replica", show=serving.snapshot, every_s=0.005)
+    if over():
+        return None
     (replica_id,) = found
     return replica_id
 

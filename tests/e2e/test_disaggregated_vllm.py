@@ -141,7 +141,7 @@ def test_prefill_dies_while_it_prefills_and_before_kv_is_fetched(
         kept = asked(f"kept {number}")
         wait_until(lambda: at(serving, "decode") == 1, "its prompt is computed")
         prefilling = asked(f"prefilling {number}")
-        wait_until_busy(serving, "prefill")
+        wait_until_busy(serving, "prefill", over=lambda: at(serving, "decode") == 2)
         pair["prefill"].engine().freeze()
         wait_until(
             lambda: at(serving, "prefill") == 1 or at(serving, "decode") == 2, "it is somewhere"
