@@ -210,12 +210,12 @@ def good_request(target: Target) -> Raw:
         *(b"POST /v1/chat/completions HTTP/1.1", b"host: sluice", b"connection: close"),
         *(*target.headers, b"content-length: %d" % len(text), b"", text),
     )
-    return Raw("good", (b"\r\n".join(lines),))
+    return Raw("good", (b"\r\n".join(lines),), whole=True)
 
 
 async def _first_model(host: str, port: int, headers: tuple[bytes, ...]) -> str:
     lines = (b"GET /v1/models HTTP/1.1", b"host: sluice", b"connection: close", *headers, b"", b"")
-    answer = await send(host, port, Raw("models", (b"\r\n".join(lines),)))
+    answer = await send(host, port, Raw("models", (b"\r\n".join(lines),), whole=True))
     if answer.statuses != [200]:
         raise click.ClickException(f"GET /v1/models was answered with {answer.statuses}, not 200")
     body = answer.raw.partition(b"\r\n\r\n")[2]

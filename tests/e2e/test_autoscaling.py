@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,7 +43,9 @@ class Clients:
     """Clients that ask again and again, one request at a time."""
 
     def __init__(self, url: str) -> None:
-        self.statuses: Counter[int] = Counter()
+        self.answered = 0
+        self.failed: list[tuple[int, str]] = []
+        """Status and body of every answer that is not a whole one."""
         self._url = f"{url}/v1/completions"
         self._lock = threading.Lock()
 
@@ -67,9 +68,16 @@ class Clients:
         with httpx.Client(timeout=60) as client:
             while not stop.is_set():
                 answer = client.post(self._url, json={**_BODY, **_OBJECTIVE})
-                whole = answer.json().get("usage", {}).get("completion_tokens") == 40
+                told = answer.json()
+                if told.get("error", {}).get("code") == "router_overloaded":
+                    # The machine is busy with something else: the client comes again, as it is told.
+                    stop.wait(float(answer.headers["retry-after"]))
+                    continue
+                whole = told.get("usage", {}).get("completion_tokens") == 40
                 with self._lock:
-                    self.statuses[answer.status_code if whole else 0] += 1
+                    self.answered += whole
+                    if not whole:
+                        self.failed.append((answer.status_code, answer.text))
                 stop.wait(pause_s)
 
 
@@ -88,7 +96,7 @@ def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request() 
         # Little enough for one replica on a busy machine, too, but there are requests all the time.
         with clients.asking(2, pause_s=2.0):
             wait_until(lambda: _taking(running) == 1, "silence takes them", PATIENCE_S)
-        assert set(clients.statuses) == {200}
+        assert clients.answered and not clients.failed
         wait_until(
             lambda: len(running.snapshot()["replicas"]) == 1, "those that left are forgotten"
         )
