@@ -70,7 +70,7 @@ class Clients:
                 answer = client.post(self._url, json={**_BODY, **_OBJECTIVE})
                 told = answer.json()
                 if told.get("error", {}).get("code") == "router_overloaded":
-                    # The machine is busy with something else: the client comes again, as it is told.
+                    # The machine is busy with other things: the client comes again, as told.
                     stop.wait(float(answer.headers["retry-after"]))
                     continue
                 whole = told.get("usage", {}).get("completion_tokens") == 40
