@@ -359,9 +359,8 @@ def _check_live_rows(rows: np.ndarray) -> None:
 def _check_summary(summary: Any) -> None:
     if not isinstance(summary, np.void) or summary.dtype != SUMMARY:
         raise ValueError(f"summary must be one record of the summary type, got {short(summary)}")
-    values = _SUMMARY_CHECKED(
-        summary.item()
-    )  # all at once: one by one they take longer than all else
+    # All at once: one by one they take longer than everything else here.
+    values = _SUMMARY_CHECKED(summary.item())
     for name, value in zip(_SUMMARY_TIMES, values, strict=False):
         _check_number(name, value)
     for name, value in zip(_SUMMARY_COUNTS, values[len(_SUMMARY_TIMES) :], strict=True):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -16,7 +17,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from replica.engine import Endpoint
 from router import wire
@@ -108,7 +108,10 @@ def make_api(
         return Exchange(call, fleet.dispatcher, fleet.metrics, telemetry, config.stalled_reader_s)
 
     for path, endpoint in INFERENCE_PATHS.items():
-        api.router.routes.append(Route(path, _Inference(serve, endpoint), methods=["POST"]))
+        # Of what FastAPI does for a function, which takes as long as reading the request, it needs
+        # nothing.
+        route = Route(path, partial(serve, endpoint=endpoint), methods=["POST"])
+        api.router.routes.append(route)
 
     @api.get("/v1/responses/{rest:path}", response_model=None)
     async def kept_response(_: Request) -> Response:
@@ -172,22 +175,6 @@ def make_api(
     if config.cors_origins:
         api.add_middleware(Cors, origins=config.cors_origins)
     return api
-
-
-class _Inference:
-    """An inference endpoint as an ASGI application: of what FastAPI does for a function, which
-    takes as long as reading the request, it needs nothing."""
-
-    def __init__(
-        self, serve: Callable[[Request, Endpoint], Awaitable[Response]], endpoint: Endpoint
-    ) -> None:
-        self._serve = serve
-        self._endpoint = endpoint
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        response = await self._serve(Request(scope, receive), self._endpoint)
-        await response(scope, receive, send)
 
 
 def _running(*jobs: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:

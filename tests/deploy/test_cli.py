@@ -157,6 +157,7 @@ def test_an_unknown_key_of_a_configuration_suggests_the_nearest(
         assert says in result.stderr
 
 
+@pytest.mark.own_ray  # the Ray that tests share has ended: this process has joined none
 def test_a_start_that_fails_touches_no_other_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever cluster the environment names, neither Ray nor Serve is asked to join it."""
     import ray
