@@ -54,6 +54,23 @@ _SIDE_DOOR = re.compile(
 )
 """HAProxy's own metrics and statistics, which Serve opens to every network, without a key."""
 
+DIRECT = Path(__file__).with_name("direct") / "relay.lua"
+"""Fetches streams from replicas themselves; says how."""
+
+_GLOBAL = re.compile(r"^global$", re.MULTILINE)
+_USED = re.compile(r"^([ \t]+)use_backend (\S+) if (is_\S+)$", re.MULTILINE)
+
+_FETCHED = (
+    "http-request set-var(txn.sluice_backend) str({backend}) if {acl} {{ nbsrv({backend}) ge 1 }} "
+    "!{{ var(txn.sluice_backend) -m found }}",
+    "http-request use-service lua.sluice if METH_POST {acl} "
+    "{{ path_end /v1/chat/completions /v1/completions }} {{ req.hdr(content-length) -m found }} "
+    "{{ var(txn.sluice_backend) -m str {backend} }}",
+)
+"""Before each application's own rule. What has no length is left to it."""
+
+_TRUSTED = "http-request del-header x-sluice-edge"
+
 _ROUTED = re.compile(r"^\s+use_backend ", re.MULTILINE)
 _UNKNOWN_PATH = re.compile(r"^\s+http-request return status 404 .*not found.*$", re.MULTILINE)
 
@@ -146,11 +163,28 @@ def write_bounded(config: Path) -> Path:
     text = _SERVER.sub(rf"\g<0> {UNHEARD}", text)
     text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", text)
     text = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:", text)
+    text = _with_direct_streams(text)
     if not _ROUTED.search(text):
         text = _UNKNOWN_PATH.sub(lambda _: STARTING, text)
     draft.write_text(text)
     draft.replace(copy)  # whole, whoever reads it meanwhile
     return copy
+
+
+def _with_direct_streams(config: str) -> str:
+    """Have the streams of every application fetched by :data:`DIRECT`."""
+    first = True
+
+    def rules(found: re.Match[str]) -> str:
+        nonlocal first
+        indent, backend, acl = found.groups()
+        lines = [line.format(backend=backend, acl=acl) for line in _FETCHED]
+        if first:
+            lines.insert(0, _TRUSTED)
+            first = False
+        return "\n".join(f"{indent}{line}" for line in (*lines, found[0].strip()))
+
+    return _GLOBAL.sub(rf"\g<0>\n    lua-load-per-thread {DIRECT}", _USED.sub(rules, config))
 
 
 def tls_addresses() -> list[tuple[str, int]]:

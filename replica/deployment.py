@@ -17,6 +17,7 @@ from controller.config import ControllerConfig
 from controller.metrics import MetricsPusher
 from replica.config import EngineConfig, ReplicaConfig
 from replica.configured import ConfiguredReplicas
+from replica.direct import DirectPort
 from replica.engine import (
     ConfigurationError,
     Engine,
@@ -89,6 +90,8 @@ class ReplicaServer:
                 context.rank.local_rank,
                 traced=self._tracer is not None,
             )
+        self._port = DirectPort()
+        await self._port.start(ray.util.get_node_ip_address())
         self._replica = Replica(
             replica_id,
             ray.get_runtime_context().get_node_id(),
@@ -97,6 +100,7 @@ class ReplicaServer:
             self._client,
             self._tracer,
             role,
+            self._port,
         )
         self._streams = StreamServer(replica_id, self._replica.open)
         self._configured = ConfiguredReplicas()
@@ -192,6 +196,7 @@ class ReplicaServer:
         self._configured.stop()
         await self._pusher.stop()
         await self._replica.stop()
+        await self._port.stop()
         await self._client.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.shutdown)

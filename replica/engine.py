@@ -75,6 +75,18 @@ class Resume(NamedTuple):
     response_id: str
 
 
+class Direct(NamedTuple):
+    """Asks a replica to send a stream to its client itself. Of a stream that another replica began:
+
+    Attributes:
+        sent_bytes: that the client has.
+        created: the date in them, as :func:`replica.replay.created_in` finds it.
+    """
+
+    sent_bytes: int = 0
+    created: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One API call for an engine.
@@ -96,6 +108,7 @@ class EngineRequest:
         resumable: the chunks are to say which tokens they carry, so that another replica can go on
             with the stream.
         confirm: its replica is to say that it has the request before anything else.
+        direct: its replica is to send a stream to the client itself; ``None``: to whoever asks.
         tenant: whose it is, a 63-bit hash; best-effort requests of several take turns. weight: of
             the tenant's share, > 0.
 
@@ -118,6 +131,7 @@ class EngineRequest:
     tenant: int = 0
     weight: float = 1.0
     confirm: bool = False
+    direct: Direct | None = None
 
     @property
     def resumed_tokens(self) -> int:
@@ -138,11 +152,13 @@ class ResponseTaken(NamedTuple):
 
 class ResponseHead(NamedTuple):
     """First item of a response. ``media_type`` is without parameters: :data:`EVENT_STREAM` for a
-    streamed response, ``application/json`` for any other."""
+    streamed response, ``application/json`` for any other. ``fetch`` is where the client's side gets
+    the stream, ``HOST:PORT TICKET``, where the replica sends it itself."""
 
     status: int
     media_type: str
     replica_id: str = ""
+    fetch: str = ""
 
 
 class ResponseChunk(NamedTuple):
@@ -152,6 +168,14 @@ class ResponseChunk(NamedTuple):
     data: bytes
     tokens: int = 0
     token_ids: tuple[int, ...] = ()
+
+
+class ResponseSent(NamedTuple):
+    """Chunks that the replica has sent to the client itself since it last said so: the output
+    tokens of each, and when it was sent, in seconds after the request reached the replica."""
+
+    tokens: tuple[int, ...]
+    offsets_s: tuple[float, ...]
 
 
 class ResponseTail(NamedTuple):
@@ -181,7 +205,7 @@ def chunks_of(data: bytes, tokens: int = 0) -> Iterator[ResponseChunk]:
     yield ResponseChunk(data[last:], tokens)
 
 
-ResponseItem = ResponseTaken | ResponseHead | ResponseChunk | ResponseTail
+ResponseItem = ResponseTaken | ResponseHead | ResponseChunk | ResponseSent | ResponseTail
 
 
 class Progress(NamedTuple):
@@ -223,6 +247,10 @@ class EngineInfo:
 
 class EngineDeadError(RuntimeError):
     """The engine cannot serve any more; the replica must be replaced."""
+
+
+class ClientLeftError(RuntimeError):
+    """Nobody takes a stream any more that the replica sends to the client itself."""
 
 
 class ConfigurationError(RuntimeError):

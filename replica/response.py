@@ -54,10 +54,11 @@ class Response:
         self._wake()
 
     def end(self, error: BaseException | None) -> None:
-        """Nothing more comes."""
-        self.over = True
-        self.error = error
-        self._wake()
+        """Nothing more comes. What is said first holds."""
+        if not self.over:
+            self.over = True
+            self.error = error
+            self._wake()
 
     def take(self, limit: int = MAX_BATCH_BYTES) -> list[ResponseItem]:
         """What is ready, if anything: no further item once there are ``limit`` bytes."""

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from replica.config import ReplicaConfig
+from replica.direct import DirectPort, sent_directly
 from replica.engine import (
     UNSCHEDULED,
     Engine,
@@ -53,6 +54,7 @@ class Replica:
         target: the controller's client.
         tracer: makes spans of requests that are traced; ``None``: tracing is off.
         role: what it does of a request, as its pool is configured.
+        port: where streams are fetched from this replica; ``None``: they all go through routers.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class Replica:
         target: ReportTarget,
         tracer: Tracer | None = None,
         role: Role = "mixed",
+        port: DirectPort | None = None,
     ) -> None:
         self.role = role
+        self._port = port
         self.replica_id = replica_id
         self._node_id = node_id
         self._engine = engine
@@ -193,7 +197,10 @@ class Replica:
         if trace is not None:
             request = trace.request
         try:
-            async with aclosing(self._engine.generate(request)) as items:  # type: ignore[type-var]
+            items = self._engine.generate(request)
+            if request.direct is not None and self._port is not None:
+                items = sent_directly(items, request, self._port, response.end)
+            async with aclosing(items):  # type: ignore[type-var]
                 async for item in items:
                     if isinstance(item, ResponseHead):
                         item = item._replace(replica_id=self.replica_id)

@@ -12,6 +12,7 @@ from replica.engine import (
     ResponseChunk,
     ResponseHead,
     ResponseItem,
+    ResponseSent,
     ResponseTail,
     ResponseTaken,
 )
@@ -31,6 +32,7 @@ class ReplicaFailedError(Exception):
         retry: another replica may do better.
         hung: the replica stands still, and the controller has been told.
         lost: nothing more comes of what it had, as when it is dead or hung.
+        blame: the replica is at fault, and not the way from it to the client.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ReplicaFailedError(Exception):
         retry: bool = True,
         hung: bool = False,
         lost: bool = False,
+        blame: bool = True,
     ) -> None:
         super().__init__(message)
         self.reason = reason
@@ -49,6 +52,15 @@ class ReplicaFailedError(Exception):
         self.retry = retry
         self.hung = hung
         self.lost = lost or dead or hung
+        self.blame = blame
+
+
+def client_left() -> ReplicaFailedError:
+    """Nobody takes a stream from its replica any more: the client left, or the connection between
+    the replica and HAProxy broke."""
+    return ReplicaFailedError(
+        Reason.REPLICA_FAILED, "The connection from the replica to the client broke.", blame=False
+    )
 
 
 class ReplicaStream(Protocol):
@@ -66,10 +78,13 @@ class ReplicaStream(Protocol):
 
 
 class Piece(NamedTuple):
-    """Bytes to hand on, and the output tokens (of the first choice) in them."""
+    """Bytes to hand on, and the output tokens (of the first choice) in them. ``sent`` are the
+    chunks that the replica has sent to the client itself: their tokens, and when, on the clock of
+    the attempt."""
 
     data: bytes
     tokens: int
+    sent: tuple[tuple[int, float], ...] = ()
 
 
 class Attempt:
@@ -168,7 +183,7 @@ class Attempt:
             if head is None and items:
                 head = self.head = self._head_of(items)
             piece = self._take(items)
-            if piece.data:
+            if piece.data or piece.sent:
                 self._ready.append(piece)
                 if head is not None and head.media_type == EVENT_STREAM:
                     break
@@ -199,7 +214,7 @@ class Attempt:
         self._ready.clear()
         while self.tail is None:
             piece = self._take(await self._next_items())
-            if piece.data:
+            if piece.data or piece.sent:
                 yield piece
 
     def close(self) -> None:
@@ -242,6 +257,7 @@ class Attempt:
     def _take(self, items: Sequence[ResponseItem]) -> Piece:
         """Join the chunks of one delivery, so that they cost one send."""
         data, tokens = [], self._untold_tokens
+        sent: tuple[tuple[int, float], ...] = ()
         # What is no stream (a refusal, say) is handed on as it is.
         take = self._taken if self.head.media_type == EVENT_STREAM else _all_of
         for item in items:
@@ -251,10 +267,13 @@ class Attempt:
                 tokens += piece.tokens
             elif isinstance(item, ResponseTail):
                 self.tail = item
+            elif isinstance(item, ResponseSent):
+                at_s = [self.made_s + offset_s for offset_s in item.offsets_s]
+                sent += tuple(zip(item.tokens, at_s, strict=True))
         joined = b"".join(data)
         # Tokens of which no text has come yet leave with the next bytes.
         self._untold_tokens = 0 if joined else tokens
-        return Piece(joined, tokens)
+        return Piece(joined, tokens, sent)
 
 
 def _all_of(chunk: ResponseChunk) -> Piece:

@@ -30,6 +30,7 @@ from router.batches.service import batch_routes
 from router.call import CallReader
 from router.config import RouterConfig
 from router.cors import Cors
+from router.direct import BROKEN_PATH, EDGE_HEADER, DirectAnswer, DirectAnswers
 from router.errors import ApiError, Reason, shown
 from router.exchange import Exchange
 from router.fleets import Fleets
@@ -85,6 +86,7 @@ def make_api(
     reader = CallReader(config, fleets.exceeded)
     metrics = fleets.edge
     telemetry = telemetry or Telemetry()
+    answers = DirectAnswers()
 
     async def serve(request: Request, endpoint: Endpoint) -> Response:
         arrival: Arrival = request.state.arrival
@@ -105,7 +107,12 @@ def make_api(
             return Response(status_code=400)  # nobody is there to read it
         if charge is not NO_CHARGE or span is not None:
             call = replace(call, charge=charge, span=span)
-        return Exchange(call, fleet.dispatcher, fleet.metrics, telemetry, config.stalled_reader_s)
+        direct = None
+        if request.headers.get(EDGE_HEADER) == "direct" and call.service_tier is None:
+            direct = DirectAnswer(answers)
+        return Exchange(
+            call, fleet.dispatcher, fleet.metrics, telemetry, config.stalled_reader_s, direct
+        )
 
     for path, endpoint in INFERENCE_PATHS.items():
         # Of what FastAPI does for a function, which takes as long as reading the request, it needs
@@ -126,6 +133,10 @@ def make_api(
     async def model(request: Request, model_id: str) -> dict[str, Any]:
         arrival: Arrival = request.state.arrival
         return await fleets.model(model_id, arrival.client.caps.models)
+
+    @api.post(BROKEN_PATH, response_model=None)
+    async def broken(request: Request) -> Response:
+        return await answers.broken(request)
 
     has_page = access.admin.on and overseer is not None
 

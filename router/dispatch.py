@@ -18,6 +18,7 @@ from router.answer import Answer, Attempt, ReplicaFailedError
 from router.call import Call
 from router.config import RouterConfig
 from router.destinations import Controller, Destinations
+from router.direct import DirectAnswer
 from router.errors import ApiError, Reason
 from router.handover import NOT_RESUMABLE, may_resume
 from router.hint import NO_REPLICA_WAIT_S
@@ -82,8 +83,9 @@ class Dispatcher:
         """Learns from answers how long prompts are."""
         return self._destinations.estimator
 
-    async def open(self, call: Call) -> Answer:
-        """Send ``call`` to a replica, and to another while attempts fail.
+    async def open(self, call: Call, direct: DirectAnswer | None = None) -> Answer:
+        """Send ``call`` to a replica, and to another while attempts fail. Where it is answered by a
+        stream that HAProxy can fetch from the replica, ``direct`` knows so.
 
         Cancelling it stops the attempt under way.
 
@@ -92,7 +94,8 @@ class Dispatcher:
                 promised and the call may not be served without; or the call is quarantined.
         """
         case = self._suspicion.open(call)
-        course = Course(call, Transcript() if may_resume(call) else None, case=case)
+        transcript = Transcript() if may_resume(call) else None
+        course = Course(call, transcript, case=case, direct=direct)
         try:
             attempt = await self._attempts(course)
         except BaseException as error:
@@ -100,6 +103,10 @@ class Dispatcher:
             if isinstance(error, ReplicaFailedError):
                 raise ApiError(error.reason, str(error)) from error
             raise
+        if direct is not None and attempt.head.fetch:
+            direct.streams_from(attempt)
+        else:
+            course.direct = None
         if call.scheduled:
             self._metrics.admission.admitted(call.slo.service_class, attempt.tier)
         return Answer(attempt, partial(self._resume, course), promised=course.promises > 0)
@@ -224,7 +231,12 @@ class Dispatcher:
 
         Raises:
             ReplicaFailedError: none does.
+            NotReportedError: nobody takes the stream any more.
         """
+        if course.direct is not None:
+            got = await course.direct.broken()
+            if course.transcript is not None:
+                course.transcript.told(*got)
         broken.end_span(failure.reason.value)
         self._legs.note_failure(course, broken, failure)
         broken.close()
@@ -237,5 +249,7 @@ class Dispatcher:
             attempt = await self._attempts(course)
         except ApiError:  # nobody takes it as it is
             raise failure from None
+        if course.direct is not None:
+            course.direct.streams_from(attempt)
         self._metrics.resumes.inc()
         return attempt

@@ -12,6 +12,7 @@ from replica.engine import EVENT_STREAM
 from router import wire
 from router.answer import Answer, ReplicaFailedError
 from router.call import Call
+from router.direct import STREAM_HEADER, DirectAnswer, NotReportedError
 from router.dispatch import Dispatcher
 from router.errors import ApiError, Reason
 from router.metrics import Outcome, RouterMetrics
@@ -65,6 +66,7 @@ class Exchange(Response):
 
     Args:
         stalled_reader_s: the client is dropped when it takes nothing for so long, seconds.
+        direct: where HAProxy can fetch a stream from the replica.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class Exchange(Response):
         metrics: RouterMetrics,
         telemetry: Telemetry,
         stalled_reader_s: float,
+        direct: DirectAnswer | None = None,
     ) -> None:
         self._stalled_reader_s = stalled_reader_s
+        self._direct = direct
         self._call = call
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -94,7 +98,10 @@ class Exchange(Response):
         except StalledReaderError:
             self._metrics.stalled_readers.inc()
             outcome = Outcome.CANCELLED
-        except OSError:  # how a server says that nobody is there to send to
+        except (
+            NotReportedError,
+            OSError,
+        ):  # the second: how a server says that nobody is there to send to
             outcome = Outcome.CANCELLED
         except asyncio.CancelledError:
             outcome = Outcome.CANCELLED
@@ -111,7 +118,7 @@ class Exchange(Response):
         error: ApiError | None = None
         async with guard:
             try:
-                self._answer = await self._dispatcher.open(self._call)
+                self._answer = await self._dispatcher.open(self._call, self._direct)
             except ApiError as failure:
                 error = failure
             else:
@@ -127,6 +134,9 @@ class Exchange(Response):
             return Outcome.of_status(error.rule.status)
         if self._answer.head.media_type == EVENT_STREAM:
             last = error.event() if error is not None else b""
+            if self._direct is not None and self._answer.head.fetch:
+                self._direct.end(last)
+                last = b""
             await send({"type": "http.response.body", "body": last, "more_body": False})
             self._learn(self._answer)
             return Outcome.OK if error is None else Outcome.FAILED
@@ -139,15 +149,20 @@ class Exchange(Response):
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }
+        if answer.head.fetch:
+            headers[STREAM_HEADER] = answer.head.fetch
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": answer.head.status, "headers": raw})
         observe_gap = self._metrics.usage.gap(self._call.slo.service_class)
         tier = (self._call.endpoint, self._call.service_tier)
         try:
             async for piece in answer:
-                gap_s = self._emit(piece.tokens)
-                if gap_s is not None:
-                    observe_gap(gap_s)
+                for tokens, at_s in piece.sent or ((piece.tokens, None),):
+                    gap_s = self._emit(tokens, at_s)
+                    if gap_s is not None:
+                        observe_gap(gap_s)
+                if piece.sent:
+                    continue
                 data = with_tier(piece.data, *tier, streams=True)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ReplicaFailedError as failure:

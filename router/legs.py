@@ -9,11 +9,19 @@ from functools import partial
 from typing import Any, Protocol
 
 from controller.messages import Tier, Trouble
-from replica.engine import EVENT_STREAM, EngineRequest, Progress, ResponseChunk, request_key
+from replica.engine import (
+    EVENT_STREAM,
+    Direct,
+    EngineRequest,
+    Progress,
+    ResponseChunk,
+    request_key,
+)
 from router.answer import Attempt, Piece, ReplicaFailedError, ReplicaStream
 from router.call import Call
 from router.choices import CHOICES
 from router.destinations import Controller, Destination, Destinations
+from router.direct import DirectAnswer
 from router.errors import ApiError, Reason
 from router.handover import may_split, prompt_slo, rest_of
 from router.metrics import Fallback, Leg, RouterMetrics
@@ -80,6 +88,7 @@ class Course:
         granted: the attempt under way is given up for another one, which the budget has paid for.
         case: what it has to do with lost replicas.
         verdict: why there must be no further attempt, if it is to blame for that.
+        direct: how HAProxy learns where to fetch the stream; ``None``: it goes through here.
     """
 
     call: Call
@@ -92,6 +101,7 @@ class Course:
     promises: int = 0
     case: Case = field(default_factory=Case)
     verdict: ReplicaFailedError | None = None
+    direct: DirectAnswer | None = None
 
     @property
     def made(self) -> int:
@@ -179,6 +189,7 @@ class Legs:
             confirm=course.case.suspected,
             tenant=call.client.tenant,
             weight=call.client.caps.weight,
+            direct=_direct(course),
         )
         call.charge.sent()
         if destination.prefill_id is None:
@@ -237,7 +248,9 @@ class Legs:
         started_s = self._clock()
         own_id = _prefill_id(request.request_id)
         slo = prompt_slo(request.slo, destination.handover_s)
-        leg = replace(request, request_id=own_id, slo=slo, prefill_only=True, resumable=False)
+        leg = replace(
+            request, request_id=own_id, slo=slo, prefill_only=True, resumable=False, direct=None
+        )
         own_span = None
         if span is not None:
             own_span = span.child("prefill", Kind.CLIENT)
@@ -367,7 +380,7 @@ class Legs:
         course.failed.append(replica_id)
         if failure.dead:
             self._controller.replica_gone([replica_id])
-        elif failure.reason is Reason.REPLICA_FAILED and not failure.hung:
+        elif failure.reason is Reason.REPLICA_FAILED and failure.blame and not failure.hung:
             self._controller.troubled(replica_id, Trouble.FAILED)
 
     def _has_moved(self, attempt: Attempt, target: str | None) -> bool:
@@ -387,6 +400,12 @@ class Legs:
         self._metrics.leg(Leg.HANDOVER, seconds)
 
 
+def _direct(course: Course) -> Direct | None:
+    if course.direct is None:
+        return None
+    return course.transcript.direct if course.transcript is not None else Direct()
+
+
 def _prefill_id(request_id: str) -> str:
     return f"{request_id}.prefill"
 
@@ -397,7 +416,10 @@ def _check_resumed(course: Course, attempt: Attempt) -> None:
     Raises:
         ReplicaFailedError: it is not.
     """
-    repeated = course.transcript is not None and course.transcript.repeated
+    if course.direct is not None:
+        repeated = attempt.head.fetch != ""  # the replica has held it against what was sent
+    else:
+        repeated = course.transcript is not None and course.transcript.repeated
     if attempt.head.status != 200 or attempt.head.media_type != EVENT_STREAM or not repeated:
         raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
 

@@ -19,10 +19,10 @@ from ray.exceptions import (
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from replica.engine import EngineDeadError, EngineRequest, Progress, ResponseItem
+from replica.engine import ClientLeftError, EngineDeadError, EngineRequest, Progress, ResponseItem
 from replica.streams.wire import StreamEndpoint
 from router import wire
-from router.answer import ReplicaFailedError, ReplicaStream
+from router.answer import ReplicaFailedError, ReplicaStream, client_left
 from router.errors import Reason
 from router.hint import DrainedError, Hint, NoReplicaError
 from router.metrics import Way
@@ -219,6 +219,8 @@ def failure_of(error: Exception) -> ReplicaFailedError:
     # A RayTaskError is an instance of what the replica raised, too, so that comes first.
     if isinstance(error, EngineDeadError):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica's engine died.", dead=True)
+    if isinstance(error, ClientLeftError):
+        return client_left()
     if isinstance(error, ActorDiedError):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
     if isinstance(error, DrainedError):

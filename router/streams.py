@@ -36,7 +36,7 @@ from replica.streams.wire import (
     StreamEndpoint,
     cost,
 )
-from router.answer import ReplicaFailedError, ReplicaStream
+from router.answer import ReplicaFailedError, ReplicaStream, client_left
 from router.errors import Reason
 from scheduling.roles import Role
 
@@ -61,6 +61,8 @@ def _failure_of(ending: Ending) -> ReplicaFailedError:
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica's engine died.", dead=True)
     if ending is Ending.CANCELLED:
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica cancelled the request.")
+    if ending is Ending.LEFT:
+        return client_left()
     if ending is Ending.TOO_LARGE:
         return ReplicaFailedError(
             Reason.TOO_LARGE,
@@ -154,6 +156,8 @@ class ChannelStream:
         if delivery.chunks:
             self._size += cost(delivery.chunks)
             items += delivery.chunks
+        if delivery.sent is not None:
+            items.append(delivery.sent)
         if delivery.tail is not None:
             items.append(delivery.tail)
             self._over = True

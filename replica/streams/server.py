@@ -19,10 +19,12 @@ from collections.abc import Callable
 import msgspec
 
 from replica.engine import (
+    ClientLeftError,
     EngineDeadError,
     EngineRequest,
     ResponseChunk,
     ResponseHead,
+    ResponseSent,
     ResponseTail,
     ResponseTaken,
 )
@@ -101,6 +103,8 @@ class _Outgoing:
                     return self.fail(Ending.TOO_LARGE, deliveries)
             elif isinstance(item, ResponseHead):
                 delivery.head = item
+            elif isinstance(item, ResponseSent):
+                delivery.sent = joined(delivery.sent, item)
             elif isinstance(item, ResponseTail):
                 delivery.tail = item
                 self._ended = True
@@ -113,7 +117,14 @@ class _Outgoing:
             if not self._ended:
                 delivery.ending = _ending_of(response.error)
             self._connection.finish(self.number)
-        if delivery.chunks or delivery.head or delivery.tail or delivery.taken or delivery.ending:
+        if (
+            delivery.chunks
+            or delivery.sent
+            or delivery.head
+            or delivery.tail
+            or delivery.taken
+            or delivery.ending
+        ):
             deliveries.append(delivery)
         return size
 
@@ -124,11 +135,20 @@ class _Outgoing:
         return 0
 
 
+def joined(first: ResponseSent | None, second: ResponseSent) -> ResponseSent:
+    """Two reports as one."""
+    if first is None:
+        return second
+    return ResponseSent(first.tokens + second.tokens, first.offsets_s + second.offsets_s)
+
+
 def _ending_of(error: BaseException | None) -> Ending:
     if error is None:
         return Ending.EARLY
     if isinstance(error, EngineDeadError):
         return Ending.ENGINE_DEAD
+    if isinstance(error, ClientLeftError):
+        return Ending.LEFT
     if isinstance(error, asyncio.CancelledError):
         return Ending.CANCELLED
     _log.error("a response failed", exc_info=error)

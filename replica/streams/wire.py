@@ -19,10 +19,12 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from replica.engine import (
+    Direct,
     EngineRequest,
     Handoff,
     ResponseChunk,
     ResponseHead,
+    ResponseSent,
     ResponseTail,
     ResponseTaken,
     Resume,
@@ -116,6 +118,8 @@ class Ending(enum.IntEnum):
     """An error of the replica's code, which its log tells."""
     TOO_LARGE = 5
     """A chunk exceeded :data:`MAX_CHUNK_BYTES`."""
+    LEFT = 6
+    """Nobody takes the stream that the replica sends to the client itself."""
 
 
 class Delivery(msgspec.Struct, array_like=True):
@@ -127,6 +131,7 @@ class Delivery(msgspec.Struct, array_like=True):
     chunks: list[ResponseChunk]
     tail: ResponseTail | None
     ending: Ending | None = None
+    sent: ResponseSent | None = None
 
 
 class StreamEndpoint(NamedTuple):
@@ -142,7 +147,10 @@ class StreamEndpoint(NamedTuple):
 def _layouts() -> str:
     """Names what messages are made of: another version may have other fields."""
     structs = (Open, Cancel, Consumed, Delivery)
-    tuples = (ResponseTaken, ResponseHead, ResponseChunk, ResponseTail, Handoff, Resume)
+    tuples = (
+        *(ResponseTaken, ResponseHead, ResponseChunk, ResponseSent, ResponseTail),
+        *(Handoff, Resume, Direct),
+    )
     names = [
         [each.__struct_fields__ for each in structs],
         [each._fields for each in (*tuples, PromptPrefix)],

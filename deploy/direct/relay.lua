@@ -1,0 +1,235 @@
+-- Streams that flow from a replica to the client without passing through a router's process.
+--
+-- HAProxy runs this for each call that may be streamed. It asks a router, which checks, decides and
+-- sends the call to a replica as ever. Where the answer is a stream, the router says where it is to
+-- be fetched instead of sending it:
+--
+--   x-sluice-stream: HOST:PORT TICKET
+--
+-- The ticket opens that stream once, at the replica's own port. There the stream comes in records:
+--
+--   LENGTH TOKENS[,TOKEN ...];\n   then LENGTH bytes for the client, with so many output tokens
+--   0\n                            the replica lives
+--   end\n                          after the last record
+--
+-- Where the connection ends before `end`, or is silent for SILENCE_S, the router is told what the
+-- client has (POST /sluice/broken). It answers with another stream, which goes on where this one
+-- broke off, or with the last bytes. It ends its own answer once it knows that the stream is over;
+-- a connection that ends before is how it learns that the client has left.
+
+local SILENCE_S = 5
+local ROUTERS_PERIOD_S = 0.5
+local PART = 65536
+local MAX_STREAMS = 16
+
+local HOP_BY_HOP = {
+  ["connection"] = true, ["keep-alive"] = true, ["proxy-connection"] = true, ["te"] = true,
+  ["transfer-encoding"] = true, ["upgrade"] = true, ["content-length"] = true, ["expect"] = true,
+}
+
+local UNAVAILABLE = '{"error": {"message": "No router answers.", "type": "server_error", '
+  .. '"param": null, "code": "no_router"}}'
+local BROKEN = 'data: {"error": {"message": "The stream broke off after it had begun.", '
+  .. '"type": "server_error", "param": null, "code": "stream_broken"}}\n\n'
+
+local known = {}
+local turn = 0
+
+local function now_s()
+  local now = core.now()
+  return now.sec + now.usec / 1e6
+end
+
+-- The addresses of a backend's servers that are up, at most ROUTERS_PERIOD_S old.
+local function routers(backend)
+  local found = known[backend]
+  local at_s = now_s()
+  if found and at_s - found.at_s < ROUTERS_PERIOD_S then return found.addresses end
+  local addresses = {}
+  for _, server in pairs(core.backends[backend].servers) do
+    local status = server:get_stats().status
+    if status == "no check" or status:sub(1, 2) == "UP" then
+      addresses[#addresses + 1] = server:get_addr()
+    end
+  end
+  known[backend] = {at_s = at_s, addresses = addresses}
+  return addresses
+end
+
+-- A connection to "HOST:PORT".
+local function connect(address)
+  local socket = core.tcp()
+  socket:settimeout(SILENCE_S)
+  if socket:connect(address) then return socket end
+  socket:close()
+  return nil
+end
+
+-- A connection to the router whose turn it is, or to the next that takes one, and its address.
+local function connect_to_router(backend)
+  local addresses = routers(backend)
+  turn = turn + 1
+  for offset = 0, #addresses - 1 do
+    local address = addresses[(turn + offset) % #addresses + 1]
+    local socket = connect(address)
+    if socket then return socket, address end
+  end
+  return nil
+end
+
+local function head_of(applet)
+  local target = applet.path
+  if applet.qs ~= nil and applet.qs ~= "" then target = target .. "?" .. applet.qs end
+  local lines = {applet.method .. " " .. target .. " HTTP/1.0"}
+  for name, values in pairs(applet.headers) do
+    if not HOP_BY_HOP[name] then
+      for _, value in pairs(values) do lines[#lines + 1] = name .. ": " .. value end
+    end
+  end
+  lines[#lines + 1] = "content-length: " .. applet.headers["content-length"][0]
+  lines[#lines + 1] = "x-sluice-edge: direct\r\n\r\n"
+  return table.concat(lines, "\r\n")
+end
+
+-- Status and headers of an HTTP response; nil if there is none.
+local function read_head(socket)
+  local line = socket:receive("*l")
+  local status = line and tonumber(line:match("^HTTP/1%.[01] (%d%d%d)"))
+  if not status then return nil end
+  local head = {status = status, headers = {}}
+  while true do
+    line = socket:receive("*l")
+    if not line then return nil end
+    if line == "" then return head end
+    local name, value = line:match("^([^:]+):%s*(.*)$")
+    if not name then return nil end
+    name = name:lower()
+    if name == "x-sluice-stream" then
+      head.stream = value
+    elseif name == "content-length" then
+      head.length = tonumber(value)
+    elseif not HOP_BY_HOP[name] then
+      head.headers[#head.headers + 1] = {name, value}
+    end
+  end
+end
+
+-- Ask a router; its connection, its address and the head of its answer.
+local function ask(applet, backend)
+  local socket, address = connect_to_router(backend)
+  if not socket then return nil end
+  socket:settimeout(3600)
+  if not socket:send(head_of(applet)) then return nil end
+  while true do
+    local part = applet:receive(PART)
+    if part == nil or part == "" then break end
+    if not socket:send(part) then break end  -- a refusal may come before the end of the body
+  end
+  return socket, address, read_head(socket)
+end
+
+local function start(applet, head)
+  applet:set_status(head.status)
+  for _, header in ipairs(head.headers) do applet:add_header(header[1], header[2]) end
+  if head.length and not head.stream then applet:add_header("content-length", head.length) end
+  applet:start_response()
+end
+
+-- Hand on a body that the router sends itself.
+local function hand_on(applet, socket, length)
+  if length then
+    while length > 0 do
+      local part, _, rest = socket:receive(math.min(length, PART))
+      part = part or rest
+      if not part or part == "" then error("the router's answer is cut") end
+      applet:send(part)
+      length = length - #part
+    end
+    return
+  end
+  while true do
+    local line = socket:receive("*l")
+    if not line then return end
+    applet:send(line .. "\n")
+  end
+end
+
+-- Hand on a replica's stream; whether it came to its end. What the client gets is added to `got`.
+local function hand_on_stream(applet, stream, got)
+  local address, ticket = stream:match("^(%S+) (%S+)$")
+  local socket = address and connect(address)
+  if not socket then return false end
+  if not socket:send(ticket .. "\n") then return false end
+  while true do
+    local line = socket:receive("*l")
+    if line == "end" then
+      socket:receive("*l")  -- the replica closes first
+      socket:close()
+      return true
+    end
+    local length, chunk = (line or ""):match("^(%d+) ?(.*)$")
+    local data = ""
+    length = tonumber(length)
+    if length and length > 0 then data = socket:receive(length) end
+    if not length or not data or #data < length then
+      socket:close()
+      return false
+    end
+    if chunk ~= "" then
+      if length > 0 then applet:send(data) end
+      got.chunks[#got.chunks + 1] = chunk
+      got.bytes = got.bytes + length
+      if not got.created then got.created = data:match('"created": ?%d+') end
+    end
+  end
+end
+
+-- Tell the router that a stream broke; its answer's connection and head.
+local function ask_again(address, stream, got)
+  local socket = connect(address)
+  if not socket then return nil end
+  socket:settimeout(3600)
+  local body = table.concat(got.chunks)
+  local sent = socket:send("POST /sluice/broken HTTP/1.0\r\nx-sluice-ticket: "
+    .. stream:match("%S+$") .. "\r\nx-sluice-bytes: " .. got.bytes
+    .. "\r\nx-sluice-created: " .. (got.created or "")
+    .. "\r\ncontent-length: " .. #body .. "\r\n\r\n" .. body)
+  return socket, sent and read_head(socket)
+end
+
+local function relay(applet)
+  local socket, address, head = ask(applet, applet:get_var("txn.sluice_backend"))
+  if not head then
+    applet:set_status(503)
+    applet:add_header("content-type", "application/json")
+    applet:add_header("retry-after", "1")
+    applet:start_response()
+    applet:send(UNAVAILABLE)
+    return
+  end
+  start(applet, head)
+  if not head.stream then
+    hand_on(applet, socket, head.length)
+    socket:close()
+    return
+  end
+  local got, stream = {chunks = {}, bytes = 0}, head.stream
+  for _ = 1, MAX_STREAMS do
+    if hand_on_stream(applet, stream, got) then
+      socket:receive("*l")  -- until the router knows, too
+      return
+    end
+    local again, answer = ask_again(address, stream, got)
+    if not answer then break end
+    if not answer.stream then
+      hand_on(applet, again, answer.length)
+      again:close()
+      return
+    end
+    again:close()
+    stream = answer.stream
+  end
+  applet:send(BROKEN)
+end
+
+core.register_service("sluice", "http", relay)

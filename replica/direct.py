@@ -1,0 +1,363 @@
+"""Streams that leave this replica for their client without passing through a router's process.
+
+A router asks for one by :attr:`~replica.engine.EngineRequest.direct`. It then gets the place where
+the stream is to be fetched (:attr:`~replica.engine.ResponseHead.fetch`), and reports of what was
+sent in place of the bytes. HAProxy fetches it here with the ticket, once. The format is that of
+``deploy/direct/relay.lua``: the reader sends the ticket and a line break; then records come,
+
+``LENGTH TOKENS[,TOKEN ...];`` and a line break, followed by ``LENGTH`` bytes; ``end`` at the end.
+``0`` alone says that the replica lives.
+
+A record is a chunk of the response: its output tokens, how many and, where another replica can go
+on with the stream, which. If the connection ends before ``end``, the reader tells the router the
+chunks that the client has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from math import inf
+from typing import Final, cast
+
+from replica.engine import (
+    EVENT_STREAM,
+    ClientLeftError,
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseSent,
+    ResponseTail,
+)
+from replica.replay import Replay
+
+FETCH_S: Final = 10.0
+"""How long a stream waits for its reader, seconds."""
+
+SENT_PERIOD_S: Final = 0.5
+"""Time between two reports of what was sent, seconds."""
+
+BEAT_S: Final = 1.0
+"""Time between two signs of life on a stream, seconds."""
+
+MAX_STRANGERS: Final = 1024
+"""Most connections that have not shown a ticket yet; one more ends the oldest."""
+
+STRANGER_S: Final = 5.0
+_MAX_TICKET = 128
+_ID_BYTES = 9
+_SECRET_BYTES = 24
+_MAX_WAITING_BYTES = 64 << 10
+
+
+async def sent_directly(
+    items: AsyncIterator[ResponseItem],
+    request: EngineRequest,
+    port: DirectPort,
+    on_left: Callable[[BaseException], None],
+) -> AsyncIterator[ResponseItem]:
+    """Send a stream to the client, and yield what was sent when in place of its chunks. What is no
+    stream is yielded as it is.
+
+    Args:
+        on_left: called with the error when nobody takes the stream any more.
+
+    Raises:
+        ClientLeftError: the same.
+        NotRepeatedError: it is not the stream of which the client has the beginning.
+    """
+    began_s = asyncio.get_running_loop().time()
+    async with aclosing(items):  # type: ignore[type-var]
+        head = await anext(items)
+        if not isinstance(head, ResponseHead) or head.media_type != EVENT_STREAM:
+            yield head
+            async for item in items:
+                yield item
+            return
+        stream = port.open()
+        stream.on_left = lambda: on_left(ClientLeftError())
+        delivery = _Delivery(stream, request, began_s)
+        told_s = -inf
+        try:
+            async for item in items:
+                tail = item if isinstance(item, ResponseTail) else None
+                if isinstance(item, ResponseChunk):
+                    await delivery.send(item)
+                now_s = asyncio.get_running_loop().time()
+                if delivery.chunks and (tail or now_s >= told_s + SENT_PERIOD_S):
+                    if told_s == -inf:
+                        yield head._replace(fetch=stream.fetch)
+                    told_s = now_s
+                    yield delivery.report()
+                if tail is not None:
+                    await stream.end()
+                    yield tail
+        finally:
+            stream.close()
+
+
+class _Delivery:
+    """What is sent of a stream to its client, and when."""
+
+    def __init__(self, stream: DirectStream, request: EngineRequest, began_s: float) -> None:
+        self._stream = stream
+        self._began_s = began_s
+        self._replay: Replay | None = None
+        if request.resume is not None and request.direct is not None:
+            begun = request.direct
+            chunks = request.resume.chunks
+            self._replay = Replay(chunks, begun.sent_bytes, begun.created.encode())
+        self._tokens: list[int] = []
+        self._offsets_s: list[float] = []
+
+    @property
+    def chunks(self) -> int:
+        """Sent since the last report."""
+        return len(self._tokens)
+
+    async def send(self, item: ResponseChunk) -> None:
+        """Send a chunk, unless the client has it.
+
+        Raises:
+            ClientLeftError: nobody takes it.
+            NotRepeatedError: it is not the stream that the client has.
+        """
+        chunk = item if self._replay is None else self._replay.take(item)
+        if chunk is not None:
+            self._tokens.append(chunk.tokens)
+            self._offsets_s.append(asyncio.get_running_loop().time() - self._began_s)
+            await self._stream.send(chunk)
+
+    def report(self) -> ResponseSent:
+        """What was sent since the last report."""
+        sent = ResponseSent(tuple(self._tokens), tuple(self._offsets_s))
+        self._tokens.clear()
+        self._offsets_s.clear()
+        return sent
+
+
+class DirectStream:
+    """One stream: what a replica sends of it, and the connection that takes it."""
+
+    def __init__(self, port: DirectPort, name: str) -> None:
+        self._port = port
+        self._name = name
+        self._secret = secrets.token_urlsafe(_SECRET_BYTES)
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
+        self._transport: asyncio.Transport | None = None
+        self._room = asyncio.Event()
+        self._room.set()
+        self._gone = asyncio.Event()
+        self._ended = False
+        self.left = False
+        """Whether the reader went before the end, or never came."""
+        self.on_left: Callable[[], None] = lambda: None
+        """Called when that happens."""
+
+    @property
+    def fetch(self) -> str:
+        """``HOST:PORT TICKET``."""
+        return f"{self._port.address} {self._name}.{self._secret}"
+
+    async def send(self, chunk: ResponseChunk) -> None:
+        """Send a chunk; waits while the reader is slow, or has not come and much waits for it.
+
+        Raises:
+            ClientLeftError: nobody takes it.
+        """
+        ids = "".join([f",{token}" for token in chunk.token_ids]).encode()
+        self._write(b"%d %d%s;\n%s" % (len(chunk.data), chunk.tokens, ids, chunk.data))
+        if self._waiting_bytes > _MAX_WAITING_BYTES:
+            self._room.clear()
+        if not self._room.is_set():
+            await self._room.wait()
+        if self.left:
+            raise ClientLeftError
+
+    async def end(self) -> None:
+        """Send the end, and wait until the reader has all of it.
+
+        Raises:
+            ClientLeftError: it went before.
+        """
+        self._ended = True
+        self._write(b"end\n")
+        if self._transport is not None:
+            self._transport.close()
+        await self._gone.wait()
+        if self.left:
+            raise ClientLeftError
+
+    def close(self) -> None:
+        """Cut the stream where it has not ended. Idempotent."""
+        self._port.forget(self._name)
+        if self._transport is not None and not self._ended:
+            self._transport.abort()
+
+    def beat(self) -> None:
+        """Show the reader that this replica lives."""
+        if self._transport is not None and not self._ended and self._room.is_set():
+            self._transport.write(b"0\n")
+
+    def opens(self, secret: str) -> bool:
+        """Whether a ticket with this secret opens it."""
+        return hmac.compare_digest(self._secret.encode(), secret.encode())
+
+    def taken_by(self, transport: asyncio.Transport) -> None:
+        """Its reader is here."""
+        self._transport = transport
+        self._room.set()
+        transport.writelines(self._waiting)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        if self._ended:
+            transport.close()
+
+    def reader_has_room(self, room: bool) -> None:
+        """Whether the reader takes more now."""
+        if room:
+            self._room.set()
+        else:
+            self._room.clear()
+
+    def reader_gone(self, error: Exception | None) -> None:
+        """The connection has ended, or the reader never came."""
+        if not self._ended or error is not None:
+            self.left = True
+        self._gone.set()
+        self._room.set()
+        if self.left:
+            self.on_left()
+
+    def _write(self, record: bytes) -> None:
+        if self._transport is None:
+            self._waiting.append(record)
+            self._waiting_bytes += len(record)
+        else:
+            self._transport.write(record)
+
+
+class _Reader(asyncio.Protocol):
+    """A connection: a stranger until it shows a ticket."""
+
+    def __init__(self, port: DirectPort) -> None:
+        self._port = port
+        self._line = b""
+        self._stream: DirectStream | None = None
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # No check: uvloop's transports are none of asyncio's classes.
+        self.transport = cast(asyncio.Transport, transport)
+        self._port.stranger_came(self)
+
+    def data_received(self, data: bytes) -> None:
+        assert self.transport is not None
+        if self._stream is not None:
+            return  # there is nothing more to say
+        self._line += data[: _MAX_TICKET + 1]
+        line, ended, _ = self._line.partition(b"\n")
+        if not ended and len(self._line) <= _MAX_TICKET:
+            return
+        self._stream = self._port.claim(line.decode("latin-1")) if ended else None
+        if self._stream is None:
+            self.transport.abort()
+            return
+        self._port.stranger_went(self)
+        self._stream.taken_by(self.transport)
+
+    def pause_writing(self) -> None:
+        if self._stream is not None:
+            self._stream.reader_has_room(False)
+
+    def resume_writing(self) -> None:
+        if self._stream is not None:
+            self._stream.reader_has_room(True)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._port.stranger_went(self)
+        if self._stream is not None:
+            self._stream.reader_gone(error)
+
+
+class DirectPort:
+    """Where streams are fetched from this replica. To be used from one event loop."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        """``HOST:PORT``, once started."""
+        self._server: asyncio.Server | None = None
+        self._unclaimed: dict[str, DirectStream] = {}
+        self._streams: dict[str, DirectStream] = {}
+        self._strangers: dict[_Reader, asyncio.TimerHandle] = {}
+        self._beats: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str) -> None:
+        """Listen on a port of ``host`` that the system chooses."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Reader(self), host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._beats = loop.call_later(BEAT_S, self._beat)
+
+    async def stop(self) -> None:
+        """Listen no longer, and cut what is under way. Idempotent."""
+        if self._beats is not None:
+            self._beats.cancel()
+        for stream in list(self._streams.values()):
+            stream.close()
+        if self._server is not None:
+            self._server.close()
+
+    def open(self) -> DirectStream:
+        """A new stream, to be fetched within :data:`FETCH_S`."""
+        name = secrets.token_urlsafe(_ID_BYTES)
+        stream = self._unclaimed[name] = self._streams[name] = DirectStream(self, name)
+        asyncio.get_running_loop().call_later(FETCH_S, self._expire, name)
+        return stream
+
+    def claim(self, ticket: str) -> DirectStream | None:
+        """The stream that a ticket opens. It opens it once."""
+        name, _, secret = ticket.partition(".")
+        stream = self._unclaimed.get(name)
+        if stream is None or not stream.opens(secret):
+            return None
+        return self._unclaimed.pop(name)
+
+    def forget(self, name: str) -> None:
+        """A stream is over."""
+        self._unclaimed.pop(name, None)
+        self._streams.pop(name, None)
+
+    def stranger_came(self, reader: _Reader) -> None:
+        """A connection without a ticket; it has :data:`STRANGER_S` to show one."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._turn_away(next(iter(self._strangers)))
+        loop = asyncio.get_running_loop()
+        self._strangers[reader] = loop.call_later(STRANGER_S, self._turn_away, reader)
+
+    def stranger_went(self, reader: _Reader) -> None:
+        """It has shown one, or is gone."""
+        timer = self._strangers.pop(reader, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _turn_away(self, reader: _Reader) -> None:
+        self.stranger_went(reader)
+        if reader.transport is not None:
+            reader.transport.abort()
+
+    def _expire(self, name: str) -> None:
+        stream = self._unclaimed.pop(name, None)
+        if stream is not None:
+            stream.reader_gone(None)
+
+    def _beat(self) -> None:
+        for stream in self._streams.values():
+            stream.beat()
+        self._beats = asyncio.get_running_loop().call_later(BEAT_S, self._beat)

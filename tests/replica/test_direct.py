@@ -1,0 +1,210 @@
+"""Streams that leave a replica for their client directly: a real simulated engine, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
+from replica.direct import DirectPort
+from replica.engine import (
+    Direct,
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseLeft,
+    ResponseSent,
+    ResponseTail,
+    Resume,
+)
+from replica.replay import NotRepeatedError, created_in
+from replica.server import Replica
+from replica.simulated_engine import SimulatedEngine
+from scheduling.objective import SLO
+from tests.replica.controller_side import MirrorOfOne
+from tests.replica.waiting import until
+
+TOKENS = 6
+
+
+@asynccontextmanager
+async def running(step_s: float = 0.0) -> AsyncIterator[Replica]:
+    truth = SimulatedEngineConfig(step_s=step_s, token_s=0, context_token_s=0, kv_blocks=64)
+    engine = SimulatedEngine(
+        EngineConfig(kind="simulated", policy="fcfs", simulated=truth), "replica-1", 8
+    )
+    port = DirectPort()
+    await port.start("127.0.0.1")
+    config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=0.05, max_live_requests=8)
+    replica = Replica("replica-1", "node-1", engine, config, MirrorOfOne(), port=port)
+    await replica.start()
+    try:
+        yield replica
+    finally:
+        await replica.stop()
+        await port.stop()
+
+
+def request(tokens: int = TOKENS, stream: bool = True) -> EngineRequest:
+    body = {"model": "local", "prompt": "hello there", "max_tokens": tokens, "stream": stream}
+    return EngineRequest("r", "completions", body, SLO(), resumable=stream, direct=Direct())
+
+
+class Reader:
+    """Takes a stream as HAProxy does."""
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[int, tuple[int, ...]]] = []
+        self.data = b""
+        self.ended = False
+
+    async def take(self, fetch: str, most: int = 1000) -> None:
+        """All of it, or so many chunks."""
+        address, ticket = fetch.split(" ")
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{ticket}\n".encode())
+        while len(self.chunks) < most and (line := await reader.readline()):
+            if line == b"end\n":
+                self.ended = True
+                assert await reader.read() == b""
+                break
+            length, _, chunk = line.decode().rstrip("\n").partition(" ")
+            self.data += await reader.readexactly(int(length))
+            if chunk:
+                count, *ids = chunk.removesuffix(";").split(",")
+                self.chunks.append((int(count), tuple(map(int, ids))))
+        writer.close()
+
+
+async def serve(
+    replica: Replica, asked: EngineRequest, most: int = 1000
+) -> tuple[list[ResponseItem], Reader]:
+    """What the replica says, and what the reader gets."""
+    items: list[ResponseItem] = []
+    reader = Reader()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        async for batch in replica.generate(asked):
+            items += batch
+            if isinstance(batch[0], ResponseHead) and batch[0].fetch:
+                tasks.create_task(reader.take(batch[0].fetch, most))
+    return items, reader
+
+
+def plain(items: Sequence[ResponseItem]) -> bytes:
+    return b"".join(item.data for item in items if isinstance(item, ResponseChunk))
+
+
+async def test_the_reader_gets_the_stream_and_the_router_what_was_sent_when() -> None:
+    async with running() as replica:
+        relayed = [
+            item
+            async for batch in replica.generate(replace(request(), direct=None))
+            for item in batch
+        ]
+        items, reader = await serve(replica, request())
+    date = created_in(plain(relayed))
+    assert reader.data.replace(created_in(reader.data), date) == plain(relayed)
+    assert reader.ended
+    chunks = [item for item in relayed if isinstance(item, ResponseChunk)]
+    assert reader.chunks == [(chunk.tokens, chunk.token_ids) for chunk in chunks]
+    head, *sent, tail = items
+    assert isinstance(head, ResponseHead) and isinstance(tail, ResponseTail)
+    assert tail.output_tokens == TOKENS
+    tokens = [count for each in sent if isinstance(each, ResponseSent) for count in each.tokens]
+    assert tokens == [chunk.tokens for chunk in chunks]
+    times = [at_s for each in sent if isinstance(each, ResponseSent) for at_s in each.offsets_s]
+    assert len(times) == len(tokens) and times == sorted(times)
+
+
+async def test_what_is_no_stream_goes_the_other_way() -> None:
+    async with running() as replica:
+        items, reader = await serve(replica, request(stream=False))
+    assert reader.data == b""
+    head = items[0]
+    assert isinstance(head, ResponseHead) and not head.fetch
+    assert plain(items)
+
+
+async def test_the_work_ends_when_the_reader_leaves() -> None:
+    async with running(step_s=0.01) as replica:
+        items, reader = await serve(replica, request(tokens=500), most=2)
+        assert items[-1] == ResponseLeft()
+        assert not reader.ended
+        await until(lambda: replica.live_requests == 0)
+
+
+async def test_the_work_ends_when_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replica.direct.FETCH_S", 0.05)
+    async with running(step_s=0.01) as replica:
+        items = [item async for batch in replica.generate(request(500)) for item in batch]
+        assert items[-1] == ResponseLeft()
+
+
+async def test_a_ticket_opens_its_stream_once_and_no_other_opens_it() -> None:
+    async with running(step_s=0.01) as replica:
+        batches = replica.generate(request(500))
+        head = (await anext(batches))[0]
+        assert isinstance(head, ResponseHead)
+        address, ticket = head.fetch.split(" ")
+        host, _, port = address.rpartition(":")
+        name, _, secret = ticket.partition(".")
+        for wrong in (f"{name}.{secret[:-1]}!", name, f"x.{secret}", "", "x" * 500):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"{wrong}\n".encode())
+            assert await read_all(reader) == b""
+            writer.close()
+        taken = Reader()
+        await taken.take(head.fetch, most=1)
+        assert taken.data
+        again = Reader()
+        await again.take(head.fetch)
+        assert not again.data
+        await batches.aclose()
+
+
+async def read_all(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+async def test_another_replica_goes_on_where_the_stream_broke_off() -> None:
+    async with running() as replica:
+        _, whole = await serve(replica, request())
+        for begun in range(1, len(whole.chunks)):
+            chunks = whole.chunks[:begun]
+            ids = tuple(token for _, tokens in chunks for token in tokens)
+            sent = sent_bytes(whole, begun)
+            asked = replace(
+                request(),
+                request_id=f"r{begun}",
+                resume=Resume(ids, tuple(count for count, _ in chunks), "r"),
+                direct=Direct(len(sent), created_in(whole.data).decode()),
+            )
+            _, rest = await serve(replica, asked)
+            assert sent + rest.data == whole.data
+            assert whole.chunks[:begun] + rest.chunks == whole.chunks
+
+
+def sent_bytes(whole: Reader, chunks: int) -> bytes:
+    """The bytes of the first chunks: an event each."""
+    events = whole.data.split(b"\n\n")
+    return b"".join(event + b"\n\n" for event in events[:chunks])
+
+
+async def test_a_stream_that_is_not_the_same_is_not_sent() -> None:
+    async with running() as replica:
+        _, whole = await serve(replica, request())
+        count, ids = whole.chunks[0]
+        asked = replace(
+            request(), resume=Resume(ids, (count,), "r"), direct=Direct(3, '"created": 1')
+        )
+        with pytest.raises(NotRepeatedError):
+            await anext(replica.generate(asked))
