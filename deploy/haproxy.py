@@ -61,13 +61,22 @@ _GLOBAL = re.compile(r"^global$", re.MULTILINE)
 _USED = re.compile(r"^([ \t]+)use_backend (\S+) if (is_\S+)$", re.MULTILINE)
 
 _FETCHED = (
-    "http-request set-var(txn.sluice_backend) str({backend}) if {acl} {{ nbsrv({backend}) ge 1 }} "
+    "http-request set-var(txn.sluice_backend) str({backend}) if {acl} "
     "!{{ var(txn.sluice_backend) -m found }}",
-    "http-request use-service lua.sluice if METH_POST {acl} "
+    "http-request use-service lua.sluice if METH_POST {acl} {{ nbsrv({backend}) ge 1 }} "
     "{{ path_end /v1/chat/completions /v1/completions }} {{ req.hdr(content-length) -m found }} "
     "{{ var(txn.sluice_backend) -m str {backend} }}",
 )
-"""Before each application's own rule. What has no length is left to it."""
+"""Before each application's own rule. What has no length is left to that."""
+
+_ROUTERS = """
+# Added by sluice-haproxy: by which deploy/direct/relay.lua asks routers.
+frontend sluice_routers
+    no log
+    bind unix@{socket} mode 600
+    use_backend %[req.hdr(x-sluice-backend)]
+    http-response set-header x-sluice-router %si:%sp
+"""
 
 _TRUSTED = "http-request del-header x-sluice-edge"
 
@@ -163,7 +172,7 @@ def write_bounded(config: Path) -> Path:
     text = _SERVER.sub(rf"\g<0> {UNHEARD}", text)
     text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", text)
     text = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:", text)
-    text = _with_direct_streams(text)
+    text = _with_direct_streams(text, config.with_name("ask.sock"))
     if not _ROUTED.search(text):
         text = _UNKNOWN_PATH.sub(lambda _: STARTING, text)
     draft.write_text(text)
@@ -171,20 +180,20 @@ def write_bounded(config: Path) -> Path:
     return copy
 
 
-def _with_direct_streams(config: str) -> str:
-    """Have the streams of every application fetched by :data:`DIRECT`."""
-    first = True
+def _with_direct_streams(config: str, socket: Path) -> str:
+    """Have the streams of every application fetched by :data:`DIRECT`, which asks routers by
+    ``socket``."""
+    if not _USED.search(config):
+        return config
 
     def rules(found: re.Match[str]) -> str:
-        nonlocal first
         indent, backend, acl = found.groups()
-        lines = [line.format(backend=backend, acl=acl) for line in _FETCHED]
-        if first:
-            lines.insert(0, _TRUSTED)
-            first = False
+        lines = [line.format(backend=backend, acl=acl) for line in (_TRUSTED, *_FETCHED)]
         return "\n".join(f"{indent}{line}" for line in (*lines, found[0].strip()))
 
-    return _GLOBAL.sub(rf"\g<0>\n    lua-load-per-thread {DIRECT}", _USED.sub(rules, config))
+    text = _USED.sub(rules, config)
+    text = _GLOBAL.sub(rf"\g<0>\n    lua-load-per-thread {DIRECT} unix@{socket}", text)
+    return text.rstrip("\n") + "\n" + _ROUTERS.format(socket=socket)
 
 
 def tls_addresses() -> list[tuple[str, int]]:

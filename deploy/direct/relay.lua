@@ -1,8 +1,9 @@
 -- Streams that flow from a replica to the client without passing through a router's process.
 --
--- HAProxy runs this for each call that may be streamed. It asks a router, which checks, decides and
--- sends the call to a replica as ever. Where the answer is a stream, the router says where it is to
--- be fetched instead of sending it:
+-- HAProxy runs this for each call that may be streamed. It asks a router, through a listener of
+-- HAProxy's own which balances over the routers and knows which of them are there. The router
+-- checks, decides and sends the call to a replica as ever. Where the answer is a stream, the router
+-- says where it is to be fetched instead of sending it:
 --
 --   x-sluice-stream: HOST:PORT TICKET
 --
@@ -18,9 +19,13 @@
 -- a connection that ends before is how it learns that the client has left.
 
 local SILENCE_S = 5
-local ROUTERS_PERIOD_S = 0.5
+local REPORT_S = 60
+local ANSWER_S = 3600
 local PART = 65536
 local MAX_STREAMS = 16
+
+-- Where HAProxy listens for this: the argument of lua-load-per-thread.
+local ROUTERS = ...
 
 local HOP_BY_HOP = {
   ["connection"] = true, ["keep-alive"] = true, ["proxy-connection"] = true, ["te"] = true,
@@ -32,30 +37,6 @@ local UNAVAILABLE = '{"error": {"message": "No router answers.", "type": "server
 local BROKEN = 'data: {"error": {"message": "The stream broke off after it had begun.", '
   .. '"type": "server_error", "param": null, "code": "stream_broken"}}\n\n'
 
-local known = {}
-local turn = 0
-
-local function now_s()
-  local now = core.now()
-  return now.sec + now.usec / 1e6
-end
-
--- The addresses of a backend's servers that are up, at most ROUTERS_PERIOD_S old.
-local function routers(backend)
-  local found = known[backend]
-  local at_s = now_s()
-  if found and at_s - found.at_s < ROUTERS_PERIOD_S then return found.addresses end
-  local addresses = {}
-  for _, server in pairs(core.backends[backend].servers) do
-    local status = server:get_stats().status
-    if status == "no check" or status:sub(1, 2) == "UP" then
-      addresses[#addresses + 1] = server:get_addr()
-    end
-  end
-  known[backend] = {at_s = at_s, addresses = addresses}
-  return addresses
-end
-
 -- A connection to "HOST:PORT".
 local function connect(address)
   local socket = core.tcp()
@@ -65,18 +46,7 @@ local function connect(address)
   return nil
 end
 
--- A connection to the router whose turn it is, or to the next that takes one, and its address.
-local function connect_to_router(backend)
-  local addresses = routers(backend)
-  turn = turn + 1
-  for offset = 0, #addresses - 1 do
-    local address = addresses[(turn + offset) % #addresses + 1]
-    local socket = connect(address)
-    if socket then return socket, address end
-  end
-  return nil
-end
-
+-- The head of the request as a router gets it, by way of HAProxy's own listener for this.
 local function head_of(applet)
   local target = applet.path
   if applet.qs ~= nil and applet.qs ~= "" then target = target .. "?" .. applet.qs end
@@ -87,7 +57,8 @@ local function head_of(applet)
     end
   end
   lines[#lines + 1] = "content-length: " .. applet.headers["content-length"][0]
-  lines[#lines + 1] = "x-sluice-edge: direct\r\n\r\n"
+  lines[#lines + 1] = "x-sluice-edge: direct"
+  lines[#lines + 1] = "x-sluice-backend: " .. applet:get_var("txn.sluice_backend") .. "\r\n\r\n"
   return table.concat(lines, "\r\n")
 end
 
@@ -106,6 +77,8 @@ local function read_head(socket)
     name = name:lower()
     if name == "x-sluice-stream" then
       head.stream = value
+    elseif name == "x-sluice-router" then
+      head.router = value
     elseif name == "content-length" then
       head.length = tonumber(value)
     elseif not HOP_BY_HOP[name] then
@@ -114,18 +87,18 @@ local function read_head(socket)
   end
 end
 
--- Ask a router; its connection, its address and the head of its answer.
-local function ask(applet, backend)
-  local socket, address = connect_to_router(backend)
+-- Ask a router; the connection and the head of its answer.
+local function ask(applet)
+  local socket = connect(ROUTERS)
   if not socket then return nil end
-  socket:settimeout(3600)
+  socket:settimeout(ANSWER_S)
   if not socket:send(head_of(applet)) then return nil end
   while true do
     local part = applet:receive(PART)
     if part == nil or part == "" then break end
     if not socket:send(part) then break end  -- a refusal may come before the end of the body
   end
-  return socket, address, read_head(socket)
+  return socket, read_head(socket)
 end
 
 local function start(applet, head)
@@ -185,10 +158,10 @@ local function hand_on_stream(applet, stream, got)
 end
 
 -- Tell the router that a stream broke; its answer's connection and head.
-local function ask_again(address, stream, got)
-  local socket = connect(address)
+local function ask_again(router, stream, got)
+  local socket = connect(router)
   if not socket then return nil end
-  socket:settimeout(3600)
+  socket:settimeout(REPORT_S)
   local body = table.concat(got.chunks)
   local sent = socket:send("POST /sluice/broken HTTP/1.0\r\nx-sluice-ticket: "
     .. stream:match("%S+$") .. "\r\nx-sluice-bytes: " .. got.bytes
@@ -198,7 +171,7 @@ local function ask_again(address, stream, got)
 end
 
 local function relay(applet)
-  local socket, address, head = ask(applet, applet:get_var("txn.sluice_backend"))
+  local socket, head = ask(applet)
   if not head then
     applet:set_status(503)
     applet:add_header("content-type", "application/json")
@@ -219,7 +192,7 @@ local function relay(applet)
       socket:receive("*l")  -- until the router knows, too
       return
     end
-    local again, answer = ask_again(address, stream, got)
+    local again, answer = ask_again(head.router, stream, got)
     if not answer then break end
     if not answer.stream then
       hand_on(applet, again, answer.length)
