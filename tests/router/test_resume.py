@@ -368,7 +368,7 @@ def test_a_transcript_starts_anew_while_nothing_was_sent() -> None:
     transcript = Transcript()
     assert transcript.begin("a") is None
     (silent,) = chunks((b"", [5]))
-    assert transcript.take(silent) == (b"", 1)
+    assert transcript.take(silent) == (b"", 1, ())
     assert transcript.begin("b") is None
     (first, second) = chunks((b'{"created":11}', [5]), (b'{"created":11} x', [6, 7]))
     assert transcript.take(first) == (first.data, 1)
