@@ -54,6 +54,9 @@ _SIDE_DOOR = re.compile(
 )
 """HAProxy's own metrics and statistics, which Serve opens to every network, without a key."""
 
+DIRECT_VARIABLE = "SLUICE_DIRECT_STREAMS"
+"""``0``: routers hand all streams on."""
+
 DIRECT = Path(__file__).with_name("direct") / "relay.lua"
 """Fetches streams from replicas themselves; says how."""
 
@@ -172,7 +175,8 @@ def write_bounded(config: Path) -> Path:
     text = _SERVER.sub(rf"\g<0> {UNHEARD}", text)
     text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", text)
     text = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:", text)
-    text = _with_direct_streams(text, config.with_name("ask.sock"))
+    if os.environ.get(DIRECT_VARIABLE) != "0":
+        text = _with_direct_streams(text, config.with_name("ask.sock"))
     if not _ROUTED.search(text):
         text = _UNKNOWN_PATH.sub(lambda _: STARTING, text)
     draft.write_text(text)

@@ -1,12 +1,11 @@
 """Streams that leave this replica for their client without passing through a router's process.
 
-A router asks for one by :attr:`~replica.engine.EngineRequest.direct`. It then gets the place where
-the stream is to be fetched (:attr:`~replica.engine.ResponseHead.fetch`), and reports of what was
-sent in place of the bytes. HAProxy fetches it here with the ticket, once. The format is that of
-``deploy/direct/relay.lua``: the reader sends the ticket and a line break; then records come,
+A router asks for one (:attr:`~replica.engine.EngineRequest.direct_patience_s`). It gets the place
+where the stream is to be fetched (:attr:`~replica.engine.ResponseHead.fetch`), and reports of what
+was sent in place of the bytes. HAProxy fetches it here with the ticket, once. It sends the ticket
+and a line break; then records come, each a line with what follows it:
 
-``LENGTH TOKENS[,TOKEN ...];`` and a line break, followed by ``LENGTH`` bytes; ``end`` at the end.
-``0`` alone says that the replica lives.
+    ``LENGTH TOKENS[,TOKEN ...];``, and ``LENGTH`` bytes; ``0``: the replica lives; ``end``
 
 A record is a chunk of the response: its output tokens, how many and, where another replica can go
 on with the stream, which. If the connection ends before ``end``, the reader tells the router the
@@ -18,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from math import inf
 from typing import Final, cast
@@ -26,14 +25,13 @@ from typing import Final, cast
 from replica.engine import (
     EVENT_STREAM,
     ClientLeftError,
-    EngineRequest,
+    ClientStalledError,
     ResponseChunk,
     ResponseHead,
     ResponseItem,
     ResponseSent,
     ResponseTail,
 )
-from replica.replay import Replay
 
 FETCH_S: Final = 10.0
 """How long a stream waits for its reader, seconds."""
@@ -56,19 +54,20 @@ _MAX_WAITING_BYTES = 64 << 10
 
 async def sent_directly(
     items: AsyncIterator[ResponseItem],
-    request: EngineRequest,
     port: DirectPort,
+    patience_s: float,
     on_left: Callable[[BaseException], None],
 ) -> AsyncIterator[ResponseItem]:
     """Send a stream to the client, and yield what was sent when in place of its chunks. What is no
     stream is yielded as it is.
 
     Args:
+        port: where the client's side fetches it.
+        patience_s: how long the client may take nothing, seconds.
         on_left: called with the error when nobody takes the stream any more.
 
     Raises:
         ClientLeftError: the same.
-        NotRepeatedError: it is not the stream of which the client has the beginning.
     """
     began_s = asyncio.get_running_loop().time()
     async with aclosing(items):  # type: ignore[type-var]
@@ -78,74 +77,45 @@ async def sent_directly(
             async for item in items:
                 yield item
             return
-        stream = port.open()
+        stream = port.open(patience_s)
         stream.on_left = lambda: on_left(ClientLeftError())
-        delivery = _Delivery(stream, request, began_s)
+        sent: list[tuple[int, float]] = []
         told_s = -inf
         try:
             async for item in items:
-                tail = item if isinstance(item, ResponseTail) else None
-                if isinstance(item, ResponseChunk):
-                    await delivery.send(item)
                 now_s = asyncio.get_running_loop().time()
-                if delivery.chunks and (tail or now_s >= told_s + SENT_PERIOD_S):
+                if isinstance(item, ResponseChunk):
+                    sent.append((item.tokens, now_s - began_s))
+                    await stream.send(item)
+                ended = isinstance(item, ResponseTail)
+                if sent and (ended or now_s >= told_s + SENT_PERIOD_S):
                     if told_s == -inf:
                         yield head._replace(fetch=stream.fetch)
                     told_s = now_s
-                    yield delivery.report()
-                if tail is not None:
-                    await stream.end()
-                    yield tail
+                    yield _report(sent)
+                    sent.clear()
+                if ended:
+                    if told_s == -inf:
+                        yield head  # there is nothing to fetch
+                    else:
+                        await stream.end()
+                    yield item
         finally:
             stream.close()
 
 
-class _Delivery:
-    """What is sent of a stream to its client, and when."""
-
-    def __init__(self, stream: DirectStream, request: EngineRequest, began_s: float) -> None:
-        self._stream = stream
-        self._began_s = began_s
-        self._replay: Replay | None = None
-        if request.resume is not None and request.direct is not None:
-            begun = request.direct
-            chunks = request.resume.chunks
-            self._replay = Replay(chunks, begun.sent_bytes, begun.created.encode())
-        self._tokens: list[int] = []
-        self._offsets_s: list[float] = []
-
-    @property
-    def chunks(self) -> int:
-        """Sent since the last report."""
-        return len(self._tokens)
-
-    async def send(self, item: ResponseChunk) -> None:
-        """Send a chunk, unless the client has it.
-
-        Raises:
-            ClientLeftError: nobody takes it.
-            NotRepeatedError: it is not the stream that the client has.
-        """
-        chunk = item if self._replay is None else self._replay.take(item)
-        if chunk is not None:
-            self._tokens.append(chunk.tokens)
-            self._offsets_s.append(asyncio.get_running_loop().time() - self._began_s)
-            await self._stream.send(chunk)
-
-    def report(self) -> ResponseSent:
-        """What was sent since the last report."""
-        sent = ResponseSent(tuple(self._tokens), tuple(self._offsets_s))
-        self._tokens.clear()
-        self._offsets_s.clear()
-        return sent
+def _report(sent: Sequence[tuple[int, float]]) -> ResponseSent:
+    tokens, offsets_s = zip(*sent, strict=True)
+    return ResponseSent(tokens, offsets_s)
 
 
 class DirectStream:
     """One stream: what a replica sends of it, and the connection that takes it."""
 
-    def __init__(self, port: DirectPort, name: str) -> None:
+    def __init__(self, port: DirectPort, name: str, patience_s: float) -> None:
         self._port = port
         self._name = name
+        self._patience_s = patience_s
         self._secret = secrets.token_urlsafe(_SECRET_BYTES)
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
@@ -156,8 +126,8 @@ class DirectStream:
         self._ended = False
         self.left = False
         """Whether the reader went before the end, or never came."""
-        self.on_left: Callable[[], None] = lambda: None
-        """Called when that happens."""
+        self.on_left: Callable[[], None] = _nothing
+        """Called when that happens before :meth:`close`."""
 
     @property
     def fetch(self) -> str:
@@ -169,13 +139,14 @@ class DirectStream:
 
         Raises:
             ClientLeftError: nobody takes it.
+            ClientStalledError: the reader has taken nothing for too long.
         """
         ids = "".join([f",{token}" for token in chunk.token_ids]).encode()
         self._write(b"%d %d%s;\n%s" % (len(chunk.data), chunk.tokens, ids, chunk.data))
         if self._waiting_bytes > _MAX_WAITING_BYTES:
             self._room.clear()
         if not self._room.is_set():
-            await self._room.wait()
+            await self._wait(self._room)
         if self.left:
             raise ClientLeftError
 
@@ -184,19 +155,21 @@ class DirectStream:
 
         Raises:
             ClientLeftError: it went before.
+            ClientStalledError: it has taken nothing for too long.
         """
         self._ended = True
         self._write(b"end\n")
         if self._transport is not None:
             self._transport.close()
-        await self._gone.wait()
+        await self._wait(self._gone)
         if self.left:
             raise ClientLeftError
 
     def close(self) -> None:
-        """Cut the stream where it has not ended. Idempotent."""
+        """Cut the stream where its reader has not got all of it. Idempotent."""
         self._port.forget(self._name)
-        if self._transport is not None and not self._ended:
+        self.on_left = _nothing
+        if self._transport is not None and not self._gone.is_set():
             self._transport.abort()
 
     def beat(self) -> None:
@@ -234,12 +207,23 @@ class DirectStream:
         if self.left:
             self.on_left()
 
+    async def _wait(self, event: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await event.wait()
+        except TimeoutError:
+            raise ClientStalledError from None
+
     def _write(self, record: bytes) -> None:
         if self._transport is None:
             self._waiting.append(record)
             self._waiting_bytes += len(record)
         else:
             self._transport.write(record)
+
+
+def _nothing() -> None:
+    """Nobody asks."""
 
 
 class _Reader(asyncio.Protocol):
@@ -314,10 +298,12 @@ class DirectPort:
         if self._server is not None:
             self._server.close()
 
-    def open(self) -> DirectStream:
-        """A new stream, to be fetched within :data:`FETCH_S`."""
+    def open(self, patience_s: float) -> DirectStream:
+        """A new stream, to be fetched within :data:`FETCH_S`; its reader may take nothing for
+        ``patience_s``."""
         name = secrets.token_urlsafe(_ID_BYTES)
-        stream = self._unclaimed[name] = self._streams[name] = DirectStream(self, name)
+        stream = DirectStream(self, name, patience_s)
+        self._unclaimed[name] = self._streams[name] = stream
         asyncio.get_running_loop().call_later(FETCH_S, self._expire, name)
         return stream
 

@@ -75,18 +75,6 @@ class Resume(NamedTuple):
     response_id: str
 
 
-class Direct(NamedTuple):
-    """Asks a replica to send a stream to its client itself. Of a stream that another replica began:
-
-    Attributes:
-        sent_bytes: that the client has.
-        created: the date in them, as :func:`replica.replay.created_in` finds it.
-    """
-
-    sent_bytes: int = 0
-    created: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One API call for an engine.
@@ -108,7 +96,8 @@ class EngineRequest:
         resumable: the chunks are to say which tokens they carry, so that another replica can go on
             with the stream.
         confirm: its replica is to say that it has the request before anything else.
-        direct: its replica is to send a stream to the client itself; ``None``: to whoever asks.
+        direct_patience_s: its replica is to send a stream to the client itself, and gives up on a
+            client that takes nothing for so long, seconds; ``None``: whoever asks gets the stream.
         tenant: whose it is, a 63-bit hash; best-effort requests of several take turns. weight: of
             the tenant's share, > 0.
 
@@ -131,7 +120,7 @@ class EngineRequest:
     tenant: int = 0
     weight: float = 1.0
     confirm: bool = False
-    direct: Direct | None = None
+    direct_patience_s: float | None = None
 
     @property
     def resumed_tokens(self) -> int:
@@ -251,6 +240,10 @@ class EngineDeadError(RuntimeError):
 
 class ClientLeftError(RuntimeError):
     """Nobody takes a stream any more that the replica sends to the client itself."""
+
+
+class ClientStalledError(ClientLeftError):
+    """The client has taken nothing of such a stream for too long."""
 
 
 class ConfigurationError(RuntimeError):

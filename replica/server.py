@@ -198,8 +198,9 @@ class Replica:
             request = trace.request
         try:
             items = self._engine.generate(request)
-            if request.direct is not None and self._port is not None:
-                items = sent_directly(items, request, self._port, response.end)
+            if request.direct_patience_s is not None and self._port is not None:
+                patience_s = request.direct_patience_s
+                items = sent_directly(items, self._port, patience_s, response.end)
             async with aclosing(items):  # type: ignore[type-var]
                 async for item in items:
                     if isinstance(item, ResponseHead):

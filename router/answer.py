@@ -32,7 +32,6 @@ class ReplicaFailedError(Exception):
         retry: another replica may do better.
         hung: the replica stands still, and the controller has been told.
         lost: nothing more comes of what it had, as when it is dead or hung.
-        blame: the replica is at fault, and not the way from it to the client.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class ReplicaFailedError(Exception):
         retry: bool = True,
         hung: bool = False,
         lost: bool = False,
-        blame: bool = True,
     ) -> None:
         super().__init__(message)
         self.reason = reason
@@ -52,15 +50,21 @@ class ReplicaFailedError(Exception):
         self.retry = retry
         self.hung = hung
         self.lost = lost or dead or hung
-        self.blame = blame
 
 
-def client_left() -> ReplicaFailedError:
-    """Nobody takes a stream from its replica any more: the client left, or the connection between
-    the replica and HAProxy broke."""
-    return ReplicaFailedError(
-        Reason.REPLICA_FAILED, "The connection from the replica to the client broke.", blame=False
-    )
+class NobodyTakesError(ReplicaFailedError):
+    """Nobody takes a stream from its replica any more, which is not at fault: the client left, or
+    the connection between HAProxy and the replica broke.
+
+    Args:
+        stalled: the client is there, and has taken nothing for too long.
+    """
+
+    def __init__(self, stalled: bool = False) -> None:
+        super().__init__(
+            Reason.REPLICA_FAILED, "The connection from the replica to the client broke."
+        )
+        self.stalled = stalled
 
 
 class ReplicaStream(Protocol):

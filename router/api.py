@@ -86,7 +86,7 @@ def make_api(
     reader = CallReader(config, fleets.exceeded)
     metrics = fleets.edge
     telemetry = telemetry or Telemetry()
-    answers = DirectAnswers()
+    answers = DirectAnswers(time.monotonic)
 
     async def serve(request: Request, endpoint: Endpoint) -> Response:
         arrival: Arrival = request.state.arrival
@@ -109,7 +109,7 @@ def make_api(
             call = replace(call, charge=charge, span=span)
         direct = None
         if request.headers.get(EDGE_HEADER) == "direct" and call.service_tier is None:
-            direct = DirectAnswer(answers)
+            direct = DirectAnswer(answers, config.stalled_reader_s)
         return Exchange(
             call, fleet.dispatcher, fleet.metrics, telemetry, config.stalled_reader_s, direct
         )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from controller.messages import RequestEnding
-from router.answer import Answer, Attempt, ReplicaFailedError
+from router.answer import Answer, Attempt, NobodyTakesError, ReplicaFailedError
 from router.call import Call
 from router.config import RouterConfig
 from router.destinations import Controller, Destinations
@@ -26,6 +26,7 @@ from router.legs import Course, Legs, Replicas
 from router.metrics import Outcome, RouterMetrics
 from router.prompt_size import TokenEstimator
 from router.retry_budget import RetryBudget
+from router.slow_readers import StalledReaderError
 from router.stalls import StallWatch
 from router.suspicion import Suspicion
 from router.transcript import Transcript
@@ -104,7 +105,7 @@ class Dispatcher:
                 raise ApiError(error.reason, str(error)) from error
             raise
         if direct is not None and attempt.head.fetch:
-            direct.streams_from(attempt)
+            direct.began(attempt)
         else:
             course.direct = None
         if call.scheduled:
@@ -231,15 +232,18 @@ class Dispatcher:
 
         Raises:
             ReplicaFailedError: none does.
-            NotReportedError: nobody takes the stream any more.
+            NotReportedError, StalledReaderError: nobody takes the stream any more.
         """
-        if course.direct is not None:
-            got = await course.direct.broken()
-            if course.transcript is not None:
-                course.transcript.told(*got)
         broken.end_span(failure.reason.value)
         self._legs.note_failure(course, broken, failure)
         broken.close()
+        if isinstance(failure, NobodyTakesError) and failure.stalled:
+            raise StalledReaderError from failure
+        direct, course.direct = course.direct, None
+        if direct is not None:
+            got = await direct.broken()
+            if course.transcript is not None:
+                course.transcript.told(*got)
         if course.verdict is not None:
             raise course.verdict from failure
         if course.transcript is None or not course.transcript.resumable:
@@ -249,7 +253,5 @@ class Dispatcher:
             attempt = await self._attempts(course)
         except ApiError:  # nobody takes it as it is
             raise failure from None
-        if course.direct is not None:
-            course.direct.streams_from(attempt)
         self._metrics.resumes.inc()
         return attempt

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from replica.engine import EVENT_STREAM
 from router import wire
-from router.answer import Answer, ReplicaFailedError
+from router.answer import Answer, Piece, ReplicaFailedError
 from router.call import Call
 from router.direct import STREAM_HEADER, DirectAnswer, NotReportedError
 from router.dispatch import Dispatcher
@@ -98,10 +98,8 @@ class Exchange(Response):
         except StalledReaderError:
             self._metrics.stalled_readers.inc()
             outcome = Outcome.CANCELLED
-        except (
-            NotReportedError,
-            OSError,
-        ):  # the second: how a server says that nobody is there to send to
+        # The second is how a server says that nobody is there to send to.
+        except (NotReportedError, OSError):
             outcome = Outcome.CANCELLED
         except asyncio.CancelledError:
             outcome = Outcome.CANCELLED
@@ -109,9 +107,11 @@ class Exchange(Response):
         finally:
             if self._answer is not None:
                 self._answer.close()
+            if self._direct is not None:
+                self._direct.close()
             self._count(outcome)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> Outcome:
+    async def _serve(self, scope: Scope, receive: Receive, send: PatientSend) -> Outcome:
         # The guard ends before the last message: a server reports the end of a complete response
         # as a disconnect too.
         guard = DisconnectGuard(receive)
@@ -135,14 +135,14 @@ class Exchange(Response):
         if self._answer.head.media_type == EVENT_STREAM:
             last = error.event() if error is not None else b""
             if self._direct is not None and self._answer.head.fetch:
-                self._direct.end(last)
+                await self._direct.end(last)
                 last = b""
             await send({"type": "http.response.body", "body": last, "more_body": False})
             self._learn(self._answer)
             return Outcome.OK if error is None else Outcome.FAILED
         return await self._whole(self._answer, scope, receive, send)
 
-    async def _stream(self, answer: Answer, send: Send) -> ApiError | None:
+    async def _stream(self, answer: Answer, send: PatientSend) -> ApiError | None:
         """Hand on the pieces of an event stream. Returns the error that broke it, if one did."""
         headers = self._own_headers() | {
             "content-type": f"{EVENT_STREAM}; charset=utf-8",
@@ -157,11 +157,14 @@ class Exchange(Response):
         tier = (self._call.endpoint, self._call.service_tier)
         try:
             async for piece in answer:
-                for tokens, at_s in piece.sent or ((piece.tokens, None),):
+                for tokens, at_s in piece.sent or ((self._tokens_in(piece), None),):
                     gap_s = self._emit(tokens, at_s)
                     if gap_s is not None:
                         observe_gap(gap_s)
                 if piece.sent:
+                    continue
+                if self._direct is not None and answer.head.fetch:
+                    await send.wait(self._direct.send(piece.data))
                     continue
                 data = with_tier(piece.data, *tier, streams=True)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -200,6 +203,14 @@ class Exchange(Response):
         if last_s is None and clock.ttft_s is not None:
             self._metrics.first_token(self._call.slo.service_class, clock.ttft_s)
         return at_s - last_s if tokens and last_s is not None else None
+
+    def _tokens_in(self, piece: Piece) -> int:
+        """How many have come with it, or with what the client has got before without our knowing:
+        a replica that fails reports no more of what it has sent."""
+        if self._direct is None or not self._direct.is_broken:
+            return piece.tokens
+        self._direct.tokens += piece.tokens
+        return max(0, self._direct.tokens - self._clock.tokens)
 
     def _learn(self, answer: Answer) -> None:
         if answer.tail is not None and answer.tail.prompt_tokens > 0:

@@ -11,13 +11,12 @@ from typing import Any, Protocol
 from controller.messages import Tier, Trouble
 from replica.engine import (
     EVENT_STREAM,
-    Direct,
     EngineRequest,
     Progress,
     ResponseChunk,
     request_key,
 )
-from router.answer import Attempt, Piece, ReplicaFailedError, ReplicaStream
+from router.answer import Attempt, NobodyTakesError, Piece, ReplicaFailedError, ReplicaStream
 from router.call import Call
 from router.choices import CHOICES
 from router.destinations import Controller, Destination, Destinations
@@ -189,7 +188,7 @@ class Legs:
             confirm=course.case.suspected,
             tenant=call.client.tenant,
             weight=call.client.caps.weight,
-            direct=_direct(course),
+            direct_patience_s=_patience_s(course, destination.replica_id),
         )
         call.charge.sent()
         if destination.prefill_id is None:
@@ -249,7 +248,12 @@ class Legs:
         own_id = _prefill_id(request.request_id)
         slo = prompt_slo(request.slo, destination.handover_s)
         leg = replace(
-            request, request_id=own_id, slo=slo, prefill_only=True, resumable=False, direct=None
+            request,
+            request_id=own_id,
+            slo=slo,
+            prefill_only=True,
+            resumable=False,
+            direct_patience_s=None,
         )
         own_span = None
         if span is not None:
@@ -380,7 +384,9 @@ class Legs:
         course.failed.append(replica_id)
         if failure.dead:
             self._controller.replica_gone([replica_id])
-        elif failure.reason is Reason.REPLICA_FAILED and failure.blame and not failure.hung:
+        elif isinstance(failure, NobodyTakesError):
+            return
+        elif failure.reason is Reason.REPLICA_FAILED and not failure.hung:
             self._controller.troubled(replica_id, Trouble.FAILED)
 
     def _has_moved(self, attempt: Attempt, target: str | None) -> bool:
@@ -400,10 +406,8 @@ class Legs:
         self._metrics.leg(Leg.HANDOVER, seconds)
 
 
-def _direct(course: Course) -> Direct | None:
-    if course.direct is None:
-        return None
-    return course.transcript.direct if course.transcript is not None else Direct()
+def _patience_s(course: Course, replica_id: str | None) -> float | None:
+    return None if course.direct is None else course.direct.patience_s(replica_id)
 
 
 def _prefill_id(request_id: str) -> str:
@@ -416,10 +420,7 @@ def _check_resumed(course: Course, attempt: Attempt) -> None:
     Raises:
         ReplicaFailedError: it is not.
     """
-    if course.direct is not None:
-        repeated = attempt.head.fetch != ""  # the replica has held it against what was sent
-    else:
-        repeated = course.transcript is not None and course.transcript.repeated
+    repeated = course.transcript is not None and course.transcript.repeated
     if attempt.head.status != 200 or attempt.head.media_type != EVENT_STREAM or not repeated:
         raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
 

@@ -19,10 +19,17 @@ from ray.exceptions import (
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from replica.engine import ClientLeftError, EngineDeadError, EngineRequest, Progress, ResponseItem
+from replica.engine import (
+    ClientLeftError,
+    ClientStalledError,
+    EngineDeadError,
+    EngineRequest,
+    Progress,
+    ResponseItem,
+)
 from replica.streams.wire import StreamEndpoint
 from router import wire
-from router.answer import ReplicaFailedError, ReplicaStream, client_left
+from router.answer import NobodyTakesError, ReplicaFailedError, ReplicaStream
 from router.errors import Reason
 from router.hint import DrainedError, Hint, NoReplicaError
 from router.metrics import Way
@@ -220,7 +227,7 @@ def failure_of(error: Exception) -> ReplicaFailedError:
     if isinstance(error, EngineDeadError):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica's engine died.", dead=True)
     if isinstance(error, ClientLeftError):
-        return client_left()
+        return NobodyTakesError(stalled=isinstance(error, ClientStalledError))
     if isinstance(error, ActorDiedError):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
     if isinstance(error, DrainedError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from math import inf
 from types import TracebackType
 from typing import Final
@@ -56,9 +57,17 @@ class PatientSend:
         Raises:
             StalledReaderError: the client does not take it.
         """
+        await self.wait(self._send(message))
+
+    async def wait(self, sent: Awaitable[None]) -> None:
+        """Wait until something is sent to the client, in whatever way.
+
+        Raises:
+            StalledReaderError: the client does not take it.
+        """
         self._due_s = self._loop.time() + self._limit_s
         try:
-            await self._send(message)
+            await sent
         except asyncio.CancelledError:
             # Somebody else may have cancelled the task as well, and then it ends as cancelled.
             if self._gave_up and self._task.uncancel() == 0:

@@ -36,7 +36,7 @@ from replica.streams.wire import (
     StreamEndpoint,
     cost,
 )
-from router.answer import ReplicaFailedError, ReplicaStream, client_left
+from router.answer import NobodyTakesError, ReplicaFailedError, ReplicaStream
 from router.errors import Reason
 from scheduling.roles import Role
 
@@ -61,8 +61,8 @@ def _failure_of(ending: Ending) -> ReplicaFailedError:
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica's engine died.", dead=True)
     if ending is Ending.CANCELLED:
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica cancelled the request.")
-    if ending is Ending.LEFT:
-        return client_left()
+    if ending in (Ending.LEFT, Ending.STALLED):
+        return NobodyTakesError(stalled=ending is Ending.STALLED)
     if ending is Ending.TOO_LARGE:
         return ReplicaFailedError(
             Reason.TOO_LARGE,

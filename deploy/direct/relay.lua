@@ -13,16 +13,15 @@
 --   0\n                            the replica lives
 --   end\n                          after the last record
 --
--- Where the connection ends before `end`, or is silent for SILENCE_S, the router is told what the
--- client has (POST /sluice/broken). It answers with another stream, which goes on where this one
--- broke off, or with the last bytes. It ends its own answer once it knows that the stream is over;
--- a connection that ends before is how it learns that the client has left.
+-- Where there is no connection, or it ends before `end`, or is silent for SILENCE_S, the router is told
+-- what the client has (POST /sluice/broken). It answers with the rest of the stream, which comes from
+-- another replica. It ends its first answer once it knows that the stream is over; that the client has
+-- left it learns from the end of that connection.
 
+local CONNECT_S = 1
 local SILENCE_S = 5
-local REPORT_S = 60
 local ANSWER_S = 3600
 local PART = 65536
-local MAX_STREAMS = 16
 
 -- Where HAProxy listens for this: the argument of lua-load-per-thread.
 local ROUTERS = ...
@@ -37,13 +36,16 @@ local UNAVAILABLE = '{"error": {"message": "No router answers.", "type": "server
 local BROKEN = 'data: {"error": {"message": "The stream broke off after it had begun.", '
   .. '"type": "server_error", "param": null, "code": "stream_broken"}}\n\n'
 
--- A connection to "HOST:PORT".
-local function connect(address)
+-- A connection to "HOST:PORT", on which nothing may be silent for longer than `patience_s`.
+local function connect(address, patience_s)
   local socket = core.tcp()
-  socket:settimeout(SILENCE_S)
-  if socket:connect(address) then return socket end
-  socket:close()
-  return nil
+  socket:settimeout(CONNECT_S)
+  if not socket:connect(address) then
+    socket:close()
+    return nil
+  end
+  socket:settimeout(patience_s)
+  return socket
 end
 
 -- The head of the request as a router gets it, by way of HAProxy's own listener for this.
@@ -89,9 +91,8 @@ end
 
 -- Ask a router; the connection and the head of its answer.
 local function ask(applet)
-  local socket = connect(ROUTERS)
+  local socket = connect(ROUTERS, ANSWER_S)
   if not socket then return nil end
-  socket:settimeout(ANSWER_S)
   if not socket:send(head_of(applet)) then return nil end
   while true do
     local part = applet:receive(PART)
@@ -130,7 +131,7 @@ end
 -- Hand on a replica's stream; whether it came to its end. What the client gets is added to `got`.
 local function hand_on_stream(applet, stream, got)
   local address, ticket = stream:match("^(%S+) (%S+)$")
-  local socket = address and connect(address)
+  local socket = address and connect(address, SILENCE_S)
   if not socket then return false end
   if not socket:send(ticket .. "\n") then return false end
   while true do
@@ -157,17 +158,25 @@ local function hand_on_stream(applet, stream, got)
   end
 end
 
--- Tell the router that a stream broke; its answer's connection and head.
-local function ask_again(router, stream, got)
-  local socket = connect(router)
-  if not socket then return nil end
-  socket:settimeout(REPORT_S)
+-- Tell the router that a stream broke, and hand on its rest; whether that came to its end.
+local function hand_on_rest(applet, router, stream, got)
+  local socket = connect(router, ANSWER_S)
+  if not socket then return false end
   local body = table.concat(got.chunks)
-  local sent = socket:send("POST /sluice/broken HTTP/1.0\r\nx-sluice-ticket: "
-    .. stream:match("%S+$") .. "\r\nx-sluice-bytes: " .. got.bytes
+  local sent = socket:send("POST /sluice/broken HTTP/1.1\r\nhost: router\r\nconnection: close"
+    .. "\r\nx-sluice-ticket: " .. stream:match("%S+$") .. "\r\nx-sluice-bytes: " .. got.bytes
     .. "\r\nx-sluice-created: " .. (got.created or "")
     .. "\r\ncontent-length: " .. #body .. "\r\n\r\n" .. body)
-  return socket, sent and read_head(socket)
+  local head = sent and read_head(socket)
+  if not head or head.status ~= 200 then return false end
+  while true do  -- it comes in chunks of HTTP
+    local length = tonumber(socket:receive("*l") or "", 16)
+    if not length then return false end
+    if length == 0 then return true end
+    local data = socket:receive(length)
+    if not data or #data < length or not socket:receive("*l") then return false end
+    applet:send(data)
+  end
 end
 
 local function relay(applet)
@@ -186,23 +195,13 @@ local function relay(applet)
     socket:close()
     return
   end
-  local got, stream = {chunks = {}, bytes = 0}, head.stream
-  for _ = 1, MAX_STREAMS do
-    if hand_on_stream(applet, stream, got) then
-      socket:receive("*l")  -- until the router knows, too
-      return
-    end
-    local again, answer = ask_again(head.router, stream, got)
-    if not answer then break end
-    if not answer.stream then
-      hand_on(applet, again, answer.length)
-      again:close()
-      return
-    end
-    again:close()
-    stream = answer.stream
+  local got = {chunks = {}, bytes = 0}
+  if hand_on_stream(applet, head.stream, got)
+    or hand_on_rest(applet, head.router, head.stream, got) then
+    socket:receive("*l")  -- until the router knows, too
+  else
+    applet:send(BROKEN)
   end
-  applet:send(BROKEN)
 end
 
 core.register_service("sluice", "http", relay)

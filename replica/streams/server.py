@@ -20,6 +20,7 @@ import msgspec
 
 from replica.engine import (
     ClientLeftError,
+    ClientStalledError,
     EngineDeadError,
     EngineRequest,
     ResponseChunk,
@@ -147,6 +148,8 @@ def _ending_of(error: BaseException | None) -> Ending:
         return Ending.EARLY
     if isinstance(error, EngineDeadError):
         return Ending.ENGINE_DEAD
+    if isinstance(error, ClientStalledError):
+        return Ending.STALLED
     if isinstance(error, ClientLeftError):
         return Ending.LEFT
     if isinstance(error, asyncio.CancelledError):

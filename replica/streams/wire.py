@@ -19,7 +19,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from replica.engine import (
-    Direct,
     EngineRequest,
     Handoff,
     ResponseChunk,
@@ -120,6 +119,8 @@ class Ending(enum.IntEnum):
     """A chunk exceeded :data:`MAX_CHUNK_BYTES`."""
     LEFT = 6
     """Nobody takes the stream that the replica sends to the client itself."""
+    STALLED = 7
+    """The client has taken nothing of such a stream for too long."""
 
 
 class Delivery(msgspec.Struct, array_like=True):
@@ -149,7 +150,7 @@ def _layouts() -> str:
     structs = (Open, Cancel, Consumed, Delivery)
     tuples = (
         *(ResponseTaken, ResponseHead, ResponseChunk, ResponseSent, ResponseTail),
-        *(Handoff, Resume, Direct),
+        *(Handoff, Resume),
     )
     names = [
         [each.__struct_fields__ for each in structs],
