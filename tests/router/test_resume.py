@@ -372,7 +372,7 @@ def test_a_transcript_starts_anew_while_nothing_was_sent() -> None:
     assert transcript.begin("b") is None
     (first, second) = chunks((b'{"created":11}', [5]), (b'{"created":11} x', [6, 7]))
     assert transcript.take(first) == Piece(first.data, 1)
-    assert transcript.take(second) == (second.data, 2)
+    assert transcript.take(second) == Piece(second.data, 2)
     resume = transcript.begin("c")
     assert resume is not None
     assert resume == ((5, 6, 7), (1, 2), "b")
@@ -381,4 +381,4 @@ def test_a_transcript_starts_anew_while_nothing_was_sent() -> None:
     )
     assert transcript.take(again[0]) == transcript.take(again[1]) == Piece(b"", 0)
     assert transcript.repeated
-    assert transcript.take(again[2]) == (b'{"created":11}', 1), "one date in all events"
+    assert transcript.take(again[2]) == Piece(b'{"created":11}', 1), "one date in all events"
