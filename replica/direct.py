@@ -22,6 +22,7 @@ from contextlib import aclosing
 from math import inf
 from typing import Final, cast
 
+from controller.dead_hosts import notice_dead_host
 from replica.engine import (
     EVENT_STREAM,
     ClientLeftError,
@@ -238,6 +239,7 @@ class _Reader(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # No check: uvloop's transports are none of asyncio's classes.
         self.transport = cast(asyncio.Transport, transport)
+        notice_dead_host(transport.get_extra_info("socket"))
         self._port.stranger_came(self)
 
     def data_received(self, data: bytes) -> None:

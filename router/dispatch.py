@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from controller.messages import RequestEnding
+from replica.engine import EVENT_STREAM
 from router.answer import Answer, Attempt, NobodyTakesError, ReplicaFailedError
 from router.call import Call
 from router.config import RouterConfig
@@ -23,7 +24,7 @@ from router.errors import ApiError, Reason
 from router.handover import NOT_RESUMABLE, may_resume
 from router.hint import NO_REPLICA_WAIT_S
 from router.legs import Course, Legs, Replicas
-from router.metrics import Outcome, RouterMetrics
+from router.metrics import Outcome, RouterMetrics, StreamWay
 from router.prompt_size import TokenEstimator
 from router.retry_budget import RetryBudget
 from router.slow_readers import StalledReaderError
@@ -108,6 +109,9 @@ class Dispatcher:
             direct.began(attempt)
         else:
             course.direct = None
+        if attempt.head.media_type == EVENT_STREAM:
+            fetched = course.direct is not None
+            self._metrics.stream(StreamWay.DIRECT if fetched else StreamWay.ROUTER)
         if call.scheduled:
             self._metrics.admission.admitted(call.slo.service_class, attempt.tier)
         return Answer(attempt, partial(self._resume, course), promised=course.promises > 0)
@@ -242,6 +246,8 @@ class Dispatcher:
         direct, course.direct = course.direct, None
         if direct is not None:
             got = await direct.broken()
+            if not got.counts:
+                self._metrics.stream(StreamWay.UNFETCHED)
             if course.transcript is not None:
                 course.transcript.told(*got)
         if course.verdict is not None:

@@ -75,6 +75,17 @@ class Way(enum.StrEnum):
     """Over Serve's handle."""
 
 
+class StreamWay(enum.StrEnum):
+    """How an event stream goes from its replica to the client."""
+
+    DIRECT = "direct"
+    """HAProxy fetches it from the replica."""
+    ROUTER = "router"
+    """Through the router's process."""
+    UNFETCHED = "unfetched"
+    """It was to be fetched from the replica and could not be: from another one, by the router."""
+
+
 class Leg(enum.StrEnum):
     """A part of the way of a request whose prompt another replica computes."""
 
@@ -170,6 +181,14 @@ class RouterMetrics:
             ["way"],
             registry=registry,
         )
+        self._streams = cache(
+            Counter(
+                "sluice_streams",
+                "Event streams that began, by their way to the client.",
+                ["way"],
+                registry=registry,
+            ).labels
+        )
         self.retries = Counter(
             "sluice_retries", "Attempts after a first one that failed.", registry=registry
         )
@@ -242,6 +261,10 @@ class RouterMetrics:
     def sent(self, way: Way) -> None:
         """A call was sent to a replica."""
         self._sent.labels(way.value).inc()
+
+    def stream(self, way: StreamWay) -> None:
+        """An event stream goes this way to its client."""
+        self._streams(way.value).inc()
 
     def fallback(self, reason: Fallback) -> None:
         """Count a request that did not go where the controller said."""
