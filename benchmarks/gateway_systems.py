@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from benchmarks.gateway_engine import MODEL
 from benchmarks.gateway_peers import ROUTERS, Router, environment
 from benchmarks.gateway_processes import serving
+from deploy.haproxy import DIRECT_VARIABLE
 from deploy.ray_settings import free_port
 
 REPLICAS = 2
@@ -106,8 +108,9 @@ def sluice_config(port: int) -> dict[str, Any]:
     }
 
 
-def sluice(name: str, program: Path) -> Start:
-    """What starts ``program serve`` in front of simulated engines that answer at once."""
+def sluice(name: str, program: Path, **variables: str) -> Start:
+    """What starts ``program serve`` in front of simulated engines that answer at once, with these
+    variables in its environment."""
 
     @contextmanager
     def start(bench: Bench) -> Iterator[System]:
@@ -117,7 +120,7 @@ def sluice(name: str, program: Path) -> Start:
         config.write_text(json.dumps(sluice_config(port)))
         command: list[str | Path] = [program, "serve", "--config", config]
         # Other commands must not take it for what the user serves.
-        state = os.environ | {"XDG_STATE_HOME": str(bench.folder)}
+        state = os.environ | {"XDG_STATE_HOME": str(bench.folder)} | variables
         log = bench.folder / f"{name}.log"
         with serving(command, url, log, _RAY_START_LIMIT_S, bench.stop, state) as pid:
             yield System((url,), {pid: ""})
@@ -125,9 +128,30 @@ def sluice(name: str, program: Path) -> Start:
     return start
 
 
+@contextmanager
+def _serve_llm(bench: Bench) -> Iterator[System]:
+    """Ray Serve LLM with the Ray that is here. Of what it imports, one package is not here."""
+    python = environment("pyarrow==26.0.1", bench.say)
+    extra = sysconfig.get_path("purelib", vars={"base": str(python.parents[1])})
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    options = ["--port", str(port), "--replicas", str(REPLICAS)]
+    command = [sys.executable, "-m", "benchmarks.gateway_serve_llm", *options]
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
+    log = bench.folder / "ray-serve-llm.log"
+    with serving(
+        command, url, log, _RAY_START_LIMIT_S, bench.stop, os.environ | {"PYTHONPATH": path}
+    ) as pid:
+        yield System((url,), {pid: ""})
+
+
+_SLUICE: Final = Path(sys.executable).with_name("sluice")
+
 SYSTEMS: Final[Mapping[str, Start]] = {
     "direct": _direct,
     **{name: _router(name, router) for name, router in ROUTERS.items()},
-    "sluice": sluice("sluice", Path(sys.executable).with_name("sluice")),
+    "ray-serve-llm": _serve_llm,
+    "sluice": sluice("sluice", _SLUICE),
+    "sluice-relayed": sluice("sluice-relayed", _SLUICE, **{DIRECT_VARIABLE: "0"}),
 }
 """What starts each. The others are compared with the first."""

@@ -16,7 +16,9 @@ import psutil
 _KINDS = (
     ("ReplicaServer", "replicas"),
     (":Replica", "replicas"),
+    (":Server:", "replicas"),
     (":Router", "routers"),
+    (":OpenAiIngress", "routers"),
     ("DetachedController", "controller"),
     ("haproxy", "HAProxy"),
     ("ServeController", "Serve"),

@@ -1,0 +1,100 @@
+"""Ray Serve LLM with its own ingress, in front of engines that answer at once, for ``sluice bench
+gateway``: a program of its own, since it imports what Sluice does not need.
+
+All of it is Serve LLM's but the engine. Its settings are the defaults, and Serve's those with which
+Sluice runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.gateway_engine import MODEL, events
+from deploy import ray_settings
+from deploy.leftovers import Cleaner
+from deploy.local import stop_signals
+
+
+class Engine:
+    """What Serve LLM's server takes for an engine: it computes nothing."""
+
+    def __init__(self, llm_config: Any) -> None:
+        pass
+
+    async def start(self) -> None:
+        """There is nothing to start."""
+
+    async def check_health(self) -> None:
+        """It is always well."""
+
+    def routing_stats(self) -> dict[str, Any]:
+        """It has none."""
+        return {}
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[str]:
+        """The events of a chat completion."""
+        tokens = request.max_completion_tokens or request.max_tokens
+        for event in events(tokens, f"{id(request):x}"):
+            yield event.decode()
+            await asyncio.sleep(0)
+
+
+@click.command()
+@click.option("--port", required=True, type=click.IntRange(1, 65_535))
+@click.option("--replicas", required=True, type=click.IntRange(1, 64))
+def main(port: int, replicas: int) -> None:
+    """Serve on this machine, with a Ray of its own, until it is told to end."""
+    local_dir = ray_settings.make_local_dir()
+    cleaner = Cleaner(local_dir)
+    try:
+        with stop_signals() as stop:
+            ray_settings.apply(local_dir)
+            _serve(local_dir, port, replicas)
+            stop.wait()
+    finally:
+        cleaner.clean()
+
+
+def _serve(local_dir: Path, port: int, replicas: int) -> None:
+    # Ray reads its environment on import.
+    from ray import serve
+    from ray.serve.llm import LLMConfig, LLMServer, build_openai_app
+
+    from deploy.ray_start import start_ray
+
+    class Server(LLMServer):  # type: ignore[misc]
+        _default_engine_cls = Engine
+
+        @classmethod
+        def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
+            """Without places for a GPU."""
+            return dict(llm_config.deployment_config)
+
+    start_ray(
+        local_dir / "ray",
+        num_cpus=max(os.cpu_count() or 1, 4),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    fixed = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.1}}
+    model = LLMConfig(
+        model_loading_config={"model_id": MODEL}, deployment_config=fixed, server_cls=Server
+    )
+    ingress = {"autoscaling_config": None, "num_replicas": 1}
+    serve.run(
+        build_openai_app({"llm_configs": [model], "ingress_deployment_config": ingress}),
+        name="serve-llm",
+    )
+
+
+if __name__ == "__main__":
+    main()
