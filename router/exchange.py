@@ -21,6 +21,8 @@ from router.slow_readers import PatientSend, StalledReaderError
 from router.telemetry import Telemetry
 from scheduling.objective import TokenClock
 
+_NOTHING = Piece(b"", 0)
+
 
 class DisconnectGuard:
     """Cancels the block inside it when the client leaves, and then ends it without an exception.
@@ -169,6 +171,7 @@ class Exchange(Response):
                 data = with_tier(piece.data, *tier, streams=True)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ReplicaFailedError as failure:
+            self._emit(self._tokens_in(_NOTHING))
             reason = Reason.STREAM_BROKEN
             if failure.reason is Reason.REQUEST_SUSPECTED:
                 reason = failure.reason

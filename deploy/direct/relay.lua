@@ -26,9 +26,11 @@ local PART = 65536
 -- Where HAProxy listens for this: the argument of lua-load-per-thread.
 local ROUTERS = ...
 
+-- Of a connection, not of a request; and what this program alone says.
 local HOP_BY_HOP = {
   ["connection"] = true, ["keep-alive"] = true, ["proxy-connection"] = true, ["te"] = true,
   ["transfer-encoding"] = true, ["upgrade"] = true, ["content-length"] = true, ["expect"] = true,
+  ["x-sluice-edge"] = true, ["x-sluice-backend"] = true,
 }
 
 local UNAVAILABLE = '{"error": {"message": "No router answers.", "type": "server_error", '
