@@ -5,10 +5,11 @@ where the stream is to be fetched (:attr:`~replica.engine.ResponseHead.fetch`), 
 was sent in place of the bytes. HAProxy fetches it here with the ticket, once. It sends the ticket
 and a line break; then records come, each a line with what follows it:
 
-    ``LENGTH TOKENS[,TOKEN ...];``, and ``LENGTH`` bytes; ``0``: the replica lives; ``end``
+    ``LENGTH CHUNKS``, and ``LENGTH`` bytes; ``0``: the replica lives; ``end``
 
-A record is a chunk of the response: its output tokens, how many and, where another replica can go
-on with the stream, which. If the connection ends before ``end``, the reader tells the router the
+A record is what was ready of the response at once. ``CHUNKS`` says of each of its chunks
+``TOKENS[,TOKEN ...];``: its output tokens, how many and, where another replica can go on with the
+stream, which. If the connection ends before ``end``, the reader tells the router the
 chunks that the client has.
 """
 
@@ -51,6 +52,9 @@ _MAX_TICKET = 128
 _ID_BYTES = 9
 _SECRET_BYTES = 24
 _MAX_WAITING_BYTES = 64 << 10
+
+_MOST_CHUNKS = 64
+"""Of a record: what is said of them is one line, and HAProxy reads a line as a whole."""
 
 
 async def sent_directly(
@@ -118,8 +122,11 @@ class DirectStream:
         self._name = name
         self._patience_s = patience_s
         self._secret = secrets.token_urlsafe(_SECRET_BYTES)
-        self._waiting: list[bytes] = []
+        # What is to be sent of the chunks, and what is said of them.
+        self._data: list[bytes] = []
+        self._told: list[bytes] = []
         self._waiting_bytes = 0
+        self._flushing = False
         self._transport: asyncio.Transport | None = None
         self._room = asyncio.Event()
         self._room.set()
@@ -142,8 +149,14 @@ class DirectStream:
             ClientLeftError: nobody takes it.
             ClientStalledError: the reader has taken nothing for too long.
         """
-        ids = "".join([f",{token}" for token in chunk.token_ids]).encode()
-        self._write(b"%d %d%s;\n%s" % (len(chunk.data), chunk.tokens, ids, chunk.data))
+        ids = "".join([f",{token}" for token in chunk.token_ids])
+        told = f"{chunk.tokens}{ids};".encode()
+        self._told.append(told)
+        self._data.append(chunk.data)
+        self._waiting_bytes += len(told) + len(chunk.data)
+        if not self._flushing and self._transport is not None:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
         if self._waiting_bytes > _MAX_WAITING_BYTES:
             self._room.clear()
         if not self._room.is_set():
@@ -159,9 +172,7 @@ class DirectStream:
             ClientStalledError: it has taken nothing for too long.
         """
         self._ended = True
-        self._write(b"end\n")
-        if self._transport is not None:
-            self._transport.close()
+        self._flush()
         await self._wait(self._gone)
         if self.left:
             raise ClientLeftError
@@ -186,11 +197,7 @@ class DirectStream:
         """Its reader is here."""
         self._transport = transport
         self._room.set()
-        transport.writelines(self._waiting)
-        self._waiting.clear()
-        self._waiting_bytes = 0
-        if self._ended:
-            transport.close()
+        self._flush()
 
     def reader_has_room(self, room: bool) -> None:
         """Whether the reader takes more now."""
@@ -215,12 +222,24 @@ class DirectStream:
         except TimeoutError:
             raise ClientStalledError from None
 
-    def _write(self, record: bytes) -> None:
-        if self._transport is None:
-            self._waiting.append(record)
-            self._waiting_bytes += len(record)
-        else:
-            self._transport.write(record)
+    def _flush(self) -> None:
+        """Send what waits, in one write, as far as there is a reader."""
+        self._flushing = False
+        if self._transport is None or self._transport.is_closing():
+            return
+        records = []
+        for start in range(0, len(self._data), _MOST_CHUNKS):
+            data = b"".join(self._data[start : start + _MOST_CHUNKS])
+            told = b"".join(self._told[start : start + _MOST_CHUNKS])
+            records.append(b"%d %s\n%s" % (len(data), told, data))
+        if self._ended:
+            records.append(b"end\n")
+        self._data.clear()
+        self._told.clear()
+        self._waiting_bytes = 0
+        self._transport.write(b"".join(records))
+        if self._ended:
+            self._transport.close()
 
 
 def _nothing() -> None:

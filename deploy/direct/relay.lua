@@ -9,7 +9,7 @@
 --
 -- The ticket opens that stream once, at the replica's own port. There the stream comes in records:
 --
---   LENGTH TOKENS[,TOKEN ...];\n   then LENGTH bytes for the client, with so many output tokens
+--   LENGTH CHUNKS\n   then LENGTH bytes for the client; CHUNKS says which output tokens are in them
 --   0\n                            the replica lives
 --   end\n                          after the last record
 --
@@ -143,7 +143,7 @@ local function hand_on_stream(applet, stream, got)
       socket:close()
       return true
     end
-    local length, chunk = (line or ""):match("^(%d+) ?(.*)$")
+    local length, chunks = (line or ""):match("^(%d+) ?(.*)$")
     local data = ""
     length = tonumber(length)
     if length and length > 0 then data = socket:receive(length) end
@@ -151,9 +151,9 @@ local function hand_on_stream(applet, stream, got)
       socket:close()
       return false
     end
-    if chunk ~= "" then
+    if chunks ~= "" then
       if length > 0 then applet:send(data) end
-      got.chunks[#got.chunks + 1] = chunk
+      got.chunks[#got.chunks + 1] = chunks
       got.bytes = got.bytes + length
       if not got.created then got.created = data:match('"created": ?%d+') end
     end

@@ -77,10 +77,10 @@ class Reader:
                 self.ended = True
                 assert await reader.read() == b""
                 break
-            length, _, chunk = line.decode().rstrip("\n").partition(" ")
+            length, _, chunks = line.decode().rstrip("\n").partition(" ")
             self.data += await reader.readexactly(int(length))
-            if chunk:
-                count, *ids = chunk.removesuffix(";").split(",")
+            for chunk in chunks.split(";")[:-1]:
+                count, *ids = chunk.split(",")
                 self.chunks.append((int(count), tuple(map(int, ids))))
         writer.close()
 
