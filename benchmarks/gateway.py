@@ -1,7 +1,7 @@
 """What a gateway in front of engines costs: Sluice beside other routers and no gateway at all.
 
 Run with ``sluice bench gateway``. All systems run at the same time, on this machine, and take turns
-in each round. Their engines answer at once, so that only the way is measured. Client, engines and
+in each round. Their engines compute nothing, so that only the way is measured. Client, engines and
 gateways share the cores: read the processor time of a request, which hardly depends on that, and
 the ratios of one run.
 """
@@ -66,6 +66,13 @@ Json = dict[str, Any]
     help="Tokens of a stream; several.",
 )
 @click.option(
+    "--step-ms",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1_000),
+    help="Time between two tokens of an engine; 0: they answer at once.",
+)
+@click.option(
     "--system",
     "names",
     multiple=True,
@@ -83,11 +90,12 @@ def gateway(
     seconds: float,
     at_onces: tuple[int, ...],
     token_counts: tuple[int, ...],
+    step_ms: float,
     names: tuple[str, ...],
     other: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure what a gateway adds to engines that answer at once: Sluice, other routers, none.
+    """Measure what a gateway adds to engines that compute nothing: Sluice, other routers, none.
 
     The other routers are installed from PyPI into the user's cache where they are not there. One
     that cannot be installed or started is left out, which is said.
@@ -107,7 +115,8 @@ def gateway(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-gateway-"))
             )
             try:
-                bench = Bench(stack.enter_context(engines(folder, stop)), folder, say, stop)
+                found = stack.enter_context(engines(folder, stop, step_ms))
+                bench = Bench(found, folder, say, stop, step_ms)
             except LeftOutError as error:
                 raise click.ClickException(f"the engines: {error}") from None
             systems, left_out = _started(starts, bench, stack)

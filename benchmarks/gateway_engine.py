@@ -2,13 +2,14 @@
 of in ``sluice bench gateway``.
 
 It computes nothing. Each token is an event of its own, and leaves in a turn of the loop of its own,
-as an engine's tokens do.
+or so much later than the last one, as an engine's tokens do.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Final
 
 import click
 import msgspec
@@ -33,6 +34,10 @@ def events(tokens: int, request_id: str) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
+STEP_S: Final = web.AppKey("step_s", float)
+"""Time between two tokens, seconds."""
+
+
 async def _chat(request: web.Request) -> web.StreamResponse:
     asked = msgspec.json.decode(await request.read())
     # Routers may give the field its newer name.
@@ -42,7 +47,7 @@ async def _chat(request: web.Request) -> web.StreamResponse:
     await response.prepare(request)
     for event in events(tokens, f"{id(request):x}"):
         await response.write(event)
-        await asyncio.sleep(0)
+        await asyncio.sleep(request.app[STEP_S])
     await response.write_eof()
     return response
 
@@ -58,9 +63,11 @@ async def _models(_: web.Request) -> web.Response:
 
 @click.command()
 @click.option("--port", required=True, type=click.IntRange(1, 65_535))
-def main(port: int) -> None:
+@click.option("--step-ms", default=0.0, type=click.FloatRange(0, 10_000))
+def main(port: int, step_ms: float) -> None:
     """Serve on this machine until it is told to end."""
     app = web.Application()
+    app[STEP_S] = step_ms / 1e3
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_get("/health", _health)
     app.router.add_get("/v1/models", _models)

@@ -26,7 +26,7 @@ class Engine:
     """What Serve LLM's server takes for an engine: it computes nothing."""
 
     def __init__(self, llm_config: Any) -> None:
-        pass
+        self._step_s = llm_config.experimental_configs["step_s"]
 
     async def start(self) -> None:
         """There is nothing to start."""
@@ -43,26 +43,27 @@ class Engine:
         tokens = request.max_completion_tokens or request.max_tokens
         for event in events(tokens, f"{id(request):x}"):
             yield event.decode()
-            await asyncio.sleep(0)
+            await asyncio.sleep(self._step_s)
 
 
 @click.command()
 @click.option("--port", required=True, type=click.IntRange(1, 65_535))
 @click.option("--replicas", required=True, type=click.IntRange(1, 64))
-def main(port: int, replicas: int) -> None:
+@click.option("--step-ms", default=0.0, type=click.FloatRange(0, 10_000))
+def main(port: int, replicas: int, step_ms: float) -> None:
     """Serve on this machine, with a Ray of its own, until it is told to end."""
     local_dir = ray_settings.make_local_dir()
     cleaner = Cleaner(local_dir)
     try:
         with stop_signals() as stop:
             ray_settings.apply(local_dir)
-            _serve(local_dir, port, replicas)
+            _serve(local_dir, port, replicas, step_ms / 1e3)
             stop.wait()
     finally:
         cleaner.clean()
 
 
-def _serve(local_dir: Path, port: int, replicas: int) -> None:
+def _serve(local_dir: Path, port: int, replicas: int, step_s: float) -> None:
     # Ray reads its environment on import.
     from ray import serve
     from ray.serve.llm import LLMConfig, LLMServer, build_openai_app
@@ -87,7 +88,10 @@ def _serve(local_dir: Path, port: int, replicas: int) -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     fixed = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.1}}
     model = LLMConfig(
-        model_loading_config={"model_id": MODEL}, deployment_config=fixed, server_cls=Server
+        model_loading_config={"model_id": MODEL},
+        deployment_config=fixed,
+        server_cls=Server,
+        experimental_configs={"step_s": step_s},
     )
     ingress = {"autoscaling_config": None, "num_replicas": 1}
     serve.run(

@@ -26,7 +26,6 @@ ENGINES = "replicas"
 
 _START_LIMIT_S = 120.0
 _RAY_START_LIMIT_S = 900.0
-_INSTANT: Final = {"step_s": 0.0, "token_s": 0.0, "context_token_s": 0.0}
 
 
 class System(NamedTuple):
@@ -46,24 +45,27 @@ class Bench(NamedTuple):
     """What the systems share.
 
     Attributes:
-        engines: process id and address of each engine that answers at once.
+        engines: process id and address of each engine that computes nothing.
         folder: for logs and configurations.
         say: tells what goes on.
         stop: set when this process is to end.
+        step_ms: time between two tokens of an engine, milliseconds.
     """
 
     engines: Mapping[int, str]
     folder: Path
     say: Callable[[str], None]
     stop: threading.Event
+    step_ms: float
 
 
 Start = Callable[[Bench], AbstractContextManager[System]]
 
 
 @contextmanager
-def engines(folder: Path, stop: threading.Event) -> Iterator[dict[int, str]]:
-    """Process id and address of :data:`REPLICAS` engines that answer at once, until the block ends.
+def engines(folder: Path, stop: threading.Event, step_ms: float) -> Iterator[dict[int, str]]:
+    """Process id and address of :data:`REPLICAS` engines that compute nothing, until the
+    block ends.
 
     Raises:
         LeftOutError: one does not start.
@@ -74,6 +76,7 @@ def engines(folder: Path, stop: threading.Event) -> Iterator[dict[int, str]]:
             port = free_port()
             url = f"http://127.0.0.1:{port}"
             command = [sys.executable, "-m", "benchmarks.gateway_engine", "--port", str(port)]
+            command += ["--step-ms", str(step_ms)]
             log = folder / f"engine-{number}.log"
             found[stack.enter_context(serving(command, url, log, _START_LIMIT_S, stop))] = url
         yield found
@@ -99,25 +102,26 @@ def _router(name: str, router: Router) -> Start:
     return start
 
 
-def sluice_config(port: int) -> dict[str, Any]:
-    """Sluice in front of simulated engines that answer at once."""
+def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
+    """Sluice in front of simulated engines whose steps take so long."""
+    times = {"step_s": step_ms / 1e3, "token_s": 0.0, "context_token_s": 0.0}
     return {
-        "engine": {"kind": "simulated", "model": MODEL, "simulated": _INSTANT},
+        "engine": {"kind": "simulated", "model": MODEL, "simulated": times},
         "replica": {"count": REPLICAS, "num_cpus": 0.1},
         "router": {"port": port},
     }
 
 
 def sluice(name: str, program: Path, **variables: str) -> Start:
-    """What starts ``program serve`` in front of simulated engines that answer at once, with these
-    variables in its environment."""
+    """What starts ``program serve`` in front of simulated engines, with these variables in its
+    environment."""
 
     @contextmanager
     def start(bench: Bench) -> Iterator[System]:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         config = bench.folder / f"{name}.json"
-        config.write_text(json.dumps(sluice_config(port)))
+        config.write_text(json.dumps(sluice_config(port, bench.step_ms)))
         command: list[str | Path] = [program, "serve", "--config", config]
         # Other commands must not take it for what the user serves.
         state = os.environ | {"XDG_STATE_HOME": str(bench.folder)} | variables
@@ -135,7 +139,7 @@ def _serve_llm(bench: Bench) -> Iterator[System]:
     extra = sysconfig.get_path("purelib", vars={"base": str(python.parents[1])})
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    options = ["--port", str(port), "--replicas", str(REPLICAS)]
+    options = ["--port", str(port), "--replicas", str(REPLICAS), "--step-ms", str(bench.step_ms)]
     command = [sys.executable, "-m", "benchmarks.gateway_serve_llm", *options]
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), extra)))
     log = bench.folder / "ray-serve-llm.log"

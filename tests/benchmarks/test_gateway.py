@@ -125,7 +125,7 @@ async def test_a_connection_that_is_lost_or_refused_ends_the_measurement() -> No
 async def test_the_engines_answer_with_as_many_tokens_as_asked_for_and_their_time_is_told(
     tmp_path: Path,
 ) -> None:
-    with engines(tmp_path, threading.Event()) as found:
+    with engines(tmp_path, threading.Event(), 0.0) as found:
         roots = dict.fromkeys(found, "replicas")
         before = processor_seconds(roots)
         # Longer than the clock of processor time ticks.
