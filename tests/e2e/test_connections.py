@@ -1,4 +1,5 @@
-"""Tokens travel over the routers' own connections to replicas, also of those that end."""
+"""Calls travel over the routers' own connections to replicas, and streams from there to HAProxy,
+also those of replicas that end."""
 
 from __future__ import annotations
 
@@ -56,10 +57,10 @@ class Streams:
                 each.result(timeout=120)
 
 
-def sent(serving: System) -> dict[str, float]:
-    """Calls to replicas so far, by their way."""
+def sent(serving: System, counter: str = "sluice_replica_calls") -> dict[str, float]:
+    """Calls to replicas so far, or what else is counted, by their way."""
     page = httpx.get(f"{serving.url}/metrics", timeout=60).text
-    found = re.findall(r'^sluice_replica_calls_total{.*way="(\w+)".*} (\S+)$', page, re.MULTILINE)
+    found = re.findall(rf'^{counter}_total{{.*way="(\w+)".*}} (\S+)$', page, re.MULTILINE)
     return {way: float(value) for way, value in found}
 
 
@@ -102,6 +103,7 @@ def test_streams_outlive_replicas_that_are_stopped_or_killed() -> None:
         streams.finish()
         after = sent(serving)
         assert after["connection"] >= before["connection"] + STREAMS
+        assert sent(serving, "sluice_streams") == {"direct": STREAMS}
 
         wait_until(lambda: len(served_by(serving)) == 2, "both serve again", every_s=0.2)
         streams = Streams(serving)
