@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -30,11 +31,14 @@ _FIELDS = st.dictionaries(
 )
 
 
-@given(_FIELDS, st.sampled_from((None, 1)), st.sampled_from((1, 3, 16)))
-def test_pieces_make_what_the_whole_makes(fields: dict[str, Any], indent: int, piece: int) -> None:
+@given(_FIELDS, st.sampled_from((None, 1)), st.sampled_from((1, 3, 16)), st.sampled_from((0, 99)))
+def test_pieces_make_what_the_whole_makes(
+    fields: dict[str, Any], indent: int, piece: int, many: int
+) -> None:
     raw = json.dumps(fields, indent=indent).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(large_body, "PIECE_BYTES", piece)
+        patch.setattr(large_body, "MANY_VALUES", many)
         parsed = parse_in_pieces(raw)
     assert parsed == fields
     assert repr(parsed) == repr(json.loads(raw)), "also the types"
@@ -53,6 +57,25 @@ def test_no_call_of_the_parser_gets_more_than_a_piece(monkeypatch: pytest.Monkey
     assert parse_in_pieces(raw)["prompt"] == [1] * 500_001
     assert max(lengths) <= large_body.PIECE_BYTES + 16
     assert len(lengths) > 7
+
+
+@pytest.mark.parametrize("value", [b'"a"', b"null", b'"a",1', b"1e0,-2.5,true"])
+def test_short_values_of_any_kind_let_others_have_their_turn(
+    value: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[float] = []
+    monkeypatch.setattr(time, "sleep", turns.append)
+    raw = b'{"model":"m","stop":[{"x":[' + (value + b",") * 200_000 + b'"end"]}]}'
+    assert parse_in_pieces(raw) == json.loads(raw)
+    constants = {b"null"}
+    assert value in constants or len(turns) >= 200
+
+
+@pytest.mark.parametrize("value", [rb'"\ud800"', rb'{"\udfff":1}', b"1e999", b"NaN", b"-Infinity"])
+def test_what_no_value_may_be_is_refused_one_by_one(value: bytes) -> None:
+    raw = b'{"prompt":[' + b'"a",' * 150_000 + value + b"]}"
+    with pytest.raises((ApiError, msgspec.DecodeError)):
+        parse_object(raw)
 
 
 @pytest.mark.parametrize(
