@@ -61,6 +61,9 @@ DIRECT = Path(__file__).with_name("direct") / "relay.lua"
 """Fetches streams from replicas themselves; says how."""
 
 _GLOBAL = re.compile(r"^global$", re.MULTILINE)
+_MAXCONN = re.compile(r"^( +maxconn )(\d+)$", re.MULTILINE)
+_CONNECTIONS_OF_A_CALL = 2
+"""That HAProxy accepts for a call whose stream it fetches: the client's, and its own to routers."""
 _USED = re.compile(r"^([ \t]+)use_backend (\S+) if (is_\S+)$", re.MULTILINE)
 
 _FETCHED = (
@@ -173,7 +176,7 @@ def write_bounded(config: Path) -> Path:
     draft = copy.with_name(f"{copy.name}.{os.getpid()}")
     text = _DEFAULTS.sub(rf"\g<0>{GONE_ROUTERS}", config.read_text())
     text = _SERVER.sub(rf"\g<0> {UNHEARD}", text)
-    text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", text)
+    text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}\n    {_TRUSTED}", text)
     text = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:", text)
     if os.environ.get(DIRECT_VARIABLE) != "0":
         text = _with_direct_streams(text, config.with_name("ask.sock"))
@@ -192,11 +195,17 @@ def _with_direct_streams(config: str, socket: Path) -> str:
 
     def rules(found: re.Match[str]) -> str:
         indent, backend, acl = found.groups()
-        lines = [line.format(backend=backend, acl=acl) for line in (_TRUSTED, *_FETCHED)]
+        lines = [line.format(backend=backend, acl=acl) for line in _FETCHED]
         return "\n".join(f"{indent}{line}" for line in (*lines, found[0].strip()))
 
     text = _USED.sub(rules, config)
-    text = _GLOBAL.sub(rf"\g<0>\n    lua-load-per-thread {DIRECT} unix@{socket}", text)
+    settings = f"lua-load-per-thread {DIRECT} unix@{socket}\n    tune.lua.service-timeout 1h"
+    text = _GLOBAL.sub(rf"\g<0>\n    {settings}", text)
+    most = _MAXCONN.search(text)
+    if most is not None:
+        # Clients must not take the places by which their own calls go on.
+        text = _MAXCONN.sub(rf"\g<1>{_CONNECTIONS_OF_A_CALL * int(most[2])}", text, count=1)
+        text = _BIND.sub(rf"\g<0>\n    maxconn {most[2]}", text)
     return text.rstrip("\n") + "\n" + _ROUTERS.format(socket=socket)
 
 

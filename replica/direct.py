@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from math import inf
 from typing import Final, cast
@@ -53,8 +53,10 @@ _ID_BYTES = 9
 _SECRET_BYTES = 24
 _MAX_WAITING_BYTES = 64 << 10
 
-_MOST_CHUNKS = 64
-"""Of a record: what is said of them is one line, and HAProxy reads a line as a whole."""
+_LINE_BYTES = 4 << 10
+"""A record ends with the chunk that reaches this in what is said of chunks: twice as much, one
+line, must fit into a buffer of HAProxy's. Of a chunk with more, only the number of its tokens is
+said."""
 
 
 async def sent_directly(
@@ -84,21 +86,23 @@ async def sent_directly(
             return
         stream = port.open(patience_s)
         stream.on_left = lambda: on_left(ClientLeftError())
-        sent: list[tuple[int, float]] = []
+        sent: list[tuple[int, float, bool]] = []
         told_s = -inf
         try:
             async for item in items:
                 now_s = asyncio.get_running_loop().time()
                 if isinstance(item, ResponseChunk):
-                    sent.append((item.tokens, now_s - began_s))
-                    await stream.send(item)
+                    sent.append((item.tokens, now_s - began_s, len(item.token_ids) == item.tokens))
                 ended = isinstance(item, ResponseTail)
                 if sent and (ended or now_s >= told_s + SENT_PERIOD_S):
                     if told_s == -inf:
-                        yield head._replace(fetch=stream.fetch)
+                        yield head._replace(fetch=stream.offer())
                     told_s = now_s
                     yield _report(sent)
                     sent.clear()
+                # Not before its reader knows where it is: a long chunk waits for it.
+                if isinstance(item, ResponseChunk):
+                    await stream.send(item)
                 if ended:
                     if told_s == -inf:
                         yield head  # there is nothing to fetch
@@ -109,9 +113,9 @@ async def sent_directly(
             stream.close()
 
 
-def _report(sent: Sequence[tuple[int, float]]) -> ResponseSent:
-    tokens, offsets_s = zip(*sent, strict=True)
-    return ResponseSent(tokens, offsets_s)
+def _report(sent: Sequence[tuple[int, float, bool]]) -> ResponseSent:
+    tokens, offsets_s, told = zip(*sent, strict=True)
+    return ResponseSent(tokens, offsets_s, all(told))
 
 
 class DirectStream:
@@ -127,6 +131,7 @@ class DirectStream:
         self._told: list[bytes] = []
         self._waiting_bytes = 0
         self._flushing = False
+        self._paused = False
         self._transport: asyncio.Transport | None = None
         self._room = asyncio.Event()
         self._room.set()
@@ -137,9 +142,9 @@ class DirectStream:
         self.on_left: Callable[[], None] = _nothing
         """Called when that happens before :meth:`close`."""
 
-    @property
-    def fetch(self) -> str:
-        """``HOST:PORT TICKET``."""
+    def offer(self) -> str:
+        """``HOST:PORT TICKET``. It can be fetched from now on, within :data:`FETCH_S`."""
+        self._port.offer(self._name, self)
         return f"{self._port.address} {self._name}.{self._secret}"
 
     async def send(self, chunk: ResponseChunk) -> None:
@@ -149,8 +154,9 @@ class DirectStream:
             ClientLeftError: nobody takes it.
             ClientStalledError: the reader has taken nothing for too long.
         """
-        ids = "".join([f",{token}" for token in chunk.token_ids])
-        told = f"{chunk.tokens}{ids};".encode()
+        told = f"{chunk.tokens}{''.join([f',{token}' for token in chunk.token_ids])};".encode()
+        if len(told) > _LINE_BYTES:
+            told = b"%d;" % chunk.tokens
         self._told.append(told)
         self._data.append(chunk.data)
         self._waiting_bytes += len(told) + len(chunk.data)
@@ -171,6 +177,8 @@ class DirectStream:
             ClientLeftError: it went before.
             ClientStalledError: it has taken nothing for too long.
         """
+        if self._transport is not None and self._transport.is_closing():
+            raise ClientLeftError
         self._ended = True
         self._flush()
         await self._wait(self._gone)
@@ -186,7 +194,9 @@ class DirectStream:
 
     def beat(self) -> None:
         """Show the reader that this replica lives."""
-        if self._transport is not None and not self._ended and self._room.is_set():
+        if self._transport is None or self._transport.is_closing() or self._gone.is_set():
+            return
+        if not self._ended and not self._paused:
             self._transport.write(b"0\n")
 
     def opens(self, secret: str) -> bool:
@@ -196,11 +206,11 @@ class DirectStream:
     def taken_by(self, transport: asyncio.Transport) -> None:
         """Its reader is here."""
         self._transport = transport
-        self._room.set()
         self._flush()
 
     def reader_has_room(self, room: bool) -> None:
         """Whether the reader takes more now."""
+        self._paused = not room
         if room:
             self._room.set()
         else:
@@ -227,19 +237,25 @@ class DirectStream:
         self._flushing = False
         if self._transport is None or self._transport.is_closing():
             return
-        records = []
-        for start in range(0, len(self._data), _MOST_CHUNKS):
-            data = b"".join(self._data[start : start + _MOST_CHUNKS])
-            told = b"".join(self._told[start : start + _MOST_CHUNKS])
-            records.append(b"%d %s\n%s" % (len(data), told, data))
-        if self._ended:
-            records.append(b"end\n")
+        records = b"".join(_records(self._told, self._data))
         self._data.clear()
         self._told.clear()
         self._waiting_bytes = 0
-        self._transport.write(b"".join(records))
+        self._transport.write(records + b"end\n" if self._ended else records)
+        if not self._paused:  # the write may have found that the reader takes no more
+            self._room.set()
         if self._ended:
             self._transport.close()
+
+
+def _records(told: Sequence[bytes], data: Sequence[bytes]) -> Iterator[bytes]:
+    begin = size = 0
+    for end, each in enumerate(told, 1):
+        size += len(each)
+        if size >= _LINE_BYTES or end == len(told):
+            joined = b"".join(data[begin:end])
+            yield b"%d %s\n%s" % (len(joined), b"".join(told[begin:end]), joined)
+            begin, size = end, 0
 
 
 def _nothing() -> None:
@@ -320,13 +336,16 @@ class DirectPort:
             self._server.close()
 
     def open(self, patience_s: float) -> DirectStream:
-        """A new stream, to be fetched within :data:`FETCH_S`; its reader may take nothing for
-        ``patience_s``."""
+        """A new stream; its reader may take nothing for ``patience_s``."""
         name = secrets.token_urlsafe(_ID_BYTES)
         stream = DirectStream(self, name, patience_s)
-        self._unclaimed[name] = self._streams[name] = stream
-        asyncio.get_running_loop().call_later(FETCH_S, self._expire, name)
+        self._streams[name] = stream
         return stream
+
+    def offer(self, name: str, stream: DirectStream) -> None:
+        """A stream can be fetched from now on, within :data:`FETCH_S`."""
+        self._unclaimed[name] = stream
+        asyncio.get_running_loop().call_later(FETCH_S, self._expire, name)
 
     def claim(self, ticket: str) -> DirectStream | None:
         """The stream that a ticket opens. It opens it once."""
@@ -365,6 +384,6 @@ class DirectPort:
             stream.reader_gone(None)
 
     def _beat(self) -> None:
+        self._beats = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
         for stream in self._streams.values():
             stream.beat()
-        self._beats = asyncio.get_running_loop().call_later(BEAT_S, self._beat)

@@ -161,10 +161,12 @@ class ResponseChunk(NamedTuple):
 
 class ResponseSent(NamedTuple):
     """Chunks that the replica has sent to the client itself since it last said so: the output
-    tokens of each, and when it was sent, in seconds after the request reached the replica."""
+    tokens of each, and when it was sent, in seconds after the request reached the replica.
+    ``told``: the client's side knows which tokens, so that another replica can go on."""
 
     tokens: tuple[int, ...]
     offsets_s: tuple[float, ...]
+    told: bool
 
 
 class ResponseTail(NamedTuple):

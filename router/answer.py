@@ -108,6 +108,7 @@ class Attempt:
         span: of this attempt, where the request is traced; it ends with :meth:`close`.
         place: the replica that has it, as far as is known. role: of its pool.
         opened: :meth:`begin` has returned.
+        told: HAProxy knows the tokens of what the replica has sent to the client itself.
         heard: anything has come of it.
         made_s: when it was made.
         heard_s: when something came last; before that, when it was made.
@@ -136,6 +137,7 @@ class Attempt:
         self.place = place
         self.role = role
         self.opened = False
+        self.told = True
         self._clock = clock
         self.heard_s = self.made_s = clock()
         self.heard = False
@@ -272,6 +274,7 @@ class Attempt:
             elif isinstance(item, ResponseTail):
                 self.tail = item
             elif isinstance(item, ResponseSent):
+                self.told = self.told and item.told
                 at_s = [self.made_s + offset_s for offset_s in item.offsets_s]
                 sent += tuple(zip(item.tokens, at_s, strict=True))
         joined = b"".join(data)

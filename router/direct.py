@@ -87,6 +87,8 @@ class DirectAnswer:
         self._got: asyncio.Future[Got] | None = None
         self._over: asyncio.Future[None] | None = None
         self._send: Send | None = None
+        self.claimed = False
+        """HAProxy is about to tell that it broke."""
         self.is_broken = False
         """HAProxy has told so."""
         self.tokens = 0
@@ -141,8 +143,8 @@ class DirectAnswer:
 
     def opens(self, ticket: str) -> bool:
         """Whether ``ticket`` is that of the stream, of which nobody has told yet that it broke."""
-        untold = self._got is not None and not self._got.done()
-        return hmac.compare_digest(self._ticket.encode(), ticket.encode()) and untold
+        same = hmac.compare_digest(self._ticket.encode(), ticket.encode())
+        return same and not self.claimed
 
     async def report(self, got: Got, send: Send) -> None:
         """HAProxy tells of a break, and takes the rest by ``send``. Returns when it has it."""
@@ -211,6 +213,7 @@ class DirectAnswers:
         answer = self._answers.get(name)
         if answer is None or not answer.opens(ticket):
             raise ApiError(Reason.NOT_FOUND, "There is no such stream.")
+        answer.claimed = True
         return _Rest(answer, got)
 
 

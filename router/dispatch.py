@@ -222,7 +222,7 @@ class Dispatcher:
             return True
         transcript = course.transcript
         begun = attempt.opened or (transcript is not None and transcript.begun)
-        if begun and (transcript is None or not transcript.resumable):
+        if begun and not (transcript is not None and transcript.resumable and attempt.told):
             return False
         if self._spent(course) or not self._budget.take():
             return False

@@ -137,7 +137,7 @@ class Exchange(Response):
         if self._answer.head.media_type == EVENT_STREAM:
             last = error.event() if error is not None else b""
             if self._direct is not None and self._answer.head.fetch:
-                await self._direct.end(last)
+                await send.wait(self._direct.end(last))
                 last = b""
             await send({"type": "http.response.body", "body": last, "more_body": False})
             self._learn(self._answer)

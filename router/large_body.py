@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from itertools import count
-from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
+from json.decoder import JSONArray, JSONObject, scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, Final, NoReturn
 
@@ -51,9 +51,9 @@ def _value(text: bytes) -> Any:
         return _decode(text)
     if not _is_list_of_numbers(text):
         # Lists, objects and keys are bounded elsewhere, and of other values each has its comma.
-        return (
-            _decode(text) if text.count(b",") < MANY_VALUES else _OneByOne().decode(text.decode())
-        )
+        if text.count(b",") < MANY_VALUES:
+            return _decode(text)
+        return _OneByOne().decode(text.decode())
     values: list[Any] = []
     begin, end = 1, len(text) - 1
     while begin < end:
@@ -78,7 +78,6 @@ class _OneByOne(json.JSONDecoder):
     def __init__(self) -> None:
         super().__init__(object_hook=self._object, parse_constant=_refused)
         self.parse_object, self.parse_array = JSONObject, JSONArray
-        self._of_string = self.parse_string
         self.parse_string = self._string
         self.parse_int = self.parse_float = self._number
         self.scan_once = py_make_scanner(self)
@@ -101,7 +100,7 @@ class _OneByOne(json.JSONDecoder):
 
     def _string(self, text: str, begin: int, strict: bool) -> tuple[str, int]:
         self._take_turns()
-        value, end = self._of_string(text, begin, strict)
+        value, end = scanstring(text, begin, strict)
         return _whole(value), end
 
     def _object(self, fields: dict[str, Any]) -> dict[str, Any]:

