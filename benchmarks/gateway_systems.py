@@ -156,6 +156,6 @@ SYSTEMS: Final[Mapping[str, Start]] = {
     **{name: _router(name, router) for name, router in ROUTERS.items()},
     "ray-serve-llm": _serve_llm,
     "sluice": sluice("sluice", _SLUICE),
-    "sluice-relayed": sluice("sluice-relayed", _SLUICE, **{DIRECT_VARIABLE: "0"}),
+    "sluice-direct": sluice("sluice-direct", _SLUICE, **{DIRECT_VARIABLE: "1"}),
 }
 """What starts each. The others are compared with the first."""

@@ -55,25 +55,30 @@ _SIDE_DOOR = re.compile(
 """HAProxy's own metrics and statistics, which Serve opens to every network, without a key."""
 
 DIRECT_VARIABLE = "SLUICE_DIRECT_STREAMS"
-"""``0``: routers hand all streams on."""
+"""``1``: streams are fetched from replicas. Otherwise routers hand all of them on."""
 
 DIRECT = Path(__file__).with_name("direct") / "relay.lua"
 """Fetches streams from replicas themselves; says how."""
 
 _GLOBAL = re.compile(r"^global$", re.MULTILINE)
-_MAXCONN = re.compile(r"^( +maxconn )(\d+)$", re.MULTILINE)
+_MAXCONN = re.compile(r"^ +maxconn (\d+)$", re.MULTILINE)
 _CONNECTIONS_OF_A_CALL = 2
 """That HAProxy accepts for a call whose stream it fetches: the client's, and its own to routers."""
 _USED = re.compile(r"^([ \t]+)use_backend (\S+) if (is_\S+)$", re.MULTILINE)
+
+MAX_BODY: Final = 256 << 10
+"""Longest body that HAProxy gives to Lua, bytes: as a whole, since a longer one that was given in
+parts came to a stop beyond what the kernel holds of it."""
 
 _FETCHED = (
     "http-request set-var(txn.sluice_backend) str({backend}) if {acl} "
     "!{{ var(txn.sluice_backend) -m found }}",
     "http-request use-service lua.sluice if METH_POST {acl} {{ nbsrv({backend}) ge 1 }} "
     "{{ path_end /v1/chat/completions /v1/completions }} {{ req.hdr(content-length) -m found }} "
+    f"{{{{ req.hdr_val(content-length) le {MAX_BODY} }}}} "
     "{{ var(txn.sluice_backend) -m str {backend} }}",
 )
-"""Before each application's own rule. What has no length is left to that."""
+"""Before each application's own rule. What is longer, or has no length, is left to that."""
 
 _ROUTERS = """
 # Added by sluice-haproxy: by which deploy/direct/relay.lua asks routers.
@@ -178,7 +183,7 @@ def write_bounded(config: Path) -> Path:
     text = _SERVER.sub(rf"\g<0> {UNHEARD}", text)
     text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}\n    {_TRUSTED}", text)
     text = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:", text)
-    if os.environ.get(DIRECT_VARIABLE) != "0":
+    if os.environ.get(DIRECT_VARIABLE) == "1":
         text = _with_direct_streams(text, config.with_name("ask.sock"))
     if not _ROUTED.search(text):
         text = _UNKNOWN_PATH.sub(lambda _: STARTING, text)
@@ -203,9 +208,10 @@ def _with_direct_streams(config: str, socket: Path) -> str:
     text = _GLOBAL.sub(rf"\g<0>\n    {settings}", text)
     most = _MAXCONN.search(text)
     if most is not None:
-        # Clients must not take the places by which their own calls go on.
-        text = _MAXCONN.sub(rf"\g<1>{_CONNECTIONS_OF_A_CALL * int(most[2])}", text, count=1)
-        text = _BIND.sub(rf"\g<0>\n    maxconn {most[2]}", text)
+        # Clients must not take the places by which their own calls go on. More in all would exceed
+        # the files that HAProxy may open.
+        of_clients = int(most[1]) // _CONNECTIONS_OF_A_CALL
+        text = _BIND.sub(rf"\g<0>\n    maxconn {of_clients}", text)
     return text.rstrip("\n") + "\n" + _ROUTERS.format(socket=socket)
 
 

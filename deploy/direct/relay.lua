@@ -102,14 +102,11 @@ end
 
 -- Ask a router; the connection and the head of its answer.
 local function ask(applet)
-  local socket = connect(ROUTERS, ANSWER_S)
+  local length = tonumber(applet.headers["content-length"][0])
+  local body = length > 0 and applet:receive(length) or ""
+  local socket = #body == length and connect(ROUTERS, ANSWER_S)
   if not socket then return nil end
-  if send(socket, head_of(applet)) then
-    while true do
-      local part = applet:receive(PART)
-      if part == nil or part == "" then break end
-      if not send(socket, part) then break end  -- a refusal may come before the end of the body
-    end
+  if send(socket, head_of(applet) .. body) then
     local head = read_head(socket)
     if head then return socket, head end
   end
@@ -150,6 +147,15 @@ local function hand_on(applet, socket, head)
   return true
 end
 
+-- Send to the client, which may take its time: silence counts in both directions of a socket. Of a
+-- client that is slow, nothing more is found by silence: what is unread would be lost with it.
+local function send_patiently(applet, socket, data)
+  local began = core.now().sec
+  socket:settimeout(ANSWER_S)
+  applet:send(data)
+  if core.now().sec - began < SILENCE_S - 2 then socket:settimeout(SILENCE_S) end
+end
+
 -- Hand on a replica's stream; whether it came to its end. What the client gets is added to `got`.
 local function hand_on_stream(applet, stream, got)
   local address, ticket = stream:match("^(%S+) (%S+)$")
@@ -172,7 +178,7 @@ local function hand_on_stream(applet, stream, got)
       return false
     end
     if chunks ~= "" then
-      if length > 0 then applet:send(data) end
+      if length > 0 then send_patiently(applet, socket, data) end
       got.chunks[#got.chunks + 1] = chunks
       got.bytes = got.bytes + length
       if not got.created then got.created = data:match('"created": ?%d+') end

@@ -39,7 +39,7 @@ SERVED = KINDS * 60
 LABELS = {
     *(*RouterConfig().classes, *INFERENCE_PATHS.values(), *map(str, range(1, 11))),
     *(*(reason.value for reason in Reason), "acme", UNNAMED, NO_CLASS, "ok", "cancelled"),
-    *("client_error", "refused", "best-effort", "guaranteed"),
+    *("client_error", "refused", "best-effort", "guaranteed", "router"),
     # Of tokens and of OpenTelemetry's conventions; the model's name is the served one.
     *("prompt", "cached", "generated", "input", "output", "", "m", PROVIDER, *OPERATIONS.values()),
 }

@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from router.batches.config import BatchesConfig
 from router.config import RouterConfig
+from router.direct import BROKEN_PATH
 from router.keys import ApiKey
 from router.openapi import PATH, document
 from tests.router.far_side import Edge, FarSide, serve
@@ -155,6 +156,7 @@ def test_every_route_is_in_the_document_and_no_other(asked: Asked) -> None:
         for method in route.methods or ()
         if method != "HEAD"
     }
+    routes.remove((BROKEN_PATH, "post"))  # for HAProxy alone
     # Nothing is kept there to be read; it is answered to say so.
     routes.remove(("/v1/responses/{rest}", "get"))
     assert {(path, method) for path in DOCUMENT["paths"] for method in DOCUMENT["paths"][path]} == (

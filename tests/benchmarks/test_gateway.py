@@ -348,7 +348,7 @@ def test_a_further_token_is_the_difference_of_long_and_short_streams() -> None:
 
 @pytest.mark.ray
 def test_sluice_is_measured_beside_engines_without_a_gateway() -> None:
-    assert {"direct", "sluice", "sluice-relayed", "ray-serve-llm", *ROUTERS} == set(SYSTEMS)
+    assert {"direct", "sluice", "sluice-direct", "ray-serve-llm", *ROUTERS} == set(SYSTEMS)
     chosen = "--system direct --system sluice --at-once 1 --at-once 4 --tokens 5 --tokens 25"
     command = f"sluice bench gateway {chosen} {' '.join(SHORT)} --json"
     found = json.loads(shell(command, timeout_s=1_200))

