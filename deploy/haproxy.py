@@ -89,8 +89,6 @@ frontend sluice_routers
     http-response set-header x-sluice-router %si:%sp
 """
 
-_TRUSTED = "http-request del-header x-sluice-edge"
-
 _ROUTED = re.compile(r"^\s+use_backend ", re.MULTILINE)
 _UNKNOWN_PATH = re.compile(r"^\s+http-request return status 404 .*not found.*$", re.MULTILINE)
 
@@ -114,7 +112,9 @@ BOUNDS: Final = """\
     option clitcpka
     clitcpka-idle 60s
     clitcpka-intvl 10s
-    clitcpka-cnt 3"""
+    clitcpka-cnt 3
+    # What only HAProxy says to routers.
+    http-request del-header x-sluice-edge"""
 """Of connections from clients."""
 
 
@@ -181,7 +181,7 @@ def write_bounded(config: Path) -> Path:
     draft = copy.with_name(f"{copy.name}.{os.getpid()}")
     text = _DEFAULTS.sub(rf"\g<0>{GONE_ROUTERS}", config.read_text())
     text = _SERVER.sub(rf"\g<0> {UNHEARD}", text)
-    text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}\n    {_TRUSTED}", text)
+    text = _BIND.sub(rf"\g<0> {GONE}\n{BOUNDS}", text)
     text = _SIDE_DOOR.sub(r"\g<1>127.0.0.1:", text)
     if os.environ.get(DIRECT_VARIABLE) == "1":
         text = _with_direct_streams(text, config.with_name("ask.sock"))
