@@ -90,8 +90,7 @@ class ReplicaServer:
                 context.rank.local_rank,
                 traced=self._tracer is not None,
             )
-        self._port = DirectPort()
-        await self._port.start(ray.util.get_node_ip_address())
+        self._port = DirectPort(ray.util.get_node_ip_address())
         self._replica = Replica(
             replica_id,
             ray.get_runtime_context().get_node_id(),

@@ -84,6 +84,7 @@ async def sent_directly(
             async for item in items:
                 yield item
             return
+        await port.start()  # with the first stream: most replicas are never asked for one
         stream = port.open(patience_s)
         stream.on_left = lambda: on_left(ClientLeftError())
         sent: list[tuple[int, float, bool]] = []
@@ -307,24 +308,33 @@ class _Reader(asyncio.Protocol):
 
 
 class DirectPort:
-    """Where streams are fetched from this replica. To be used from one event loop."""
+    """Where streams are fetched from this replica. To be used from one event loop.
 
-    def __init__(self) -> None:
+    Args:
+        host: an address of this node.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
         self.address = ""
         """``HOST:PORT``, once started."""
+        self._starting = asyncio.Lock()
         self._server: asyncio.Server | None = None
         self._unclaimed: dict[str, DirectStream] = {}
         self._streams: dict[str, DirectStream] = {}
         self._strangers: dict[_Reader, asyncio.TimerHandle] = {}
         self._beats: asyncio.TimerHandle | None = None
 
-    async def start(self, host: str) -> None:
-        """Listen on a port of ``host`` that the system chooses."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Reader(self), host, 0)
-        port = self._server.sockets[0].getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._beats = loop.call_later(BEAT_S, self._beat)
+    async def start(self) -> None:
+        """Listen on a port of the host that the system chooses. Idempotent."""
+        async with self._starting:
+            if self._server is not None:
+                return
+            loop, host = asyncio.get_running_loop(), self._host
+            self._server = await loop.create_server(lambda: _Reader(self), host, 0)
+            port = self._server.sockets[0].getsockname()[1]
+            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self._beats = loop.call_later(BEAT_S, self._beat)
 
     async def stop(self) -> None:
         """Listen no longer, and cut what is under way. Idempotent."""

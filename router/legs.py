@@ -9,13 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from controller.messages import Tier, Trouble
-from replica.engine import (
-    EVENT_STREAM,
-    EngineRequest,
-    Progress,
-    ResponseChunk,
-    request_key,
-)
+from replica.engine import EVENT_STREAM, EngineRequest, Progress, ResponseChunk, request_key
 from router.answer import Attempt, NobodyTakesError, Piece, ReplicaFailedError, ReplicaStream
 from router.call import Call
 from router.choices import CHOICES

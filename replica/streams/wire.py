@@ -148,13 +148,11 @@ class StreamEndpoint(NamedTuple):
 def _layouts() -> str:
     """Names what messages are made of: another version may have other fields."""
     structs = (Open, Cancel, Consumed, Delivery)
-    tuples = (
-        *(ResponseTaken, ResponseHead, ResponseChunk, ResponseSent, ResponseTail),
-        *(Handoff, Resume),
-    )
+    items = (ResponseTaken, ResponseHead, ResponseChunk, ResponseSent, ResponseTail)
+    tuples = (*items, Handoff, Resume, PromptPrefix)
     names = [
         [each.__struct_fields__ for each in structs],
-        [each._fields for each in (*tuples, PromptPrefix)],
+        [each._fields for each in tuples],
         [[field.name for field in fields(each)] for each in (EngineRequest, SLO)],
         [ending.name for ending in Ending],
     ]

