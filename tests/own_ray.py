@@ -87,7 +87,7 @@ def _start(num_cpus: int, folder: str) -> None:
 
 def _end_controllers() -> None:
     """Kill the controllers, which outlive their applications, and wait until they are gone."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         named = ray.util.list_named_actors(all_namespaces=True)
         left = [each["name"] for each in named if each["namespace"] == NAMESPACE]

@@ -46,7 +46,7 @@ def served() -> Iterator[str]:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0
         assert f"live page: http://127.0.0.1:{port}/ui#key=" in process.stderr.read()
-        _, alive = psutil.wait_procs(family, timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=120)
         assert alive == [], "Ctrl-C left processes behind"
 
 

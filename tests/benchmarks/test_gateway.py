@@ -190,7 +190,7 @@ def test_a_server_ends_with_a_benchmark_that_is_killed(number: int, tmp_path: Pa
         assert benchmark.stdout is not None
         server = psutil.Process(int(benchmark.stdout.readline()))
         benchmark.send_signal(number)
-        _, alive = psutil.wait_procs([server], timeout=60)
+        _, alive = psutil.wait_procs([server], timeout=120)
         assert alive == []
 
 
@@ -209,7 +209,7 @@ def test_a_signal_ends_the_command_and_its_engines(number: int, begun: str) -> N
             benchmark.send_signal(number)
             benchmark.stderr.read()  # until it ends
         assert benchmark.returncode == 1
-        _, alive = psutil.wait_procs(family, timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=120)
         assert alive == []
 
 

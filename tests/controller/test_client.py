@@ -73,13 +73,13 @@ def actor_of(app: str) -> Any:
 
 
 def process_of(app: str) -> int:
-    pid = ray.get(actor_of(app).__ray_call__.remote(lambda _: os.getpid()), timeout=60)
+    pid = ray.get(actor_of(app).__ray_call__.remote(lambda _: os.getpid()), timeout=120)
     assert isinstance(pid, int)
     return pid
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 120
     while not await condition():
         assert time.monotonic() < deadline_s, f"waited in vain: {what}"
         await asyncio.sleep(0.02)
@@ -87,12 +87,12 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
 
 def test_one_application_has_one_controller(app: str) -> None:
     first = ensure_controller(app, CONFIG, 120)
-    epoch = ray.get(first.route.remote([]), timeout=60).epoch
+    epoch = ray.get(first.route.remote([]), timeout=120).epoch
     again = ensure_controller(app, CONFIG, 120)
-    assert ray.get(again.route.remote([]), timeout=60).epoch == epoch
+    assert ray.get(again.route.remote([]), timeout=120).epoch == epoch
     other = ensure_controller(f"{app}-2", CONFIG, 120)
     try:
-        assert ray.get(other.route.remote([]), timeout=60).epoch != epoch
+        assert ray.get(other.route.remote([]), timeout=120).epoch != epoch
     finally:
         stop_controller(f"{app}-2")
     assert stop_controller(app)
@@ -101,10 +101,10 @@ def test_one_application_has_one_controller(app: str) -> None:
 
 def test_a_controller_of_another_configuration_is_replaced(app: str) -> None:
     first = ensure_controller(app, CONFIG, 120)
-    epoch = ray.get(first.route.remote([]), timeout=60).epoch
+    epoch = ray.get(first.route.remote([]), timeout=120).epoch
     changed = ControllerConfig(policy="round_robin")
     second = ensure_controller(app, changed, 120)
-    reply = ray.get(second.snapshot.remote(), timeout=60)
+    reply = ray.get(second.snapshot.remote(), timeout=120)
     assert reply["epoch"] != epoch
     assert reply["policy"] == "round_robin"
 

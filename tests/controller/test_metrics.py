@@ -405,7 +405,7 @@ class FarSide:
         return self.alive
 
     async def until(self, pushes: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while self.pushes < pushes:
                 self.changed.clear()
                 await self.changed.wait()

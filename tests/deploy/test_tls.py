@@ -71,7 +71,7 @@ async def behind_tls(edge: Edge, folder: Path) -> AsyncIterator[httpx.AsyncClien
         url = f"https://127.0.0.1:{tls}"
         command = (HAPROXY, "-db", "-f", str(path))
         async with (
-            httpx.AsyncClient(base_url=url, verify=trust, timeout=20) as client,
+            httpx.AsyncClient(base_url=url, verify=trust, timeout=120) as client,
             answering(client, *command, environment=environment),
         ):
             yield client

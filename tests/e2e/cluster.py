@@ -177,8 +177,8 @@ class Cluster:
         for member in (process, *family):
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        process.wait(timeout=20)
-        _, alive = psutil.wait_procs(family, timeout=20)
+        process.wait(timeout=120)
+        _, alive = psutil.wait_procs(family, timeout=120)
         assert alive == [], "processes of a node were left behind"
 
     def _answers(self, method: str, path: str) -> bool:

@@ -57,8 +57,8 @@ class ServeCommand:
         family = self.family()
         folders = {found for member in family for found in _FOLDER.findall(title_of(member))}
         Process.of(self.process.pid).kill()
-        self.process.communicate(timeout=60)
-        _, alive = psutil.wait_procs(family, timeout=60)
+        self.process.communicate(timeout=120)
+        _, alive = psutil.wait_procs(family, timeout=120)
         assert alive == [], "it was not all of it"
         assert folders, "Ray runs below a folder of its own"
         for folder in folders:

@@ -40,7 +40,7 @@ class System:
 
     def snapshot(self) -> dict[str, Any]:
         """The controller's view of the fleet."""
-        snapshot: dict[str, Any] = ray.get(self.controller().snapshot.remote(), timeout=60)
+        snapshot: dict[str, Any] = ray.get(self.controller().snapshot.remote(), timeout=120)
         return snapshot
 
     def live(self) -> int:
@@ -51,7 +51,7 @@ class System:
         """Have Serve start or gracefully stop replicas of the engine."""
         target = DeploymentID(name="Replica", app_name=self.config.name)
         serve_controller = _get_global_client()._controller
-        ray.get(serve_controller.update_deployment_replicas.remote(target, replicas), timeout=60)
+        ray.get(serve_controller.update_deployment_replicas.remote(target, replicas), timeout=120)
 
 
 def wait_until(

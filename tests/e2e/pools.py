@@ -67,11 +67,11 @@ def only(serving: System, *wanted: str) -> Iterator[None]:
     """The replicas of other roles are drained meanwhile."""
     others = [each["replica_id"] for each in fresh(serving) if each["role"] not in wanted]
     drain = serving.controller().drain.remote
-    ray.get([drain(replica_id, True) for replica_id in others], timeout=60)
+    ray.get([drain(replica_id, True) for replica_id in others], timeout=120)
     try:
         yield
     finally:
-        ray.get([drain(replica_id, False) for replica_id in others], timeout=60)
+        ray.get([drain(replica_id, False) for replica_id in others], timeout=120)
 
 
 class Streamed(NamedTuple):
@@ -120,7 +120,7 @@ def stream(
 def value(serving: System, name: str, label: str = "") -> float:
     """The sum of a metric, as the page has it now, over the series that have ``label``, such as
     ``outcome="ok"``."""
-    page = httpx.get(f"{serving.url}/metrics", timeout=30).text
+    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
     lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
     return sum(
         float(figure)

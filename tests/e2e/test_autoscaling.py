@@ -65,7 +65,7 @@ class Clients:
                 thread.join()
 
     def _ask(self, stop: threading.Event, pause_s: float) -> None:
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=120) as client:
             while not stop.is_set():
                 answer = client.post(self._url, json={**_BODY, **_OBJECTIVE})
                 told = answer.json()

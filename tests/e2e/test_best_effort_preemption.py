@@ -119,6 +119,6 @@ def _requests(serving: System) -> int:
 
 def _evictions(serving: System) -> float:
     """What the metrics page says of the whole fleet."""
-    page = httpx.get(f"{serving.url}/metrics", timeout=60).text
+    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
     lines = [line for line in page.splitlines() if line.startswith(_EVICTIONS)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

@@ -77,7 +77,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with system(fields) as started:
         # A model whose replica does not answer in time is not listed for a moment.
         url = f"{started.url}/v1/models"
-        wait_until(lambda: len(httpx.get(url, timeout=30).json()["data"]) == 3, "all are listed")
+        wait_until(lambda: len(httpx.get(url, timeout=120).json()["data"]) == 3, "all are listed")
         yield started
 
 
@@ -113,7 +113,7 @@ def test_the_documents_tokens(serving: System) -> None:
     (block,) = marked(DOCUMENT, "run: curl")
     command = block.replace("http://127.0.0.1:8000", serving.url).replace("curl ", "curl -s ")
     done = subprocess.run(
-        ["bash", "-euc", command], capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-euc", command], capture_output=True, text=True, timeout=120, check=True
     )
     tokens, text = re.findall(r"\{.*?\}", done.stdout)
     assert json.loads(tokens)["count"] == len(json.loads(tokens)["tokens"]) > 0

@@ -39,7 +39,7 @@ def stream(url: str, number: int, begun: list[str]) -> None:
 
 def counted(url: str, sample: str) -> float:
     """What the samples of the page that match say together."""
-    page = httpx.get(f"{url}/metrics", timeout=60).text
+    page = httpx.get(f"{url}/metrics", timeout=120).text
     return sum(map(float, re.findall(rf"^{sample} (\S+)$", page, re.MULTILINE)))
 
 

@@ -54,7 +54,7 @@ def serving() -> Iterator[System]:
 def text(serving: System) -> str:
     """The answer when nothing goes wrong, of a mixed replica."""
     with only(serving, "mixed"):
-        answer = httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=60).json()
+        answer = httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=120).json()
     found = answer["choices"][0]["text"]
     assert isinstance(found, str) and len(found.split()) > TOKENS / 4
     return found

@@ -21,13 +21,13 @@ BODY = {"model": "sim", "prompt": "one", "max_tokens": 2}
 
 def admin(serving: System, method: str, path: str, key: str = KEY) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.request(method, f"{serving.url}/admin/v1/{path}", headers=headers, timeout=30)
+    return httpx.request(method, f"{serving.url}/admin/v1/{path}", headers=headers, timeout=120)
 
 
 def served_by(serving: System, count: int) -> set[str]:
     """The replicas of so many requests, one after the other."""
     answers = [
-        httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=30) for _ in range(count)
+        httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=120) for _ in range(count)
     ]
     assert {answer.status_code for answer in answers} == {200}
     return {answer.headers["x-sluice-replica"] for answer in answers}
@@ -68,7 +68,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back() -> None:
         assert serving.snapshot()["epoch"] != before
         assert served_by(serving, 10) == {other}
 
-        last = httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=30)
+        last = httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=120)
         wanted = last.headers["x-sluice-request-id"]
         found = admin(serving, "GET", f"decisions?request_id={wanted}").json()["decisions"]
         assert [(each["replica_id"], each["candidates"]) for each in found] == [(other, 1)]
@@ -85,7 +85,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back() -> None:
 
             def unserved(path: str = path, body: Any = body) -> bool:
                 method = "GET" if body is None else "POST"
-                answer = httpx.request(method, f"{serving.url}{path}", json=body, timeout=30)
+                answer = httpx.request(method, f"{serving.url}{path}", json=body, timeout=120)
                 if answer.status_code == 200:  # the router has not heard of it yet
                     return False
                 assert answer.status_code == 503
@@ -93,13 +93,13 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back() -> None:
                 return True
 
             wait_until(unserved, f"{path} says that all are drained")
-        assert httpx.get(f"{serving.url}/-/healthz", timeout=30).status_code == 200
-        assert httpx.get(f"{serving.url}/v1/models", timeout=30).json()["data"]
+        assert httpx.get(f"{serving.url}/-/healthz", timeout=120).status_code == 200
+        assert httpx.get(f"{serving.url}/v1/models", timeout=120).json()["data"]
         for name in (drained, other):
             assert not admin(serving, "DELETE", f"replicas/{name}/drain").json()["draining"]
 
         def well() -> bool:
-            return httpx.get(f"{serving.url}/health", timeout=30).json() == {"status": "ok"}
+            return httpx.get(f"{serving.url}/health", timeout=120).json() == {"status": "ok"}
 
         wait_until(well, "it is healthy again")
         values = {"SLUICE_ADMIN_KEY": KEY, "REQUEST_ID": wanted, "REPLICA": drained}
@@ -110,5 +110,5 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back() -> None:
             told = shell(f"{set_}\n{command.replace('http://127.0.0.1:8000', serving.url)}")
             assert "error" not in json.loads(told), command
         assert set(drains(serving).values()) == {None}, "drained and taken back"
-        page = httpx.get(f"{serving.url}/ui", timeout=30)
+        page = httpx.get(f"{serving.url}/ui", timeout=120)
         assert page.status_code == 200 and "Sluice" in page.text

@@ -49,7 +49,7 @@ def ask(port: int, headers: str, trailers: bytes = b"") -> bytes:
         "POST /v1/completions HTTP/1.1\r\nhost: sluice\r\nconnection: close\r\n"
         f"transfer-encoding: chunked\r\n{headers}\r\n"
     )
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as wire:
         wire.sendall(head.encode() + b"%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailers))
         return b"".join(iter(lambda: wire.recv(65_536), b""))
 

@@ -70,7 +70,7 @@ def test_the_edge_of_a_real_application(tmp_path: Path) -> None:
 
         def known() -> float:
             use = QuotaUse("requests/name-acme", 0, 0, PER_MINUTE / 60)
-            (level,) = ray.get(serving.controller().share_quotas.remote([use]), timeout=60)
+            (level,) = ray.get(serving.controller().share_quotas.remote([use]), timeout=120)
             return float(level)
 
         wait_until(

@@ -128,7 +128,7 @@ def serving(folder: Path, *words: str) -> Iterator[Serving]:
     it = Serving(folder, *words)
     try:
         it.wait_ready()
-        assert httpx.post(f"{it.url}/v1/completions", json=BODY, timeout=60).status_code == 200
+        assert httpx.post(f"{it.url}/v1/completions", json=BODY, timeout=120).status_code == 200
         assert _token(it).stat().st_mode & 0o777 == 0o600
         yield it
         assert not (it.home / ".ray").exists()

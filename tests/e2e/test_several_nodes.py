@@ -82,7 +82,7 @@ def serving(cluster: Cluster) -> dict[str, str]:
 
 def configured(cluster: Cluster) -> set[float]:
     """The numbers of replicas that there should be, by the metric of each."""
-    families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=30).text)
+    families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=120).text)
     return {
         sample.value
         for family in families
@@ -98,7 +98,7 @@ def outcome_of(url: str, tokens: int) -> str:
     """
     body = {"model": "sim", "prompt": "word " * 20, "max_tokens": tokens, "stream": True}
     try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
             text = answer.read().decode()
     except httpx.TransportError:
         return "cut off"
@@ -126,7 +126,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back(deployed: Cluster
     assert json.loads(done.stdout) == {"replica_id": one, "draining": True, "left": 0}
     body = {"model": "sim", "prompt": "word", "max_tokens": 1}
     answers = [
-        httpx.post(f"{deployed.url}/v1/completions", json=body, timeout=60) for _ in range(20)
+        httpx.post(f"{deployed.url}/v1/completions", json=body, timeout=120) for _ in range(20)
     ]
     assert {answer.headers["x-sluice-replica"] for answer in answers} == {other}
     assert deployed.sluice("drain", one, "--undo", SLUICE_ADMIN_KEY=KEY).returncode == Exit.OK
@@ -213,7 +213,7 @@ def test_a_second_application_leaves_the_first_as_it_is(deployed: Cluster) -> No
 
 def resumed(cluster: Cluster) -> float:
     """Streams that went on at another replica, by the routers that are left."""
-    families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=30).text)
+    families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=120).text)
     return sum(
         sample.value
         for family in families

@@ -65,12 +65,12 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
             yield f"http://{address}"
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=120)
 
 
 def ask(address: str, path: str, **parameters: str) -> Any:
     try:
-        answer = httpx.get(f"{address}/api/v1/{path}", params=parameters, timeout=10)
+        answer = httpx.get(f"{address}/api/v1/{path}", params=parameters, timeout=120)
     except httpx.TransportError:
         return None  # not up yet
     if answer.status_code != 200:
@@ -96,7 +96,7 @@ def send(serving: System, **extra: Any) -> httpx.Response:
         "traceparent": f"00-{extra.pop('trace', '1' * 32)}-{PARENT}-01",
     }
     url = f"{serving.url}/v1/chat/completions"
-    return httpx.post(url, json={**body, **extra}, headers=headers, timeout=60)
+    return httpx.post(url, json={**body, **extra}, headers=headers, timeout=120)
 
 
 def check_spans(at: Collector, answer: httpx.Response) -> None:

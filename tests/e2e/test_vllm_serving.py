@@ -92,7 +92,7 @@ def test_chat_and_completions_streamed_and_plain(
 
 def test_answers_name_replica_request_and_class(serving: System) -> None:
     body = {"model": "local", "prompt": "one two", "max_tokens": 4}
-    with httpx.Client(base_url=serving.url, timeout=60) as http:
+    with httpx.Client(base_url=serving.url, timeout=120) as http:
         answers = [
             http.post("/v1/completions", json=body, headers={"x-slo-class": "interactive"})
             for _ in range(6)
@@ -118,7 +118,7 @@ def test_a_promise_is_said_with_its_time_and_kept(serving: System) -> None:
         assert answer.status_code == 200
         assert answer.headers["x-sluice-admission"] == "guaranteed"
         assert 0 < float(answer.headers["x-sluice-predicted-ttft-ms"]) < 60_000
-    page = httpx.get(f"{serving.url}/metrics", timeout=30).text
+    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
     assert 'sluice_promises_total{class="easy",outcome="missed"}' not in page
 
 
@@ -262,7 +262,7 @@ def test_wrong_input_is_refused_by_name(
     serving: System, change: dict[str, Any], status: int, names: str
 ) -> None:
     body = {"model": "local", "prompt": "one two", "max_tokens": 4, **change}
-    answer = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == status
     assert names in answer.json()["error"]["message"]
 
@@ -275,7 +275,7 @@ def test_disconnect_cancels_the_work_in_the_engine(serving: System) -> None:
         "min_tokens": 3500,
         "stream": True,
     }
-    with httpx.stream("POST", f"{serving.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{serving.url}/v1/completions", json=body, timeout=120) as answer:
         assert answer.status_code == 200, answer.read()
         lines = answer.iter_lines()  # kept: the connection closes with it
         assert next(lines).startswith("data: ")
@@ -293,10 +293,12 @@ def test_disconnect_during_prefill_cancels(serving: System) -> None:
 
 def test_requests_go_on_while_the_controller_is_dead(serving: System) -> None:
     before = serving.snapshot()
-    pid = ray.get(serving.controller().__ray_call__.remote(lambda _: os.getpid()), timeout=60)
+    pid = ray.get(serving.controller().__ray_call__.remote(lambda _: os.getpid()), timeout=120)
     os.kill(pid, signal.SIGKILL)
     body = {"model": "local", "prompt": "one two", "max_tokens": 4}
-    answers = [httpx.post(f"{serving.url}/v1/completions", json=body, timeout=60) for _ in range(5)]
+    answers = [
+        httpx.post(f"{serving.url}/v1/completions", json=body, timeout=120) for _ in range(5)
+    ]
     assert [answer.status_code for answer in answers] == [200] * 5
 
     killed = time.monotonic()
@@ -320,10 +322,10 @@ def test_metrics_are_one_page_that_prometheus_reads(serving: System) -> None:
         "stream": True,
         "slo": {"class": "interactive"},
     }
-    httpx.post(f"{serving.url}/v1/completions", json=body, timeout=60)
+    httpx.post(f"{serving.url}/v1/completions", json=body, timeout=120)
 
     def samples() -> dict[str, float]:
-        text = httpx.get(f"{serving.url}/metrics", timeout=30).text
+        text = httpx.get(f"{serving.url}/metrics", timeout=120).text
         totals: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             assert {family.name, f"{family.name}_total"} & documented_metrics(), family.name

@@ -72,7 +72,7 @@ def client(cluster: Cluster) -> Iterator[httpx.Client]:
     """A client of the application, once it serves."""
     config = on_this_machine(render(VALUES), cluster)
     cluster.dashboard.ask("PUT", "/api/serve/applications/", config)
-    with httpx.Client(base_url=cluster.url, timeout=60) as it:
+    with httpx.Client(base_url=cluster.url, timeout=120) as it:
         wait_until(lambda: status(it, "/v1/models", "api") == 200, "a client is served", START_S)
         yield it
 

@@ -91,7 +91,7 @@ async def serve(
     """What the replica says, and what the reader gets."""
     items: list[ResponseItem] = []
     reader = Reader()
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         async for batch in replica.generate(asked):
             items += batch
             if isinstance(batch[0], ResponseHead) and batch[0].fetch:
@@ -189,7 +189,7 @@ async def test_chunks_of_any_size_arrive(tokens: int) -> None:
 
     port = DirectPort("127.0.0.1")
     reader = Reader()
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         async for item in sent_directly(long(), port, 10, pytest.fail):
             if isinstance(item, ResponseHead):
                 tasks.create_task(reader.take(item.fetch))

@@ -43,7 +43,7 @@ def test_readers_see_only_whole_steps_of_a_writer_in_another_process(tmp_path):
     writer.start()
     try:
         seen = set()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(seen) < 300 and time.monotonic() < deadline:
             try:
                 state = reader.read()

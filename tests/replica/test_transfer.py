@@ -69,7 +69,7 @@ def source(server: TransferServer, handle: Handle, layout: bytes = LAYOUT) -> So
 
 
 def soon() -> float:
-    return time.monotonic() + 30.0
+    return time.monotonic() + 120
 
 
 def ask(server: TransferServer, data: bytes) -> bytes:

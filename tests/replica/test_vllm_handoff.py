@@ -284,7 +284,7 @@ async def test_an_aborted_hand_over_leaves_nothing(engines):
     given = request("left", prompt=words(90, 11), max_tokens=500)
     stream = engines[1].generate(replace(given, handoff=handoff))
     waiting = asyncio.ensure_future(anext(stream))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while "left" not in engines[1]._llm.calls:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
     waiting.cancel()
@@ -294,7 +294,7 @@ async def test_an_aborted_hand_over_leaves_nothing(engines):
     # The engine still serves, and in time all blocks are free.
     total = engines[1].state().summary["total_kv_blocks"]
     asked = request("after", prompt=words(5))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while True:
             await items(engines[1], asked)
             if engines[1].state().summary["free_kv_blocks"] >= total - 1:

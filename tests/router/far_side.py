@@ -268,7 +268,7 @@ class FarSide:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition on this object."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()

@@ -198,7 +198,7 @@ async def test_large_bodies_are_read_off_the_event_loop_one_at_a_time(
         if threading.current_thread() is not threading.main_thread():
             assert inside.acquire(blocking=False)
             loop.call_soon_threadsafe(entered.set)
-            assert go_on.wait(5)
+            assert go_on.wait(120)
             inside.release()
         check_body(*args)
 
@@ -206,7 +206,7 @@ async def test_large_bodies_are_read_off_the_event_loop_one_at_a_time(
     large = {**COMPLETION_BODY, "prompt": "x" * MAX_INLINE_BYTES}
     async with edge.client() as client:
         calls = [asyncio.create_task(client.post("/v1/completions", json=large)) for _ in range(8)]
-        await asyncio.wait_for(entered.wait(), 5)
+        await asyncio.wait_for(entered.wait(), 120)
         # Small ones are served meanwhile, on the loop.
         assert (await client.post("/v1/completions", json=COMPLETION_BODY)).status_code == 200
         assert len(edge.side.calls) == 1

@@ -38,7 +38,7 @@ async def attacked(edge: Edge) -> AsyncIterator[Send]:
             reader, writer = await asyncio.open_connection("127.0.0.1", system.port)
             try:
                 writer.write(raw)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(120):
                     return await reader.read()
             finally:
                 writer.close()

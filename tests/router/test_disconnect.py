@@ -38,7 +38,7 @@ class Client:
         self._inbox.put_nowait({"type": "http.disconnect"})
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()

@@ -116,7 +116,7 @@ async def failure(stream: ServeStream) -> ReplicaFailedError:
 async def names_of(replicas: ServeReplicas) -> list[str]:
     """The three replicas' names."""
     found: set[str] = set()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while len(found) < 3:
             answer = await ask(replicas, None, tuple(found))
             found.add(answer["replica"])
@@ -129,7 +129,7 @@ async def live_at(replicas: ServeReplicas, name: str) -> list[str]:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not await condition():  # noqa: ASYNC110  no event tells of another process
             await asyncio.sleep(0.01)
 
@@ -295,7 +295,7 @@ async def test_with_no_replica_for_long_nobody_waits(replicas: ServeReplicas) ->
     assert not waiting.done(), "the last one has just gone"
     waiting.cancel()
     router._none_since_s -= 1_000
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         with pytest.raises(NoReplicaError):
             await router._choose_replica_for_request(hinted(Hint()))
     # The next time it counts anew.

@@ -46,7 +46,7 @@ async def exchange(port: int, *parts: bytes) -> bytes:
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(0)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             return await reader.read()
     finally:
         writer.close()

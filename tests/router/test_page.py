@@ -81,7 +81,7 @@ class Site:
     def __enter__(self) -> Site:
         self._thread.start()
         assert self._ready.wait(60)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not self._server.started:
             assert time.monotonic() < deadline
             time.sleep(0.01)

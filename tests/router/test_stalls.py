@@ -418,7 +418,7 @@ async def test_what_waits_at_a_replica_that_serve_has_replaced_goes_to_the_new_o
         await asyncio.sleep(after_s)
     assert not any(each.done() for each in waiting), "there is nobody else"
     script.replaced = True
-    await asyncio.wait(waiting, timeout=30)
+    await asyncio.wait(waiting, timeout=120)
     assert [each.done() for each in waiting] == [stood_still] * 2
     for each in waiting:
         each.cancel()

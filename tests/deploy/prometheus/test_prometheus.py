@@ -43,7 +43,7 @@ def promtool(*arguments: str, folder: Path = PROMETHEUS) -> subprocess.Completed
             pytest.fail("promtool is missing: install the Debian package prometheus")
         pytest.skip("needs promtool, from the Debian package prometheus")
     return subprocess.run(
-        [tool, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [tool, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
 
 

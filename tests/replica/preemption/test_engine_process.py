@@ -106,7 +106,7 @@ async def test_disconnected_clients_leave_nothing_behind(engine):
         *(leave(index) for index in range(1, 9)),
         text(engine, request("stays", LONG[9:99], 10.0)),
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not all_free(engine.state().summary):
             await text(engine, request("more", [400, 401], 10.0, 1))
 
@@ -191,7 +191,7 @@ async def test_a_dead_worker_ends_all_requests_with_an_error(engine):
     workers[1].kill()
     for task in tasks:
         with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(task, 120)
     with pytest.raises(EngineDeadError):
         await engine.check_health()
     # The other one has computed with it, and waited for it.

@@ -119,7 +119,7 @@ async def submit(
 
 async def until(client: openai.AsyncOpenAI, batch_id: str, *statuses: str) -> Batch:
     """Wait until the batch is in one of ``statuses``."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while (batch := await client.batches.retrieve(batch_id)).status not in statuses:
             pass
     return batch

@@ -216,7 +216,7 @@ async def test_the_batches_of_a_key_that_is_taken_away_stop(
 
 async def accepted(client: openai.AsyncOpenAI) -> None:
     """Wait until the client's key opens the API."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while True:
             try:
                 await client.models.list()

@@ -461,7 +461,7 @@ async def test_a_batch_that_cannot_be_run_on_is_put_off_and_counted(tmp_path: Pa
     in_the_way = tmp_path / "anyone/batches" / record.id / OUTPUT
     in_the_way.mkdir()
     async with serving(config(tmp_path)) as router:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while router.edge.sample("sluice_batches_put_off_total") == 0:
                 await router.client.models.list()
     in_the_way.rmdir()

@@ -327,7 +327,7 @@ async def test_a_lease_that_is_let_go_is_taken(tmp_path: Path) -> None:
         async with serving(settings, side) as router:
             if not batch_id:
                 batch_id = (await submit(router.client, map(line, NAMES))).id
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while (
                     len(side.calls) < 2
                     and (await router.client.batches.retrieve(batch_id)).status != "completed"
