@@ -25,7 +25,7 @@ from rich.console import Console
 from benchmarks.gateway_client import LoadError, load
 from benchmarks.gateway_processes import LeftOutError, processor_seconds, used
 from benchmarks.gateway_report import costs, figures, further_tokens, speeds, summary, token_costs
-from benchmarks.gateway_systems import SYSTEMS, Bench, Start, System, engines, sluice
+from benchmarks.gateway_systems import REAL, SYSTEMS, Bench, Start, System, engines, sluice
 from deploy.local import StoppedError, stop_signals
 from deploy.tables import print_table
 
@@ -77,7 +77,7 @@ Json = dict[str, Any]
     "names",
     multiple=True,
     type=click.Choice(list(SYSTEMS)),
-    help="Systems to measure; several.  [default: all]",
+    help="Systems to measure; several.  [default: all but those with vLLM as the engine]",
 )
 @click.option(
     "--other",
@@ -105,7 +105,8 @@ def gateway(
       sluice bench gateway --system direct --system sluice --at-once 16
     """
     say = Console(stderr=True, highlight=False, soft_wrap=True).print
-    starts = {name: SYSTEMS[name] for name in names or SYSTEMS}
+    names = names or tuple(name for name in SYSTEMS if name not in REAL)
+    starts = {name: SYSTEMS[name] for name in names}
     if other is not None:
         starts[OTHER] = sluice(OTHER, other)
     try:
@@ -218,7 +219,7 @@ def _measured(
 ) -> Json:
     gc.collect()
     before = processor_seconds(system.processes)
-    measured = asyncio.run(load(system.urls, at_once, tokens, seconds, stop.is_set))
+    measured = asyncio.run(load(system.urls, at_once, tokens, seconds, stop.is_set, system.also))
     if stop.is_set():
         raise StoppedError("stopped in the middle of a measurement")
     return figures(measured, used(before, processor_seconds(system.processes)))

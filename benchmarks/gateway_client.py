@@ -11,7 +11,8 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -25,7 +26,11 @@ ANSWER_LIMIT_S = 120.0
 _FIRST_TOKEN = re.compile(rb'"content": ?"[^"]')
 """Content that is not empty: a stream may open with an empty piece before any token."""
 _CONTENT = re.compile(rb'"content": ?"([^"\\]*)"')
+_USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 _SHOWN = 300
+
+STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+"""What is asked of engines whose tokens are no words: all of them, and their number at the end."""
 
 
 class LoadError(RuntimeError):
@@ -47,7 +52,12 @@ class Load(NamedTuple):
 
 
 async def load(
-    urls: Sequence[str], at_once: int, tokens: int, seconds: float, stopped: Callable[[], bool]
+    urls: Sequence[str],
+    at_once: int,
+    tokens: int,
+    seconds: float,
+    stopped: Callable[[], bool],
+    also: Mapping[str, Any] = MappingProxyType({}),
 ) -> Load:
     """Keep ``at_once`` streams of ``tokens`` tokens going; no new one is sent after ``seconds``.
 
@@ -55,12 +65,13 @@ async def load(
         urls: of a server's root each; connections take them in turn. A path in front of ``/v1`` is
             kept.
         stopped: whether no new request is to be sent, whatever the time.
+        also: further fields of each request.
 
     Raises:
         LoadError: a request was not answered with all of its tokens.
     """
     connections = [
-        await _Connection.open(urls[number % len(urls)], tokens) for number in range(at_once)
+        await _Connection.open(urls[number % len(urls)], tokens, also) for number in range(at_once)
     ]
     ttfts_s: list[float] = []
     begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
@@ -88,10 +99,10 @@ async def load(
 class _Connection(asyncio.Protocol):
     """One connection that is kept open, with one request at a time."""
 
-    def __init__(self, url: str, tokens: int) -> None:
+    def __init__(self, url: str, tokens: int, also: Mapping[str, Any]) -> None:
         self._url = url
         self._tokens = tokens
-        self._request = _request(url, tokens)
+        self._request = _request(url, tokens, also)
         self._transport: asyncio.WriteTransport | None = None
         self._parser: Any = None
         self._body: list[bytes] = []
@@ -100,9 +111,9 @@ class _Connection(asyncio.Protocol):
         self._answered: asyncio.Future[None] | None = None
 
     @classmethod
-    async def open(cls, url: str, tokens: int) -> _Connection:
+    async def open(cls, url: str, tokens: int, also: Mapping[str, Any]) -> _Connection:
         """Connect to the server of ``url``."""
-        connection = cls(url, tokens)
+        connection = cls(url, tokens, also)
         await connection._connect()
         return connection
 
@@ -118,7 +129,8 @@ class _Connection(asyncio.Protocol):
         """Send the request and read its answer; seconds to its first token.
 
         Raises:
-            LoadError: it lacks tokens, is an error, or did not end.
+            LoadError: it lacks tokens (by the number that it states, else by its words), is an
+                error, or did not end.
         """
         if self._transport is None:  # the server closes after each answer
             await self._connect()
@@ -136,10 +148,11 @@ class _Connection(asyncio.Protocol):
         except TimeoutError:
             raise LoadError(f"{self._url}: no end after {ANSWER_LIMIT_S:g} s") from None
         body = b"".join(self._body)
-        words = b"".join(_CONTENT.findall(body)).split()
-        if self._ttft_s is None or len(words) != self._tokens or b"[DONE]" not in body:
+        stated = _USAGE.findall(body)
+        got = int(stated[-1]) if stated else len(b"".join(_CONTENT.findall(body)).split())
+        if self._ttft_s is None or got != self._tokens or b"[DONE]" not in body:
             raise LoadError(
-                f"{self._url}: status {self._parser.get_status_code()}, {len(words)} of "
+                f"{self._url}: status {self._parser.get_status_code()}, {got} of "
                 f"{self._tokens} tokens: {body[-_SHOWN:].decode(errors='replace')}"
             )
         return self._ttft_s
@@ -189,20 +202,21 @@ class _Connection(asyncio.Protocol):
             self._answered.set_result(None)
 
 
-def chat_body(tokens: int) -> bytes:
-    """A chat completion of so many tokens, as a stream."""
+def chat_body(tokens: int, also: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    """A chat completion of so many tokens, as a stream; ``also`` has further fields."""
     asked = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What does a sluice do? " * 8}],
         "max_tokens": tokens,
         "stream": True,
+        **also,
     }
     return json.dumps(asked).encode()
 
 
-def _request(url: str, tokens: int) -> bytes:
+def _request(url: str, tokens: int, also: Mapping[str, Any]) -> bytes:
     parts = urlsplit(url)
-    body = chat_body(tokens)
+    body = chat_body(tokens, also)
     head = (
         f"POST {parts.path}/v1/chat/completions HTTP/1.1\r\nhost: {parts.netloc}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

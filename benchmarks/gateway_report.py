@@ -12,14 +12,14 @@ from rich.table import Table
 
 from benchmarks.gateway_client import Load
 from benchmarks.gateway_systems import ENGINES
-from benchmarks.resources import OWN
+from benchmarks.resources import CORES, OWN
 
 DIRECT: Final = "direct"
 REFERENCES: Final = (DIRECT, "vllm-router", "other sluice")
 """Systems with which the others' requests a second are compared, where they were measured."""
 
 GATEWAY: Final = "gateway"
-"""All processes but the engines' and the client."""
+"""All processes but those of engines and the client."""
 
 Json = dict[str, Any]
 
@@ -100,7 +100,7 @@ def _cpu_ms(runs: Sequence[Json]) -> dict[str, float]:
         kind: sum(run["cpu_ms"].get(kind, 0.0) * run["requests"] for run in runs) / requests
         for kind in kinds
     }
-    spent[GATEWAY] = sum(ms for kind, ms in spent.items() if kind not in (ENGINES, OWN))
+    spent[GATEWAY] = sum(ms for kind, ms in spent.items() if kind not in (ENGINES, CORES, OWN))
     return {kind: round(ms, 3) for kind, ms in spent.items()}
 
 
@@ -174,7 +174,7 @@ def token_costs(rows: Sequence[Json]) -> Table:
 def _kinds(all_of: Any) -> list[str]:
     """The gateway as a whole, its parts, the engines and the client, in this order."""
     found = dict.fromkeys(kind for each in all_of for kind in each)
-    ends = (ENGINES, OWN)
+    ends = (ENGINES, *((CORES,) if CORES in found else ()), OWN)
     return [GATEWAY, *(kind for kind in found if kind not in (GATEWAY, *ends)), *ends]
 
 

@@ -10,19 +10,25 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from benchmarks.gateway_client import STATED
 from benchmarks.gateway_engine import MODEL
 from benchmarks.gateway_peers import ROUTERS, Router, environment
 from benchmarks.gateway_processes import serving
+from benchmarks.stock_server import server_command, server_environment
 from deploy.haproxy import DIRECT_VARIABLE
 from deploy.ray_settings import free_port
+from replica.config import EngineConfig
+from replica.local_model import local_model
 
 REPLICAS = 2
 """Engines behind each gateway, and replicas of Sluice."""
 
 ENGINES = "replicas"
-"""What the processes of engines are called; everything else is the gateway's."""
+"""What the processes of engines are called; everything but them, :data:`benchmarks.resources.CORES`
+and the client is the gateway's."""
 
 _START_LIMIT_S = 120.0
 _RAY_START_LIMIT_S = 900.0
@@ -35,10 +41,12 @@ class System(NamedTuple):
         urls: of its servers, without ``/v1``; clients take them in turn.
         processes: processes, and what they and all below them are; empty where their titles say
             it. See :func:`benchmarks.gateway_processes.processor_seconds`.
+        also: further fields of each request to it.
     """
 
     urls: tuple[str, ...]
     processes: Mapping[int, str]
+    also: Mapping[str, Any] = MappingProxyType({})
 
 
 class Bench(NamedTuple):
@@ -112,24 +120,54 @@ def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
     }
 
 
-def sluice(name: str, program: Path, **variables: str) -> Start:
-    """What starts ``program serve`` in front of simulated engines, with these variables in its
-    environment."""
+def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -> Start:
+    """What starts ``program serve``.
+
+    Args:
+        direct: whether HAProxy fetches streams from the replicas.
+        vllm: whether the engine is one of vLLM, and not two simulated ones.
+    """
+    variables = {DIRECT_VARIABLE: "1"} if direct else {}
 
     @contextmanager
     def start(bench: Bench) -> Iterator[System]:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         config = bench.folder / f"{name}.json"
-        config.write_text(json.dumps(sluice_config(port, bench.step_ms)))
+        asked = vllm_config(port) if vllm else sluice_config(port, bench.step_ms)
+        config.write_text(json.dumps(asked))
         command: list[str | Path] = [program, "serve", "--config", config]
         # Other commands must not take it for what the user serves.
         state = os.environ | {"XDG_STATE_HOME": str(bench.folder)} | variables
         log = bench.folder / f"{name}.log"
         with serving(command, url, log, _RAY_START_LIMIT_S, bench.stop, state) as pid:
-            yield System((url,), {pid: ""})
+            yield System((url,), {pid: ""}, STATED if vllm else {})
 
     return start
+
+
+_VLLM_ARGS = {"max-model-len": 2048, "max-num-seqs": 64, "kv-cache-memory-bytes": 256 << 20}
+
+
+def vllm_config(port: int) -> dict[str, Any]:
+    """Sluice in front of one engine of vLLM with the local model."""
+    return {
+        "engine": {"served_model_name": MODEL, "vllm_args": _VLLM_ARGS},
+        "replica": {"count": 1, "num_cpus": 0.1},
+        "router": {"port": port},
+    }
+
+
+@contextmanager
+def _vllm(bench: Bench) -> Iterator[System]:
+    """vLLM's own server, with the engine of :func:`vllm_config`."""
+    model = local_model(EngineConfig().cache_dir)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = server_command(model, MODEL, port, _VLLM_ARGS)
+    log = bench.folder / "vllm.log"
+    with serving(command, url, log, _START_LIMIT_S, bench.stop, server_environment()) as pid:
+        yield System((url,), {pid: ""}, STATED)
 
 
 @contextmanager
@@ -156,6 +194,12 @@ SYSTEMS: Final[Mapping[str, Start]] = {
     **{name: _router(name, router) for name, router in ROUTERS.items()},
     "ray-serve-llm": _serve_llm,
     "sluice": sluice("sluice", _SLUICE),
-    "sluice-direct": sluice("sluice-direct", _SLUICE, **{DIRECT_VARIABLE: "1"}),
+    "sluice-direct": sluice("sluice-direct", _SLUICE, direct=True),
+    "vllm": _vllm,
+    "sluice-vllm": sluice("sluice-vllm", _SLUICE, vllm=True),
+    "sluice-direct-vllm": sluice("sluice-direct-vllm", _SLUICE, direct=True, vllm=True),
 }
-"""What starts each. The others are compared with the first."""
+"""What starts each."""
+
+REAL: Final = ("vllm", "sluice-vllm", "sluice-direct-vllm")
+"""Systems with an engine that computes, to compare what the processes around it use."""

@@ -13,7 +13,12 @@ from typing import NamedTuple
 
 import psutil
 
+CORES = "engine cores"
+"""vLLM's processes that plan and compute."""
+
 _KINDS = (
+    ("VLLM::", CORES),
+    ("vllm.entrypoints", "replicas"),
     ("ReplicaServer", "replicas"),
     (":Replica", "replicas"),
     (":Server:", "replicas"),

@@ -36,6 +36,21 @@ def stock_server(
     Raises:
         RuntimeError: it did not start; the message has the end of its log.
     """
+    command = server_command(model, name, port, args)
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command, env=server_environment(), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            _wait(server, f"{url}/health", log)
+            yield url
+        finally:
+            _end(server)
+
+
+def server_command(model: Path, name: str, port: int, args: Mapping[str, Any]) -> list[str]:
+    """What starts the server; the arguments are those of :func:`stock_server`."""
     # Not `vllm serve`: it does not start from vLLM's build for CPUs, which has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
@@ -44,21 +59,16 @@ def stock_server(
             command.append(f"--{key}" if value else f"--no-{key}")
         else:
             command += [f"--{key}", str(value)]
-    environment = os.environ | {
+    return command
+
+
+def server_environment() -> dict[str, str]:
+    """The environment in which the server starts."""
+    return os.environ | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            _wait(server, f"{url}/health", log)
-            yield url
-        finally:
-            _end(server)
 
 
 def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:

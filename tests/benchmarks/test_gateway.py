@@ -30,8 +30,9 @@ from benchmarks.gateway_report import (
     summary,
     token_costs,
 )
-from benchmarks.gateway_systems import SYSTEMS, engines
+from benchmarks.gateway_systems import REAL, SYSTEMS, engines, vllm_config
 from deploy.cli import main
+from deploy.config import SluiceConfig
 from deploy.ray_settings import free_port
 from tests.documents import shell
 
@@ -117,6 +118,23 @@ async def test_a_connection_that_is_lost_or_refused_ends_the_measurement() -> No
         await runner.cleanup()
     with pytest.raises(LoadError, match="Connect call failed"):
         await load([url], at_once=1, tokens=5, seconds=60.0, stopped=never)
+
+
+STATED = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": %d}}\n\n'
+
+
+@pytest.mark.parametrize(("stated", "works"), [(5, True), (4, False)])
+async def test_tokens_that_an_answer_states_count_before_its_words(
+    stated: int, works: bool
+) -> None:
+    whole = list(events(3, "id"))
+    async with answering([*whole[:-1], STATED % stated, whole[-1]]) as url:
+        asked = load([url], at_once=1, tokens=5, seconds=0.0, stopped=never)
+        if works:
+            assert len((await asked).ttfts_s) == 1
+        else:
+            with pytest.raises(LoadError, match="4 of 5 tokens"):
+                await asked
 
 
 # The processes.
@@ -348,7 +366,7 @@ def test_a_further_token_is_the_difference_of_long_and_short_streams() -> None:
 
 @pytest.mark.ray
 def test_sluice_is_measured_beside_engines_without_a_gateway() -> None:
-    assert {"direct", "sluice", "sluice-direct", "ray-serve-llm", *ROUTERS} == set(SYSTEMS)
+    assert {"direct", "sluice", "sluice-direct", "ray-serve-llm", *ROUTERS, *REAL} == set(SYSTEMS)
     chosen = "--system direct --system sluice --at-once 1 --at-once 4 --tokens 5 --tokens 25"
     command = f"sluice bench gateway {chosen} {' '.join(SHORT)} --json"
     found = json.loads(shell(command, timeout_s=1_200))
@@ -385,3 +403,15 @@ def test_options_are_bounded() -> None:
         result = bench(*options)
         assert result.exit_code == 2
         assert says in result.output
+
+
+@pytest.mark.vllm
+def test_vllms_own_server_is_measured_without_its_engines_process() -> None:
+    chosen = "--system vllm --at-once 4 --tokens 20 --rounds 1 --seconds 1"
+    found = json.loads(shell(f"sluice bench gateway {chosen} --json", timeout_s=1_200))
+    assert found["left_out"] == {}
+    (row,) = found["summary"]
+    assert row["cpu_ms"]["gateway"] == 0.0
+    assert row["cpu_ms"]["engine cores"] > row["cpu_ms"]["replicas"] > 0.0
+    # The same engine behind Sluice.
+    SluiceConfig.model_validate(vllm_config(8000))
