@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -46,9 +45,17 @@ class AdmissionMetrics:
         self._promises = cache(
             Counter(
                 "sluice_promises",
-                "Promised requests: kept if the first token was in time and the answer did not "
+                "Promised requests: kept if all that they stated was met and the answer did not "
                 "fail.",
                 ["class", "outcome"],
+                registry=registry,
+            ).labels
+        )
+        self._missed = cache(
+            Counter(
+                "sluice_promises_missed",
+                "Missed promises by what was missed: each stated objective, or failed.",
+                ["class", "objective"],
                 registry=registry,
             ).labels
         )
@@ -117,18 +124,24 @@ class AdmissionMetrics:
         """Count a promised request that ended at ``now_s``, if it shows whether the promise was
         kept.
 
-        It is kept if the answer did not fail and the first token came in time: by the TTFT or,
-        where that is sooner or stated alone, by the end-to-end objective. Without either objective
-        no promise is counted. It is missed otherwise, also where the client left without a token
-        after that time. A client that left before that time shows neither.
+        It is kept if the answer did not fail and all that the request stated was met: TTFT, TPOT
+        and end to end. Of a client that left, what it had until then counts; one that left without
+        a token and before its deadlines shows nothing.
         """
-        service_class, ttft_s = clock.slo.service_class, clock.ttft_s
+        slo, ttft_s = clock.slo, clock.ttft_s
+        service_class = slo.service_class
         if ttft_s is not None and predicted_ttft_s is not None and predicted_ttft_s > 0:
             self._ttft_ratio(service_class).observe(ttft_s / predicted_ttft_s)
-        due_s = min(clock.slo.columns[0], clock.slo.columns[2])
-        if due_s == inf:
-            return
-        if failed or (ttft_s if ttft_s is not None else now_s - clock.arrival_s) > due_s:
-            self._promises(service_class, "missed").inc()
+        if failed:
+            missed: tuple[str, ...] = ("failed",)
         elif ttft_s is not None:
-            self._promises(service_class, "kept").inc()
+            missed = clock.missed(max(now_s, clock.last_token_s or 0.0))
+        else:
+            waited_s = now_s - clock.arrival_s
+            due_s = {"ttft": slo.columns[0], "e2e": slo.columns[2]}
+            missed = tuple([name for name in due_s if waited_s > due_s[name]])
+            if not missed:
+                return
+        self._promises(service_class, "missed" if missed else "kept").inc()
+        for objective in missed:
+            self._missed(service_class, objective).inc()

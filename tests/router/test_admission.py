@@ -326,6 +326,35 @@ async def test_kept_and_missed_promises_are_counted() -> None:
     assert edge.sample("sluice_ttft_ratio_count", **{"class": "standard"}) == 4
 
 
+@pytest.mark.parametrize(
+    ("tpot_ms", "broken"), [(60, False), (40, True)], ids=["on pace", "too slow"]
+)
+async def test_a_promise_covers_every_objective(tpot_ms: int, broken: bool) -> None:
+    clock = Clock()
+
+    async def steadily(
+        side: FarSide, replica: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        async for item in serve(side, replica, request):
+            yield item
+            await settle()  # the router has it
+            clock.now_s += 0.05
+
+    edge = edge_of(guaranteed(), clock=clock, side=FarSide(a=steadily))
+    # A pace alone is a promise, too.
+    await post(edge, stream=True, slo={"ttft_ms": None, "tpot_ms": tpot_ms})
+    await post(edge, stream=True, slo={"ttft_ms": 1, "tpot_ms": tpot_ms, "e2e_ms": 1})
+    kept = 0 if broken else 1
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (kept, 2 - kept)
+
+    def missed(objective: str) -> float:
+        labels = {"class": "standard", "objective": objective}
+        return edge.sample("sluice_promises_missed_total", **labels)
+
+    slow = 2 * broken
+    assert (missed("ttft"), missed("tpot"), missed("e2e"), missed("failed")) == (1, slow, 1, 0)
+
+
 async def test_a_promise_is_missed_where_no_replica_answers_in_the_end() -> None:
     edge = edge_of(guaranteed(), clock=Clock(), side=FarSide(a=fail(BROKEN)))
     assert (await post(edge)).status_code >= 500
