@@ -55,6 +55,7 @@ from controller.quotas import Quotas
 from controller.request_classes import RequestClasses
 from controller.version import version
 from scheduling.autoscaling import Load
+from scheduling.calibration import Calibration
 from scheduling.fleet import Fleet, FleetSettings
 from scheduling.job import INVALID_QUERY
 from scheduling.placement import Placer
@@ -94,7 +95,10 @@ class Controller:
         )
         routing = config.make_routing()
         self._log = DecisionLog(routing)
-        self._placer = Placer(self._fleet, routing, config.make_admission(), self._log.weigh)
+        self._calibration = Calibration(config.promise_level)
+        self._placer = Placer(
+            self._fleet, routing, config.make_admission(), self._log.weigh, self._calibration
+        )
         self._mirror = Mirror(
             self._epoch, self._fleet, config.forget_after_s, ended=self._placer.shares.settle
         )
@@ -221,6 +225,8 @@ class Controller:
             self._history.joined(push.samples)
         self._history.note(self._hub, now_s)
         self._log.endings.note(endings)
+        for ending in endings:
+            self._learn(ending, now_s)
         return PushReply(self._closed(), self._quarantine.names)
 
     async def render_metrics(self) -> bytes:
@@ -363,6 +369,17 @@ class Controller:
         self._hear()
         decisions = tuple([self._decide(query) for query in queries])
         return RouteReply(self._epoch, decisions, self._closed(), self._quarantine.names)
+
+    def _learn(self, ending: RequestEnding, now_s: float) -> None:
+        """Learn from how a promise turned out. A request that failed tells nothing of times, and of
+        one whose client left only the first token is known."""
+        name = ending.request_id
+        if ending.outcome == "ok":
+            self._calibration.ended(name, ending.ttft_s, ending.tpot_s, ending.e2e_s, now_s)
+        elif ending.outcome == "cancelled":
+            self._calibration.ended(name, ending.ttft_s, None, None, now_s)
+        else:
+            self._calibration.dropped(name)
 
     def _closed(self) -> tuple[str, ...] | None:
         settling = self._clock() - self._started_s < SETTLING_S

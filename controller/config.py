@@ -30,6 +30,13 @@ class ControllerConfig(BaseModel):
     admission_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the admission policy."
     )
+    promise_level: float = Field(
+        default=0.99,
+        gt=0,
+        lt=1,
+        description="Share of the promises that are to be kept: with how much of a margin a "
+        "promise is planned follows from how those before it turned out.",
+    )
     aged_after_s: float = Field(
         default=1.0,
         gt=0,

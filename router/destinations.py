@@ -56,6 +56,8 @@ class Destination(NamedTuple):
         role: of that replica.
         prefill_id: the replica that computes the prompt first; ``None``: the one that answers.
         handover_s: predicted time from the end of that to the first token.
+        planned: TTFT, TPOT and end-to-end time by which the replica is to work, where something was
+            promised; see :class:`~scheduling.job.RouteDecision`.
     """
 
     replica_id: str | None = None
@@ -64,6 +66,7 @@ class Destination(NamedTuple):
     role: Role = "mixed"
     prefill_id: str | None = None
     handover_s: float = 0.0
+    planned: tuple[float | None, float | None, float | None] | None = None
 
 
 class Destinations:
@@ -153,7 +156,13 @@ class Destinations:
         tier, predicted_s = decision.tier, decision.predicted_ttft_s
         if replica_id not in failed and prefill_id not in failed:
             return Destination(
-                replica_id, tier, predicted_s, decision.role, prefill_id, decision.handover_s
+                replica_id,
+                tier,
+                predicted_s,
+                decision.role,
+                prefill_id,
+                decision.handover_s,
+                decision.planned,
             )
         self._metrics.fallback(Fallback.REPEATED)
         # What was promised there is promised nowhere else.

@@ -49,6 +49,15 @@ def prompt_slo(slo: SLO, handover_s: float) -> SLO:
     return replace(slo, ttft_s=max(slo.ttft_s - handover_s, LEAST_SHARE * slo.ttft_s))
 
 
+def planned_slo(slo: SLO, planned: tuple[float | None, float | None, float | None] | None) -> SLO:
+    """What a replica works by: the objective, or what it is ``planned`` for where it was
+    promised."""
+    if planned is None:
+        return slo
+    ttft_s, tpot_s, e2e_s = planned
+    return replace(slo, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
+
+
 def rest_of(call: Call, tokens: int, waited_s: float) -> Call:
     """What is left of a call whose client has so many output tokens: they are part of the prompt.
 

@@ -16,7 +16,7 @@ from router.choices import CHOICES
 from router.destinations import Controller, Destination, Destinations
 from router.direct import DirectAnswer
 from router.errors import ApiError, Reason
-from router.handover import may_split, prompt_slo, rest_of
+from router.handover import may_split, planned_slo, prompt_slo, rest_of
 from router.metrics import Fallback, Leg, RouterMetrics
 from router.stalls import StallWatch
 from router.suspicion import Case, Suspicion
@@ -172,7 +172,7 @@ class Legs:
             request_id,
             call.endpoint,
             call.body,
-            call.slo,
+            planned_slo(call.slo, destination.planned),
             self._clock() - call.received_s,
             call.best_effort or destination.tier is Tier.BEST_EFFORT,
             call.prefix if resume is None else NO_PREFIX,

@@ -136,6 +136,9 @@ class RouteDecision(NamedTuple):
             the request's own is the prefill's deadline.
         over_share: its objective could have been promised, but for what its tenant, who has its
             share, must leave free for others.
+        planned: where something was promised: the TTFT, TPOT and end-to-end time for which it is
+            planned, seconds; ``None`` where one was not stated. The replica works by them, see
+            :mod:`scheduling.calibration`.
     """
 
     replica_id: str | None
@@ -147,3 +150,4 @@ class RouteDecision(NamedTuple):
     prefill_id: str | None = None
     handover_s: float = 0.0
     over_share: bool = False
+    planned: tuple[float | None, float | None, float | None] | None = None

@@ -15,6 +15,7 @@ from scheduling.admission import AdmissionPolicy, Promises
 from scheduling.admission.room import LEAST_WAIT_S
 from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from scheduling.autoscaling.load import Demand
+from scheduling.calibration import Calibration
 from scheduling.fair_shares import FairShares
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
@@ -29,6 +30,7 @@ from scheduling.job import (
 )
 from scheduling.kernels import Floats, Ints
 from scheduling.ledger import Reservation
+from scheduling.objective import SLO
 from scheduling.pairs import HANDOVER_STEPS, Second, together
 from scheduling.roles import ROLES
 from scheduling.routing.base import RoutingPolicy
@@ -95,6 +97,7 @@ class Placer:
         admission: tells which can; ``None``: nothing is promised, and only who asks for it is
             served as best effort.
         witness: told of what each decision is made from, for whom there is any replica to choose.
+        calibration: by how much earlier than it is due a promise is planned; ``None``: by nothing.
     """
 
     def __init__(
@@ -103,11 +106,13 @@ class Placer:
         routing: RoutingPolicy,
         admission: AdmissionPolicy | None,
         witness: Witness | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self._fleet = fleet
         self._routing = routing
         self._admission = admission
         self._witness = witness
+        self.calibration = calibration
         self.demand = Demand()
         """What was asked for, decision by decision."""
         self.shares = FairShares()
@@ -123,6 +128,9 @@ class Placer:
         if query.avoid:
             rows = fleet.but(rows, query.avoid)
         wanted = self._promise_wanted(query)
+        stated = query.slo
+        if wanted is not None and self.calibration is not None:
+            query = query._replace(slo=self.calibration.plan(stated))
         second: Second | None = None
         if fleet.has_roles:
             rows, seconds = self._by_role(query, rows)
@@ -130,8 +138,22 @@ class Placer:
                 second = self._second(query, seconds, now_s, wanted)
         job = self._job(query, rows, now_s, second)
         decision = self._decide(job, second, wanted)
+        if self.calibration is not None:
+            decision = self._noted(self.calibration, query, stated, decision)
         self.demand.count(job, decision, fleet, second)
         return decision
+
+    def _noted(
+        self, calibration: Calibration, query: RouteQuery, stated: SLO, decision: RouteDecision
+    ) -> RouteDecision:
+        """The decision, with what it is planned for; remembered until the request has ended."""
+        name = query.request_id or query.key
+        if decision.tier is not Tier.GUARANTEED:
+            calibration.dropped(name)
+            return decision
+        planned = query.slo
+        calibration.promised(name, stated, planned)
+        return decision._replace(planned=(planned.ttft_s, planned.tpot_s, planned.e2e_s))
 
     def _promise_wanted(self, query: RouteQuery) -> AdmissionPolicy | None:
         """Who tells whether it can be promised; ``None`` where nothing is to be."""
