@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.actor import MAX_QUERIES, SETTLING_S, Controller, fingerprint_of
 from controller.config import ControllerConfig
-from controller.messages import MetricSample, RouteDecision, Tier
+from controller.messages import MetricSample, RequestEnding, RouteDecision, Tier
 from controller.metrics import MAX_PUSH_SAMPLES
 from controller.mirror import MAX_REPLICAS
 from scheduling.objective import SLO
@@ -306,3 +306,30 @@ async def test_a_request_without_objectives_is_placed() -> None:
         await controller.hello(hello("a"))
         reply = await controller.route([query(1)._replace(slo=SLO())])
         assert reply.decisions[0] == RouteDecision("a", "placed", tier)
+
+
+async def test_how_promises_end_moves_the_margin_with_which_the_next_are_planned() -> None:
+    controller, _ = make(admission="moore_hodgson", stale_after_s=60, forget_after_s=90)
+    await controller.hello(hello("a"))
+
+    async def promise(name: str) -> RouteDecision:
+        asked = query(len(name), 100)._replace(request_id=name)
+        (made,) = (await controller.route([asked])).decisions
+        await controller.release([asked.key])
+        assert made.tier is Tier.GUARANTEED
+        return made
+
+    def ending(name: str, outcome: str, ttft_s: float) -> RequestEnding:
+        return RequestEnding(name, outcome, (), 9, ttft_s, 0.05, 2.0)
+
+    names = ["x" * (number + 1) for number in range(12)]
+    assert {(await promise(name)).planned for name in names} == {(1.0, 0.1, None)}
+    push = newer_push("router-1", ())
+    # What failed tells nothing; of one whose client left, its first token does.
+    endings = [ending(name, "failed", 9.0) for name in names[:4]]
+    endings += [ending("unknown" * number, "ok", 9.0) for number in range(1, 20)]
+    await controller.push_metrics(push, endings)
+    assert (await promise("y")).planned == (1.0, 0.1, None)
+    endings = [ending(name, outcome, 1.25) for name in names[4:] for outcome in ("cancelled", "ok")]
+    await controller.push_metrics(newer_push("router-1", ()), endings)
+    assert (await promise("z")).planned == (pytest.approx(0.8), 0.1, None)

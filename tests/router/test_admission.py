@@ -355,6 +355,17 @@ async def test_a_promise_covers_every_objective(tpot_ms: int, broken: bool) -> N
     assert (missed("ttft"), missed("tpot"), missed("e2e"), missed("failed")) == (1, slow, 1, 0)
 
 
+async def test_a_replica_works_by_the_plan_and_the_client_is_owed_the_objective() -> None:
+    planned = guaranteed("a", 0.05)._replace(planned=(0.09, 0.04, None))
+    edge = edge_of(planned, clock=Clock())
+    # The far side's plain answers have their first token after 0.1 s.
+    await post(edge, slo={"ttft_ms": 100, "tpot_ms": 150, "e2e_ms": None})
+    slo = edge.side.calls[0][1].slo
+    assert (slo.ttft_s, slo.tpot_s, slo.e2e_s) == (0.09, 0.04, None)
+    assert edge.controller.queries[0].slo.ttft_s == 0.1
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 0)
+
+
 async def test_a_promise_is_missed_where_no_replica_answers_in_the_end() -> None:
     edge = edge_of(guaranteed(), clock=Clock(), side=FarSide(a=fail(BROKEN)))
     assert (await post(edge)).status_code >= 500

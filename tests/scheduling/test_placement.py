@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from scheduling import fleet_rows as figure
 from scheduling.admission import make_policy as make_admission
+from scheduling.calibration import Calibration
 from scheduling.fleet import Fleet
 from scheduling.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
 from scheduling.objective import SLO
@@ -230,3 +231,48 @@ def test_quarantined_replicas_are_no_capacity() -> None:
         assert (load.ready, load.ongoing) == (1.0, 0.0)
     fleet.quarantine("0")
     assert placing.demand.load(fleet, 0.0).ready == 0.0, "although requests go there"
+
+
+# Margins.
+
+
+def calibrated(*late: float) -> tuple[Placer, Calibration]:
+    """A placer of one idle replica, after promises of ``EASY`` that took so many times their
+    TTFT."""
+    calibration = Calibration(0.99)
+    for number, factor in enumerate(late):
+        calibration.promised(f"before-{number}", EASY, EASY)
+        calibration.ended(f"before-{number}", factor * 1.0, 0.09, None, 0.0)
+    fleet = fleet_of(report())
+    made = make_admission("moore_hodgson")
+    return Placer(fleet, make_routing("least_tokens"), made, None, calibration), calibration
+
+
+def test_a_promise_is_planned_by_so_much_earlier_as_those_before_it_were_late() -> None:
+    decider, _ = calibrated()
+    assert decider.place(query(), 0.0).planned == (1.0, 0.1, None)
+    decider, _ = calibrated(*[1.25] * 20)
+    made = decider.place(query(), 0.0)
+    assert made.tier is Tier.GUARANTEED
+    assert made.planned == (pytest.approx(0.8), 0.1, None)
+    # What could be held by its objective, but not by the plan, is not promised: it would be late.
+    tight = SLO(ttft_s=0.15)
+    assert calibrated()[0].place(query(tight), 0.0).tier is Tier.GUARANTEED
+    decider, calibration = calibrated()
+    for number in range(20):
+        calibration.promised(number, tight, tight)
+        calibration.ended(number, 0.2, None, None, 0.0)
+    assert decider.place(query(tight), 0.0).tier is Tier.BEST_EFFORT
+
+
+def test_only_promises_teach_and_each_of_them_once() -> None:
+    decider, calibration = calibrated()
+    for key in range(20):
+        decider.place(query(SLO(ttft_s=0.001), key=key + 1), 0.0)  # best effort
+        calibration.ended(key + 1, 5.0, None, None, 0.0)
+    assert calibration.margin("ttft", 0.001) == 0.0
+    made = decider.place(query(key=99), 0.0)
+    assert made.tier is Tier.GUARANTEED
+    for _ in range(20):
+        calibration.ended(99, 5.0, 5.0, None, 0.0)
+    assert (calibration.margin("ttft", 1.0), calibration.margin("tpot", 0.1)) == (0.0, 0.0)
