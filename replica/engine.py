@@ -100,6 +100,7 @@ class EngineRequest:
             client that takes nothing for so long, seconds; ``None``: whoever asks gets the stream.
         tenant: whose it is, a 63-bit hash; best-effort requests of several take turns. weight: of
             the tenant's share, > 0.
+        promised: its objective was promised: it is served even where it will be late.
 
     Raises:
         ValueError: ``waited_s`` is negative or not finite.
@@ -121,6 +122,7 @@ class EngineRequest:
     weight: float = 1.0
     confirm: bool = False
     direct_patience_s: float | None = None
+    promised: bool = False
 
     @property
     def resumed_tokens(self) -> int:

@@ -45,8 +45,8 @@ class TrackedRequest:
     several engine requests. ``slot`` is its row of the state table, negative if it has none.
     ``expected_tokens`` is the predicted length of its output, nan where nothing is known, and
     ``most_tokens`` what it may not exceed. ``tenant`` says whose it is, and ``weight`` what that
-    one's share weighs. The engine sets when the first and the latest token
-    left, monotonic seconds.
+    one's share weighs; ``promised`` that its objective was promised. The engine sets when the first
+    and the latest token left, monotonic seconds.
     """
 
     name: str
@@ -58,6 +58,7 @@ class TrackedRequest:
     best_effort: bool = False
     tenant: int = 0
     weight: float = 1.0
+    promised: bool = False
     first_token_s: float | None = None
     last_token_s: float | None = None
 
@@ -179,6 +180,7 @@ class LocalScheduler:
         best_effort: bool = False,
         tenant: int = 0,
         weight: float = 1.0,
+        promised: bool = False,
     ) -> None:
         """Begin to follow a new request, whose output has ``most_tokens`` at most.
 
@@ -197,7 +199,7 @@ class LocalScheduler:
         if most_tokens == 1:
             expected = 1.0
         self.requests[engine_id] = TrackedRequest(
-            name, slo, arrival_s, slot, most_tokens, expected, best_effort, tenant, weight
+            name, slo, arrival_s, slot, most_tokens, expected, best_effort, tenant, weight, promised
         )
 
     def prolong(self, tracked: TrackedRequest, emitted_tokens: int) -> None:

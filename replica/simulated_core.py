@@ -94,6 +94,7 @@ class SimulatedSequence:
             self.tracked.best_effort,
             tenant=self.tracked.tenant,
             weight=self.tracked.weight,
+            promised=self.tracked.promised,
         )
 
     def row(self) -> RowUpdate:
@@ -170,6 +171,7 @@ class SimulatedCore:
         prefill_only: bool = False,
         tenant: int = 0,
         weight: float = 1.0,
+        promised: bool = False,
     ) -> SimulatedSequence:
         """Queue a sequence. With a ``transfer`` the KV of its prompt comes from another engine; it
         takes its blocks when it begins to run.
@@ -197,6 +199,7 @@ class SimulatedCore:
             best_effort,
             tenant,
             weight,
+            promised,
         )
         sequence = SimulatedSequence(
             engine_id,

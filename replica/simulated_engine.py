@@ -222,6 +222,7 @@ class SimulatedEngine:
                 live.prefill_only,
                 request.tenant,
                 request.weight,
+                request.promised,
             )
             live.sequences.append(sequence)
         self._calls.add(live)

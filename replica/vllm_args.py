@@ -30,6 +30,7 @@ E2E_S = "sluice_e2e_s"
 PRIORITY = "sluice_priority"
 SERVICE_CLASS = "sluice_class"
 BEST_EFFORT = "sluice_best_effort"
+PROMISED = "sluice_promised"
 TENANT = "sluice_tenant"
 WEIGHT = "sluice_weight"
 PROMPT_PREFIX = "sluice_prefix"
@@ -51,6 +52,7 @@ class RequestArgs(NamedTuple):
         best_effort: nothing was promised to it.
         prefix: how its prompt begins.
         tenant: whose it is, a 63-bit hash. weight: of the tenant's share, > 0.
+        promised: its objective was promised.
     """
 
     request_id: str
@@ -60,6 +62,7 @@ class RequestArgs(NamedTuple):
     prefix: PromptPrefix = NO_PREFIX
     tenant: int = 0
     weight: float = 1.0
+    promised: bool = False
 
 
 def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
@@ -76,6 +79,8 @@ def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
             xargs[key] = value
     if args.best_effort:
         xargs[BEST_EFFORT] = 1
+    if args.promised:
+        xargs[PROMISED] = 1
     if args.tenant:
         # As text: what reads the keys may hold numbers as floats.
         xargs[TENANT], xargs[WEIGHT] = f"{args.tenant:x}", args.weight
@@ -104,9 +109,7 @@ def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -
     priority = given.pop(PRIORITY, 1)
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise ValueError(f"{PRIORITY} must be an integer, got {priority!r}")
-    best_effort = given.pop(BEST_EFFORT, 0)
-    if best_effort not in (0, 1):
-        raise ValueError(f"{BEST_EFFORT} must be 0 or 1, got {best_effort!r}")
+    best_effort, promised = (_flag(key, given.pop(key, 0)) for key in (BEST_EFFORT, PROMISED))
     tenant, weight = _tenant(given.pop(TENANT, "0")), _number(WEIGHT, given.pop(WEIGHT, 1.0))
     if weight <= 0:
         raise ValueError(f"{WEIGHT} must be above 0, got {weight}")
@@ -116,7 +119,13 @@ def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -
         raise ValueError(f"unknown keys: {', '.join(sorted(given))}")
     slo = SLO(**objectives, priority=priority, service_class=service_class)
     arrival_s = min(arrival_s, now_s)
-    return RequestArgs(request_id, arrival_s, slo, best_effort == 1, prefix, tenant, weight)
+    return RequestArgs(request_id, arrival_s, slo, best_effort, prefix, tenant, weight, promised)
+
+
+def _flag(key: str, value: Any) -> bool:
+    if value not in (0, 1):
+        raise ValueError(f"{key} must be 0 or 1, got {value!r}")
+    return bool(value == 1)
 
 
 def reserved_keys(xargs: Mapping[str, Any] | None) -> list[str]:

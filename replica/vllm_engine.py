@@ -257,6 +257,7 @@ class VllmEngine:
             request.prefix,
             request.tenant,
             request.weight,
+            request.promised,
         )
         call.xargs = to_xargs(args)
         call.prefill_only = request.prefill_only

@@ -139,6 +139,7 @@ class PlanMixin(_Base):
             args.best_effort,
             args.tenant,
             args.weight,
+            args.promised,
         )
         self._held.begin(request_id, args.prefix, request.num_prompt_tokens)
         if self._incoming.begin(request):

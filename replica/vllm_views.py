@@ -101,6 +101,7 @@ class RequestViews:
                     acceptance,
                     tracked.tenant,
                     tracked.weight,
+                    tracked.promised,
                 )
             )
         return views

@@ -183,6 +183,7 @@ class Legs:
             tenant=call.client.tenant,
             weight=call.client.caps.weight,
             direct_patience_s=_patience_s(course, destination.replica_id),
+            promised=destination.tier is Tier.GUARANTEED,
         )
         call.charge.sent()
         if destination.prefill_id is None:

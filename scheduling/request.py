@@ -22,6 +22,7 @@ from scheduling.kernels import (
     FIELDS,
     FIRST_TOKEN,
     LAST_TOKEN,
+    PROMISED,
     TENANT,
     WEIGHT,
     Floats,
@@ -55,6 +56,7 @@ class RequestView(NamedTuple):
         acceptance: probability that one of them is right if those before it are; nan where nothing
             is known. It counts in a queue in which something is drafted.
         tenant: whose it is, a number; weight: of the tenant's share, > 0.
+        promised: its objective was promised.
     """
 
     request_id: str
@@ -74,6 +76,7 @@ class RequestView(NamedTuple):
     acceptance: float = nan
     tenant: int = 0
     weight: float = 1.0
+    promised: bool = False
 
     @property
     def is_prefill(self) -> bool:
@@ -194,7 +197,8 @@ def _table(requests: Sequence[RequestView]) -> Floats:
         return table
     # Transposed tuples and one packed string are the fastest way from objects to an array.
     (_, slos, arrival, prompt, computed, pending, emitted, first, blocks, running, last, expected,
-     best_effort, drafted, acceptance, tenants, weights) = zip(*requests, strict=True)  # fmt: skip
+     best_effort, drafted, acceptance, tenants, weights, promised) = zip(
+        *requests, strict=True)  # fmt: skip
     objectives = zip(*map(_objectives, slos), strict=True)
     numbers = chain(arrival, *objectives, prompt, computed, pending, emitted, blocks, running)
     packed = struct.pack(f"{DRAFTED * count}d", *numbers, *expected, *best_effort)
@@ -207,6 +211,7 @@ def _table(requests: Sequence[RequestView]) -> Floats:
     shared = any(tenants)
     table[:, TENANT] = tenants if shared else 0.0
     table[:, WEIGHT] = weights if shared else 1.0
+    table[:, PROMISED] = promised
     # None becomes nan.
     table[:, FIRST_TOKEN] = np.array(first, np.float64)
     table[:, LAST_TOKEN] = np.array(last, np.float64)
@@ -233,6 +238,7 @@ def _view(key: int, row: list[float], slo: SLO) -> RequestView:
         row[kernels.ACCEPTANCE],
         int(row[TENANT]),
         row[WEIGHT],
+        row[kernels.PROMISED] > 0,
     )
 
 

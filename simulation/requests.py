@@ -21,6 +21,7 @@ from scheduling.kernels import (
     LAST_TOKEN,
     PENDING,
     PRIORITY,
+    PROMISED,
     PROMPT,
     RUNNING,
     TPOT,
@@ -135,9 +136,11 @@ class Requests:
         self.rows[key, EXPECTED] = expected
 
     def serve_as(self, key: int, best_effort: bool, promised_s: float = nan) -> None:
-        """Write what an engine is told of a request that was placed, before it gets it. What was
-        promised of a first token that has left stays."""
+        """Write what an engine is told of a request that was placed, before it gets it;
+        ``promised_s`` is nan where nothing was promised. What was promised of a first token that
+        has left stays."""
         self.rows[key, BEST_EFFORT] = best_effort
+        self.rows[key, PROMISED] = promised_s == promised_s
         if not self.begun(key):
             self.promised_s[key] = promised_s
 

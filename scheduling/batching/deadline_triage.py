@@ -17,7 +17,7 @@ from scheduling.assumptions import (
 )
 from scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
 from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.batching.moore_hodgson import fitting, keep
+from scheduling.batching.moore_hodgson import before, fitting, keep
 from scheduling.batching.prefill_share import PREFILL_SHARE, least_useful_s
 from scheduling.batching.triage_rows import (
     UNPACED_S,
@@ -36,6 +36,7 @@ from scheduling.kernels import (
     KV_BLOCKS,
     LAST_TOKEN,
     PRIORITY,
+    PROMISED,
     RUNNING,
     TPOT,
     TTFT,
@@ -147,7 +148,8 @@ class DeadlineTriage(BatchPolicy):
        FairBatching §3.4, from prefix sums over decodes by slack), then against the free sequences
        and KV blocks. A kept prefill that finds no room now waits for it; those that cannot be held
        are shed. It is decided anew in each batch, so a shed request is kept again once it can be
-       held.
+       held. One that was promised is not shed: it goes in front of as many of the kept ones as
+       have the room for it, so that it is late by as little as costs none of them its deadline.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline,
        where the batch ends before the first of them that it completes is due, and soon enough for
        a request that comes in the meantime; the other decodes; the tail. While the kept prefills
@@ -220,12 +222,12 @@ class DeadlineTriage(BatchPolicy):
         active = int(np.count_nonzero(running))
         growth = active * GROWTH_TOKENS // batch.block_tokens + 1
         batch.spare(growth)
-        kept, shed = self._triage(table, prefills, left_s, work_s, decodes, latency)
+        kept, first, shed = self._triage(table, prefills, left_s, work_s, decodes, latency)
         room = batch.free_blocks - growth
         step_s = fixed_s + float(decodes.work_s.sum())
         answer_s = UNKNOWN_OUTPUT_TOKENS * step_s / (len(decodes.rows) + 1)
         admissible = _admissible(
-            table, kept, batch.sequences_left, room, batch.block_tokens, work_s, answer_s
+            table, first, batch.sequences_left, room, batch.block_tokens, work_s, answer_s
         )
 
         scarce = room < growth or batch.sequences_left < self._tail_reserve * len(table)
@@ -236,7 +238,10 @@ class DeadlineTriage(BatchPolicy):
             urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + decodes.least_pace_s))
         _take_urgent(batch, decodes, urgent, bool(len(admissible)), self._lane.patience_s)
 
-        until_s = self._until_s(batch, table, admissible, left_s, work_s, decodes, latency)
+        punctual = np.isin(admissible, kept) if len(first) > len(kept) else None
+        until_s = self._until_s(
+            batch, table, admissible, punctual, left_s, work_s, decodes, latency
+        )
         self._take_aged(batch, table, shed, running, active, now_s, latency)
         batch.take(admissible, until_s)
         batch.take(decodes.rows[urgent:], until_s)
@@ -310,24 +315,36 @@ class DeadlineTriage(BatchPolicy):
         work_s: Floats,
         decodes: _Decodes,
         latency: LatencyModel,
-    ) -> tuple[Ints, Ints]:
-        """The prefills to keep, by deadline, and the others."""
+    ) -> tuple[Ints, Ints, Ints]:
+        """The prefills to keep, by deadline; the same with the late ones to which a promise is
+        owed, each as far to the front as makes none of the kept late; and the others."""
         due = prefills[: np.searchsorted(left_s[prefills], inf)]
         until_s = decodes.capacity_s(left_s[due], latency)
         kept = keep(work_s[due], table[due, PRIORITY], until_s)
-        return due[kept], np.concatenate((due[~kept], prefills[len(due) :]))
+        on_time, late, rest = due[kept], due[~kept], prefills[len(due) :]
+        owed = table[late, PROMISED] > 0
+        late, rest = late[owed], np.concatenate((late[~owed], rest))
+        if not len(late):
+            return on_time, on_time, rest
+        places = before(work_s[on_time], self._usable * until_s[kept], work_s[late])
+        first = places < len(on_time)
+        order = np.insert(on_time, places[first], late[first])
+        return on_time, order, np.concatenate((late[~first], rest))
 
     def _until_s(
         self,
         batch: BatchBuilder,
         table: Floats,
         kept: Ints,
+        punctual: Mask | None,
         left_s: Floats,
         work_s: Floats,
         decodes: _Decodes,
         latency: LatencyModel,
     ) -> float:
-        """When the batch must end, seconds from now; the decodes in need are in it already."""
+        """When the batch must end, seconds from now; the decodes in need are in it already.
+
+        ``punctual``: which of the prefills ``kept`` are in time; ``None``: all."""
         longest_s = max(TTFT_SHARE * self._least_ttft_s, LEAST_STEPS * latency.fixed_s)
         if decodes.least_pace_s < inf:
             longest_s = max(longest_s, decodes.least_pace_s)
@@ -337,10 +354,13 @@ class DeadlineTriage(BatchPolicy):
         if until_s < inf:
             deepest = int(table[kept, COMPUTED].max())
             until_s = max(until_s, least_useful_s(batch.cost_s, latency, deepest))
-        first_s = batch.cost_s + float(work_s[kept[0]])
+        first = 0 if punctual is None else int(np.argmax(punctual))
+        if punctual is not None and not punctual[first]:
+            return until_s
+        first_s = batch.cost_s + float(work_s[kept[: first + 1]].sum())
         if first_s <= until_s:
             # The first one is completed: more work must not carry it past its deadline.
-            until_s = min(until_s, max(self._usable * float(left_s[kept[0]]), first_s))
+            until_s = min(until_s, max(self._usable * float(left_s[kept[first]]), first_s))
         return until_s
 
     def _take_aged(

@@ -87,3 +87,30 @@ def fitting(size: Floats, room: float) -> NDArray[np.bool_]:
             room -= size[job]
             taken[job] = True
     return taken
+
+
+@compiled
+def before(size: Floats, room: Floats, late: Floats) -> Ints:
+    """Where late jobs can go without making another one late: in front of which job each goes.
+
+    A job that goes in front of others takes its size of the room of each of them. Each late job, in
+    turn, goes as far to the front as the room of all behind it allows. ``O(late * (jobs))``.
+
+    Args:
+        size: ``float64[n]``, what each job takes, in their order.
+        room: ``float64[n]``, what those up to each job may take together.
+        late: ``float64[m]``, what each late job takes.
+
+    Returns:
+        ``int64[m]``, the job in front of which each goes; ``n`` where it would make any late.
+    """
+    count = size.shape[0]
+    places = np.full(late.shape[0], count, np.int64)
+    spare = room - np.cumsum(size)
+    for job in range(late.shape[0]):
+        place = count
+        while place > 0 and spare[place - 1] >= late[job]:
+            place -= 1
+        places[job] = place
+        spare[place:] -= late[job]
+    return places

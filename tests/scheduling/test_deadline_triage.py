@@ -97,6 +97,21 @@ def test_the_shed_share_the_rest_of_the_batch_by_worth_per_work() -> None:
     assert "old" not in dict(entries)
 
 
+def test_what_was_promised_is_late_by_as_little_as_costs_nobody_a_deadline() -> None:
+    """600 tokens take 600 ms: neither order holds both."""
+    slo, now_s = SLO(ttft_s=1.0, tpot_s=0.2), 10.0
+    running = decode("running", SLO(ttft_s=1.0, tpot_s=0.2), arrival_s=9.5, first_token_s=now_s)
+    late = prefill("late", 600, slo, arrival_s=9.3)
+    calm = prefill("calm", 600, SLO(ttft_s=4.0, tpot_s=0.2), arrival_s=9.8)
+    # What nobody promised goes behind those that can be held.
+    assert list(planned(running, late, calm, now_s=now_s))[:2] == ["running", "calm"]
+    owed = late._replace(promised=True)
+    assert list(planned(running, owed, calm, now_s=now_s)) == ["running", "late"]
+    # Not where that makes another one late.
+    tight = prefill("tight", 600, SLO(ttft_s=1.2, tpot_s=0.2), arrival_s=9.8)
+    assert list(planned(running, owed, tight, now_s=now_s))[:2] == ["running", "tight"]
+
+
 def test_without_any_deadline_batches_are_full() -> None:
     assert planned(prefill("a", 3_000), prefill("b", 2_000)) == {"a": 3_000, "b": 2_000}
 

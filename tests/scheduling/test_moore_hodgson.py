@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.batching.moore_hodgson import fitting, keep
+from scheduling.batching.moore_hodgson import before, fitting, keep
 
 jobs = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 5), st.integers(0, 40)), min_size=0, max_size=8
@@ -70,3 +70,30 @@ def test_what_fits_in_turn_stays_within_the_room_and_skips_only_what_does_not(
     for size, has in zip(sizes, taken, strict=True):
         assert has == (size <= left)
         left -= size if has else 0.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=12),
+    st.lists(st.integers(0, 10), max_size=8),
+)
+def test_late_jobs_go_as_far_to_the_front_as_makes_no_other_late(
+    jobs: list[tuple[int, int]], late: list[int]
+) -> None:
+    size = np.array([float(work) for work, _ in jobs])
+    room = np.cumsum(size) + np.cumsum([float(slack) for _, slack in jobs])
+    places = before(size, room, np.array(late, np.float64))
+    for number, place in enumerate(places.tolist()):
+        so_far = [(places[other], late[other]) for other in range(number + 1)]
+
+        def is_held(
+            moved: int, so_far: list[tuple[int, int]] = so_far, number: int = number
+        ) -> bool:
+            ahead = [*so_far[:number], (moved, late[number])]
+            done = [
+                size[: job + 1].sum() + sum(work for at, work in ahead if at <= job)
+                for job in range(len(size))
+            ]
+            return bool((np.array(done) <= room + 1e-9).all())
+
+        assert is_held(place)
+        assert place == 0 or not is_held(place - 1) or late[number] == 0

@@ -40,6 +40,7 @@ class Unlimited(LocalScheduler):
         best_effort: bool = False,
         tenant: int = 0,
         weight: float = 1.0,
+        promised: bool = False,
     ) -> None:
         super().track(engine_id, name, key, slo, arrival_s, prompt_tokens, 1 << 30, best_effort)
 
