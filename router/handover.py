@@ -55,6 +55,8 @@ def planned_slo(slo: SLO, planned: tuple[float | None, float | None, float | Non
     if planned is None:
         return slo
     ttft_s, tpot_s, e2e_s = planned
+    if (ttft_s, tpot_s, e2e_s) == (slo.ttft_s, slo.tpot_s, slo.e2e_s):
+        return slo
     return replace(slo, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
 
 

@@ -130,7 +130,9 @@ class Placer:
         wanted = self._promise_wanted(query)
         stated = query.slo
         if wanted is not None and self.calibration is not None:
-            query = query._replace(slo=self.calibration.plan(stated))
+            planned = self.calibration.plan(stated)
+            if planned is not stated:
+                query = query._replace(slo=planned)
         second: Second | None = None
         if fleet.has_roles:
             rows, seconds = self._by_role(query, rows)
