@@ -57,6 +57,7 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
         _best_effort(waiting),
         # The oldest of them is an aged prefill.
         [*decoding, *_best_effort(waiting)],
+        _promised([*decoding, *waiting]),
         _drafting(decoding),
         [*_drafting(decoding), *waiting],
     )
@@ -68,6 +69,10 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
 def _best_effort(views: list[RequestView]) -> list[RequestView]:
     """The same as best effort, of two tenants."""
     return [view._replace(best_effort=True, tenant=at % 2) for at, view in enumerate(views)]
+
+
+def _promised(views: list[RequestView]) -> list[RequestView]:
+    return [view._replace(promised=True) for view in views]
 
 
 def _drafting(views: list[RequestView]) -> list[RequestView]:

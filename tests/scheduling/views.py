@@ -113,6 +113,7 @@ def requests(draw: st.DrawFn, index: int) -> RequestView:
     # A scheduler may hold a block more than the computed tokens fill.
     blocks = -(-computed // block) + (draw(st.integers(0, 1)) if running else 0)
     drafts = emitted > 0 and running and computed == total - 1
+    tier = draw(st.sampled_from(["promised", "none", "best effort"]))
     return RequestView(
         request_id=f"r{index}",
         slo=draw(slos),
@@ -126,11 +127,12 @@ def requests(draw: st.DrawFn, index: int) -> RequestView:
         running=running,
         last_token_s=draw(st.sampled_from([None, 99.0, 100.0])) if emitted else None,
         expected_tokens=draw(st.sampled_from([nan, 1.0, 40.0, 100_000.0])),
-        best_effort=draw(st.sampled_from([False, False, True])),
+        best_effort=tier == "best effort",
         drafted_tokens=draw(st.sampled_from([0, 1, 4, 12])) if drafts else 0,
         acceptance=draw(st.sampled_from([nan, 0.0, 0.4, 0.9, 1.0])) if drafts else nan,
         tenant=draw(st.sampled_from([0, 0, 1, 2**62])),
         weight=draw(st.sampled_from([1.0, 3.0])),
+        promised=tier == "promised",
     )
 
 
