@@ -108,7 +108,13 @@ class Controller:
         self._quotas = Quotas()
         self._server = RouteServer(self._route, self._report, clock)
         self._instruments = Instruments(
-            config.policy, self._mirror, self._fleet, self._placer.demand, self._quarantine, clock
+            config.policy,
+            self._mirror,
+            self._fleet,
+            self._placer.demand,
+            self._quarantine,
+            self._calibration,
+            clock,
         )
         own = families_of(self._instruments.registry)
         self._hub = MetricsHub(reserved=[family.name for family in own])

@@ -16,6 +16,7 @@ from controller.quarantine import Quarantine
 from scheduling import fleet_rows as figure
 from scheduling.autoscaling import Demand
 from scheduling.breaker import Trouble
+from scheduling.calibration import Calibration
 from scheduling.fleet import CONDITIONS, Fleet
 from scheduling.job import INVALID_QUERY, NO_REPLICA, PLACED, UNATTAINABLE
 from scheduling.kernels import Floats
@@ -105,7 +106,7 @@ class Instruments(Collector):
 
     Args:
         policy: name of the routing policy, a label of the decisions.
-        mirror, fleet, demand, quarantine: what the gauges show.
+        mirror, fleet, demand, quarantine, calibration: what the gauges show.
         clock: monotonic seconds.
     """
 
@@ -116,12 +117,14 @@ class Instruments(Collector):
         fleet: Fleet,
         demand: Demand,
         quarantine: Quarantine,
+        calibration: Calibration,
         clock: Callable[[], float],
     ) -> None:
         self._mirror = mirror
         self._fleet = fleet
         self._demand = demand
         self._quarantine = quarantine
+        self._calibration = calibration
         self._clock = clock
         self.registry = CollectorRegistry(auto_describe=False)
         decisions = Counter(
@@ -194,6 +197,14 @@ class Instruments(Collector):
             "Decisions that no replica has confirmed yet.",
             value=len(fleet.ledger),
         )
+        margins = GaugeMetricFamily(
+            "sluice_promise_margin_ratio",
+            "The largest share of an objective by which promises are planned earlier.",
+            labels=("objective",),
+        )
+        for objective, margin in self._calibration.largest(now_s).items():
+            margins.add_metric((objective,), margin)
+        yield margins
         yield from self._loads(now_s)
         yield from self._quarantines()
         for name, (documentation, read) in _REPLICA_GAUGES.items():

@@ -30,6 +30,7 @@ from typing import Final, Literal, NamedTuple
 from scheduling.objective import SLO
 
 Objective = Literal["ttft", "tpot", "e2e"]
+OBJECTIVES: Final[tuple[Objective, ...]] = ("ttft", "tpot", "e2e")
 
 MEMORY: Final = 400
 """Scores that count: at a level of 0.99 the quantile lies at the fourth of them, so no single one
@@ -93,10 +94,10 @@ class Tracker:
         while scores and scores[0][0] < now_s - MEMORY_S:
             scores.popleft()
         # The place from above that the quantile has among MEMORY scores, the unseen ones lowest.
-        place = MEMORY - ceil((MEMORY + 1) * (1.0 - self._misses))
+        place = max(0, MEMORY - ceil((MEMORY + 1) * (1.0 - self._misses)))
         found = _UNSEEN
         if place < len(scores):
-            found = sorted((score for _, score in scores), reverse=True)[max(0, place)]
+            found = sorted((score for _, score in scores), reverse=True)[place]
         self.margin = min(max(found, 0.0), MOST_MARGIN)
 
 
@@ -125,6 +126,14 @@ class Calibration:
         """The share of an objective of ``stated_s`` seconds by which it is planned earlier."""
         tracker = self._trackers.get(_kind(objective, stated_s))
         return 0.0 if tracker is None else tracker.margin
+
+    def largest(self, now_s: float) -> dict[Objective, float]:
+        """The largest margin of each objective now. ``O(margins)``."""
+        found: dict[Objective, float] = dict.fromkeys(OBJECTIVES, 0.0)
+        for (objective, _), tracker in self._trackers.items():
+            tracker.refresh(now_s)
+            found[objective] = max(found[objective], tracker.margin)
+        return found
 
     def plan(self, slo: SLO) -> SLO:
         """By when what ``slo`` states is to be planned so that it can be promised. ``O(1)``."""

@@ -78,6 +78,8 @@ def test_each_objective_and_length_has_its_own() -> None:
     assert calibration.margin("ttft", 0.6) > 0.0  # about as long
     assert calibration.margin("ttft", 8.0) == 0.0
     assert calibration.margin("e2e", 0.5) == 0.0
+    assert calibration.largest(0.0) == {"ttft": pytest.approx(1 / 6), "tpot": 0.0, "e2e": 0.0}
+    assert not any(calibration.largest(MEMORY_S + 1.0).values())
 
 
 @given(
