@@ -59,6 +59,7 @@ MOST_PROMISES: Final = 65_536
 """Promises under way that are known at a time; of more, the oldest teach nothing."""
 
 _FIRST_SCALE_S = 0.125
+_LEAST_PAUSE_S = 1.0
 
 
 class _Promise(NamedTuple):
@@ -77,8 +78,8 @@ class Tracker:
         self._level = level
         self._misses = 1.0 - level
         self._scores: deque[tuple[float, float]] = deque(maxlen=MEMORY)
-        self.margin = 0.0
-        """Share of an objective by which it is planned earlier."""
+        self._margin = 0.0
+        self._measured_s = -inf
 
     def ended(self, score: float, kept: bool, now_s: float) -> None:
         """A promise ended with this score, and whether it was kept."""
@@ -86,11 +87,18 @@ class Tracker:
         misses = self._misses + GAIN * (wanted - (0.0 if kept else 1.0))
         self._misses = min(max(misses, min(_LEAST_MISSES, wanted)), max(_MOST_MISSES, wanted))
         self._scores.append((now_s, score))
-        self.refresh(now_s)
+        self._measure(now_s)
 
-    def refresh(self, now_s: float) -> None:
-        """Forget what is too old."""
-        scores = self._scores
+    def margin(self, now_s: float) -> float:
+        """Share of an objective by which it is planned earlier."""
+        # Where so little can be promised that no score comes any more, this opens the door again.
+        # Not with every decision, as one costs less than a quantile.
+        if self._scores and now_s >= self._measured_s + _LEAST_PAUSE_S:
+            self._measure(now_s)
+        return self._margin
+
+    def _measure(self, now_s: float) -> None:
+        self._measured_s, scores = now_s, self._scores
         while scores and scores[0][0] < now_s - MEMORY_S:
             scores.popleft()
         # The place from above that the quantile has among MEMORY scores, the unseen ones lowest.
@@ -98,7 +106,7 @@ class Tracker:
         found = _UNSEEN
         if place < len(scores):
             found = sorted((score for _, score in scores), reverse=True)[place]
-        self.margin = min(max(found, 0.0), MOST_MARGIN)
+        self._margin = min(max(found, 0.0), MOST_MARGIN)
 
 
 class Calibration:
@@ -122,23 +130,22 @@ class Calibration:
         self._trackers: OrderedDict[tuple[Objective, int], Tracker] = OrderedDict()
         self._promises: OrderedDict[Hashable, _Promise] = OrderedDict()
 
-    def margin(self, objective: Objective, stated_s: float) -> float:
+    def margin(self, objective: Objective, stated_s: float, now_s: float) -> float:
         """The share of an objective of ``stated_s`` seconds by which it is planned earlier."""
         tracker = self._trackers.get(_kind(objective, stated_s))
-        return 0.0 if tracker is None else tracker.margin
+        return 0.0 if tracker is None else tracker.margin(now_s)
 
     def largest(self, now_s: float) -> dict[Objective, float]:
         """The largest margin of each objective now. ``O(margins)``."""
         found: dict[Objective, float] = dict.fromkeys(OBJECTIVES, 0.0)
         for (objective, _), tracker in self._trackers.items():
-            tracker.refresh(now_s)
-            found[objective] = max(found[objective], tracker.margin)
+            found[objective] = max(found[objective], tracker.margin(now_s))
         return found
 
-    def plan(self, slo: SLO) -> SLO:
+    def plan(self, slo: SLO, now_s: float) -> SLO:
         """By when what ``slo`` states is to be planned so that it can be promised. ``O(1)``."""
         margins = [
-            0.0 if stated_s is None else self.margin(objective, stated_s)
+            0.0 if stated_s is None else self.margin(objective, stated_s, now_s)
             for objective, stated_s in _objectives(slo)
         ]
         if not any(margins):

@@ -130,7 +130,7 @@ class Placer:
         wanted = self._promise_wanted(query)
         stated = query.slo
         if wanted is not None and self.calibration is not None:
-            planned = self.calibration.plan(stated)
+            planned = self.calibration.plan(stated, now_s)
             if planned is not stated:
                 query = query._replace(slo=planned)
         second: Second | None = None

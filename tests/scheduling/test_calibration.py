@@ -20,7 +20,7 @@ def kept_of(factors: np.ndarray, stated_s: float = 1.0) -> tuple[np.ndarray, np.
     calibration = Calibration(LEVEL)
     kept, margins = np.zeros(len(factors), bool), np.zeros(len(factors))
     for number, factor in enumerate(factors):
-        margins[number] = calibration.margin("ttft", stated_s)
+        margins[number] = calibration.margin("ttft", stated_s, 0.1 * number)
         planned_s = stated_s * (1.0 - margins[number])
         observed_s = planned_s * factor
         kept[number] = observed_s <= stated_s
@@ -65,19 +65,19 @@ def test_what_is_old_counts_no_more() -> None:
     calibration = Calibration(LEVEL)
     for _ in range(10):
         calibration.observe("tpot", 0.1, 0.1, 0.12, now_s=0.0)
-    assert calibration.margin("tpot", 0.1) == pytest.approx(1 / 6)
-    calibration.observe("tpot", 0.1, 0.1, 0.05, now_s=MEMORY_S + 1.0)
-    assert calibration.margin("tpot", 0.1) == 0.0
+    assert calibration.margin("tpot", 0.1, 0.0) == pytest.approx(1 / 6)
+    # Also where nothing new comes, because nothing can be promised.
+    assert calibration.margin("tpot", 0.1, MEMORY_S + 1.0) == 0.0
 
 
 def test_each_objective_and_length_has_its_own() -> None:
     calibration = Calibration(LEVEL)
     for _ in range(10):
         calibration.observe("ttft", 0.5, 0.5, 0.6, now_s=0.0)
-    assert calibration.margin("ttft", 0.5) > 0.0
-    assert calibration.margin("ttft", 0.6) > 0.0  # about as long
-    assert calibration.margin("ttft", 8.0) == 0.0
-    assert calibration.margin("e2e", 0.5) == 0.0
+    assert calibration.margin("ttft", 0.5, 0.0) > 0.0
+    assert calibration.margin("ttft", 0.6, 0.0) > 0.0  # about as long
+    assert calibration.margin("ttft", 8.0, 0.0) == 0.0
+    assert calibration.margin("e2e", 0.5, 0.0) == 0.0
     assert calibration.largest(0.0) == {"ttft": pytest.approx(1 / 6), "tpot": 0.0, "e2e": 0.0}
     assert not any(calibration.largest(MEMORY_S + 1.0).values())
 
@@ -92,7 +92,7 @@ def test_margins_are_bounded_whatever_comes(ends: list[tuple[float, float, float
     calibration = Calibration(LEVEL)
     for number, (stated_s, margin, observed_s) in enumerate(ends):
         calibration.observe("ttft", stated_s, stated_s * (1 - margin), observed_s, float(number))
-        assert 0.0 <= calibration.margin("ttft", stated_s) <= MOST_MARGIN
+        assert 0.0 <= calibration.margin("ttft", stated_s, 0.0) <= MOST_MARGIN
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, -1.0, float("nan")])

@@ -270,9 +270,12 @@ def test_only_promises_teach_and_each_of_them_once() -> None:
     for key in range(20):
         decider.place(query(SLO(ttft_s=0.001), key=key + 1), 0.0)  # best effort
         calibration.ended(key + 1, 5.0, None, None, 0.0)
-    assert calibration.margin("ttft", 0.001) == 0.0
+    assert calibration.margin("ttft", 0.001, 0.0) == 0.0
     made = decider.place(query(key=99), 0.0)
     assert made.tier is Tier.GUARANTEED
     for _ in range(20):
         calibration.ended(99, 5.0, 5.0, None, 0.0)
-    assert (calibration.margin("ttft", 1.0), calibration.margin("tpot", 0.1)) == (0.0, 0.0)
+    assert (calibration.margin("ttft", 1.0, 0.0), calibration.margin("tpot", 0.1, 0.0)) == (
+        0.0,
+        0.0,
+    )
