@@ -94,7 +94,7 @@ def before(size: Floats, room: Floats, late: Floats) -> Ints:
     """Where late jobs can go without making another one late: in front of which job each goes.
 
     A job that goes in front of others takes its size of the room of each of them. Each late job, in
-    turn, goes as far to the front as the room of all behind it allows. ``O(late * (jobs))``.
+    turn, goes as far to the front as the room of all behind it allows. ``O(late * jobs)``.
 
     Args:
         size: ``float64[n]``, what each job takes, in their order.
