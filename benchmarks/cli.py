@@ -1,4 +1,4 @@
-"""``sluice bench``: measurements and experiments; and ``sluice simulate``, beside it."""
+"""``sluice bench``: measurements and experiments."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from benchmarks import planning
 from benchmarks.decision import decision
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.experiments.base import Experiment, Plan, Row, Scale, measured
-from benchmarks.experiments.estimate import METHOD
 from benchmarks.gateway import gateway
 from benchmarks.overload import overload
 from benchmarks.preemption import preemption
 from benchmarks.preemption_replay import preemption_replay
+from benchmarks.promises_real import with_real
 from benchmarks.replay import replay
-from benchmarks.report import Report, ReportError, require_matplotlib
-from benchmarks.simulate import simulate
 from benchmarks.soak import soak
 from benchmarks.speculation import speculation
-from benchmarks.workloads.traces import TraceError
 from deploy.tables import print_table
-
-__all__ = ["bench", "simulate"]
+from simulation.estimate import METHOD
+from simulation.planning.plots import Report, ReportError, require_matplotlib
+from simulation.workloads.traces import TraceError
 
 MOST_SEEDS = 1_000
 MOST_JOBS = 256
@@ -178,3 +176,4 @@ def _command(experiment: Experiment) -> click.Command:
 
 for _experiment in EXPERIMENTS.values():
     bench.add_command(_command(_experiment))
+with_real(bench.commands["promises"])

@@ -148,7 +148,7 @@ class Voices:
 def _summary() -> np.void:
     """An engine's summary in the middle of its work."""
     summary = np.zeros(1, SUMMARY)
-    summary["correction"] = 1.0
+    summary["correction"] = summary["fixed_correction"] = 1.0
     summary["free_kv_blocks"], summary["total_kv_blocks"] = 5_000, 10_000
     summary["last_step_s"] = summary["predicted_step_s"] = 0.02
     summary["steps"] = 1_000

@@ -170,7 +170,7 @@ def _fields(make: Maker) -> bytes:
 def _numbers(make: Maker) -> bytes:
     """Not by json.dumps: what is no JSON is wanted here."""
     pick = make.chance
-    name = pick.choice((*FIELDS, *(f"slo.{key}" for key in wire.SLO_HEADERS)))
+    name = pick.choice((*FIELDS, *(f"slo.{key}" for key in (*wire.SLO_HEADERS, wire.STAGES))))
     outer, _, inner = name.partition(".")
     text = pick.choice(NUMBERS) or "-"
     value = f'{{"{inner}": {text}}}' if inner else text

@@ -33,8 +33,8 @@ from benchmarks.one_engine import Work
 from benchmarks.preemption_device import UNPACED, Blocking, Held, Way
 from benchmarks.preemption_trials import random_prompt
 from benchmarks.stock_engine import StockEngine
-from benchmarks.workloads.settings import flowprefill
 from scheduling.latency import LatencyModel
+from simulation.workloads.settings import flowprefill
 
 
 class Size(NamedTuple):

@@ -43,12 +43,6 @@ from benchmarks.replay_client import replay as replay_workload
 from benchmarks.replay_report import of_class
 from benchmarks.resources import Meter
 from benchmarks.stock_server import stock_server
-from benchmarks.workloads.settings import (
-    FLOWPREFILL_PROMPTS,
-    FLOWPREFILL_SHARES,
-    FLOWPREFILL_TTFT_S,
-    flowprefill,
-)
 from controller.config import NO_ADMISSION
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
@@ -60,6 +54,12 @@ from scheduling.latency import StepSample
 from scheduling.latency_request import PolynomialTTFT
 from scheduling.objective import SLO
 from simulation.workload import Arrival, Workload, stretched, window
+from simulation.workloads.settings import (
+    FLOWPREFILL_PROMPTS,
+    FLOWPREFILL_SHARES,
+    FLOWPREFILL_TTFT_S,
+    flowprefill,
+)
 
 PAPER_MODEL: Final = "llama3-8b"
 PAPER_SETUP: Final = SETUPS["8b"]

@@ -29,7 +29,6 @@ from benchmarks.replay_client import replay as replay_workload
 from benchmarks.replay_load import CLASSES, ENGINE, make_load
 from benchmarks.replay_report import summary
 from benchmarks.resources import Meter
-from benchmarks.workloads.traces import TraceError
 from controller.config import NO_ADMISSION
 from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
@@ -37,6 +36,7 @@ from deploy.ray_settings import free_port
 from deploy.tables import print_table
 from scheduling.routing import POLICIES
 from simulation.workload import Workload, window
+from simulation.workloads.traces import TraceError
 
 PLAIN: Final = ("round_robin", "min_load")
 """Routing policies that the default is compared with, without admission."""

@@ -82,6 +82,8 @@ class AnswerCheck:
         self._done = False
         self.chunks = 0
         """Events so far that had text."""
+        self.first_chunks = 0
+        """Those of the first choice."""
 
     def feed(self, data: bytes) -> None:
         """Take in the next bytes of a stream.
@@ -154,6 +156,7 @@ class AnswerCheck:
         if not text:
             return
         self.chunks += 1
+        self.first_chunks += index == 0
         if self._finished[index]:
             raise WrongAnswerError("text after the end of its choice")
         said = self._said[index]

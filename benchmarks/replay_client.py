@@ -14,6 +14,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -28,6 +29,7 @@ from benchmarks.replay_answer import (
 )
 from router import wire
 from scheduling.objective import SLO
+from scheduling.tpot import TPOTMeter
 from simulation.workload import Arrival, Workload
 
 GRACE_S = 300.0
@@ -70,10 +72,12 @@ class Outcome:
         end: how it ended.
         reason: the error's code, or what broke; empty for an answer.
         admission: the header that says in which tier it was served; empty without one.
-        predicted_ttft_s: what was promised, where it was.
+        predicted_ttft_s: the median to expect, where the objective was promised.
         ttft_s: until its first token; ``None`` if none came. What is not streamed has only its end:
             then this is that less the time that its objective gives to the tokens after the first.
-        tpot_s: mean time per token after the first; 0 for a single one.
+        tpot_s: time per token after the first, by the objective's anchor; 0 for a single one. A
+            piece of text is a token here: of an engine that sends several in one, the running
+            maximum and the windows are above the real ones.
         gap_s: longest time between two pieces of its stream.
         refusals: how often it was refused.
         refused_s: how long these refusals took together.
@@ -100,7 +104,10 @@ class Outcome:
         """Whether it was answered within every objective that it states."""
         if self.end is not End.ANSWERED or self.ttft_s is None or self.tpot_s is None:
             return False
-        pairs = ((self.ttft_s, self.slo.ttft_s), (self.tpot_s, self.slo.tpot_s))
+        ended_s = inf if self.ended_s is None else self.ended_s
+        e2e_s = ended_s - self.sent_s - self.refused_s
+        observed = (self.ttft_s, self.tpot_s, e2e_s)
+        pairs = zip(observed, self.slo.times_s, strict=True)
         return all(limit is None or value <= limit for value, limit in pairs)
 
 
@@ -254,12 +261,13 @@ class _Request:
         self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float
     ) -> None:
         outcome, check = self._outcome, AnswerCheck(expected)
-        last_s = sent_s
+        meter, last_s = TPOTMeter(outcome.slo.tpot_anchor), sent_s
         async for data in response.content.iter_any():
             before_s, last_s = last_s, self._clock()
             if outcome.ttft_s is not None:
                 outcome.gap_s = max(outcome.gap_s, last_s - before_s)
             check.feed(data)
+            meter.emit(check.first_chunks - meter.tokens, last_s)
             if outcome.ttft_s is None and check.chunks:
                 outcome.ttft_s = last_s - sent_s
             if self._leaves_after is not None and check.chunks >= self._leaves_after:
@@ -269,8 +277,9 @@ class _Request:
         check.end_stream()
         if outcome.ttft_s is None:
             raise WrongAnswerError("no text")
-        gaps = max(1, outcome.output_tokens - 1)
-        self._answered(outcome.ttft_s, (last_s - sent_s - outcome.ttft_s) / gaps)
+        # What had no text of its own came with the last that had.
+        meter.emit(outcome.output_tokens - meter.tokens, meter.last_s or last_s)
+        self._answered(outcome.ttft_s, meter.tpot_s or 0.0)
 
     async def _whole(
         self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float

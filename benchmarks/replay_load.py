@@ -15,12 +15,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.workloads.arrivals import Poisson
-from benchmarks.workloads.settings import fairbatching
-from benchmarks.workloads.traces import TraceError, load
 from router.config import ServiceClass
 from scheduling.objective import SLO
 from simulation.workload import Workload, merged, stretched, with_objectives
+from simulation.workloads.arrivals import Poisson
+from simulation.workloads.settings import fairbatching
+from simulation.workloads.traces import TraceError, load
 
 ENGINE: Final[dict[str, Any]] = {
     "step_s": 0.06,
@@ -59,16 +59,7 @@ SHARES: Final = {"interactive": 0.5, "standard": 0.35, "batch": 0.15}
 
 def objectives(classes: Mapping[str, ServiceClass] = CLASSES) -> dict[str, SLO]:
     """The objective of each class, as a router reads it."""
-    return {
-        name: SLO(
-            None if entry.ttft_ms is None else entry.ttft_ms / 1e3,
-            None if entry.tpot_ms is None else entry.tpot_ms / 1e3,
-            None,
-            entry.priority,
-            name,
-        )
-        for name, entry in classes.items()
-    }
+    return {name: entry.objective(name) for name, entry in classes.items()}
 
 
 def make_load(traces: Sequence[Path], rate: float, seconds: float, seed: int) -> Workload:

@@ -19,7 +19,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.workloads.settings import proserve
 from scheduling import batching, routing
 from scheduling.latency import LinearLatency
 from simulation.cluster import simulate_cluster
@@ -28,6 +27,7 @@ from simulation.metrics import stages
 from simulation.run import Result, simulate
 from simulation.truth import Truth
 from simulation.workload import Workload, window
+from simulation.workloads.settings import proserve
 
 LATENCY = LinearLatency(a=0.008, b=0.000_04, c=0.000_000_1, d=0.000_000_001)
 TRUTH = Truth(LATENCY, noise=0.03)

@@ -12,6 +12,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import ray.util
@@ -30,10 +31,12 @@ from controller.checks import (
 from controller.config import ControllerConfig
 from controller.decision_log import DECISIONS, DecisionLog
 from controller.drains import Drains
-from controller.endings import check_endings
+from controller.endings import check_endings, check_late
 from controller.history import History
 from controller.instruments import Instruments
 from controller.messages import (
+    FirstTokenWait,
+    LateNotice,
     MetricsPush,
     PushReply,
     QuotaUse,
@@ -49,7 +52,9 @@ from controller.messages import (
 from controller.metrics import families_of, text_of
 from controller.metrics_hub import MetricsHub
 from controller.mirror import Mirror
+from controller.moves import check_waits, late_of
 from controller.overview import describe, drain_of, left_at
+from controller.promises import PromiseLog
 from controller.quarantine import Quarantine
 from controller.quotas import Quotas
 from controller.request_classes import RequestClasses
@@ -57,7 +62,7 @@ from controller.version import version
 from scheduling.autoscaling import Load
 from scheduling.calibration import Calibration
 from scheduling.fleet import Fleet, FleetSettings
-from scheduling.job import INVALID_QUERY
+from scheduling.job import INVALID_QUERY, STAYS
 from scheduling.placement import Placer
 from scheduling.roles import Role
 
@@ -96,8 +101,15 @@ class Controller:
         routing = config.make_routing()
         self._log = DecisionLog(routing)
         self._calibration = Calibration(config.promise_level)
+        self._lengths = config.make_lengths()
+        self._promises = PromiseLog()
         self._placer = Placer(
-            self._fleet, routing, config.make_admission(), self._log.weigh, self._calibration
+            self._fleet,
+            routing,
+            config.make_admission(),
+            self._log.weigh,
+            self._calibration,
+            self._lengths,
         )
         self._mirror = Mirror(
             self._epoch, self._fleet, config.forget_after_s, ended=self._placer.shares.settle
@@ -114,6 +126,7 @@ class Controller:
             self._placer.demand,
             self._quarantine,
             self._calibration,
+            self._placer.returns,
             clock,
         )
         own = families_of(self._instruments.registry)
@@ -216,9 +229,14 @@ class Controller:
             return self._quotas.share(uses, self._hear())
 
     async def push_metrics(
-        self, push: MetricsPush, endings: Sequence[RequestEnding] = ()
+        self,
+        push: MetricsPush,
+        endings: Sequence[RequestEnding] = (),
+        late: Sequence[LateNotice] = (),
+        waits: Sequence[FirstTokenWait] = (),
     ) -> PushReply:
-        """Take a process's metrics, and how requests ended since its last push.
+        """Take a process's metrics, and since its last push how requests ended, and which promised
+        ones are late. Tell which of those that wait for their first tokens are going to miss them.
 
         Raises:
             ValueError: malformed, over a limit, or with a family of the controller's own.
@@ -226,14 +244,19 @@ class Controller:
         now_s = self._hear()
         with self._instruments.refusals():
             check_endings(endings)
+            check_late(late)
+            check_waits(waits)
             new = self._hub.push(push, now_s)
         if new:
             self._history.joined(push.samples)
         self._history.note(self._hub, now_s)
         self._log.endings.note(endings)
+        for notice in late:
+            self._calibration.behind(*notice, now_s)
         for ending in endings:
             self._learn(ending, now_s)
-        return PushReply(self._closed(), self._quarantine.names)
+        missing = late_of(waits, self._mirror, self._fleet, now_s) if waits else ()
+        return PushReply(self._closed(), self._quarantine.names, missing)
 
     async def render_metrics(self) -> bytes:
         """Every process's metrics, the controller's too, in Prometheus' text format.
@@ -284,6 +307,12 @@ class Controller:
             "metric_sources": self._hub.sources,
             "decision_ms": self._log.took_ms(),
             "recent": self._history.recent(self._hub, now_s),
+            "calibration": self._promises.describe(
+                self._config.promise_level,
+                self._calibration.largest(now_s),
+                self._mirror.replicas,
+                now_s,
+            ),
             "replicas": [
                 describe(
                     self._mirror, self._fleet, self._classes, self._quarantine, replica_id, now_s
@@ -377,15 +406,20 @@ class Controller:
         return RouteReply(self._epoch, decisions, self._closed(), self._quarantine.names)
 
     def _learn(self, ending: RequestEnding, now_s: float) -> None:
-        """Learn from how a promise turned out. A request that failed tells nothing of times, and of
-        one whose client left only the first token is known."""
+        """Learn from how a promise turned out, and how long an output was. A request that failed
+        tells nothing of times, and of one whose client left only the first token is known."""
+        self._promises.ended(ending, now_s)
         name = ending.request_id
+        judged_s = ending.judged_s or (ending.ttft_s, ending.tpot_s, ending.e2e_s)
         if ending.outcome == "ok":
-            self._calibration.ended(name, ending.ttft_s, ending.tpot_s, ending.e2e_s, now_s)
+            self._calibration.ended(name, *judged_s, now_s)
         elif ending.outcome == "cancelled":
-            self._calibration.ended(name, ending.ttft_s, None, None, now_s)
+            self._calibration.ended(name, judged_s[0], None, None, now_s)
         else:
             self._calibration.dropped(name)
+        most = ending.most_tokens or inf
+        ended = ending.outcome == "ok" and ending.tokens < most
+        self._lengths.observe(ending.service_class, ending.tenant, ending.tokens, ended)
 
     def _closed(self) -> tuple[str, ...] | None:
         settling = self._clock() - self._started_s < SETTLING_S
@@ -413,10 +447,12 @@ class Controller:
             self._instruments.count_decision(decision.reason, self._clock() - started_s)
             return decision
         self._quarantine.advance(started_s)
-        decision = self._placer.place(query, started_s)
+        decision = self._promises.made(query, self._placer.place(query, started_s))
         self._quarantine.placed(query, decision, started_s)
         took_s = self._clock() - started_s
         self._instruments.count_decision(decision.reason, took_s)
+        if decision.reason == STAYS:
+            return decision  # the log keeps why the request is where it is
         self._log.note(query, decision, started_s, took_s)
         if decision.replica_id is not None:
             self._classes.note(query.key, query.slo.service_class)

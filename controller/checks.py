@@ -28,7 +28,10 @@ from scheduling.objective import SLO
 from scheduling.prefix import HELD, HELD_SLOTS, MAX_CHUNKS
 from scheduling.roles import ROLES
 from scheduling.routing.base import Tier
+from scheduling.stages import MOST_STAGES, Stage, check_stages
 from scheduling.state import ROW, RUNNING, SUMMARY
+from scheduling.step_correction import MAX_SPREAD
+from scheduling.tpot import TPOTAnchor
 
 MAX_TEXT = 256
 """Longest id or name, characters."""
@@ -59,7 +62,12 @@ _TIERS = frozenset(Tier)
 # The counts of a row are its last fields, all int32: one look at them as a matrix checks them all.
 _COUNTS_FROM = ROW.fields["priority"][1] // 4 if ROW.fields else 0
 _SUMMARY_COUNTS = ("steps", "waiting", "running", "free_kv_blocks", "total_kv_blocks")
-_SUMMARY_TIMES = ("updated_s", "step_started_s", "last_step_s", "predicted_step_s", "correction")
+_SUMMARY_CORRECTIONS = ("correction", "fixed_correction")
+_SUMMARY_TIMES = (
+    *("updated_s", "step_started_s", "last_step_s", "predicted_step_s"),
+    *("step_spread", *_SUMMARY_CORRECTIONS),
+)
+_SUMMARY_SPREAD = _SUMMARY_TIMES.index("step_spread")
 _SUMMARY_CHECKED = itemgetter(
     *((SUMMARY.names or ()).index(name) for name in (*_SUMMARY_TIMES, *_SUMMARY_COUNTS))
 )
@@ -146,6 +154,7 @@ def check_query(query: RouteQuery) -> None:
         raise ValueError("prefill_key must differ from key")
     check_text("request_id", query.request_id, empty=True)
     check_text("client_request_id", query.client_request_id, empty=True)
+    check_text("moves_from", query.moves_from, empty=True)
     check_keys("prefix", query.prefix, MAX_CHUNKS)
     check_ids("avoid", query.avoid, MAX_AVOIDED)
     _check_integer("tenant", query.tenant, 0, MAX_KEY)
@@ -162,12 +171,25 @@ def _check_objective(slo: Any) -> None:
         raise ValueError(f"slo must be an SLO, got {type(slo).__name__}")
     try:
         columns = slo.columns
+        anchor, stages = slo.tpot_anchor, slo.stages
         check_text("service_class", slo.service_class)
     except AttributeError as error:
         raise ValueError(f"slo is not whole: {error}") from None
+    if type(anchor) is not TPOTAnchor:
+        raise ValueError(f"tpot_anchor must be a TPOTAnchor, got {short(anchor)}")
     sound = isinstance(columns, tuple) and len(columns) == 4
     if not sound or not all(type(value) is float and value > 0 for value in columns):
         raise ValueError(f"slo must be of positive times and a priority, got {short(columns)}")
+    _check_stages(stages)
+
+
+def _check_stages(stages: Any) -> None:
+    if not isinstance(stages, tuple) or not all(type(stage) is Stage for stage in stages):
+        raise ValueError(f"stages must be stages, got {short(stages)}")
+    for stage in stages[:MOST_STAGES]:
+        if not all(time_s is None or type(time_s) is float for time_s in stage.times_s):
+            raise ValueError(f"a stage's times must be floats, got {short(stage)}")
+    check_stages(stages)
 
 
 def check_text(name: str, value: Any, empty: bool = False) -> None:
@@ -190,7 +212,7 @@ def check_ids(name: str, ids: Any, limit: int = MAX_KEYS) -> None:
     Raises:
         ValueError: it is no sequence, too long, or holds something that is no id.
     """
-    for each in _listed(name, ids, "ids", limit):
+    for each in listed(name, ids, "ids", limit):
         check_text(name, each)
 
 
@@ -200,7 +222,7 @@ def check_notices(notices: Any) -> None:
     Raises:
         ValueError: it is no sequence of notices, too long, or one of them is malformed.
     """
-    for notice in _listed("notices", notices, "notices", MAX_KEYS):
+    for notice in listed("notices", notices, "notices", MAX_KEYS):
         if not isinstance(notice, TroubleNotice):
             raise ValueError(f"expected a TroubleNotice, got {short(notice)}")
         check_text("replica_id", notice.replica_id)
@@ -254,11 +276,16 @@ def check_keys(name: str, keys: Any, limit: int = MAX_KEYS) -> None:
     Raises:
         ValueError: it is no sequence, too long, or holds something that is no key.
     """
-    for key in _listed(name, keys, "keys", limit):
+    for key in listed(name, keys, "keys", limit):
         _check_integer(name, key, 0, MAX_KEY)
 
 
-def _listed(name: str, values: Any, what: str, limit: int) -> Sequence[Any]:
+def listed(name: str, values: Any, what: str, limit: int) -> Sequence[Any]:
+    """``values``, the argument ``name``, if it is a sequence of at most ``limit`` of ``what``.
+
+    Raises:
+        ValueError: it is none, or too long.
+    """
     if not isinstance(values, list | tuple) or len(values) > limit:
         raise ValueError(f"{name} must be a list of at most {limit} {what}, got {short(values)}")
     return values
@@ -368,11 +395,14 @@ def _check_summary(summary: Any) -> None:
             raise ValueError(f"{name} must be at least 0, got {value}")
     if summary["transfers"]:
         _check_transfers(summary)
-    correction = values[_SUMMARY_TIMES.index("correction")]
-    if not 1 / MAX_CORRECTION <= correction <= MAX_CORRECTION:
-        raise ValueError(
-            f"correction must be from {1 / MAX_CORRECTION} to {MAX_CORRECTION}, got {correction}"
-        )
+    spread, *corrections = values[_SUMMARY_SPREAD : len(_SUMMARY_TIMES)]
+    for name, correction in zip(_SUMMARY_CORRECTIONS, corrections, strict=True):
+        if not 1 / MAX_CORRECTION <= correction <= MAX_CORRECTION:
+            raise ValueError(
+                f"{name} must be from {1 / MAX_CORRECTION} to {MAX_CORRECTION}, got {correction}"
+            )
+    if not 0 <= spread <= MAX_SPREAD:
+        raise ValueError(f"step_spread must be from 0 to {MAX_SPREAD}, got {spread}")
 
 
 def _check_transfers(summary: np.void) -> None:

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -28,6 +28,8 @@ from controller.lookup import (
 )
 from controller.messages import (
     MAX_ENDINGS,
+    FirstTokenWait,
+    LateNotice,
     MetricsPush,
     PushReply,
     QuotaUse,
@@ -125,6 +127,9 @@ class ControllerClient:
         self._gone: dict[str, None] = {}
         self._troubled: list[TroubleNotice] = []
         self._ended: deque[RequestEnding] = deque(maxlen=MAX_ENDINGS)
+        self._late: deque[LateNotice] = deque(maxlen=MAX_ENDINGS)
+        self._waits: Callable[[], Sequence[FirstTokenWait]] = tuple
+        self._missing: Callable[[Sequence[int]], None] = _nothing
         self._notice_task: asyncio.Task[None] | None = None
         self._link = Link(app_name, config, self._queries.fail_queued)
         # Its end is the first sign of a dead controller.
@@ -211,20 +216,27 @@ class ControllerClient:
         return await self._delivered("goodbye", replica_id)
 
     async def push_metrics(self, push: MetricsPush) -> bool:
-        """Deliver a process's metrics, and the endings of requests since the last push.
+        """Deliver a process's metrics, and since the last push the endings of requests and the
+        notices of late ones.
 
         Raises:
             ValueError: the controller refused them, and says why.
         """
-        endings = tuple(self._ended)
+        endings, late = tuple(self._ended), tuple(self._late)
         self._ended.clear()
+        self._late.clear()
         try:
-            reply = await self._call("push_metrics", push, endings, timeout_s=NOTICE_TIMEOUT_S)
+            reply = await self._call(
+                "push_metrics", push, endings, late, self._waits(), timeout_s=NOTICE_TIMEOUT_S
+            )
         except NoAnswerError:
-            # With the next push; of more than it may hold, the latest.
+            # With the next push; of more than it may hold, the latest. Who is late is told again
+            # when it ends.
             self._ended = deque((*endings, *self._ended), maxlen=MAX_ENDINGS)
             return False
         self._note(reply)
+        if reply.late:
+            self._missing(reply.late)
         return True
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:
@@ -291,6 +303,20 @@ class ControllerClient:
         """A request ended. Does not wait; the controller hears of it with the next push of metrics.
         Of more than ``MAX_ENDINGS`` between two pushes, of the latest."""
         self._ended.append(ending)
+
+    def late(self, notice: LateNotice) -> None:
+        """A promised response is late. Told and bounded as :meth:`ended` is."""
+        self._late.append(notice)
+
+    def on_push(
+        self,
+        waits: Callable[[], Sequence[FirstTokenWait]],
+        missing: Callable[[Sequence[int]], None],
+    ) -> None:
+        """From now on ask with each push of metrics about the requests that ``waits`` names, at
+        most ``MAX_WAITS``, and hand the keys of those that are going to miss their first tokens to
+        ``missing``. Neither may wait."""
+        self._waits, self._missing = waits, missing
 
     def replica_gone(self, replica_ids: Iterable[str]) -> None:
         """These replicas left the application. Does not wait; where it gets lost, the replicas go
@@ -414,3 +440,7 @@ class ControllerClient:
 
     def _count(self, method: str, outcome: str) -> None:
         self._metrics.outcomes.labels(method, outcome).inc()
+
+
+def _nothing(_: Sequence[int]) -> None:
+    """Who asks about no requests is told of none."""

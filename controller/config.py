@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from scheduling.admission import AdmissionPolicy
 from scheduling.admission import make_policy as make_admission_policy
+from scheduling.length import LengthRange
+from scheduling.output_lengths import OutputLengths
 from scheduling.routing import RoutingPolicy, make_policy
 
 NO_ADMISSION = "none"
@@ -36,6 +38,13 @@ class ControllerConfig(BaseModel):
         lt=1,
         description="Share of the promises that are to be kept: with how much of a margin a "
         "promise is planned follows from how those before it turned out.",
+    )
+    output_tokens: dict[str, tuple[int, int]] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Range of the output lengths by service class, `[least, most]` tokens, any of "
+        "them alike: end-to-end times of the class are promised by it. Lengths of a class that is "
+        "not here are learned.",
     )
     aged_after_s: float = Field(
         default=1.0,
@@ -71,7 +80,25 @@ class ControllerConfig(BaseModel):
     def _check_policy(self) -> ControllerConfig:
         self.make_routing()
         self.make_admission()
+        self.make_lengths()
         return self
+
+    def make_lengths(self) -> OutputLengths:
+        """What is known of the lengths of outputs before any has ended.
+
+        Raises:
+            ValueError: a range that is none.
+        """
+        stated = {}
+        for name, (least, most) in self.output_tokens.items():
+            try:
+                stated[name] = LengthRange(least, most)
+            except ValueError:
+                raise ValueError(
+                    f"output_tokens.{name} must be [least, most] with 1 <= least <= most, "
+                    f"got [{least}, {most}]"
+                ) from None
+        return OutputLengths(self.promise_level, stated)
 
     def make_routing(self) -> RoutingPolicy:
         """A new routing policy.

@@ -100,7 +100,8 @@ class DecisionLog:
     ) -> None:
         """A decision was made on a valid query."""
         weighed, self._weighed = self._weighed, None
-        if weighed is not None and weighed.job.query is not query:
+        # The one that was decided on may have an earlier plan than what was asked for.
+        if weighed is not None and weighed.job.query.key != query.key:
             weighed = None  # of one that failed halfway
         entries = self._entries
         earlier = entries.pop(query.key, None)
@@ -155,6 +156,7 @@ class DecisionLog:
             "asked": entry.asked,
             "outcome": decision.reason,
             "over_share": decision.over_share,
+            "moved_from": query.moves_from or None,
             "tier": None if decision.tier is None else decision.tier.value,
             "not_guaranteed": _not_guaranteed(entry),
             "constraints": _constraints(weighed),
@@ -228,7 +230,8 @@ class DecisionLog:
         if decision.tier is None:
             return f"Nothing is promised here, as admission is off; {self._routing.name} chose."
         if decision.tier is Tier.GUARANTEED:
-            return f"{of} can promise the objective; of those {self._routing.name} chose."
+            promised = f"{of} can promise the objective; of those {self._routing.name} chose."
+            return f"{_moved(entry.query.moves_from)}{promised}"
         if able is None:
             states = entry.query.slo.stated
             asks = "It asks for best effort, as the lines of a batch do"
@@ -344,6 +347,11 @@ def _is_trial(decision: RouteDecision, weighed: Weighed) -> bool:
     """Whether the request goes to a replica in quarantine, to see what becomes of it."""
     tried = {weighed.ids[row] for row in weighed.untried}
     return bool(tried & {decision.replica_id, decision.prefill_id})
+
+
+def _moved(replica_id: str) -> str:
+    """Why a request was decided on that a replica had already."""
+    return f"Its first token was going to be late at {replica_id}. " if replica_id else ""
 
 
 def _able(weighed: Weighed | None) -> int | None:

@@ -18,8 +18,9 @@ from scheduling.autoscaling import Demand
 from scheduling.breaker import Trouble
 from scheduling.calibration import Calibration
 from scheduling.fleet import CONDITIONS, Fleet
-from scheduling.job import INVALID_QUERY, NO_REPLICA, PLACED, UNATTAINABLE
+from scheduling.job import INVALID_QUERY, NO_REPLICA, PLACED, STAYS, UNATTAINABLE
 from scheduling.kernels import Floats
+from scheduling.retry_after import RetryAfter
 from scheduling.roles import ROLES
 
 DECISION_BUCKETS_S = (
@@ -34,7 +35,7 @@ DECISION_BUCKETS_S = (
     0.05,
 )
 
-_OUTCOMES = (PLACED, UNATTAINABLE, NO_REPLICA, INVALID_QUERY)
+_OUTCOMES = (PLACED, UNATTAINABLE, STAYS, NO_REPLICA, INVALID_QUERY)
 _REPORTS = ("hello", "applied", "resync", "refused")
 
 _BUDGET = "sluice_replica_pab_tokens"
@@ -106,7 +107,7 @@ class Instruments(Collector):
 
     Args:
         policy: name of the routing policy, a label of the decisions.
-        mirror, fleet, demand, quarantine, calibration: what the gauges show.
+        mirror, fleet, demand, quarantine, calibration, returns: what the gauges show.
         clock: monotonic seconds.
     """
 
@@ -118,6 +119,7 @@ class Instruments(Collector):
         demand: Demand,
         quarantine: Quarantine,
         calibration: Calibration,
+        returns: RetryAfter,
         clock: Callable[[], float],
     ) -> None:
         self._mirror = mirror
@@ -125,6 +127,7 @@ class Instruments(Collector):
         self._demand = demand
         self._quarantine = quarantine
         self._calibration = calibration
+        self._returns = returns
         self._clock = clock
         self.registry = CollectorRegistry(auto_describe=False)
         decisions = Counter(
@@ -205,6 +208,14 @@ class Instruments(Collector):
         for objective, margin in self._calibration.largest(now_s).items():
             margins.add_metric((objective,), margin)
         yield margins
+        returns = CounterMetricFamily(
+            "sluice_retry_after",
+            "Requests that came again when they were told to, by whether they were promised.",
+            labels=("outcome",),
+        )
+        returns.add_metric(("promised",), self._returns.held)
+        returns.add_metric(("refused",), self._returns.missed)
+        yield returns
         yield from self._loads(now_s)
         yield from self._quarantines()
         for name, (documentation, read) in _REPLICA_GAUGES.items():

@@ -13,13 +13,16 @@ import numpy as np
 from scheduling.breaker import Trouble
 from scheduling.job import RouteDecision, RouteQuery, Tier
 from scheduling.latency_profile import LatencyProfile
+from scheduling.objective import OBJECTIVES, Times
 from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from scheduling.roles import Role
 
 __all__ = [
     "MAX_ENDINGS",
     "MAX_USES",
+    "MAX_WAITS",
     "OBJECTIVES",
+    "FirstTokenWait",
     "MetricSample",
     "MetricsPush",
     "PushReply",
@@ -154,17 +157,16 @@ class MetricsPush(NamedTuple):
 
 class PushReply(NamedTuple):
     """Answer to a push of metrics: a router to which no request comes hears of closed and
-    quarantined replicas, too; see :class:`RouteReply`."""
+    quarantined replicas, too; see :class:`RouteReply`. ``late``: keys of those requests of the
+    push's :class:`FirstTokenWait` that are predicted to miss their first token where they are."""
 
     closed: tuple[str, ...] | None
     quarantined: tuple[str, ...]
+    late: tuple[int, ...] = ()
 
 
 MAX_ENDINGS = 256
-"""Most endings of requests in one call."""
-
-OBJECTIVES = ("ttft", "tpot", "e2e")
-"""What a request can miss."""
+"""Most endings of requests in one call, and most notices of late ones."""
 
 
 class RequestEnding(NamedTuple):
@@ -176,9 +178,19 @@ class RequestEnding(NamedTuple):
         missed: the stated objectives that a response with the outcome ``ok`` missed.
         tokens: output tokens of its first choice.
         ttft_s: from its arrival to its first token; ``None`` where there was none.
-        tpot_s: mean time per token after the first; ``None`` with fewer than two.
+        tpot_s: time per token after the first, by the anchor of its objective
+            (:class:`~scheduling.tpot.TPOTAnchor`); ``None`` with fewer than two.
         e2e_s: from its arrival to its end.
         error: code of the error that its client got; empty for none.
+        service_class: that it was served as; empty where that is not known.
+        tenant: whose it was, as in its :class:`RouteQuery`.
+        most_tokens: the most that this choice might have had; 0 if that is not known.
+        replica_id: the replica that answered; of a stream that went on elsewhere, the first one.
+            Empty for none.
+        kept: whether what was promised to it was kept, as the metrics count it; ``None`` where
+            nothing was, it does not show, or no answer began.
+        judged_s: of a request with stages, TTFT, TPOT and end-to-end time as its worst stages have
+            them, see :meth:`scheduling.stage_clock.StageClock.judged_s`; ``None``: those above.
     """
 
     request_id: str
@@ -189,6 +201,48 @@ class RequestEnding(NamedTuple):
     tpot_s: float | None
     e2e_s: float | None
     error: str = ""
+    service_class: str = ""
+    tenant: int = 0
+    most_tokens: int = 0
+    replica_id: str = ""
+    kept: bool | None = None
+    judged_s: Times | None = None
+
+
+class LateNotice(NamedTuple):
+    """What a router sees a promised response miss while it goes on.
+
+    Attributes:
+        request_id: as in its :class:`RouteQuery`.
+        ttft_s: from its arrival to its first token, where that was late.
+        tpot_s: time per token until now, by the anchor of its objective, where that is behind.
+
+    Of a request with stages both are as its worst stage has them.
+    """
+
+    request_id: str
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+MAX_WAITS = 256
+"""Most requests in one call that wait for their first tokens."""
+
+
+class FirstTokenWait(NamedTuple):
+    """A promised request of which nothing has come yet, as its router sees it.
+
+    Attributes:
+        key: of its attempt, as in its :class:`RouteQuery`.
+        replica_id: where it was placed.
+        ttft_s: what it states, from its arrival to its first token.
+        waited_s: its age.
+    """
+
+    key: int
+    replica_id: str
+    ttft_s: float
+    waited_s: float
 
 
 class TroubleNotice(NamedTuple):

@@ -23,6 +23,7 @@ from controller.messages import ReplicaDelta, ReplicaHello
 from scheduling.fleet import Fleet, Report
 from scheduling.prefix import NO_HELD, NO_HELD_SLOTS
 from scheduling.state import ROW, SUMMARY
+from scheduling.step_correction import caution
 from scheduling.transfer import NO_TRANSFERS, Transfers
 
 MAX_REPLICAS = 4096
@@ -94,19 +95,26 @@ class MirroredReplica:
         """Its state, made at ``made_s`` of its clock, as a fleet takes it."""
         summary, hello = self.summary, self.hello
         rows = self.table[: self.used_slots]
-        correction = float(summary["correction"])
+        work, fixed = float(summary["correction"]), float(summary["fixed_correction"])
+        spread = float(summary["step_spread"])
         if not rows["phase"].any():
             # Nothing runs that could correct it: what slow steps have taught must not keep an idle
             # replica from all promises for good.
             idle_s = max(0.0, made_s - float(summary["updated_s"]))
-            correction = 1.0 + (correction - 1.0) * exp(-idle_s / FORGETTING_S)
+            kept = exp(-idle_s / FORGETTING_S)
+            work, fixed, spread = (
+                1.0 + (work - 1.0) * kept,
+                1.0 + (fixed - 1.0) * kept,
+                spread * kept,
+            )
+        careful = caution(spread)
         return Report(
             rows,
             # For a whole number the compiled loops would be compiled anew, for seconds.
             float(made_s),
             self.offset_s,
             float(summary["updated_s"]),
-            self.latency.corrected(correction),
+            self.latency.corrected(work * careful, fixed * careful),
             int(summary["free_kv_blocks"]),
             int(summary["total_kv_blocks"]),
             hello.block_tokens,

@@ -65,6 +65,8 @@ def describe(
         "last_step_ms": _ms(float(summary["last_step_s"])),
         "predicted_step_ms": _ms(float(summary["predicted_step_s"])),
         "latency_correction": round(float(summary["correction"]), 4),
+        "latency_fixed_correction": round(float(summary["fixed_correction"]), 4),
+        "latency_spread": round(float(summary["step_spread"]), 4),
         "best_effort_wait_ms": _ms(float(summary["best_effort_wait_s"])),
         "steps": int(summary["steps"]),
         "preemptions": int(summary["preemptions"]),

@@ -7,6 +7,7 @@ from typing import Any
 
 from controller.messages import RouteDecision, RouteQuery, Tier
 from scheduling.objective import SLO
+from scheduling.stages import Stage
 
 _objective = lru_cache(maxsize=1024, typed=True)(SLO)
 """Most requests have the objective of their class, and checking one takes as long as the rest."""
@@ -31,11 +32,14 @@ def to_row(query: RouteQuery) -> tuple[object, ...]:
         query.tenant,
         query.weight,
         query.client_request_id,
+        query.moves_from,
         slo.ttft_s,
         slo.tpot_s,
         slo.e2e_s,
         slo.priority,
         slo.service_class,
+        slo.tpot_anchor,
+        slo.stages,
     )
 
 
@@ -46,10 +50,10 @@ def of_row(row: Any) -> RouteQuery:
         KeyError, TypeError, ValueError: it is none.
     """
     (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id, prefill_key,
-     avoid, tenant, weight, client_request_id, *objective) = row  # fmt: skip
+     avoid, tenant, weight, client_request_id, moves_from, *objective, stages) = row  # fmt: skip
     return RouteQuery(
         key,
-        _objective(*objective),
+        _objective(*objective, tuple([Stage(*stage) for stage in stages])),
         prompt_tokens,
         waited_s,
         frozenset(map(_tier, tiers)),
@@ -62,6 +66,7 @@ def of_row(row: Any) -> RouteQuery:
         tenant,
         weight,
         client_request_id,
+        moves_from,
     )
 
 

@@ -75,6 +75,8 @@ def _live_row_is_sound(row: Any) -> bool:
         row.kv_blocks,
         row.expected_tokens,
         row.best_effort,
+        row.later_stages,
+        row.later_tokens,
         row.phase,
     )
     return (

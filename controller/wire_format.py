@@ -8,6 +8,7 @@ from typing import Final
 from controller.messages import ReplicaDelta, ReportReply, RouteDecision, RouteQuery, RouteReply
 from scheduling.objective import SLO
 from scheduling.prefix import HELD
+from scheduling.stages import Stage
 from scheduling.state import ROW, SUMMARY
 
 _ENVELOPE: Final = 2
@@ -18,7 +19,7 @@ def _layouts() -> str:
     """Names what messages are made of: another version may have other fields, and a row of those
     must not be taken for one of these."""
     messages = (RouteQuery, RouteDecision, RouteReply, ReplicaDelta, ReportReply)
-    fields = [*(message._fields for message in messages), SLO.__match_args__]
+    fields = [*(message._fields for message in messages), SLO.__match_args__, Stage._fields]
     tables = [table.descr for table in (ROW, SUMMARY, HELD)]
     text = repr((_ENVELOPE, fields, tables))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,5 @@
-"""The command line: ``sluice`` and its commands, each from a file in :mod:`deploy.commands`."""
+"""The command line: ``sluice`` and its commands: files in :mod:`deploy.commands`, and what packages
+above register."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from pathlib import Path
 if __name__ == "__main__" and Path(sys.path[0]) != Path(__file__).resolve().parents[1]:
     # `python -m` puts the working folder first: a file there must not stand in for our modules.
     del sys.path[0]
+
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
 
 import click
 
@@ -22,21 +26,26 @@ from deploy.commands.serve import serve
 from deploy.commands.status import status
 from deploy.commands.top import top
 
-_MEASURING = ("bench", "simulate")
+_REGISTERED = "sluice.commands"
+"""The group of entry points that name commands."""
 
 
 class _Commands(click.Group):
-    """Imports what measures where it is asked for: that takes as long as all the rest."""
+    """Imports a registered command where it is asked for: what measures takes as long as all the
+    rest."""
+
+    @cached_property
+    def _registered(self) -> dict[str, EntryPoint]:
+        return {entry.name: entry for entry in entry_points(group=_REGISTERED)}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_MEASURING])
+        return sorted([*super().list_commands(ctx), *self._registered])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _MEASURING:
-            return super().get_command(ctx, cmd_name)
-        from benchmarks import cli
-
-        command: click.Command = getattr(cli, cmd_name)
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in self._registered:
+            return own
+        command: click.Command = self._registered[cmd_name].load()
         return command
 
 

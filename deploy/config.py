@@ -71,6 +71,18 @@ class SluiceConfig(BaseModel):
             raise ValueError(f"models and adapters share names: {', '.join(doubles)}")
         return self
 
+    @model_validator(mode="after")
+    def _check_output_tokens(self) -> SluiceConfig:
+        for fleet in self.fleets:
+            unknown = sorted(set(fleet.config.controller.output_tokens) - set(self.router.classes))
+            if unknown:
+                known = ", ".join(sorted(self.router.classes))
+                raise ValueError(
+                    f"controller.output_tokens names {', '.join(unknown)}, which router.classes "
+                    f"does not have; its classes are: {known}"
+                )
+        return self
+
     @property
     def fleets(self) -> tuple[ModelFleet, ...]:
         """Every model with what is deployed for it, in the order of the configuration."""

@@ -19,6 +19,9 @@ third only where there is none of either, and to try it."""
 
 _NONE = "-"
 
+_CHECKED = (0.5, 0.9, 0.99)
+"""Forecast quantiles that are shown."""
+
 _REASONS = {
     "draining": "it is being stopped",
     "gone": "a router saw it leave",
@@ -109,6 +112,40 @@ def class_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
                 *(f"{admission[name]:,.0f}" for name in ("guaranteed", "best_effort", "refused")),
             )
         yield from _titled(model, table, fleet)
+
+
+def promise_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
+    """For each model that promised anything lately: how much was kept, by class and replica, and
+    how many first tokens came by the forecast quantiles."""
+    for model, facts in fleet["models"].items():
+        # A controller of an earlier version tells nothing of it.
+        found = facts.get("calibration")
+        if not found or not found["promised"]:
+            continue
+        checked = [found["quantiles"].index(quantile) for quantile in _CHECKED]
+        table = _table("promises")
+        for name in ("promised", "kept", *(f"<=p{100 * quantile:.0f}" for quantile in _CHECKED)):
+            table.add_column(name, justify="right")
+        rows = [
+            (f"all, level {found['level']:.1%}", found),
+            *([("moved", _moved(found))] if found.get("moved") else []),
+            *((f"class {row['class']}", row) for row in found["classes"]),
+            *((f"replica {row['replica_id']}", row) for row in found["replicas"]),
+        ]
+        for name, row in rows:
+            shares = row.get("reliability", {}).get("observed")
+            table.add_row(
+                _text(name),
+                f"{row['promised']:,}",
+                _percent(row["kept"] / row["promised"] if row["promised"] else None),
+                *(_percent(shares[place] if shares else None) for place in checked),
+            )
+        yield from _titled(model, table, fleet)
+
+
+def _moved(found: Mapping[str, Any]) -> dict[str, int]:
+    """Of promised requests that left their replica for another one."""
+    return {"promised": found["moved"], "kept": found["moved_kept"]}
 
 
 def headline(fleet: Mapping[str, Any]) -> Text:

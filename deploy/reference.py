@@ -76,19 +76,21 @@ class _Kind(NamedTuple):
 
 
 KINDS = {
-    "batch": _Kind("batching", dict(batching.POLICIES), "engine.policy", "engine.policy_options"),
+    "batch": _Kind(
+        "batching", dict(batching.POLICIES.own), "engine.policy", "engine.policy_options"
+    ),
     "routing": _Kind(
-        "routing", dict(routing.POLICIES), "controller.policy", "controller.policy_options"
+        "routing", dict(routing.POLICIES.own), "controller.policy", "controller.policy_options"
     ),
     "admission": _Kind(
         "admission",
-        dict(admission.POLICIES),
+        dict(admission.POLICIES.own),
         "controller.admission",
         "controller.admission_options",
     ),
     "autoscaling": _Kind(
         "autoscaling",
-        dict(autoscaling.POLICIES),
+        dict(autoscaling.POLICIES.own),
         "replica.autoscaling.policy",
         "replica.autoscaling.policy_options",
     ),

@@ -53,6 +53,14 @@ class SimulatedEngineConfig(BaseModel):
     quadratic_s: float = Field(
         default=0.0, ge=0, description="Time per unit of the quadratic prefill term, seconds."
     )
+    drift: float = Field(
+        default=1.0,
+        gt=0,
+        le=100,
+        description="Largest factor on the time of a step, reached in the middle of each "
+        "`drift_period_s`: it rises linearly from 1, and falls back. Below 1 it falls first.",
+    )
+    drift_period_s: float = Field(default=60.0, gt=0, description="Period of that drift, seconds.")
     kv_blocks: int = Field(default=4096, ge=8, description="KV blocks.")
     block_tokens: int = Field(default=16, ge=1, description="Tokens per KV block.")
     max_model_tokens: int = Field(default=8192, ge=16, description="Longest prompt + output.")

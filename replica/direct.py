@@ -87,13 +87,14 @@ async def sent_directly(
         await port.start()  # with the first stream: most replicas are never asked for one
         stream = port.open(patience_s)
         stream.on_left = lambda: on_left(ClientLeftError())
-        sent: list[tuple[int, float, bool]] = []
+        sent: list[tuple[int, float, bool, int]] = []
         told_s = -inf
         try:
             async for item in items:
                 now_s = asyncio.get_running_loop().time()
                 if isinstance(item, ResponseChunk):
-                    sent.append((item.tokens, now_s - began_s, len(item.token_ids) == item.tokens))
+                    told = len(item.token_ids) == item.tokens
+                    sent.append((item.tokens, now_s - began_s, told, item.reasoned))
                 ended = isinstance(item, ResponseTail)
                 if sent and (ended or now_s >= told_s + SENT_PERIOD_S):
                     if told_s == -inf:
@@ -114,9 +115,11 @@ async def sent_directly(
             stream.close()
 
 
-def _report(sent: Sequence[tuple[int, float, bool]]) -> ResponseSent:
-    tokens, offsets_s, told = zip(*sent, strict=True)
-    return ResponseSent(tokens, offsets_s, all(told))
+def _report(sent: Sequence[tuple[int, float, bool, int]]) -> ResponseSent:
+    tokens, offsets_s, told, reasoned = zip(*sent, strict=True)
+    ended = next((place for place, own in enumerate(reasoned) if own), None)
+    count = 0 if ended is None else sum(tokens[:ended]) + reasoned[ended]
+    return ResponseSent(tokens, offsets_s, all(told), count)
 
 
 class DirectStream:

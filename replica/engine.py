@@ -100,7 +100,8 @@ class EngineRequest:
             client that takes nothing for so long, seconds; ``None``: whoever asks gets the stream.
         tenant: whose it is, a 63-bit hash; best-effort requests of several take turns. weight: of
             the tenant's share, > 0.
-        promised: its objective was promised: it is served even where it will be late.
+        promised: its objective was promised: where it will be late, it gets what time the others
+            can spare.
 
     Raises:
         ValueError: ``waited_s`` is negative or not finite.
@@ -154,21 +155,25 @@ class ResponseHead(NamedTuple):
 
 class ResponseChunk(NamedTuple):
     """Bytes of the body, and the output tokens (of the first choice) that they carry: how many, and
-    in a stream that can be resumed which."""
+    in a stream that can be resumed which. With ``reasoned`` of them the reasoning ended; 0: it did
+    not, or nobody asked."""
 
     data: bytes
     tokens: int = 0
     token_ids: tuple[int, ...] = ()
+    reasoned: int = 0
 
 
 class ResponseSent(NamedTuple):
     """Chunks that the replica has sent to the client itself since it last said so: the output
     tokens of each, and when it was sent, in seconds after the request reached the replica.
-    ``told``: the client's side knows which tokens, so that another replica can go on."""
+    ``told``: the client's side knows which tokens, so that another replica can go on. With
+    ``reasoned`` of all these tokens the reasoning ended; 0: it did not."""
 
     tokens: tuple[int, ...]
     offsets_s: tuple[float, ...]
     told: bool
+    reasoned: int = 0
 
 
 class ResponseTail(NamedTuple):
@@ -178,7 +183,9 @@ class ResponseTail(NamedTuple):
     the first choice, when it left the engine, in seconds after the request reached the replica.
     ``queued_s`` is the time from there to the first batch that it was in, where the engine tells.
     ``handoff`` is the answer to a request for its prompt only. ``cached_tokens`` are those of the
-    prompt that the engine had in its prefix cache.
+    prompt that the engine had in its prefix cache. ``reasoned`` is filled for plain responses only:
+    with so many output tokens of the first choice the reasoning ended; 0: it did not, or nobody
+    asked.
     """
 
     prompt_tokens: int
@@ -187,6 +194,7 @@ class ResponseTail(NamedTuple):
     queued_s: float | None = None
     handoff: Handoff | None = None
     cached_tokens: int = 0
+    reasoned: int = 0
 
 
 def chunks_of(data: bytes, tokens: int = 0) -> Iterator[ResponseChunk]:

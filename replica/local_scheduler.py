@@ -19,11 +19,12 @@ from replica.state_table import RowUpdate, StateTable, TableFullError
 from replica.transfer.counts import TransferCounts
 from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from scheduling.batching.best_effort import longest_wait_s
-from scheduling.latency import LatencyModel, LinearLatency, OnlineCorrection, StepSample
+from scheduling.latency import LatencyModel, LinearLatency, StepSample
 from scheduling.length import TaskLengths
 from scheduling.objective import SLO
 from scheduling.request import QueueView
 from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
+from scheduling.step_correction import StepCorrection
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Planned with until a profile is known."""
@@ -71,14 +72,15 @@ class TrackedRequest:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A batch that the engine is running. ``preempted`` lists the requests that lost their KV,
-    ``record`` is its line in the batch log, ``checked`` the drafted tokens among its own, and
+    """A batch that the engine is running. ``parts_s`` are the fixed part and the work of its
+    uncorrected prediction, ``preempted`` lists the requests that lost their KV, ``record`` is its
+    line in the batch log, ``checked`` the drafted tokens among its own, and
     ``drafted`` the most that a model drafts in it for one request, ``None`` where no model does."""
 
     started_s: float
     plan: BatchPlan
     work: StepSample
-    uncorrected_s: float
+    parts_s: tuple[float, float]
     preempted: Sequence[str] = ()
     record: dict[str, object] | None = None
     checked: Mapping[str, int] = field(default_factory=dict)
@@ -140,7 +142,7 @@ class LocalScheduler:
         self._table = table
         self._base_model = model
         self._model = model
-        self._correction = OnlineCorrection()
+        self._correction = StepCorrection()
         self._draft_time = DraftTime()
         self.drafts = DraftCounts()
         """What became of drafted tokens."""
@@ -234,8 +236,9 @@ class LocalScheduler:
         changed = self._table.model_change()
         if changed is not None:
             self._base_model = changed
-            self._correction = OnlineCorrection()
-        self._model = self._base_model.corrected(self._correction.factor)
+            self._correction = StepCorrection()
+        learned = self._correction
+        self._model = self._base_model.corrected(learned.work, learned.fixed)
 
     def plan(self, queue: QueueView, now_s: float, budget: BatchBudget) -> BatchPlan:
         """Plan the next batch by the policy, with the corrected latency model."""
@@ -284,14 +287,14 @@ class LocalScheduler:
             ((tokens, computed) for _, tokens, computed in ran), spec_steps=drafted or 0
         )
         # Without head-room: what is learned and published is how right the model is.
-        uncorrected = self._base_model.step_s(work) / self._base_model.headroom
+        parts_s = self._model.parts_s(work)
         planned = {
             entry.request_id: entry.tokens
             for entry in plan.entries
             if entry.request_id not in fetched
         }
         if not ran and not planned:
-            return StepInFlight(now_s, plan, work, uncorrected, preempted)
+            return StepInFlight(now_s, plan, work, parts_s, preempted)
         self._steps += 1
         actual = {request_id: tokens for request_id, tokens, _ in ran}
         if planned != actual:
@@ -301,7 +304,7 @@ class LocalScheduler:
         record = None
         if self._log is not None:
             record = self._record(plan, ran, now_s, preempted, checked)
-        return StepInFlight(now_s, plan, work, uncorrected, preempted, record, checked, drafted)
+        return StepInFlight(now_s, plan, work, parts_s, preempted, record, checked, drafted)
 
     def end_step(
         self,
@@ -328,7 +331,7 @@ class LocalScheduler:
         self._last_end_s = now_s
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "seconds": seconds})
-        undrafted_s = step.uncorrected_s * self._correction.factor
+        undrafted_s = self._correction.predicted_s(*step.parts_s)
         drafting_s = self._draft_time.seconds * (step.drafted or 0)
         predicted_s = undrafted_s + drafting_s
         if step.work.new_tokens > 0 and seconds > 0:
@@ -339,7 +342,7 @@ class LocalScheduler:
             disturbed = disturbed and self._unlearned <= _MOST_UNLEARNED
         if step.work.new_tokens > 0 and seconds > 0 and not disturbed:
             self._table.add_sample(step.work._replace(seconds=seconds))
-            self._correction.observe(step.uncorrected_s, seconds - drafting_s)
+            self._correction.observe(*step.parts_s, seconds - drafting_s)
             if step.drafted is not None:
                 self._draft_time.observe(undrafted_s, step.drafted, seconds)
         if self._rowless:
@@ -354,7 +357,9 @@ class LocalScheduler:
             updates,
             updated_s=now_s,
             **(times if step.work.new_tokens > 0 else {}),
-            correction=self._correction.factor,
+            correction=self._correction.work,
+            fixed_correction=self._correction.fixed,
+            step_spread=self._correction.spread,
             steps=self._steps,
             waiting=waiting,
             running=running,

@@ -73,7 +73,18 @@ _COUNTERS = {
     "sluice_prefill_decide_seconds": ("decide_s", "Time to decide which prefill runs."),
 }
 _GAUGES = {
-    "sluice_latency_correction": ("correction", "Online factor on the latency model."),
+    "sluice_latency_correction": (
+        "correction",
+        "Online factor on the time of tokens in the latency model.",
+    ),
+    "sluice_latency_fixed_correction": (
+        "fixed_correction",
+        "Online factor on the fixed time of a batch in the latency model.",
+    ),
+    "sluice_latency_spread_ratio": (
+        "step_spread",
+        "Relative error of the corrected latency model, root mean square of about 20 batches.",
+    ),
     "sluice_last_step_seconds": ("last_step_s", "Real time of the last batch."),
     "sluice_predicted_step_seconds": ("predicted_step_s", "Predicted time of the last batch."),
     "sluice_best_effort_wait_seconds": (

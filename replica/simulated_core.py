@@ -128,6 +128,13 @@ class SimulatedStep(NamedTuple):
     in_flight: StepInFlight
 
 
+def drift(config: SimulatedEngineConfig, now_s: float) -> float:
+    """Factor on the time of a step that begins at ``now_s``. All engines of a machine share its
+    monotonic clock, so they drift together."""
+    phase = now_s / config.drift_period_s % 1.0
+    return 1.0 + (config.drift - 1.0) * (1.0 - abs(2.0 * phase - 1.0))
+
+
 class SimulatedCore:
     """Queue, KV blocks and batches of a simulated engine.
 
@@ -288,7 +295,7 @@ class SimulatedCore:
             + config.context_token_s * work.context_tokens
             + config.quadratic_s * work.quadratic
         )
-        return SimulatedStep(seconds, ran, preempted, in_flight)
+        return SimulatedStep(seconds * drift(config, now_s), ran, preempted, in_flight)
 
     def _allocate(
         self, plan: BatchPlan

@@ -3,10 +3,11 @@
 It holds a row per live request, a summary, and the chunks of prompts whose KV the engine has.
 
 One writer (the process that schedules) and any number of readers on the same host, without locks: a
-sequence number is odd while a write is under way, and a reader copies again if it changed. Writing
-costs microseconds and never waits, which a call into the engine between two steps could not
-promise. The table also carries the two small things that go the other way or pile up: the latency
-model that the scheduler should plan with, and the latest step samples for fitting it.
+sequence number is odd while a write is under way, and a reader copies again if it changed, with a
+fence on either side of the copy (:mod:`replica.memory_fence`). Writing costs microseconds and never
+waits, which a call into the engine between two steps could not promise. The table also carries the
+two small things that go the other way or pile up: the latency model that the scheduler should plan
+with, and the latest step samples for fitting it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from replica.memory_fence import reader_fence
 from scheduling.latency import FAMILIES, LatencyModel, StepSample
 from scheduling.objective import SLO
 from scheduling.prefix import HELD, HELD_SLOTS
+from scheduling.stages import later_of
 from scheduling.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 
 SAMPLE_RING = 2048
-_MAGIC = 0x534C5549_43450006
+_MAGIC = 0x534C5549_43450007
 _READ_TRIES = 30
 _READ_TRIES_AT_ONCE = 10
 _READ_PAUSE_S = 0.001
@@ -76,6 +79,9 @@ class StateTable:
         buffer: writable memory of :meth:`nbytes` bytes, zeroed for a new table.
         capacity: slots, the most live requests.
         clock: seconds, monotonic; the one that the writer's times are of.
+
+    Raises:
+        RuntimeError: this machine may exchange reads and writes, and its kernel has no fence.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class StateTable:
         self._free = list(range(capacity - 1, -1, -1))
         self._model_version = 0
         self._clock = clock
+        self._fence = reader_fence()
         self.capacity = capacity
 
     @staticmethod
@@ -129,7 +136,7 @@ class StateTable:
             table = cls(_map(path), capacity, clock)
         table._header["magic"] = _MAGIC
         table._header["capacity"] = capacity
-        table._summary["correction"] = 1.0
+        table._summary["correction"] = table._summary["fixed_correction"] = 1.0
         return table
 
     @classmethod
@@ -162,6 +169,7 @@ class StateTable:
         if not self._free:
             raise TableFullError(f"all {self.capacity} request slots are in use")
         slot = self._free.pop()
+        later = later_of(slo.stages, 0)
         self._begin()
         self._rows[slot] = (
             key,
@@ -179,6 +187,8 @@ class StateTable:
             0,
             0,
             best_effort,
+            later.stages,
+            later.tokens,
             WAITING,
         )
         self._end()
@@ -237,6 +247,7 @@ class StateTable:
         if version == self._model_version:
             return None
         self._model_version = version
+        self._fence()
         header = self._header[0]
         family = _MODELS[int(header["family"])]
         model = family.of(header["coefficients"][: len(family.names)].tolist())
@@ -256,10 +267,12 @@ class StateTable:
         for attempt in range(_READ_TRIES):
             before = int(self._sequence[0])
             if before % 2 == 0:
+                self._fence()
                 slots = np.flatnonzero(self._rows["phase"]).astype(np.int32)
                 rows = self._rows[slots]
                 summary = self._summary[0].copy()
                 held = self._held.copy()
+                self._fence()
                 if int(self._sequence[0]) == before:
                     return EngineState(self._clock(), slots, rows, summary, held)
             if attempt >= _READ_TRIES_AT_ONCE:

@@ -114,10 +114,12 @@ def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -
     if weight <= 0:
         raise ValueError(f"{WEIGHT} must be above 0, got {weight}")
     prefix = _prompt_prefix(given.pop(PROMPT_PREFIX, None))
-    objectives = {field: _number(key, given.pop(key)) for key, field in _OBJECTIVES if key in given}
+    ttft_s, tpot_s, e2e_s = (
+        _number(key, given.pop(key)) if key in given else None for key, _ in _OBJECTIVES
+    )
     if given:
         raise ValueError(f"unknown keys: {', '.join(sorted(given))}")
-    slo = SLO(**objectives, priority=priority, service_class=service_class)
+    slo = SLO(ttft_s, tpot_s, e2e_s, priority, service_class)
     arrival_s = min(arrival_s, now_s)
     return RequestArgs(request_id, arrival_s, slo, best_effort, prefix, tenant, weight, promised)
 

@@ -24,6 +24,7 @@ from replica.engine import ResponseChunk, Resume
 from replica.grammar.bound import TOO_COSTLY
 from replica.grammar.check import GrammarCheck, structural_tags
 from replica.openai_format import RequestError
+from replica.reasoning import end_among
 from replica.vllm_args import ID
 from replica.vllm_resume import AT_ONCE, may_go_on, repeat, rest_of
 
@@ -62,6 +63,9 @@ class ApiCall:
             the engine that they came in.
         resume: what its client has already. repeated: the outputs that that was, made again.
         prompt_logprobs: log probabilities that its prompts so far ask for, of their own tokens.
+        ends: tokens with which its reasoning ends, where one of its stages ends with that.
+        reasoned: with so many tokens of the first choice it has ended; 0: it has not.
+        unsent_reasoned: the same of :attr:`unsent_tokens`.
     """
 
     received_s: float
@@ -85,17 +89,25 @@ class ApiCall:
     resume: Resume | None = None
     repeated: list[Any] = field(default_factory=list)
     prompt_logprobs: int = 0
+    ends: frozenset[int] = frozenset()
+    reasoned: int = 0
+    unsent_reasoned: int = 0
 
     def chunks(self, event: bytes) -> list[ResponseChunk]:
         """``event`` with the tokens that came since the last one. Each output of the engine is a
         chunk of its own where tokens are told: another engine repeats them in the same steps."""
         tokens, self.unsent_tokens = self.unsent_tokens, 0
         groups, self.unsent_groups = self.unsent_groups, []
+        reasoned, self.unsent_reasoned = self.unsent_reasoned, 0
         if not groups:
-            return [ResponseChunk(event, tokens)]
-        *silent, last = groups
-        chunks = [ResponseChunk(b"", len(group), group) for group in silent]
-        return [*chunks, ResponseChunk(event, len(last), last)]
+            return [ResponseChunk(event, tokens, reasoned=reasoned)]
+        chunks = []
+        for place, group in enumerate(groups, 1):
+            own = reasoned if 0 < reasoned <= len(group) else 0
+            data = event if place == len(groups) else b""
+            chunks.append(ResponseChunk(data, len(group), group, own))
+            reasoned -= len(group)
+        return chunks
 
     @property
     def queued_s(self) -> float | None:
@@ -329,6 +341,11 @@ def _count(
         counted[choice.index] = before + new
         call.output_tokens += new
         if first_prompt and choice.index == 0:
+            if call.ends and not call.reasoned:
+                ended = end_among(choice.token_ids[before if plain else 0 :], call.ends)
+                if ended:
+                    call.reasoned = before + ended
+                    call.unsent_reasoned = call.unsent_tokens + ended
             call.unsent_tokens += new
             if plain:
                 call.offsets_s += [time.monotonic() - call.received_s] * new

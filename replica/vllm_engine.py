@@ -36,6 +36,7 @@ from replica.local_model import local_model
 from replica.openai_format import RequestError
 from replica.private_dir import private_dir
 from replica.profiling import latency_profile
+from replica.reasoning import reasoning_ends
 from replica.resume import check_resume
 from replica.state_table import StateTable
 from replica.transfer.requests import check_transfer, refuse_transfer_fields
@@ -92,6 +93,7 @@ class VllmEngine:
         self._llm: Any = None
         self._servings: dict[Endpoint, Serving] = {}
         self._models: Any = None
+        self._reasoning_ends: frozenset[int] = frozenset()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -123,6 +125,7 @@ class VllmEngine:
         )
         self._servings = launched.servings
         self._models = launched.models
+        self._reasoning_ends = reasoning_ends(launched.llm)
         logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
         await warm_up(self, name, config.adapters)
         self._table.clear_samples()
@@ -186,6 +189,7 @@ class VllmEngine:
             trace=request.trace,
             resumable=request.resumable,
             resume=request.resume,
+            ends=self._ends_of(request),
         )
         try:
             serving = self._serving_of(request.endpoint)
@@ -205,6 +209,11 @@ class VllmEngine:
             ended = True
         finally:
             await self._leave(request.request_id, call, pieces, ended)
+
+    def _ends_of(self, request: EngineRequest) -> frozenset[int]:
+        """With which tokens the reasoning ends, where a stage of the request ends with it."""
+        asks = any(not stage.tokens for stage in request.slo.stages[:-1])
+        return self._reasoning_ends if asks else frozenset()
 
     def _serving_of(self, endpoint: Endpoint) -> Serving:
         """What serves ``endpoint``.
@@ -324,6 +333,7 @@ class VllmEngine:
                 tuple(call.offsets_s),
                 call.queued_s,
                 cached_tokens=call.cached_tokens,
+                reasoned=call.reasoned if call.offsets_s else 0,
             )
 
     def _handed_over(self, call: ApiCall) -> tuple[ResponseItem, ...]:

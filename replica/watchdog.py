@@ -121,7 +121,9 @@ class Watchdog:
         patience_s = max(
             self._hung_after_s,
             PREDICTED_STEPS * float(summary["predicted_step_s"]),
-            LONGEST_STEPS * self._longest_s * float(summary["correction"]),
+            LONGEST_STEPS
+            * self._longest_s
+            * max(float(summary["correction"]), float(summary["fixed_correction"])),
         )
         if int(summary["steps"]) - self._first_step < FIRST_STEPS:
             return max(REPLACED_AFTER_S, patience_s)

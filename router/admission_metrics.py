@@ -51,6 +51,15 @@ class AdmissionMetrics:
                 registry=registry,
             ).labels
         )
+        self._moved = cache(
+            Counter(
+                "sluice_promises_moved",
+                "Of these, requests that left a replica that was going to miss their first token "
+                "for another one that promised it.",
+                ["class", "outcome"],
+                registry=registry,
+            ).labels
+        )
         self._missed = cache(
             Counter(
                 "sluice_promises_missed",
@@ -62,7 +71,7 @@ class AdmissionMetrics:
         self._ttft_ratio = cache(
             Histogram(
                 "sluice_ttft_ratio",
-                "Real over predicted time to first token of promised requests.",
+                "Real time to first token of promised requests over its predicted median.",
                 ["class"],
                 buckets=RATIO_BUCKETS,
                 registry=registry,
@@ -119,14 +128,20 @@ class AdmissionMetrics:
             self._clamped(self._clients.label(client), field).inc()
 
     def ended(
-        self, clock: TokenClock, predicted_ttft_s: float | None, failed: bool, now_s: float
-    ) -> None:
-        """Count a promised request that ended at ``now_s``, if it shows whether the promise was
-        kept.
+        self,
+        clock: TokenClock,
+        predicted_ttft_s: float | None,
+        failed: bool,
+        now_s: float,
+        moved: bool = False,
+    ) -> bool | None:
+        """Count a promised request that ended at ``now_s``. Returns whether the promise was kept;
+        ``None`` where that does not show.
 
         It is kept if the answer did not fail and all that the request stated was met: TTFT, TPOT
         and end to end. Of a client that left, what it had until then counts; one that left without
-        a token and before its deadlines shows nothing.
+        a token and before its deadlines shows nothing. ``moved``: see
+        :class:`~router.answer.Answer`.
         """
         slo, ttft_s = clock.slo, clock.ttft_s
         service_class = slo.service_class
@@ -135,13 +150,17 @@ class AdmissionMetrics:
         if failed:
             missed: tuple[str, ...] = ("failed",)
         elif ttft_s is not None:
-            missed = clock.missed(max(now_s, clock.last_token_s or 0.0))
+            missed = clock.missed(now_s)
         else:
             waited_s = now_s - clock.arrival_s
             due_s = {"ttft": slo.columns[0], "e2e": slo.columns[2]}
             missed = tuple([name for name in due_s if waited_s > due_s[name]])
             if not missed:
-                return
-        self._promises(service_class, "missed" if missed else "kept").inc()
+                return None
+        outcome = "missed" if missed else "kept"
+        self._promises(service_class, outcome).inc()
+        if moved:
+            self._moved(service_class, outcome).inc()
         for objective in missed:
             self._missed(service_class, objective).inc()
+        return not missed

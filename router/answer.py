@@ -52,6 +52,11 @@ class ReplicaFailedError(Exception):
         self.lost = lost or dead or hung
 
 
+class MovedError(Exception):
+    """An attempt is given up for one at another replica that can keep its promise. Its own replica
+    has not failed."""
+
+
 class NobodyTakesError(ReplicaFailedError):
     """Nobody takes a stream from its replica any more, which is not at fault: the client left, or
     the connection between HAProxy and the replica broke.
@@ -84,11 +89,12 @@ class ReplicaStream(Protocol):
 class Piece(NamedTuple):
     """Bytes to hand on, and the output tokens (of the first choice) in them. ``sent`` are the
     chunks that the replica has sent to the client itself: their tokens, and when, on the clock of
-    the attempt."""
+    the attempt. With ``reasoned`` of all these tokens the reasoning ended; 0: it did not."""
 
     data: bytes
     tokens: int
     sent: tuple[tuple[int, float], ...] = ()
+    reasoned: int = 0
 
 
 class Attempt:
@@ -142,7 +148,7 @@ class Attempt:
         self.heard_s = self.made_s = clock()
         self.heard = False
         self._waiter: asyncio.Task[Any] | None = None
-        self._given_up: ReplicaFailedError | None = None
+        self._given_up: ReplicaFailedError | MovedError | None = None
         self.head = ResponseHead(500, "application/json")
         self.tail: ResponseTail | None = None
         self.waited_s = waited_s
@@ -155,7 +161,7 @@ class Attempt:
         self._ready: list[Piece] = []
         self._close: Callable[[], None] | None = close
         self._taken = take or _all_of
-        self._untold_tokens = 0
+        self._untold_tokens = self._untold_reasoned = 0
 
     @property
     def waits(self) -> bool:
@@ -167,7 +173,7 @@ class Attempt:
         if not self.heard:
             self.place = replica_id
 
-    def give_up(self, failure: ReplicaFailedError) -> bool:
+    def give_up(self, failure: ReplicaFailedError | MovedError) -> bool:
         """Fail it with ``failure`` for who waits for its next items, if anybody does."""
         if self._waiter is None or not self.waits:
             return False
@@ -179,6 +185,7 @@ class Attempt:
 
         Raises:
             ReplicaFailedError: it failed, or ended without a head or a tail.
+            MovedError: it was given up for another one.
         """
         head = None
         while self.tail is None:
@@ -262,7 +269,7 @@ class Attempt:
 
     def _take(self, items: Sequence[ResponseItem]) -> Piece:
         """Join the chunks of one delivery, so that they cost one send."""
-        data, tokens = [], self._untold_tokens
+        data, tokens, reasoned = [], self._untold_tokens, self._untold_reasoned
         sent: tuple[tuple[int, float], ...] = ()
         # What is no stream (a refusal, say) is handed on as it is.
         take = self._taken if self.head.media_type == EVENT_STREAM else _all_of
@@ -270,21 +277,26 @@ class Attempt:
             if isinstance(item, ResponseChunk):
                 piece = take(item)
                 data.append(piece.data)
+                if piece.reasoned:
+                    reasoned = tokens + piece.reasoned
                 tokens += piece.tokens
             elif isinstance(item, ResponseTail):
                 self.tail = item
             elif isinstance(item, ResponseSent):
                 self.told = self.told and item.told
                 at_s = [self.made_s + offset_s for offset_s in item.offsets_s]
+                if item.reasoned:
+                    reasoned = sum(count for count, _ in sent) + item.reasoned
                 sent += tuple(zip(item.tokens, at_s, strict=True))
         joined = b"".join(data)
         # Tokens of which no text has come yet leave with the next bytes.
         self._untold_tokens = 0 if joined else tokens
-        return Piece(joined, tokens, sent)
+        self._untold_reasoned = 0 if joined or sent else reasoned
+        return Piece(joined, tokens, sent, reasoned)
 
 
 def _all_of(chunk: ResponseChunk) -> Piece:
-    return Piece(chunk.data, chunk.tokens)
+    return Piece(chunk.data, chunk.tokens, reasoned=chunk.reasoned)
 
 
 class Answer:
@@ -301,6 +313,7 @@ class Answer:
         head, waited_s, tier, predicted_ttft_s, prefill_id: of the first attempt, as the client was
             told.
         promised: the objective was guaranteed when it was sent to a replica, also one that failed.
+        moved: it has left a replica that was going to miss its first token.
         resumes: how often another replica has gone on.
     """
 
@@ -309,6 +322,7 @@ class Answer:
         attempt: Attempt,
         resume: Callable[[Attempt, ReplicaFailedError], Awaitable[Attempt]],
         promised: bool = False,
+        moved: bool = False,
     ) -> None:
         self.head = attempt.head
         self.waited_s = attempt.waited_s
@@ -316,6 +330,7 @@ class Answer:
         self.predicted_ttft_s = attempt.predicted_ttft_s
         self.prefill_id = attempt.prefill_id
         self.promised = promised
+        self.moved = moved
         self.resumes = 0
         self._attempt = attempt
         self._resume = resume

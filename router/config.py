@@ -12,7 +12,8 @@ from router.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from router.retry_budget import RetryBudgetConfig
 from router.trust import OutputLimit, PromptLimit
 from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
-from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
+from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
+from scheduling.tpot import TPOTAnchor
 
 Origin = Annotated[
     str,
@@ -40,6 +41,12 @@ class ServiceClass(BaseModel):
         ge=MIN_OBJECTIVE_MS,
         le=MAX_OBJECTIVE_MS,
         description="Time per output token after the first, ms.",
+    )
+    tpot_anchor: TPOTAnchor = Field(
+        default=TPOTAnchor.MEAN,
+        description="How TPOT is measured, of the class's objective as of a client's own: `mean` "
+        "from the first token to the last, `running_max` at every token, `window` over any 10 "
+        "tokens.",
     )
     e2e_ms: float | None = Field(
         default=None,
@@ -75,6 +82,14 @@ class ServiceClass(BaseModel):
         le=100_000,
         description="With `queue`: most requests that wait in one router replica; more get 429.",
     )
+
+    def objective(self, name: str) -> SLO:
+        """That of a request of this class, whose name is ``name``, which states nothing itself."""
+        ttft_s, tpot_s, e2e_s = (
+            None if value_ms is None else value_ms / 1e3
+            for value_ms in (self.ttft_ms, self.tpot_ms, self.e2e_ms)
+        )
+        return SLO(ttft_s, tpot_s, e2e_s, self.priority, name, self.tpot_anchor)
 
 
 def _default_classes() -> dict[str, ServiceClass]:

@@ -7,7 +7,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import NamedTuple, Protocol
 
-from controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier, Trouble
+from controller.messages import (
+    FirstTokenWait,
+    LateNotice,
+    RequestEnding,
+    RouteDecision,
+    RouteQuery,
+    Tier,
+    Trouble,
+)
 from router.call import Call
 from router.config import RouterConfig
 from router.errors import ApiError, Reason
@@ -15,6 +23,7 @@ from router.metrics import Fallback, RouterMetrics
 from router.prompt_size import TokenEstimator
 from router.waiting import Line, may_wait
 from scheduling.job import UNATTAINABLE
+from scheduling.objective import Times
 from scheduling.roles import Role
 
 _ANY_TIER = frozenset(Tier)
@@ -44,6 +53,17 @@ class Controller(Protocol):
     def ended(self, ending: RequestEnding) -> None:
         """A request that was placed has ended. Returns at once."""
 
+    def late(self, notice: LateNotice) -> None:
+        """A promised response is late while it goes on. Returns at once."""
+
+    def on_push(
+        self,
+        waits: Callable[[], Sequence[FirstTokenWait]],
+        missing: Callable[[Sequence[int]], None],
+    ) -> None:
+        """From now on ask about the requests that ``waits`` names, once a second or so, and hand
+        the keys of those that are going to miss their first tokens to ``missing``."""
+
 
 class Destination(NamedTuple):
     """Where a call goes.
@@ -66,7 +86,20 @@ class Destination(NamedTuple):
     role: Role = "mixed"
     prefill_id: str | None = None
     handover_s: float = 0.0
-    planned: tuple[float | None, float | None, float | None] | None = None
+    planned: Times | None = None
+
+    @classmethod
+    def of(cls, decision: RouteDecision) -> Destination:
+        """Where the controller decided that it goes."""
+        return cls(
+            decision.replica_id,
+            decision.tier,
+            decision.predicted_ttft_s,
+            decision.role,
+            decision.prefill_id,
+            decision.handover_s,
+            decision.planned,
+        )
 
 
 class Destinations:
@@ -132,6 +165,16 @@ class Destinations:
             return Destination()
         return self._but_failed(decision, key, prefill_key, failed)
 
+    async def elsewhere(
+        self, call: Call, key: int, failed: Sequence[str], replica_id: str
+    ) -> Destination | None:
+        """Where a promised call, which ``replica_id`` has and is going to miss, goes under this
+        key, with what is left of its objective promised there; ``None``: it stays."""
+        decision = await self._ask(call, key, failed, 0, _GUARANTEED_ONLY, replica_id)
+        if decision is None or decision.tier is not Tier.GUARANTEED:
+            return None
+        return Destination.of(decision)
+
     def _note(self, call: Call, decision: RouteDecision) -> None:
         """Remember that there is no capacity to promise to the class.
 
@@ -141,7 +184,7 @@ class Destinations:
         refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None
         asked = call.slo.stated and not call.best_effort and not decision.over_share
         if asked and (refused or decision.tier is Tier.BEST_EFFORT):
-            for_s = min(max(decision.retry_after_s or 0.0, 1.0), FULL_FOR_S)
+            for_s = min(max(decision.room_s or 0.0, 1.0), FULL_FOR_S)
             self._full_until_s[call.slo.service_class] = self._clock() + for_s
 
     def _full_s(self, call: Call) -> float:
@@ -153,20 +196,11 @@ class Destinations:
     ) -> Destination:
         """The decision without the replicas that have failed the call."""
         replica_id, prefill_id = decision.replica_id, decision.prefill_id
-        tier, predicted_s = decision.tier, decision.predicted_ttft_s
         if replica_id not in failed and prefill_id not in failed:
-            return Destination(
-                replica_id,
-                tier,
-                predicted_s,
-                decision.role,
-                prefill_id,
-                decision.handover_s,
-                decision.planned,
-            )
+            return Destination.of(decision)
         self._metrics.fallback(Fallback.REPEATED)
         # What was promised there is promised nowhere else.
-        tier = None if tier is Tier.GUARANTEED else tier
+        tier = None if decision.tier is Tier.GUARANTEED else decision.tier
         if prefill_id is not None:
             self._controller.release(prefill_key)
         if replica_id not in failed:
@@ -193,7 +227,7 @@ class Destinations:
             # serve what it would not promise: who asks often enough would get in by a late answer.
             left_s = self._full_s(call)
             if left_s > 0 and tiers == _GUARANTEED_ONLY:
-                return RouteDecision(None, UNATTAINABLE, retry_after_s=left_s)
+                return RouteDecision(None, UNATTAINABLE, retry_after_s=left_s, room_s=left_s)
             return None
 
         line = self._lines.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
@@ -224,6 +258,7 @@ class Destinations:
         failed: Sequence[str],
         prefill_key: int,
         tiers: frozenset[Tier],
+        moves_from: str = "",
     ) -> RouteDecision | None:
         """The decision as of now, its predicted TTFT counted from the call's arrival."""
         asked_s = self._clock()
@@ -243,6 +278,7 @@ class Destinations:
             call.client.tenant,
             call.client.caps.weight,
             call.client_request_id,
+            moves_from,
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)

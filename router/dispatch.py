@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
-from controller.messages import RequestEnding
+from controller.messages import LateNotice, RequestEnding
 from replica.engine import EVENT_STREAM
-from router.answer import Answer, Attempt, NobodyTakesError, ReplicaFailedError
+from router.answer import Answer, Attempt, MovedError, NobodyTakesError, ReplicaFailedError
 from router.call import Call
 from router.config import RouterConfig
 from router.destinations import Controller, Destinations
@@ -25,7 +25,7 @@ from router.handover import NOT_RESUMABLE, may_resume
 from router.hint import NO_REPLICA_WAIT_S
 from router.legs import Course, Legs, Replicas
 from router.metrics import Outcome, RouterMetrics, StreamWay
-from router.prompt_size import TokenEstimator
+from router.prompt_size import TokenEstimator, outputs_of
 from router.retry_budget import RetryBudget
 from router.slow_readers import StalledReaderError
 from router.stalls import StallWatch
@@ -101,6 +101,7 @@ class Dispatcher:
         try:
             attempt = await self._attempts(course)
         except BaseException as error:
+            self._legs.drop(course)
             self._count_unanswered(course, isinstance(error, asyncio.CancelledError))
             if isinstance(error, ReplicaFailedError):
                 raise ApiError(error.reason, str(error)) from error
@@ -114,7 +115,8 @@ class Dispatcher:
             self._metrics.stream(StreamWay.DIRECT if fetched else StreamWay.ROUTER)
         if call.scheduled:
             self._metrics.admission.admitted(call.slo.service_class, attempt.tier)
-        return Answer(attempt, partial(self._resume, course), promised=course.promises > 0)
+        resume = partial(self._resume, course)
+        return Answer(attempt, resume, promised=course.promises > 0, moved=course.moved)
 
     def _count_unanswered(self, course: Course, left: bool) -> None:
         """A call whose answer has not begun ended early; ``left``: its client left."""
@@ -125,13 +127,25 @@ class Dispatcher:
                 # Its first token may have left the engine in time: only the whole answer is sent.
                 slo = replace(slo, ttft_s=None)
             clock = TokenClock(slo, call.received_s)
-            self._metrics.admission.ended(clock, None, not left, self.clock())
+            self._metrics.admission.ended(clock, None, not left, self.clock(), course.moved)
 
     def ended(
-        self, call: Call, seen: TokenClock, outcome: Outcome, reason: Reason | None, now_s: float
+        self,
+        call: Call,
+        seen: TokenClock,
+        outcome: Outcome,
+        reason: Reason | None,
+        now_s: float,
+        replica_id: str = "",
+        kept: bool | None = None,
     ) -> None:
-        """Tell the controller how a call ended; ``seen`` are its tokens, ``reason`` that of an
-        error. Does not wait."""
+        """Tell the controller how a call ended. Does not wait.
+
+        Args:
+            seen: its tokens.
+            reason: of an error.
+            replica_id, kept: see :class:`RequestEnding`.
+        """
         if not call.scheduled:
             return
         missed = seen.missed(now_s) if outcome is Outcome.OK else ()
@@ -143,10 +157,24 @@ class Dispatcher:
                 seen.tokens,
                 seen.ttft_s,
                 seen.tpot_s,
-                now_s - call.received_s,
+                seen.e2e_s(now_s),
                 "" if reason is None else reason.value,
+                call.slo.service_class,
+                call.client.tenant,
+                call.output_tokens // outputs_of(call.endpoint, call.body),
+                replica_id,
+                kept,
+                seen.judged_s(now_s) if call.slo.stages else None,
             )
         )
+
+    def progressed(self, call: Call, seen: TokenClock) -> None:
+        """Tell the controller what a promised call's answer misses while it goes on; ``seen`` are
+        the tokens that have come. Does not wait."""
+        ttft_s, tpot_s, _ = seen.judged_s(self.clock())
+        late = call.slo.late(ttft_s, tpot_s, seen.tokens)
+        if late != (None, None):
+            self._controller.late(LateNotice(call.request_id, *late))
 
     async def _attempts(self, course: Course) -> Attempt:
         """The first attempt that does not fail.
@@ -158,6 +186,8 @@ class Dispatcher:
         while True:
             try:
                 attempt = await self._legs.attempt(course)
+            except MovedError:
+                self._count_first(course)
             except ReplicaFailedError as failure:
                 self._count_first(course)
                 await self._before_the_next(course, failure)

@@ -19,7 +19,8 @@ from router.metrics import Outcome, RouterMetrics
 from router.service_tier import with_tier
 from router.slow_readers import PatientSend, StalledReaderError
 from router.telemetry import Telemetry
-from scheduling.objective import TokenClock
+from scheduling.job import Tier
+from scheduling.stage_clock import clock_of
 
 _NOTHING = Piece(b"", 0)
 
@@ -87,7 +88,7 @@ class Exchange(Response):
         self._metrics = metrics
         self._telemetry = telemetry
         self._error: ApiError | None = None
-        self._clock = TokenClock(call.slo, call.received_s)
+        self._clock = clock_of(call.slo, call.received_s)
         self._answer: Answer | None = None
         self.background = None
 
@@ -159,8 +160,10 @@ class Exchange(Response):
         tier = (self._call.endpoint, self._call.service_tier)
         try:
             async for piece in answer:
+                reasoned = piece.reasoned
                 for tokens, at_s in piece.sent or ((self._tokens_in(piece), None),):
-                    gap_s = self._emit(tokens, at_s)
+                    gap_s = self._emit(tokens, at_s, reasoned)
+                    reasoned -= tokens
                     if gap_s is not None:
                         observe_gap(gap_s)
                 if piece.sent:
@@ -184,8 +187,8 @@ class Exchange(Response):
         tail = answer.tail
         if tail is not None and answer.head.status < 400:
             reached_s = self._call.received_s + answer.waited_s
-            for offset_s in tail.token_offsets_s:
-                self._emit(1, reached_s + offset_s)
+            for place, offset_s in enumerate(tail.token_offsets_s, 1):
+                self._emit(1, reached_s + offset_s, int(place == tail.reasoned))
         if answer.head.status < 400:
             body = with_tier(body, self._call.endpoint, self._call.service_tier, streams=False)
         response = Response(
@@ -198,11 +201,17 @@ class Exchange(Response):
         self._learn(answer)
         return Outcome.of_status(answer.head.status)
 
-    def _emit(self, tokens: int, now_s: float | None = None) -> float | None:
-        """Count tokens. Returns the seconds since the last ones, if there were any."""
+    def _emit(self, tokens: int, now_s: float | None = None, reasoned: int = 0) -> float | None:
+        """Count tokens, see :meth:`TokenClock.emit`. Returns the seconds since the last ones, if
+        there were any."""
         clock, last_s = self._clock, self._clock.last_token_s
         at_s = self._dispatcher.clock() if now_s is None else now_s
-        clock.emit(tokens, at_s)
+        told = clock.tokens.bit_length()
+        clock.emit(tokens, at_s, reasoned)
+        promised = self._answer is not None and self._answer.promised
+        if promised and clock.tokens.bit_length() > told:
+            # At the first token, and then each time that there are twice as many.
+            self._dispatcher.progressed(self._call, clock)
         if last_s is None and clock.ttft_s is not None:
             self._metrics.first_token(self._call.slo.service_class, clock.ttft_s)
         return at_s - last_s if tokens and last_s is not None else None
@@ -225,15 +234,19 @@ class Exchange(Response):
         metrics.ended(call.endpoint, self._clock, outcome, now_s, call.client)
         metrics.usage.ended(call, self._clock, outcome.error, answer, now_s)
         reason = self._error.reason if self._error is not None else None
-        self._dispatcher.ended(call, self._clock, outcome, reason, now_s)
         self._telemetry.ended(call, self._clock, outcome, reason, answer, now_s)
         metrics.admission.clamped(call.client.name, call.clamped)
         streams = bool(call.body.get("stream"))
         sent = self._clock.tokens * (call.body.get("n") or 1) if streams else None
         call.charge.close(answer, sent, left=outcome is Outcome.CANCELLED)
+        kept = None
         if answer is not None and answer.promised and outcome is not Outcome.CLIENT_ERROR:
             failed = outcome not in (Outcome.OK, Outcome.CANCELLED)
-            metrics.admission.ended(self._clock, answer.predicted_ttft_s, failed, now_s)
+            kept = metrics.admission.ended(
+                self._clock, answer.predicted_ttft_s, failed, now_s, answer.moved
+            )
+        replica_id = "" if answer is None else answer.head.replica_id
+        self._dispatcher.ended(call, self._clock, outcome, reason, now_s, replica_id, kept)
 
     def _own_headers(self) -> dict[str, str]:
         call, answer = self._call, self._answer
@@ -251,4 +264,7 @@ class Exchange(Response):
             headers[wire.ADMISSION_HEADER] = answer.tier.value
         if answer.predicted_ttft_s is not None:
             headers[wire.PREDICTED_TTFT_HEADER] = f"{answer.predicted_ttft_s * 1000:.1f}"
+        ttft_s = call.slo.of_stage(0).ttft_s
+        if answer.tier is Tier.GUARANTEED and ttft_s is not None:
+            headers[wire.PROMISED_TTFT_HEADER] = f"{ttft_s * 1000:.1f}"
         return headers

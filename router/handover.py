@@ -46,25 +46,16 @@ def prompt_slo(slo: SLO, handover_s: float) -> SLO:
     its end is due so much earlier, if that leaves any time."""
     if slo.ttft_s is None:
         return slo
-    return replace(slo, ttft_s=max(slo.ttft_s - handover_s, LEAST_SHARE * slo.ttft_s))
-
-
-def planned_slo(slo: SLO, planned: tuple[float | None, float | None, float | None] | None) -> SLO:
-    """What a replica works by: the objective, or what it is ``planned`` for where it was
-    promised."""
-    if planned is None:
-        return slo
-    ttft_s, tpot_s, e2e_s = planned
-    if (ttft_s, tpot_s, e2e_s) == (slo.ttft_s, slo.tpot_s, slo.e2e_s):
-        return slo
-    return replace(slo, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
+    ttft_s = max(slo.ttft_s - handover_s, LEAST_SHARE * slo.ttft_s)
+    return replace(slo, ttft_s=ttft_s, stages=())
 
 
 def rest_of(call: Call, tokens: int, waited_s: float) -> Call:
     """What is left of a call whose client has so many output tokens: they are part of the prompt.
 
     Its first token is the next one, due when the objective says or, as a replica has failed and
-    that may have passed, as soon as that of a new request.
+    that may have passed, as soon as that of a new request. Of stages, the tightest pace is kept to
+    the end.
 
     Args:
         waited_s: the call's age.
@@ -73,6 +64,8 @@ def rest_of(call: Call, tokens: int, waited_s: float) -> Call:
     if slo.ttft_s is not None:
         due_s = slo.ttft_s + tokens * slo.tpot_s if slo.tpot_s is not None else 0.0
         slo = replace(slo, ttft_s=max(due_s, waited_s + slo.ttft_s))
+    if slo.stages:
+        slo = replace(slo, stages=())
     left = max(1, call.output_tokens - tokens) if call.output_tokens else 0
     size = PromptSize(prompt.characters, prompt.tokens + tokens)
     return replace(call, slo=slo, prompt=size, output_tokens=left)

@@ -10,14 +10,22 @@ from typing import Any, Protocol
 
 from controller.messages import Tier, Trouble
 from replica.engine import EVENT_STREAM, EngineRequest, Progress, ResponseChunk, request_key
-from router.answer import Attempt, NobodyTakesError, Piece, ReplicaFailedError, ReplicaStream
+from router.answer import (
+    Attempt,
+    MovedError,
+    NobodyTakesError,
+    Piece,
+    ReplicaFailedError,
+    ReplicaStream,
+)
 from router.call import Call
 from router.choices import CHOICES
 from router.destinations import Controller, Destination, Destinations
 from router.direct import DirectAnswer
 from router.errors import ApiError, Reason
-from router.handover import may_split, planned_slo, prompt_slo, rest_of
+from router.handover import may_split, prompt_slo, rest_of
 from router.metrics import Fallback, Leg, RouterMetrics
+from router.moves import Moves
 from router.stalls import StallWatch
 from router.suspicion import Case, Suspicion
 from router.transcript import Transcript
@@ -76,12 +84,14 @@ class Course:
         attempts: made so far, the one under way included.
         failed: replicas that have failed it.
         empty: pools that had nobody for it when they were last asked.
-        in_vain: attempts that found a pool empty, which costs nobody anything.
+        in_vain: attempts that found a pool empty or were moved: neither counts as a failed one.
         promises: attempts whose objective was guaranteed at the replica that they were sent to.
         granted: the attempt under way is given up for another one, which the budget has paid for.
         case: what it has to do with lost replicas.
         verdict: why there must be no further attempt, if it is to blame for that.
         direct: how HAProxy learns where to fetch the stream; ``None``: it goes through here.
+        moved: it has left a replica that was going to miss its first token, which it does once.
+        moves_to: where it goes next, because of that.
     """
 
     call: Call
@@ -95,6 +105,13 @@ class Course:
     case: Case = field(default_factory=Case)
     verdict: ReplicaFailedError | None = None
     direct: DirectAnswer | None = None
+    moved: bool = False
+    moves_to: Destination | None = None
+
+    @property
+    def moved_id(self) -> str:
+        """The id of the attempt that is made where it moves to."""
+        return f"{self.call.request_id}-moved"
 
     @property
     def made(self) -> int:
@@ -123,6 +140,8 @@ class Legs:
         leave: Callable[[Course, Attempt], bool],
         clock: Callable[[], float],
     ) -> None:
+        self._moves = Moves(clock)
+        controller.on_push(self._moves.waits, self._moves.missing)
         self._controller = controller
         self._replicas = replicas
         self._destinations = destinations
@@ -151,17 +170,21 @@ class Legs:
 
         Raises:
             ReplicaFailedError: it failed. Who failed it is noted.
+            MovedError: it was given up for one at :attr:`Course.moves_to`.
             ApiError: the objective cannot be promised, and the call may not be served without.
         """
         course.attempts += 1
         call, transcript = course.call, course.transcript
         request_id = call.request_id
-        if course.attempts > 1:
+        moves_to, course.moves_to = course.moves_to, None
+        if moves_to is not None:
+            request_id = course.moved_id
+        elif course.attempts > 1:
             request_id += f"-{course.attempts}"
         resume = transcript.begin(request_id) if transcript is not None else None
         if resume is not None:
             call = rest_of(call, len(resume.token_ids), self._clock() - call.received_s)
-        destination = await self._find(course, call, request_id, resume is not None)
+        destination = moves_to or await self._find(course, call, request_id, resume is not None)
         if destination.tier is Tier.GUARANTEED:
             course.promises += 1
         span = None
@@ -172,7 +195,7 @@ class Legs:
             request_id,
             call.endpoint,
             call.body,
-            planned_slo(call.slo, destination.planned),
+            call.slo if destination.planned is None else call.slo.with_times(destination.planned),
             self._clock() - call.received_s,
             call.best_effort or destination.tier is Tier.BEST_EFFORT,
             call.prefix if resume is None else NO_PREFIX,
@@ -331,12 +354,15 @@ class Legs:
         """See :meth:`_send`."""
         stream = self._replicas.generate(request, target, course.failed, role)
 
+        key = request_key(request.request_id)
+
         def close() -> None:
             stream.cancel()
+            self._moves.forget(key)
             CHOICES.forget(request.request_id)
             self._stalls.forget(attempt)
             self._suspicion.ended(attempt)
-            self._controller.release(request_key(request.request_id))
+            self._controller.release(key)
 
         attempt = Attempt(
             request.request_id,
@@ -352,9 +378,13 @@ class Legs:
         self._stalls.watch(attempt, partial(self._leave, course, attempt))
         self._suspicion.sent(course.case, attempt)
         CHOICES.expect(request.request_id, attempt.sent_to)
+        if target is not None and _may_move(course, request):
+            move = partial(self._move, course, attempt, target)
+            self._moves.watch(key, target, course.call, move)
         try:
             await attempt.begin()
             CHOICES.forget(request.request_id)
+            self._moves.forget(key)
             if attempt.head.status == _BUSY:
                 raise ReplicaFailedError(Reason.REPLICAS_FULL, "Every replica tried is full.")
             if request.resume is not None and not request.prefill_only:
@@ -369,6 +399,24 @@ class Legs:
             attempt.end_span(_name_of(error))
             raise
         return attempt
+
+    async def _move(self, course: Course, attempt: Attempt, replica_id: str) -> None:
+        """Give up an attempt that is going to be late at ``replica_id``, if another replica can
+        promise what is left of the objective and nothing has come of it meanwhile."""
+        call, key = course.call, request_key(course.moved_id)
+        found = await self._destinations.elsewhere(call, key, course.failed, replica_id)
+        if found is None:
+            return
+        if attempt.opened or not attempt.give_up(MovedError()):
+            self._controller.release(key)
+            return
+        course.moved, course.moves_to = True, found
+        course.in_vain += 1
+
+    def drop(self, course: Course) -> None:
+        """A call ended: nothing goes where it was about to move."""
+        if course.moves_to is not None:
+            self._controller.release(request_key(course.moved_id))
 
     def note_failure(self, course: Course, attempt: Attempt, failure: ReplicaFailedError) -> None:
         """A replica has failed a call. To be called before the attempt is closed."""
@@ -401,6 +449,14 @@ class Legs:
         self._metrics.leg(Leg.HANDOVER, seconds)
 
 
+def _may_move(course: Course, request: EngineRequest) -> bool:
+    """Whether an attempt may be given up for one at a replica that is earlier. Once, and neither
+    one of two replicas that serve a call together, nor what may be why replicas are lost."""
+    whole = not request.prefill_only and request.handoff is None and request.resume is None
+    stated = course.call.slo.ttft_s is not None
+    return request.promised and stated and whole and not (course.moved or course.case.suspected)
+
+
 def _patience_s(course: Course, replica_id: str | None) -> float | None:
     return None if course.direct is None else course.direct.patience_s(replica_id)
 
@@ -421,6 +477,8 @@ def _check_resumed(course: Course, attempt: Attempt) -> None:
 
 
 def _name_of(error: BaseException) -> str:
+    if isinstance(error, MovedError):
+        return "moved"
     return error.reason.value if isinstance(error, ReplicaFailedError) else "cancelled"
 
 

@@ -128,7 +128,7 @@ class RouterMetrics:
         self._tpot = cache(
             Histogram(
                 "sluice_tpot_seconds",
-                "Mean time per output token after the first, at the edge.",
+                "Time per output token after the first, at the edge, by the class's anchor.",
                 ["class"],
                 buckets=TPOT_BUCKETS_S,
                 registry=registry,

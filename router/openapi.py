@@ -27,6 +27,7 @@ from router.validation import (
     MAX_TOKENS,
 )
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
+from scheduling.stages import MOST_STAGE_TOKENS, MOST_STAGES
 
 Schema = dict[str, Any]
 
@@ -151,6 +152,36 @@ def _objective(config: RouterConfig) -> Schema:
             wire.E2E: number,
             wire.PRIORITY: {"type": ["integer", "null"], **_PRIORITY},
             wire.CLASS: {"enum": [*config.classes, None]},
+            wire.STAGES: {"oneOf": [{"type": "null"}, _stages()]},
+        },
+    }
+
+
+def _stages() -> Schema:
+    number = {"type": ["number", "null"], **_MS}
+    tokens = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["tokens"],
+        "properties": {"tokens": {"type": "integer", "minimum": 1, "maximum": MOST_STAGE_TOKENS}},
+    }
+    return {
+        "type": "array",
+        "description": "Objectives of the parts of the answer, in order, in place of ttft_ms and "
+        "tpot_ms. The until of the last one is end, and of no other one; of one at most it is "
+        "reasoning_end.",
+        "minItems": 1,
+        "maxItems": MOST_STAGES,
+        "items": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["until"],
+            "properties": {
+                "until": {"oneOf": [{"enum": ["reasoning_end", "end"]}, tokens]},
+                wire.TTFT: number,
+                wire.TPOT: number,
+                wire.E2E: number,
+            },
         },
     }
 

@@ -69,20 +69,28 @@ def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:
 def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
     """The most tokens that a validated body may generate, over all its prompts and choices; 0
     where only the model's length bounds it."""
-    choices = body.get("n") or 1
     if endpoint == "chat":
         tokens = body.get("max_completion_tokens") or body.get("max_tokens") or 0
     elif endpoint == "completions":
         tokens = body.get("max_tokens") or COMPLETION_TOKENS
-        choices *= _prompts(body["prompt"])
     elif endpoint == "responses":
-        tokens, choices = body.get("max_output_tokens") or 0, 1
+        tokens = body.get("max_output_tokens") or 0
     elif endpoint == "embeddings":
         # An embedding counts as one token.
-        tokens, choices = 1, _prompts(body.get("input"))
+        tokens = 1
     else:
         return 0
-    return min(tokens * choices, MAX_OUTPUT_TOKENS)
+    return min(tokens * outputs_of(endpoint, body), MAX_OUTPUT_TOKENS)
+
+
+def outputs_of(endpoint: Endpoint, body: dict[str, Any]) -> int:
+    """How many outputs a validated body asks for: choices, of each of its prompts."""
+    if endpoint == "embeddings":
+        return _prompts(body.get("input"))
+    if endpoint == "responses":
+        return 1
+    prompts = _prompts(body["prompt"]) if endpoint == "completions" else 1
+    return prompts * (body.get("n") or 1)
 
 
 def _prompts(prompt: Any) -> int:

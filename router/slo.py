@@ -4,6 +4,9 @@ Precedence, field by field: the body's ``slo`` object, the ``x-slo-*`` headers, 
 ``x-llm-d-slo-*`` aliases, the service class. The class itself: ``slo.class``, ``x-slo-class``,
 ``service_tier``, the configured default.
 
+Stages, which only a body states, take the place of any TTFT and TPOT beside them but those of the
+body itself: stating both is a contradiction.
+
 Every stated value is checked, also one that another overrides. JSON ``null`` is the same as
 leaving the field out. The caps hold what applies in the end, see :class:`~router.trust.Leash`.
 """
@@ -19,6 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from router import wire
 from router.config import RouterConfig
 from router.errors import ApiError, invalid, shown
+from router.stated_stages import FIELD as STAGES_FIELD
+from router.stated_stages import StatedStage, read_stages
 from router.trust import NO_CAPS, Caps, Leash
 from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
@@ -58,6 +63,7 @@ _HEADER_FIELDS = {name: (0, field) for field, name in wire.SLO_HEADERS.items()} 
 
 
 _BODY_NAMES = {key: f"{wire.SLO_FIELD}.{key}" for key in wire.SLO_HEADERS}
+_BODY_KEYS = (*wire.SLO_HEADERS, wire.STAGES)
 
 
 class Objective(NamedTuple):
@@ -107,7 +113,7 @@ class SloReader:
             ApiError: 400; the message names the field and what is allowed. 403: ``caps`` are to be
                 refused beyond, and it states more.
         """
-        stated = self._stated(body.get(wire.SLO_FIELD))
+        stated, stages = self._stated(body.get(wire.SLO_FIELD))
         sources = _Sources(stated, *self._from_headers(headers))
         tier_class = self._of_tier(body.get(wire.SERVICE_TIER_FIELD))
         class_name, said_in = sources.first(wire.CLASS)
@@ -126,12 +132,25 @@ class SloReader:
             )
             return None if value_ms is None else value_ms / 1000
 
+        if stages:
+            slo = SLO.of_stages(
+                [
+                    stage.stage(f"{STAGES_FIELD}[{place}]", leash.objective_ms)
+                    for place, stage in enumerate(stages)
+                ],
+                seconds(wire.E2E, defaults.e2e_ms),
+                priority,
+                class_name,
+                defaults.tpot_anchor,
+            )
+            return Objective(slo, leash.clamped)
         slo = SLO(
             ttft_s=seconds(wire.TTFT, defaults.ttft_ms),
             tpot_s=seconds(wire.TPOT, defaults.tpot_ms),
             e2e_s=seconds(wire.E2E, defaults.e2e_ms),
             priority=priority,
             service_class=class_name,
+            tpot_anchor=defaults.tpot_anchor,
         )
         return Objective(slo, leash.clamped)
 
@@ -141,24 +160,33 @@ class SloReader:
         tiers = self._classes[service_class].service_tiers
         return next((tier for tier in tiers if tier != "auto"), None)
 
-    def _stated(self, value: Any) -> _Stated:
+    def _stated(self, value: Any) -> tuple[_Stated, tuple[StatedStage, ...]]:
         if value is None:
-            return _NOTHING
+            return _NOTHING, ()
         if not isinstance(value, dict):
             raise invalid(
-                f"{wire.SLO_FIELD} must be an object with any of {_names(wire.SLO_HEADERS)}, "
+                f"{wire.SLO_FIELD} must be an object with any of {_names(_BODY_KEYS)}, "
                 f"got {shown(value)}",
                 wire.SLO_FIELD,
             )
         # At most one key more than are known is looked at, however many there are.
         for key in value:
-            if key not in wire.SLO_HEADERS:
+            if key not in _BODY_KEYS:
                 raise invalid(
                     f"{wire.SLO_FIELD} has the unknown key {shown(key)}; allowed: "
-                    f"{_names(wire.SLO_HEADERS)}",
+                    f"{_names(_BODY_KEYS)}",
                     wire.SLO_FIELD,
                 )
-        return self._checked(value, _BODY_NAMES)
+        stages = read_stages(value.get(wire.STAGES))
+        for key in (wire.TTFT, wire.TPOT) if stages else ():
+            if value.get(key) is not None:
+                raise invalid(
+                    f"{_BODY_NAMES[key]} and {STAGES_FIELD} contradict each other; state {key} in "
+                    "the stages",
+                    _BODY_NAMES[key],
+                )
+        rest = {key: each for key, each in value.items() if key != wire.STAGES}
+        return self._checked(rest, _BODY_NAMES), stages
 
     def _from_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[_Stated, _Stated]:
         """What the headers and what their aliases state. One pass over the headers."""

@@ -156,7 +156,7 @@ def _figures(
         "predicted_ttft_ms": _ms(answer.predicted_ttft_s if answer is not None else None),
         "ttft_ms": _ms(clock.ttft_s),
         "tpot_ms": _ms(clock.tpot_s),
-        "e2e_ms": _ms(now_s - call.received_s),
+        "e2e_ms": _ms(clock.e2e_s(now_s)),
         "queue_ms": _ms(answer.queued_s if answer is not None else None),
         "attained": clock.attained(now_s) if slo.stated else None,
         "prompt_tokens": tail.prompt_tokens if tail is not None else None,

@@ -85,7 +85,7 @@ class Transcript:
         self._complete = self._complete and len(chunk.token_ids) == chunk.tokens
         self._repeated += 1
         self._bytes += len(data)
-        return Piece(data, chunk.tokens)
+        return Piece(data, chunk.tokens, reasoned=chunk.reasoned)
 
     def told(
         self, counts: Sequence[int], token_ids: Sequence[int], sent_bytes: int, created: bytes

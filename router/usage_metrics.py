@@ -178,5 +178,5 @@ class UsageMetrics:
                 self._token_usage(*operation, name).observe(count)
         if clock.ttft_s is not None:
             self._first_token_s(*operation).observe(clock.ttft_s)
-        if clock.tpot_s is not None:
-            self._output_token_s(*operation).observe(clock.tpot_s)
+        if clock.mean_tpot_s is not None:
+            self._output_token_s(*operation).observe(clock.mean_tpot_s)

@@ -38,14 +38,14 @@ def may_wait(decision: RouteDecision) -> bool:
 
 class _Place:
     """A request's place in a line. ``called`` is set when the request should ask or has no time
-    left, ``answered`` when it has asked or is gone. ``retry_after_s`` is the last that it was told,
-    or that anyone was before it came."""
+    left, ``answered`` when it has asked or is gone. ``refused`` is the last that it was told, or
+    that anyone was before it came."""
 
-    def __init__(self, retry_after_s: float | None) -> None:
+    def __init__(self, refused: RouteDecision | None) -> None:
         self.called = asyncio.Event()
         self.answered = asyncio.Event()
         self.expired = False
-        self.retry_after_s = retry_after_s
+        self.refused = refused
 
     async def expire(self, pause: Callable[[float], Awaitable[object]], left_s: float) -> None:
         """Run out of time after ``left_s`` seconds."""
@@ -84,7 +84,7 @@ class Line:
         self._places: dict[str, dict[_Place, None]] = {}
         self._front_changed = asyncio.Event()
         self._caller: asyncio.Task[None] | None = None
-        self._retry_after_s: float | None = None
+        self._refused: RouteDecision | None = None
 
     def __len__(self) -> int:
         """Requests in it."""
@@ -127,7 +127,7 @@ class Line:
                 if decision is None or not may_wait(decision):
                     served = True
                     return decision
-                place.retry_after_s = self._retry_after_s = decision.retry_after_s
+                place.refused = self._refused = decision
                 place.answered.set()
         finally:
             expiry.cancel()
@@ -141,7 +141,7 @@ class Line:
         else:
             reason = Reason.QUEUE_TIMEOUT
             message = f"No replica could promise the objective within {self._limit_s:g} seconds."
-        return ApiError(reason, message, retry_after_s=place.retry_after_s)
+        return ApiError(reason, message, retry_after_s=_told_s(place.refused))
 
     def _check_room(self, client: Client) -> None:
         message = f"{self._most} requests of this class wait already, which is the limit."
@@ -154,12 +154,12 @@ class Line:
                 f"{own} requests of this class wait already with this API key, and more would "
                 "leave too little room for others."
             )
-        raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=self._retry_after_s)
+        raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=_told_s(self._refused))
 
     def _join(self, refused: RouteDecision | None, owner: str) -> _Place:
         if refused is not None:
-            self._retry_after_s = refused.retry_after_s
-        place = _Place(self._retry_after_s)
+            self._refused = refused
+        place = _Place(self._refused)
         self._places.setdefault(owner, {})[place] = None
         self._length_now += 1
         self._length.inc()
@@ -208,7 +208,8 @@ class Line:
 
     async def _rest(self) -> None:
         """Pause between two rounds, or until the front of the line changes."""
-        known = [place.retry_after_s or 0.0 for place in self._front()]
+        refused = [place.refused for place in self._front()]
+        known = [0.0 if each is None else each.room_s or 0.0 for each in refused]
         pause_s = min(max(min(known) / 2, MIN_PAUSE_S), MAX_PAUSE_S)
         ends = [
             asyncio.ensure_future(self._pause(pause_s)),
@@ -219,3 +220,8 @@ class Line:
         finally:
             for end in ends:
                 end.cancel()
+
+
+def _told_s(refused: RouteDecision | None) -> float | None:
+    """After how long who leaves the line should come again, if anybody was told."""
+    return None if refused is None else refused.retry_after_s

@@ -18,7 +18,10 @@ LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """Names of classes and clients: they are sent in headers and label metrics."""
 
 SLO_FIELD: Final = "slo"
-"""Body object with the objective; its keys are those of :data:`SLO_HEADERS`."""
+"""Body object with the objective; its keys are those of :data:`SLO_HEADERS` and :data:`STAGES`."""
+
+STAGES: Final = "stages"
+"""Key of the body object with the objectives of the request's stages."""
 
 SERVICE_TIER_FIELD: Final = "service_tier"
 """OpenAI's body field; it selects a service class."""
@@ -65,8 +68,12 @@ ADMISSION_HEADER: Final = "x-sluice-admission"
 """Response: ``guaranteed`` where the objective was promised, else ``best-effort``."""
 
 PREDICTED_TTFT_HEADER: Final = "x-sluice-predicted-ttft-ms"
-"""Response, where the objective was promised: the expected time to the first token, milliseconds
-from the request's arrival."""
+"""Response, where the objective was promised: the time to the first token that half of such
+requests keep, by what was observed, milliseconds from the request's arrival."""
+
+PROMISED_TTFT_HEADER: Final = "x-sluice-promised-ttft-ms"
+"""Response, where an objective with a TTFT was promised: that TTFT, milliseconds from the request's
+arrival."""
 
 CLAMPED_HEADER: Final = "x-sluice-clamped"
 """Response: what the API key's caps changed in what applies, such as ``priority=4,
@@ -90,6 +97,7 @@ RESPONSE_HEADERS: Final = (
     CLASS_HEADER,
     ADMISSION_HEADER,
     PREDICTED_TTFT_HEADER,
+    PROMISED_TTFT_HEADER,
     CLAMPED_HEADER,
     REPLICA_HEADER,
     PREFILL_REPLICA_HEADER,

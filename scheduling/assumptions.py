@@ -15,6 +15,11 @@ TTFT_SHARE = 0.25
 """A batch takes no longer than this share of the least TTFT that was seen lately, as a request that
 comes while it runs waits for its end."""
 
+PREFILL_SHARE = 0.25
+"""The least share of a batch's time for prefill beyond its first token, where prefill waits behind
+decodes: at least about that share of its best throughput is left to it. A decode's objective can be
+held as long as the step's fixed time and the decodes due with it take less than the rest."""
+
 LEAST_STEPS = 8
 """But it may take as long as this many empty steps, as shorter ones would mostly be overhead, and
 as the least pace of the decodes."""

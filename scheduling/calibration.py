@@ -15,106 +15,46 @@ which keeps the level in the long run whatever the scores do.
 
 Our reading: an engine that works by deadlines uses the time that it has, so scores crowd at the
 plan under load and lie far below it without. Only the former matter to the quantile, and a margin
-that was learned under load stays until :data:`MEMORY` newer promises, or :data:`MEMORY_S`, have
-gone by.
+that was learned under load stays until :data:`~scheduling.margins.MEMORY` newer promises, or
+:data:`~scheduling.margins.MEMORY_S`, have gone by.
+
+Before there is anything to learn from, a few scores that nobody observed stand for those to come
+(:data:`~scheduling.margins.PRIOR`). And a promise that is being missed teaches before its request
+ends (:meth:`Calibration.behind`), for an answer may take longer than it takes to make a hundred
+more.
+
+All replicas together have one set of margins, as a quantile near 1 takes hundreds of promises to
+learn. A replica whose scores are far above the others' is *set apart*: it has margins of its own,
+made from its own scores, which count for the others no more. So one slow replica makes nobody else
+careful, and its own promises are kept. It joins the others again when its margins are small.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Hashable
-from dataclasses import replace
-from math import ceil, inf, log2
-from typing import Final, Literal, NamedTuple
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from typing import Final, NamedTuple
 
-from scheduling.objective import SLO
-
-Objective = Literal["ttft", "tpot", "e2e"]
-OBJECTIVES: Final[tuple[Objective, ...]] = ("ttft", "tpot", "e2e")
-
-MEMORY: Final = 400
-"""Scores that count: at a level of 0.99 the quantile lies at the fourth of them, so no single one
-moves it far."""
-
-MEMORY_S: Final = 300.0
-"""So long a score counts, seconds."""
-
-MOST_MARGIN: Final = 0.5
-"""Largest margin: beyond it less would be promised than is lost."""
-
-GAIN: Final = 0.002
-"""Of adaptive conformal inference: how far one promise moves the level."""
-
-_LEAST_MISSES, _MOST_MISSES = 0.001, 0.1
-"""Between which the share of misses that the quantile is taken for moves."""
-
-_UNSEEN: Final = -inf
-"""The score of a promise that there has not been yet: before there are many, a few late ones are
-outliers and not the tail."""
-
-MOST_TRACKERS: Final = 4_096
-"""Margins that are learned at a time; the one that was used longest ago goes first."""
+from scheduling.margins import APART, PRIOR, Margins, score_of
+from scheduling.objective import OBJECTIVES, SLO, Objective, Times
+from scheduling.tpot import TPOTAnchor
 
 MOST_PROMISES: Final = 65_536
 """Promises under way that are known at a time; of more, the oldest teach nothing."""
 
-_FIRST_SCALE_S = 0.125
-_LEAST_PAUSE_S = 1.0
+MOST_APART: Final = 8
+"""Replicas set apart at a time: a decision asks about each of them on its own."""
 
 
 class _Promise(NamedTuple):
-    stated: SLO
-    planned: SLO
-
-
-class Tracker:
-    """The margin of one kind of promises. ``O(MEMORY log MEMORY)`` an ending, ``O(1)`` a margin.
-
-    Args:
-        level: share of the promises that are to be kept, in (0, 1).
-    """
-
-    def __init__(self, level: float) -> None:
-        self._level = level
-        self._misses = 1.0 - level
-        self._scores: deque[tuple[float, float]] = deque(maxlen=MEMORY)
-        self._margin = 0.0
-        self._measured_s = -inf
-
-    def ended(self, score: float, kept: bool, now_s: float) -> None:
-        """A promise ended with this score, and whether it was kept."""
-        wanted = 1.0 - self._level
-        misses = self._misses + GAIN * (wanted - (0.0 if kept else 1.0))
-        self._misses = min(max(misses, min(_LEAST_MISSES, wanted)), max(_MOST_MISSES, wanted))
-        self._scores.append((now_s, score))
-        self._measure(now_s)
-
-    def margin(self, now_s: float) -> float:
-        """Share of an objective by which it is planned earlier."""
-        # Where so little can be promised that no score comes any more, this opens the door again.
-        # Not with every decision, as one costs less than a quantile.
-        if self._scores and now_s >= self._measured_s + _LEAST_PAUSE_S:
-            self._measure(now_s)
-        return self._margin
-
-    def _measure(self, now_s: float) -> None:
-        self._measured_s, scores = now_s, self._scores
-        while scores and scores[0][0] < now_s - MEMORY_S:
-            scores.popleft()
-        # The place from above that the quantile has among MEMORY scores, the unseen ones lowest.
-        place = max(0, MEMORY - ceil((MEMORY + 1) * (1.0 - self._misses)))
-        found = _UNSEEN
-        if place < len(scores):
-            found = sorted((score for _, score in scores), reverse=True)[place]
-        self._margin = min(max(found, 0.0), MOST_MARGIN)
+    stated: Times
+    planned: Times
+    replica_id: str
+    anchor: TPOTAnchor
 
 
 class Calibration:
-    """The margins of all promises of a fleet, by objective and by how long it is.
-
-    A margin is a share, and what a share covers depends on the whole: 20 ms of HTTP are much of
-    half a second, and little of eight. So objectives of about the same length have a margin of
-    their own, in steps of two.
+    """The promises under way, and the margins that those before them taught.
 
     Args:
         level: share of the promises that are to be kept, in (0, 1).
@@ -127,46 +67,77 @@ class Calibration:
         if not 0.0 < level < 1.0:
             raise ValueError(f"the promise level must be between 0 and 1, got {level}")
         self._level = level
-        self._trackers: OrderedDict[tuple[Objective, int], Tracker] = OrderedDict()
+        self._margins = Margins(level)
+        self._apart: dict[str, Margins] = {}
         self._promises: OrderedDict[Hashable, _Promise] = OrderedDict()
 
-    def margin(self, objective: Objective, stated_s: float, now_s: float) -> float:
+    @property
+    def apart(self) -> Iterable[str]:
+        """Replicas with margins of their own."""
+        return self._apart.keys()
+
+    def margin(
+        self, objective: Objective, stated_s: float, now_s: float, replica_id: str = ""
+    ) -> float:
         """The share of an objective of ``stated_s`` seconds by which it is planned earlier."""
-        tracker = self._trackers.get(_kind(objective, stated_s))
-        return 0.0 if tracker is None else tracker.margin(now_s)
+        return self._of(replica_id).margin(objective, stated_s, now_s)
 
     def largest(self, now_s: float) -> dict[Objective, float]:
-        """The largest margin of each objective now. ``O(margins)``."""
-        found: dict[Objective, float] = dict.fromkeys(OBJECTIVES, 0.0)
-        for (objective, _), tracker in self._trackers.items():
-            found[objective] = max(found[objective], tracker.margin(now_s))
-        return found
+        """The largest margin of each objective now, of any replica. ``O(margins)``."""
+        all_largest = [each.largest(now_s) for each in (self._margins, *self._apart.values())]
+        return {
+            objective: max(largest[objective] for largest in all_largest)
+            for objective in OBJECTIVES
+        }
 
-    def plan(self, slo: SLO, now_s: float) -> SLO:
-        """By when what ``slo`` states is to be planned so that it can be promised. ``O(1)``."""
-        margins = [
-            0.0 if stated_s is None else self.margin(objective, stated_s, now_s)
-            for objective, stated_s in _objectives(slo)
-        ]
-        if not any(margins):
-            return slo
-        planned = [
-            None if stated_s is None else stated_s * (1.0 - margin)
-            for (_, stated_s), margin in zip(_objectives(slo), margins, strict=True)
-        ]
-        return replace(slo, ttft_s=planned[0], tpot_s=planned[1], e2e_s=planned[2])
+    def plan(self, slo: SLO, now_s: float, replica_id: str = "") -> SLO:
+        """By when what ``slo`` states is to be planned so that it can be promised, by a replica or
+        by any that is not set apart. ``O(1)``."""
+        margins, anchor = self._of(replica_id), slo.tpot_anchor
+        return slo.with_times(
+            [
+                None
+                if stated_s is None
+                else stated_s * (1.0 - margins.margin(objective, stated_s, now_s, anchor))
+                for objective, stated_s in zip(OBJECTIVES, slo.times_s, strict=True)
+            ]
+        )
 
-    def promised(self, key: Hashable, stated: SLO, planned: SLO) -> None:
-        """A request was promised ``stated``, and is planned for ``planned``. A later promise to the
-        same one takes the place of the first."""
-        self._promises[key] = _Promise(stated, planned)
-        self._promises.move_to_end(key)
+    def promised(self, key: Hashable, stated: SLO, planned: SLO, replica_id: str = "") -> None:
+        """A request was promised ``stated``, and is planned for ``planned`` at a replica; without
+        one what it teaches is of all. A later promise to the same request takes the place of the
+        first."""
+        self.dropped(key)
+        self._promises[key] = _Promise(
+            stated.times_s, planned.times_s, replica_id, stated.tpot_anchor
+        )
         if len(self._promises) > MOST_PROMISES:
-            self._promises.popitem(last=False)
+            self.dropped(next(iter(self._promises)))
 
     def dropped(self, key: Hashable) -> None:
         """What was promised to a request is no longer of interest."""
-        self._promises.pop(key, None)
+        self._taken(key)
+
+    def behind(
+        self, key: Hashable, ttft_s: float | None, tpot_s: float | None, now_s: float
+    ) -> None:
+        """A request goes on, and its first token came late, or its pace is behind, seconds;
+        ``None`` where that is not so.
+
+        A first token comes once, so this is how its TTFT turned out. A pace may recover: until the
+        request has ended it counts as it was told last, and then as it turned out.
+        """
+        promise = self._promises.get(key)
+        if promise is None:
+            return
+        (stated_ttft_s, stated_tpot_s, e2e_s), planned, replica_id, anchor = promise
+        planned_ttft_s, planned_tpot_s, _ = planned
+        if ttft_s is not None and stated_ttft_s is not None and planned_ttft_s is not None:
+            self._observe("ttft", stated_ttft_s, planned_ttft_s, ttft_s, promise, now_s)
+            self._promises[key] = promise._replace(stated=(None, stated_tpot_s, e2e_s))
+        if tpot_s is not None and stated_tpot_s is not None and planned_tpot_s is not None:
+            tracker = self._of(replica_id).tracker("tpot", stated_tpot_s, anchor)
+            tracker.behind(key, score_of(stated_tpot_s, planned_tpot_s, tpot_s), replica_id, now_s)
 
     def ended(
         self,
@@ -178,41 +149,55 @@ class Calibration:
     ) -> None:
         """A request ended, as its client saw it, seconds; ``None`` where that is not known. Nothing
         is learned from one that was promised nothing."""
-        promise = self._promises.pop(key, None)
+        promise = self._taken(key)
         if promise is None:
             return
-        pairs = zip(_objectives(promise.stated), _objectives(promise.planned), strict=True)
-        for ((objective, stated_s), (_, planned_s)), observed_s in zip(
-            pairs, (ttft_s, tpot_s, e2e_s), strict=True
-        ):
+        observed = ttft_s, tpot_s, e2e_s
+        times = zip(OBJECTIVES, promise.stated, promise.planned, observed, strict=True)
+        for objective, stated_s, planned_s, observed_s in times:
             if stated_s is not None and planned_s is not None and observed_s is not None:
-                self.observe(objective, stated_s, planned_s, observed_s, now_s)
+                self._observe(objective, stated_s, planned_s, observed_s, promise, now_s)
 
-    def observe(
+    def _observe(
         self,
         objective: Objective,
         stated_s: float,
         planned_s: float,
         observed_s: float,
+        promise: _Promise,
         now_s: float,
     ) -> None:
         """What was promised within ``stated_s``, and planned for ``planned_s``, took
         ``observed_s``, seconds."""
-        kind = _kind(objective, stated_s)
-        tracker = self._trackers.get(kind)
-        if tracker is None:
-            tracker = self._trackers[kind] = Tracker(self._level)
-            if len(self._trackers) > MOST_TRACKERS:
-                self._trackers.popitem(last=False)
-        else:
-            self._trackers.move_to_end(kind)
-        score = 1.0 - planned_s / observed_s if observed_s > 0.0 else -inf
-        tracker.ended(score, observed_s <= stated_s, now_s)
+        replica_id = promise.replica_id
+        tracker = self._of(replica_id).tracker(objective, stated_s, promise.anchor)
+        score = score_of(stated_s, planned_s, observed_s)
+        tracker.ended(score, observed_s <= stated_s, replica_id, now_s)
+        if replica_id in self._apart:
+            self._join(replica_id, now_s)
+        elif replica_id and tracker.stands_out(replica_id, score):
+            # Of those that tell nothing any more, too, once their places are wanted.
+            for name in tuple(self._apart):
+                self._join(name, now_s)
+            if len(self._apart) < MOST_APART:
+                own = self._apart[replica_id] = Margins(self._level)
+                own.take(replica_id, self._margins)
 
+    def _join(self, replica_id: str, now_s: float) -> None:
+        """Let a replica join the others if it needs no more than anybody at the start. Theirs are
+        no measure: they are large, too, while another replica is about to stand out."""
+        if max(self._apart[replica_id].largest(now_s).values()) <= PRIOR + APART:
+            del self._apart[replica_id]
 
-def _objectives(slo: SLO) -> tuple[tuple[Objective, float | None], ...]:
-    return ("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("e2e", slo.e2e_s)
+    def _of(self, replica_id: str) -> Margins:
+        return self._apart.get(replica_id, self._margins)
 
-
-def _kind(objective: Objective, stated_s: float) -> tuple[Objective, int]:
-    return objective, round(log2(stated_s / _FIRST_SCALE_S))
+    def _taken(self, key: Hashable) -> _Promise | None:
+        """The promise to a request, which goes on no more."""
+        promise = self._promises.pop(key, None)
+        if promise is not None:
+            _, stated_tpot_s, _ = promise.stated
+            if stated_tpot_s is not None:
+                own = self._of(promise.replica_id)
+                own.tracker("tpot", stated_tpot_s, promise.anchor).left(key)
+        return promise

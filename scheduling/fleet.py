@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduling import fleet_rows as figure
+from scheduling.expected import claim
 from scheduling.fleet_report import fold
 from scheduling.fleet_rows import (
     FIGURES,
     LOAD_FIELDS,
     PREFILL_FIELDS,
+    add_later,
     advance,
     settle,
     take,
@@ -166,7 +168,9 @@ class Fleet:
         if self.roles[row] != report.role:
             self._set_role(row, report.role)
         if report.transfers.done:
-            self._learn(self._reports[row], report.transfers)
+            before = self._reports[row]
+            done = before.transfers if before is not None else NO_TRANSFERS
+            self.transfer.learn(done, report.transfers)
         self._set_willing(row, not report.draining and replica_id not in self._closed)
         self._reports[row] = report
         pieces = report.latency.pieces
@@ -198,7 +202,8 @@ class Fleet:
         if row is None:
             return False
         self._gone_until_s[row] = until_s
-        self._drop(replica_id)
+        if self.ledger.drop_replica(replica_id):
+            self._again(replica_id)
         return True
 
     def close(self, replica_id: str) -> None:
@@ -369,17 +374,6 @@ class Fleet:
         self._codes[row] = _CODES[role]
         self.has_roles = bool(self._codes.any())
 
-    def _learn(self, before: Report | None, now: Transfers) -> None:
-        """A replica has taken over ``now`` since its start: learn from what came since ``before``,
-        or from all of it where it has started anew."""
-        then = before.transfers if before is not None else NO_TRANSFERS
-        if now.done < then.done or now.seconds < then.seconds or now.tokens < then.tokens:
-            then = NO_TRANSFERS
-        if now.done > then.done:
-            self.transfer.see(
-                now.done - then.done, now.seconds - then.seconds, now.tokens - then.tokens
-            )
-
     def _join(self, replica_id: str) -> int:
         if not self._free:
             self._grow(max(_FIRST_REPLICAS, 2 * len(self.ids)))
@@ -439,10 +433,6 @@ class Fleet:
             used = end
         self.prefills, self.loads, self._used = prefills, loads, used
 
-    def _drop(self, replica_id: str) -> None:
-        if self.ledger.drop_replica(replica_id):
-            self._again(replica_id)
-
     def _again(self, replica_id: str) -> None:
         """Count a replica anew from its last report."""
         row = self.row_of.get(replica_id)
@@ -490,6 +480,18 @@ class Fleet:
             work_s = most_work_s(self.pieces[row], made.new_tokens, made.cached_tokens)
             figures[figure.BEST_EFFORT_S] += work_s
             return
+        figures[figure.CLAIMED_BLOCKS] += claim(
+            prompt, made.output_tokens, 0.0, 0.0, block, figures[figure.TOTAL_BLOCKS]
+        )
+        add_later(
+            figures,
+            self.pieces[row],
+            float(made.later_stages),
+            float(made.later_tokens),
+            prompt,
+            made.output_tokens,
+            made.tpot_s,
+        )
         figures[figure.PAB] -= made.new_tokens
         advance(figures, prefills, loads, made.made_s)
         take(

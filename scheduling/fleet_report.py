@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from scheduling.assumptions import LEAST_STEPS, TTFT_SHARE, UNKNOWN_OUTPUT_TOKENS
+from scheduling.expected import claim, paced
 from scheduling.fleet_rows import (
     BATCH_S,
     BEGUN_S,
     BEST_EFFORT_S,
     BLOCK_TOKENS,
     BLOCKS_PER_S,
+    CLAIMED_BLOCKS,
     CONTEXT,
     DECODE_PACE_S,
     DECODE_S,
@@ -26,6 +28,7 @@ from scheduling.fleet_rows import (
     EXPECTED_BLOCKS,
     FIXED_S,
     FREED_WITHIN_S,
+    LATER_S,
     LENT_BLOCKS,
     LENT_PLACES,
     LOADS,
@@ -41,7 +44,9 @@ from scheduling.fleet_rows import (
     STEP_ENDS_S,
     STEP_WORK_S,
     TOKENS,
+    TOTAL_BLOCKS,
     WAITING,
+    add_later,
     add_load,
     pace_of,
     put_in_order,
@@ -72,7 +77,7 @@ def clear(figures: Floats, pieces: Floats) -> None:
     for figure in (
         WAITING, RUNNING, RESERVED, TOKENS, CONTEXT, DECODES, DECODE_S, NEEDED_BLOCKS, LENT_BLOCKS,
         LENT_PLACES, BEST_EFFORT_S, EXPECTED_BLOCKS, BLOCKS_PER_S, QUEUED, LOADS, PROMISED,
-        DECODE_SHARES, SPENT_S,
+        DECODE_SHARES, SPENT_S, CLAIMED_BLOCKS, LATER_S,
     ):  # fmt: skip
         figures[figure] = 0.0
     figures[FIXED_S] = pieces[:, FIXED].max()
@@ -81,21 +86,21 @@ def clear(figures: Floats, pieces: Floats) -> None:
 
 @compiled
 def expected_tokens(row: Any) -> float:
-    """Expected length of a reported request's output: more than what has left."""
-    known = float(row.expected_tokens) if row.expected_tokens > 0 else UNKNOWN_OUTPUT_TOKENS
-    return max(known, row.emitted_tokens + 1.0)
+    """Expected length of a reported request's output, however much has left."""
+    return float(row.expected_tokens) if row.expected_tokens > 0 else UNKNOWN_OUTPUT_TOKENS
 
 
 @compiled
-def next_due_s(row: Any, emitted: int) -> float:
+def next_due_s(row: Any, ttft_s: float, tpot_s: float) -> float:
     """Deadline of a reported request's next token, on its replica's clock: the rule of
     :meth:`SLO.deadline_s <scheduling.objective.SLO.deadline_s>` anchored on the first token."""
-    due_s = row.arrival_s + row.ttft_s
+    emitted = row.emitted_tokens
+    due_s = row.arrival_s + ttft_s
     if emitted > 0:
         # A missing first token is nan, which compares as false.
         if row.first_token_s < due_s:
             due_s = row.first_token_s
-        due_s += emitted * row.tpot_s
+        due_s += emitted * tpot_s
     return min(due_s, row.arrival_s + row.e2e_s)
 
 
@@ -147,19 +152,15 @@ def count_prefill(
     loads: Floats,
     row: Any,
     due_s: float,
-    offset_s: float,
+    tpot_s: float,
     now_s: float,
     expected: float,
-    unpaced_s: float,
 ) -> float:
     """Count a reported prefill that was promised; return its work, seconds."""
-    pending, computed, tpot_s = row.pending_tokens, row.computed_tokens, float(row.tpot_s)
+    pending, computed = row.pending_tokens, row.computed_tokens
     if expected <= row.emitted_tokens + 1.0:
         # It ends with that token, or goes on at another replica.
         tpot_s = inf
-    # Early enough that its output can end by its end-to-end objective.
-    later_s = (expected - row.emitted_tokens - 1.0) * (tpot_s if tpot_s < inf else unpaced_s)
-    due_s = min(due_s, row.arrival_s + row.e2e_s + offset_s - later_s)
     blocks = max(0.0, ceil((computed + pending) / figures[BLOCK_TOKENS]) - row.kv_blocks)
     take(
         figures, pieces, prefills, loads, due_s, tpot_s, float(row.priority),
@@ -175,6 +176,7 @@ def count_decode(
     loads: Floats,
     row: Any,
     due_s: float,
+    tpot_s: float,
     now_s: float,
     expected: float,
     horizon_s: float,
@@ -183,7 +185,7 @@ def count_decode(
 ) -> float:
     """Count a reported decode that was promised; return how often it runs within ``horizon_s``, and
     add that work to ``decode_s``, by piece of the model."""
-    computed, tpot_s = row.computed_tokens, float(row.tpot_s)
+    computed = row.computed_tokens
     own_s = most_work_s(pieces, 1.0, computed)
     pace_s = pace_of(tpot_s, figures[FIXED_S], own_s)
     figures[PROMISED] += 1.0
@@ -251,18 +253,28 @@ def fold(
         figures[RUNNING if row.phase == 2 else WAITING] += 1.0
         first = row.arrival_s < earliest_s
         earliest_s = min(earliest_s, row.arrival_s)
-        expected = expected_tokens(row)
+        whole_tokens = expected_tokens(row)
+        expected = max(whole_tokens, row.emitted_tokens + 1.0)
         whole = ceil((row.prompt_tokens + expected) / figures[BLOCK_TOKENS])
         figures[EXPECTED_BLOCKS] += max(0.0, whole - row.kv_blocks)
         prefill = row.emitted_tokens == 0 or row.pending_tokens > 1
         if row.best_effort > 0:
             count_best_effort(figures, pieces, row, prefill)
             continue
-        due_s = next_due_s(row, row.emitted_tokens) + offset_s
+        figures[CLAIMED_BLOCKS] += claim(
+            row.prompt_tokens, whole_tokens, row.emitted_tokens, row.kv_blocks,
+            figures[BLOCK_TOKENS], figures[TOTAL_BLOCKS],
+        )  # fmt: skip
+        add_later(
+            figures, pieces, float(row.later_stages), float(row.later_tokens),
+            float(row.prompt_tokens), expected - row.emitted_tokens, float(row.tpot_s),
+        )  # fmt: skip
+        ttft_s, tpot_s = paced(float(row.ttft_s), float(row.tpot_s), float(row.e2e_s), expected)
+        due_s = next_due_s(row, ttft_s, tpot_s) + offset_s
         least_ttft_s = min(least_ttft_s, row.ttft_s)
         if prefill:
             work_s = count_prefill(
-                figures, pieces, prefills, loads, row, due_s, offset_s, now_s, expected, unpaced_s
+                figures, pieces, prefills, loads, row, due_s, tpot_s, now_s, expected
             )
             if row.arrival_s <= stepped_s:
                 step_work_s += work_s
@@ -270,8 +282,9 @@ def fold(
                 first_work_s = work_s
             continue
         steps = count_decode(
-            figures, pieces, loads, row, due_s, now_s, expected, horizon_s, unpaced_s, decode_s
-        )
+            figures, pieces, loads, row, due_s, tpot_s, now_s, expected, horizon_s, unpaced_s,
+            decode_s,
+        )  # fmt: skip
         forced = max(forced, steps)
     # An engine that was idle began with the first request that came. One that hangs must not look
     # as if it had done its work.

@@ -66,7 +66,9 @@ BATCH_S = 29  # time of a batch that is full; infinite where nothing limits it
 STEP_WORK_S = 30  # promised prefill in the step under way
 SPENT_UNTIL_S = 31  # when the latest decision was made, or the work began
 SPENT_S = 32  # capacity until then, which is spent
-FIGURES = 33
+CLAIMED_BLOCKS = 33  # blocks that promised requests are expected to need beyond those they hold
+LATER_S = 34  # prefill of later stages that is expected each second
+FIGURES = 35
 
 # A promised prefill.
 PREFILL_DUE_S = 0
@@ -246,6 +248,31 @@ def add_load(
     loads[place, STEP_SHARE] = share
     loads[place, LOAD_PACE_S] = pace_s
     figures[LOADS] += 1.0
+
+
+@compiled
+def add_later(
+    figures: Floats,
+    pieces: Floats,
+    later_stages: float,
+    later_tokens: float,
+    context_tokens: float,
+    output_tokens: float,
+    tpot_s: float,
+) -> None:
+    """Expect the prompt that enters a promised request with a later stage.
+
+    When it comes is not known: the output that is left is cut into as many parts as there are
+    stages, at its pace, so that it is equally likely in each moment of a part.
+    """
+    if later_tokens < 1.0:
+        return
+    step_s = most_work_s(pieces, 1.0, context_tokens)
+    pace_s = pace_of(tpot_s if tpot_s < inf else 0.0, figures[FIXED_S], step_s)
+    part_s = max(1.0, output_tokens / (later_stages + 1.0)) * pace_s
+    work_s = most_work_s(pieces, later_tokens, context_tokens)
+    figures[LATER_S] += work_s / part_s
+    figures[NEEDED_BLOCKS] += later_tokens / figures[BLOCK_TOKENS]
 
 
 @compiled

@@ -8,12 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduling.expected import paced
 from scheduling.kernels import Floats, Ints
-from scheduling.objective import SLO
+from scheduling.objective import SLO, Times
 from scheduling.roles import Role
 
 PLACED = "placed"
 UNATTAINABLE = "unattainable"
+STAYS = "stays"
 NO_REPLICA = "no_replica"
 INVALID_QUERY = "invalid_query"
 """Reasons of a :class:`RouteDecision`."""
@@ -52,6 +54,9 @@ class RouteQuery(NamedTuple):
             tenant.
         weight: of the tenant's share, > 0.
         client_request_id: the client's own id of it, for the same people.
+        moves_from: the replica that has this promised request already and is predicted to miss its
+            first token (:mod:`controller.moves`): it moves to another one that can promise what is
+            left of its objective, or stays. Empty for any other request.
     """
 
     key: int
@@ -68,6 +73,10 @@ class RouteQuery(NamedTuple):
     tenant: int = 0
     weight: float = 1.0
     client_request_id: str = ""
+    moves_from: str = ""
+
+
+_NO_STAGES: Floats = np.empty((0, 2))
 
 
 class Job(NamedTuple):
@@ -105,6 +114,22 @@ class Job(NamedTuple):
     moved: bool = False
     reserve_tokens: float = 0.0
 
+    @property
+    def tpot_s(self) -> float:
+        """The pace at which its output holds its end-to-end objective, too; infinite for none."""
+        ttft_s, tpot_s, e2e_s, _ = self.query.slo.columns
+        return paced(ttft_s, tpot_s, e2e_s, self.output_tokens)[1]
+
+    @property
+    def later(self) -> Floats:
+        """``float64[n, 2]``, of each later stage before which tokens of prompt enter, how many, and
+        its TTFT, seconds; infinite for none."""
+        stages = self.query.slo.stages
+        if not stages:
+            return _NO_STAGES
+        found = [(s.prompt_tokens, s.paced()[0]) for s in stages[1:] if s.prompt_tokens]
+        return np.array(found, np.float64).reshape(len(found), 2)
+
     def of(self, places: NDArray[np.bool_] | Ints) -> Job:
         """The same job for some of the replicas only."""
         return self._replace(
@@ -122,13 +147,15 @@ class RouteDecision(NamedTuple):
     Attributes:
         replica_id: where the request goes; ``None``: nowhere, and ``reason`` says why.
         reason: ``placed``; ``unattainable``: no replica can promise its objective, and it may not
-            be served without; ``no_replica``: none is known and was heard of lately;
-            ``invalid_query``.
+            be served without; ``stays``: no other one can promise what is left of it, so it is not
+            moved; ``no_replica``: none is known and was heard of lately; ``invalid_query``.
         tier: how it is served where it goes; ``None`` where no tier was decided, because admission
             is off: it is served like a promised request, and nothing is promised.
-        predicted_ttft_s: from the decision to its first token, where that was promised.
-        retry_after_s: where it is ``unattainable``: when there may be capacity; ``None`` where
-            there never is.
+        predicted_ttft_s: from the decision to its first token, where that was promised. It is what
+            admission predicts; who has observed how such predictions turn out may tell the median
+            of that, see :mod:`scheduling.reliability`.
+        retry_after_s: where it is ``unattainable``: after how long it should come again, see
+            :mod:`scheduling.retry_after`; ``None`` where there never is capacity.
         role: of the replica ``replica_id``.
         prefill_id: the replica that computes its prompt first and hands the KV over to
             ``replica_id``; ``None``: nobody, ``replica_id`` serves it whole.
@@ -138,7 +165,10 @@ class RouteDecision(NamedTuple):
             share, must leave free for others.
         planned: where something was promised: the TTFT, TPOT and end-to-end time for which it is
             planned, seconds; ``None`` where one was not stated. The replica works by them, see
-            :mod:`scheduling.calibration`.
+            :mod:`scheduling.calibration`; instead of an end-to-end time by its shares, see
+            :mod:`scheduling.pacing`.
+        room_s: as ``retry_after_s``: the predicted time until there is room, if nobody else comes.
+            Who waits at the edge asks by that.
     """
 
     replica_id: str | None
@@ -150,4 +180,5 @@ class RouteDecision(NamedTuple):
     prefill_id: str | None = None
     handover_s: float = 0.0
     over_share: bool = False
-    planned: tuple[float | None, float | None, float | None] | None = None
+    planned: Times | None = None
+    room_s: float | None = None

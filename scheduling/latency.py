@@ -1,4 +1,4 @@
-"""Step-time models of an engine, and their online correction.
+"""Step-time models of an engine.
 
 A step is a batch of sequences, each with ``n`` new tokens on ``k`` computed ones. Every family of
 models predicts its time as the largest of one or more sums ("pieces") over the sequences, so that
@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
-from statistics import median
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -145,12 +144,14 @@ class LatencyModel(ABC):
     A subclass is a family: its positional fields are its coefficients. Immutable.
 
     Args:
-        correction: factor on every prediction that was learned, see :class:`OnlineCorrection`.
+        correction: learned factor on the work of the sequences.
+        fixed_correction: learned factor on what a step costs before any token is counted. For both
+            see :class:`~scheduling.step_correction.StepCorrection`.
         headroom: factor on every prediction that is wanted, at least 1: a planner that believes in
             steps 5 % longer than they are meets objectives where an exact one would miss half.
 
     Attributes:
-        pieces: ``float64[pieces, COEFFICIENTS]`` of :mod:`scheduling.kernels`, with both factors.
+        pieces: ``float64[pieces, COEFFICIENTS]`` of :mod:`scheduling.kernels`, with the factors.
             Of a sequence with ``n`` new tokens on ``k`` computed ones, the part is
             ``PREFILL_TOKENS n + PREFILL_SQUARE n**2 + PREFILL_CROSS n k + PREFILL_CONTEXT k +
             PREFILL_SEQUENCE`` for ``n > 1`` and ``DECODE_SEQUENCE + DECODE_CONTEXT k`` for
@@ -166,6 +167,7 @@ class LatencyModel(ABC):
     names: ClassVar[tuple[str, ...]]
 
     correction: float = 1.0
+    fixed_correction: float = 1.0
     headroom: float = 1.0
     pieces: Floats = field(init=False, compare=False)
     _bare: Floats = field(init=False, compare=False)
@@ -177,13 +179,16 @@ class LatencyModel(ABC):
         if not any(coefficients):
             raise ValueError("a latency model needs at least one coefficient above 0")
         check_factors(self.correction, self.headroom)
+        check_factors(self.fixed_correction, self.headroom)
         bare: Floats = np.array(self._rows(), dtype=np.float64)
         object.__setattr__(self, "_bare", bare)
-        object.__setattr__(self, "pieces", bare * (self.correction * self.headroom))
+        pieces = self._pieces(self.correction, self.fixed_correction, self.headroom)
+        object.__setattr__(self, "pieces", pieces)
 
     def __repr__(self) -> str:
         named = zip(self.names, self.coefficients, strict=True)
-        factors = (("correction", self.correction), ("headroom", self.headroom))
+        names = ("correction", "fixed_correction", "headroom")
+        factors = ((name, getattr(self, name)) for name in names)
         shown = ", ".join(f"{name}={value:.3g}" for name, value in (*named, *factors))
         return f"{type(self).__name__}({shown})"
 
@@ -224,28 +229,48 @@ class LatencyModel(ABC):
         """Time of a whole step; its own ``seconds`` are not looked at. ``O(pieces)``."""
         return float((self.pieces @ np.array((1.0, *step[:7]))).max())
 
+    def parts_s(self, step: StepSample) -> tuple[float, float]:
+        """Fixed part and work of a whole step by its costliest piece, without the factors: what
+        the correction learns from. ``O(pieces)``."""
+        work = np.array((1.0, *step[:7]))
+        piece = int((self.pieces @ work).argmax()) if len(self.pieces) > 1 else 0
+        fixed_s = float(self._bare[piece, kernels.FIXED])
+        return fixed_s, max(0.0, float(self._bare[piece] @ work) - fixed_s)
+
     def tokens_within(self, seconds: float, computed_tokens: int) -> int:
         """Most new tokens of one sequence on ``computed_tokens`` whose work fits ``seconds``."""
         costs = np.zeros(len(self.pieces))
         return tokens_within(self.pieces, costs, float(seconds), computed_tokens, UNBOUNDED_TOKENS)
 
-    def corrected(self, correction: float) -> Self:
-        """The same model with another correction. Cheap enough for every step."""
-        return self._scaled(correction, self.headroom)
+    def corrected(self, correction: float, fixed_correction: float | None = None) -> Self:
+        """The same model with another correction, of its fixed part, too: the same one without
+        ``fixed_correction``. Cheap enough for every step."""
+        fixed = correction if fixed_correction is None else fixed_correction
+        return self._scaled(correction, fixed, self.headroom)
 
     def with_headroom(self, headroom: float) -> Self:
         """The same model with another head-room."""
-        return self._scaled(self.correction, headroom)
+        return self._scaled(self.correction, self.fixed_correction, headroom)
 
-    def _scaled(self, correction: float, headroom: float) -> Self:
+    def _scaled(self, correction: float, fixed_correction: float, headroom: float) -> Self:
         check_factors(correction, headroom)
+        check_factors(fixed_correction, headroom)
         model = object.__new__(type(self))
         # What the constructor would do, without checking the coefficients again.
-        pieces = self._bare * (correction * headroom)
         model.__dict__.update(
-            self.__dict__, correction=correction, headroom=headroom, pieces=pieces
+            self.__dict__,
+            correction=correction,
+            fixed_correction=fixed_correction,
+            headroom=headroom,
+            pieces=self._pieces(correction, fixed_correction, headroom),
         )
         return model
+
+    def _pieces(self, correction: float, fixed_correction: float, headroom: float) -> Floats:
+        pieces: Floats = self._bare * (correction * headroom)
+        if fixed_correction != correction:
+            pieces[:, kernels.FIXED] = self._bare[:, kernels.FIXED] * (fixed_correction * headroom)
+        return pieces
 
 
 def check_factors(correction: float, headroom: float) -> None:
@@ -369,92 +394,3 @@ FAMILIES: dict[str, type[LatencyModel]] = {
     model.family: model for model in (LinearLatency, PrefillDecodeLatency, RooflineLatency)
 }
 """Every family of step-time models by name."""
-
-
-class OnlineCorrection:
-    """Multiplicative correction of predictions, learned from real step times.
-
-    Between changes it is an exponential average: ``f <- f * (theta + (1 - theta) * off)``, where
-    ``off = real / (f * prediction)`` (ProServe §4.1's beta, with a window of one step). One step
-    counts as at most ``max_ratio`` times too long or too short, so a single outlier moves the
-    factor by at most ``(1 - theta) * (max_ratio - 1)``.
-
-    A change of the engine's speed is found separately: after ``run`` consecutive steps that are all
-    at least ``margin`` times too long, or all too short by as much, the factor becomes the median
-    ratio of these steps. So without noise a change by ``margin`` or more is followed after ``run``
-    steps, however large it is; a smaller one is averaged in.
-
-    The factor stays in ``[1 / max_factor, max_factor]``. Times that are not positive and finite
-    teach nothing. ``O(1)`` for a step, and ``O(run log run)`` for the last one of a change.
-
-    Raises:
-        ValueError: ``theta`` outside [0, 1), a bound below 1, a ``margin`` of at most 1, or a
-            ``run`` below 2.
-    """
-
-    __slots__ = (
-        "_before",
-        "_far",
-        "_margin",
-        "_max_factor",
-        "_max_ratio",
-        "_run",
-        "_theta",
-        "factor",
-    )
-
-    def __init__(
-        self,
-        theta: float = 0.95,
-        max_ratio: float = 2.0,
-        max_factor: float = 32.0,
-        run: int = 6,
-        margin: float = 1.5,
-    ) -> None:
-        if not 0 <= theta < 1:
-            raise ValueError(f"theta must be in [0, 1), got {theta}")
-        if not (max_ratio >= 1 and max_factor >= 1):
-            raise ValueError(
-                f"max_ratio and max_factor must be >= 1, got {max_ratio} and {max_factor}"
-            )
-        if not (margin > 1 and run >= 2):
-            raise ValueError(f"margin must be > 1 and run >= 2, got {margin} and {run}")
-        self.factor = 1.0
-        self._theta = theta
-        self._max_ratio = max_ratio
-        self._max_factor = max_factor
-        self._run = run
-        self._margin = margin
-        # Ratios of the latest steps, while all are far off on one side of the factor before them.
-        self._far: list[float] = []
-        self._before = 1.0
-
-    def observe(self, predicted_s: float, real_s: float) -> None:
-        """Learn from one step; ``predicted_s`` is the prediction without correction and without
-        head-room, which would be learned away."""
-        if not (0 < predicted_s < inf and 0 < real_s < inf):
-            return
-        ratio = real_s / predicted_s
-        if self._changed(ratio):
-            factor = median(self._far)
-            self._far.clear()
-        else:
-            off = min(max(ratio / self.factor, 1 / self._max_ratio), self._max_ratio)
-            factor = self.factor * (self._theta + (1 - self._theta) * off)
-        self.factor = min(max(factor, 1 / self._max_factor), self._max_factor)
-
-    def _changed(self, ratio: float) -> bool:
-        """Note ``ratio``; whether it ends a run of steps that are all far off on one side."""
-        far = self._far
-        before = self._before if far else self.factor
-        too_long = ratio >= before * self._margin
-        if not too_long and ratio * self._margin > before:
-            far.clear()
-            return False
-        if far and (far[-1] > before) is not too_long:
-            far.clear()
-            before = self.factor
-        if not far:
-            self._before = before
-        far.append(ratio)
-        return len(far) >= self._run

@@ -30,6 +30,8 @@ class Reservation(NamedTuple):
         output_tokens: expected length of its output.
         awaited_s: until when nothing need be heard of it there, because another replica computes
             its prompt first.
+        later_stages: how many of its stages follow the first.
+        later_tokens: of prompt, that enter before the next of them that has any.
     """
 
     replica_id: str
@@ -43,6 +45,8 @@ class Reservation(NamedTuple):
     priority: float
     output_tokens: float
     awaited_s: float = -inf
+    later_stages: int = 0
+    later_tokens: int = 0
 
 
 class Ledger:
@@ -82,6 +86,10 @@ class Ledger:
 
     def __contains__(self, key: int) -> bool:
         return key in self._entries
+
+    def of(self, key: int) -> Reservation | None:
+        """What is reserved for a request, if anything is."""
+        return self._entries.get(key)
 
     def at(self, replica_id: str) -> Iterable[Reservation]:
         """What is reserved at a replica, oldest first."""

@@ -9,8 +9,22 @@ ProServe's footnote 2; the token-level deadline gain (TDG) is ProServe Eq. 3.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Final, Literal, Self
+
+from scheduling.stages import Stage, check_stages, strictest
+from scheduling.tpot import LEAST_PACE_TOKENS, TPOTAnchor, TPOTMeter
+
+Objective = Literal["ttft", "tpot", "e2e"]
+OBJECTIVES: Final[tuple[Objective, ...]] = ("ttft", "tpot", "e2e")
+"""The times that a request may state, in the order of :attr:`SLO.times_s`."""
+
+Times = tuple[float | None, float | None, float | None]
+"""TTFT, TPOT and end-to-end time, seconds; ``None`` where it is not stated."""
+
+_LEAST_S: Final = 1e-9
 
 MIN_PRIORITY = 1
 MAX_PRIORITY = 10
@@ -54,12 +68,15 @@ class SLO:
         priority: weight of the request's tokens in the gain, an integer from 1 to 10: a token of
             priority 2 is worth two of priority 1 (ProServe's ``w_prio``).
         service_class: the name of the service class it is served as.
+        tpot_anchor: how its TPOT is measured; a text is taken for its value.
+        stages: objectives of its parts, in order, see :meth:`of_stages`; empty: it has one part.
 
     Attributes:
         columns: TTFT, TPOT, end-to-end and priority as numbers, infinite where not stated.
 
     Raises:
-        ValueError: an objective that is not positive and finite, or a priority out of range.
+        ValueError: an objective that is not positive and finite, a priority out of range, an
+            unknown anchor, or stages that are none.
     """
 
     ttft_s: float | None = None
@@ -67,6 +84,8 @@ class SLO:
     e2e_s: float | None = None
     priority: int = 1
     service_class: str = "standard"
+    tpot_anchor: TPOTAnchor = TPOTAnchor.MEAN
+    stages: tuple[Stage, ...] = ()
     columns: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -79,14 +98,97 @@ class SLO:
                 f"priority must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}, "
                 f"got {self.priority!r}"
             )
+        if self.stages:
+            check_stages(self.stages)
+        if type(self.tpot_anchor) is not TPOTAnchor:
+            object.__setattr__(self, "tpot_anchor", _anchor_of(self.tpot_anchor))
         objectives = (self.ttft_s, self.tpot_s, self.e2e_s)
         ttft_s, tpot_s, e2e_s = (inf if value is None else value for value in objectives)
         object.__setattr__(self, "columns", (ttft_s, tpot_s, e2e_s, float(self.priority)))
 
+    @classmethod
+    def of_stages(
+        cls,
+        stages: Sequence[Stage],
+        e2e_s: float | None = None,
+        priority: int = 1,
+        service_class: str = "standard",
+        tpot_anchor: TPOTAnchor = TPOTAnchor.MEAN,
+    ) -> Self:
+        """The objective of a request of stages, at least one: its own times are what it counts with
+        before it begins (:func:`~scheduling.stages.strictest`). ``e2e_s`` is stated for the whole
+        request, if anything is.
+
+        Raises:
+            ValueError: see :class:`SLO`.
+        """
+        check_stages(stages)
+        times_s = strictest(stages, e2e_s)
+        return cls(*times_s, priority, service_class, tpot_anchor, tuple(stages))
+
     @property
     def stated(self) -> bool:
         """Whether it states any objective: without one there is nothing to promise."""
-        return min(self.columns[:3]) < inf
+        if min(self.columns[:3]) < inf:
+            return True
+        return any(time_s is not None for stage in self.stages for time_s in stage.times_s)
+
+    @property
+    def times_s(self) -> Times:
+        """TTFT, TPOT and end-to-end time as stated, seconds."""
+        return self.ttft_s, self.tpot_s, self.e2e_s
+
+    def late(
+        self, ttft_s: float | None, tpot_s: float | None, tokens: int
+    ) -> tuple[float | None, float | None]:
+        """Of the TTFT and the TPOT of a request that goes on, seconds, those that are late by now;
+        ``None`` for the others. A TPOT is judged from ``LEAST_PACE_TOKENS`` tokens on."""
+        ttft_due_s, tpot_due_s, _, _ = self.columns
+        if tokens < LEAST_PACE_TOKENS:
+            tpot_s = None
+        return (
+            ttft_s if ttft_s is not None and ttft_s > ttft_due_s else None,
+            tpot_s if tpot_s is not None and tpot_s > tpot_due_s else None,
+        )
+
+    def with_times(self, times_s: Sequence[float | None]) -> SLO:
+        """The same with other times, seconds; itself where they are its own. Its stages have the
+        same shares of what they state, and what no stage states where that is new."""
+        if tuple(times_s) == self.times_s:
+            return self
+        ttft_s, tpot_s, e2e_s = times_s
+        stages = self.stages
+        if stages:
+            pairs = zip(times_s, self.times_s, strict=True)
+            shares = [new / old if new and old else 1.0 for new, old in pairs]
+            stages = tuple([stage.scaled(shares) for stage in stages])
+            if self.ttft_s is None and ttft_s is not None:
+                stages = (stages[0]._replace(ttft_s=ttft_s), *stages[1:])
+            if self.tpot_s is None and tpot_s is not None:
+                stages = tuple([stage._replace(tpot_s=tpot_s) for stage in stages])
+        return replace(self, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s, stages=stages)
+
+    def of_stage(self, number: int) -> SLO:
+        """The objective of one of its stages, from 0 on, whose times count from its start; itself
+        where it has none."""
+        if not self.stages:
+            return self
+        ttft_s, tpot_s, e2e_s = self.stages[number].times_s
+        return replace(self, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s, stages=())
+
+    def at_stage(self, number: int, elapsed_s: float) -> SLO:
+        """What an engine works by in one of its stages, from 0 on, that begins ``elapsed_s`` after
+        the arrival: the stage's objective, and no later than the end of the whole. One that goes on
+        decoding and states no TTFT has one TPOT for its first token, so that the pace does not
+        break."""
+        slo = self.of_stage(number)
+        ttft_s, tpot_s, e2e_s = slo.times_s
+        if self.e2e_s is not None:
+            left_s = max(self.e2e_s - elapsed_s, _LEAST_S)
+            e2e_s = left_s if e2e_s is None else min(e2e_s, left_s)
+        if number and ttft_s is None and not self.stages[number].prompt_tokens:
+            ttft_s = tpot_s
+        return slo.with_times((ttft_s, tpot_s, e2e_s))
 
     def deadline_s(
         self,
@@ -124,6 +226,14 @@ class SLO:
         return due_s
 
 
+def _anchor_of(value: str) -> TPOTAnchor:
+    try:
+        return TPOTAnchor(value)
+    except ValueError:
+        allowed = ", ".join(TPOTAnchor)
+        raise ValueError(f"tpot_anchor must be one of {allowed}, got {value!r}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class GainWeights:
     """Weights of a first and of a later token in the TDG gain (ProServe's ``w_p`` and ``w_d``).
@@ -144,14 +254,12 @@ class TokenClock:
 
     __slots__ = (
         "_anchor",
+        "_meter",
         "_weights",
         "arrival_s",
-        "first_token_s",
         "gain",
         "ideal_gain",
-        "last_token_s",
         "slo",
-        "tokens",
     )
 
     def __init__(
@@ -163,38 +271,50 @@ class TokenClock:
     ) -> None:
         self.slo = slo
         self.arrival_s = arrival_s
-        self.tokens = 0
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
         self.gain = 0.0
         self.ideal_gain = 0.0
         self._weights = weights or GainWeights()
         self._anchor = anchor
+        self._meter = TPOTMeter(slo.tpot_anchor)
 
-    def emit(self, tokens: int, now_s: float) -> None:
-        """Count ``tokens`` (>= 0) that left at ``now_s``.
+    def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
+        """Count ``tokens`` (>= 0) that left at ``now_s``; with so many of them the reasoning ended,
+        0: it did not. Only a request of stages takes notice of that
+        (:class:`~scheduling.stage_clock.StageClock`).
 
         Several at once, as speculation gives them, each have the deadline of their place in the
         output; with :attr:`Anchor.LAST_TOKEN`, which knows no places, a group has one TPOT for each
         of its tokens.
         """
-        last_s = self.last_token_s
+        last_s, before = self.last_token_s, self.tokens
         if last_s is not None and self.slo.tpot_s is not None:
             last_s += (tokens - 1) * self.slo.tpot_s
-        for _ in range(tokens):
-            self.tokens += 1
-            if self.first_token_s is None:
-                self.first_token_s = now_s
-            weight = self._weights.first if self.tokens == 1 else self._weights.later
+        self._meter.emit(tokens, now_s)
+        for token in range(before + 1, self.tokens + 1):
+            weight = self._weights.first if token == 1 else self._weights.later
             weight *= self.slo.priority
             self.ideal_gain += weight
             due_s = self.slo.deadline_s(
-                self.tokens, self.arrival_s, self.first_token_s, self._anchor, last_s
+                token, self.arrival_s, self.first_token_s, self._anchor, last_s
             )
             if now_s < due_s:
                 self.gain += weight
             last_s = now_s if last_s is None else last_s
-            self.last_token_s = now_s
+
+    @property
+    def tokens(self) -> int:
+        """How many have left."""
+        return self._meter.tokens
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When the first one left, or ``None`` before."""
+        return self._meter.first_s
+
+    @property
+    def last_token_s(self) -> float | None:
+        """When the last one left, or ``None`` before the first."""
+        return self._meter.last_s
 
     @property
     def ttft_s(self) -> float | None:
@@ -202,14 +322,29 @@ class TokenClock:
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
-    def tpot_s(self) -> float | None:
+    def mean_tpot_s(self) -> float | None:
         """Mean time per token after the first, or ``None`` with fewer than two tokens."""
-        if self.tokens < 2 or self.first_token_s is None or self.last_token_s is None:
-            return None
-        return (self.last_token_s - self.first_token_s) / (self.tokens - 1)
+        return self._meter.mean_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per token by the objective's :attr:`SLO.tpot_anchor`, or ``None`` with fewer than
+        two tokens: what the TPOT objective is held against."""
+        return self._meter.tpot_s
+
+    def e2e_s(self, finished_s: float) -> float:
+        """Arrival to end, where the request ended at ``finished_s``. The last token may have a
+        later time than the end: those of what an engine told afterwards are on its clock."""
+        last_s = self.last_token_s
+        return (finished_s if last_s is None else max(finished_s, last_s)) - self.arrival_s
+
+    def judged_s(self, finished_s: float) -> Times:
+        """TTFT, TPOT and end-to-end time, seconds, as they are held against the objective; ``None``
+        where there is none yet."""
+        return self.ttft_s, self.tpot_s, self.e2e_s(finished_s)
 
     def attained(self, finished_s: float) -> bool:
-        """Whether every stated objective was met: TTFT, mean TPOT and end to end.
+        """Whether every stated objective was met: TTFT, TPOT by its anchor, and end to end.
 
         A request without any token attains only if it states no objective.
         """
@@ -219,10 +354,9 @@ class TokenClock:
         """The stated objectives that were not met, of ``ttft``, ``tpot`` and ``e2e``: all of them
         where there was no token."""
         (ttft_due_s, tpot_due_s, e2e_due_s, _), none = self.slo.columns, self.tokens == 0
-        took_s = finished_s - self.arrival_s
         found = (
             ("ttft", inf if self.ttft_s is None else self.ttft_s, ttft_due_s),
             ("tpot", inf if none else self.tpot_s or 0.0, tpot_due_s),
-            ("e2e", inf if none else took_s, e2e_due_s),
+            ("e2e", inf if none else self.e2e_s(finished_s), e2e_due_s),
         )
         return tuple([name for name, real_s, due_s in found if real_s > due_s])

@@ -5,7 +5,7 @@ The controller makes it for real requests and the simulator for simulated ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -13,15 +13,16 @@ import numpy as np
 
 from scheduling.admission import AdmissionPolicy, Promises
 from scheduling.admission.room import LEAST_WAIT_S
-from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from scheduling.autoscaling.load import Demand
 from scheduling.calibration import Calibration
+from scheduling.expected import paced
 from scheduling.fair_shares import FairShares
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S, work_on
 from scheduling.job import (
     NO_REPLICA,
     PLACED,
+    STAYS,
     UNATTAINABLE,
     Job,
     RouteDecision,
@@ -31,9 +32,13 @@ from scheduling.job import (
 from scheduling.kernels import Floats, Ints
 from scheduling.ledger import Reservation
 from scheduling.objective import SLO
+from scheduling.output_lengths import OutputLength, OutputLengths
+from scheduling.pacing import shared_out
 from scheduling.pairs import HANDOVER_STEPS, Second, together
+from scheduling.retry_after import RetryAfter
 from scheduling.roles import ROLES
 from scheduling.routing.base import RoutingPolicy
+from scheduling.stages import later_of
 
 MOST_AWAITED_S = 600.0
 """Longest time for which a reservation waits for another replica to compute the prompt, seconds."""
@@ -81,15 +86,25 @@ class Placer:
     transfer and of :data:`~scheduling.pairs.HANDOVER_STEPS`. The routing policy chooses among all
     that can promise.
 
+    An end-to-end time is promised as a first token and a pace (:mod:`scheduling.pacing`), by what
+    is known of the lengths of outputs.
+
     Where not everything can be promised, tenants have fair shares of what can
     (:mod:`scheduling.fair_shares`): to one over its share only that is promised which leaves room
     for the others, the rest of its requests is as if nobody could.
+
+    Who is refused is told when to come again, and newcomers of the same tenant leave room for those
+    who were (:mod:`scheduling.retry_after`).
 
     A request that must be served whole goes to a mixed replica; where there is none, to a decode
     one; where there is none either, to any.
 
     A quarantined replica gets requests only where no other is left, and then none is promised; but
     when it is to be tried, it gets the next request that it could serve.
+
+    A promised request that moves (``moves_from``) goes to another replica that can promise what is
+    left of its objective. Where there is none it stays, and that leaves no trace: no share is
+    refused, and its first promise holds.
 
     Args:
         fleet: what is known; decisions are reserved in it.
@@ -98,6 +113,7 @@ class Placer:
             served as best effort.
         witness: told of what each decision is made from, for whom there is any replica to choose.
         calibration: by how much earlier than it is due a promise is planned; ``None``: by nothing.
+        lengths: how long outputs are; ``None``: nothing is known of any.
     """
 
     def __init__(
@@ -107,16 +123,20 @@ class Placer:
         admission: AdmissionPolicy | None,
         witness: Witness | None = None,
         calibration: Calibration | None = None,
+        lengths: OutputLengths | None = None,
     ) -> None:
         self._fleet = fleet
         self._routing = routing
         self._admission = admission
         self._witness = witness
-        self.calibration = calibration
+        self._calibration = calibration
+        self._lengths = lengths if lengths is not None else OutputLengths()
         self.demand = Demand()
         """What was asked for, decision by decision."""
         self.shares = FairShares()
         """What tenants were promised."""
+        self.returns = RetryAfter()
+        """When the refused are told to come again."""
 
     def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes."""
@@ -127,35 +147,55 @@ class Placer:
             return RouteDecision(None, NO_REPLICA)
         if query.avoid:
             rows = fleet.but(rows, query.avoid)
+        if self._calibration is not None and not query.moves_from:
+            # Of an earlier decision on it.
+            self._calibration.dropped(_name(query))
         wanted = self._promise_wanted(query)
-        stated = query.slo
-        if wanted is not None and self.calibration is not None:
-            planned = self.calibration.plan(stated, now_s)
-            if planned is not stated:
-                query = query._replace(slo=planned)
+        if query.moves_from:
+            rows = rows[rows != fleet.row_of.get(query.moves_from, -1)]
+            if wanted is None or not len(rows):
+                return RouteDecision(None, STAYS)
+        stated = planned = query.slo
+        if wanted is not None:
+            planned = self._plan(stated, now_s)
+            query = self._shared_out(query, planned, rows)
         second: Second | None = None
         if fleet.has_roles:
             rows, seconds = self._by_role(query, rows)
             if seconds is not None:
                 second = self._second(query, seconds, now_s, wanted)
         job = self._job(query, rows, now_s, second)
-        decision = self._decide(job, second, wanted)
-        if self.calibration is not None:
-            decision = self._noted(self.calibration, query, stated, decision)
-        self.demand.count(job, decision, fleet, second)
+        decision = self._decide(job, second, wanted, stated, planned)
+        if not query.moves_from:  # it has been counted where it was placed first
+            self.demand.count(job, decision, fleet, second)
         return decision
 
-    def _noted(
-        self, calibration: Calibration, query: RouteQuery, stated: SLO, decision: RouteDecision
-    ) -> RouteDecision:
-        """The decision, with what it is planned for; remembered until the request has ended."""
-        name = query.request_id or query.key
-        if decision.tier is not Tier.GUARANTEED:
-            calibration.dropped(name)
-            return decision
-        planned = query.slo
-        calibration.promised(name, stated, planned)
-        return decision._replace(planned=(planned.ttft_s, planned.tpot_s, planned.e2e_s))
+    def _plan(self, stated: SLO, now_s: float, replica_id: str = "") -> SLO:
+        """By when what is stated is planned, by one replica or by any that is not set apart."""
+        if self._calibration is None:
+            return stated
+        return self._calibration.plan(stated, now_s, replica_id)
+
+    def _shared_out(self, query: RouteQuery, planned: SLO, rows: Ints) -> RouteQuery:
+        """The query with the objective by which a promise is planned on ``rows``; an end-to-end
+        time is shared out."""
+        query = query._replace(slo=planned)
+        if planned.e2e_s is None:
+            return query
+        bound = self._expected(query).bound
+        return query._replace(slo=shared_out(query, bound, self._fleet, rows))
+
+    def _expected(self, query: RouteQuery) -> OutputLength:
+        return self._lengths.expected(query.slo.service_class, query.tenant, query.output_tokens)
+
+    def _remember(
+        self, query: RouteQuery, stated: SLO, planned: SLO, decision: RouteDecision
+    ) -> None:
+        """Remember what was promised, until the request has ended."""
+        if self._calibration is not None:
+            # A pair keeps a promise together, so neither of the two is to blame for it.
+            replica_id = (decision.replica_id or "") if decision.prefill_id is None else ""
+            self._calibration.promised(_name(query), stated, planned, replica_id)
 
     def _promise_wanted(self, query: RouteQuery) -> AdmissionPolicy | None:
         """Who tells whether it can be promised; ``None`` where nothing is to be."""
@@ -193,10 +233,15 @@ class Placer:
         return Second(job, promises, int(places[chosen]), float(handover_s))
 
     def _decide(
-        self, job: Job, second: Second | None, admission: AdmissionPolicy | None
+        self,
+        job: Job,
+        second: Second | None,
+        admission: AdmissionPolicy | None,
+        stated: SLO,
+        planned: SLO,
     ) -> RouteDecision:
         if admission is not None:
-            return self._promise(job, second, admission)
+            return self._promise(job, second, admission, stated, planned)
         if Tier.GUARANTEED not in job.query.tiers or self._admission is not None:
             return self._best_effort(job, second)
         if self._witness is not None:
@@ -204,15 +249,28 @@ class Placer:
         return self._place(job, self._choose(job), second)
 
     def _promise(
-        self, job: Job, second: Second | None, admission: AdmissionPolicy
+        self,
+        job: Job,
+        second: Second | None,
+        admission: AdmissionPolicy,
+        stated: SLO,
+        planned: SLO,
     ) -> RouteDecision:
         promises = admission.promises(job, self._fleet)
+        apart = self._set_apart(job, promises, admission, stated)
         if second is not None:
             promises = together(job, promises, second)
         holds = promises.holds
         # Others than sound ones are among the candidates only where there are no sound ones.
         if not holds.any() or not self._fleet.is_sound(int(job.rows[0]), job.now_s):
             return self._unpromised(job, promises, second)
+        # Each replica keeps its part of what is due.
+        line_tokens = self.returns.kept_tokens(job.query, job.now_s) / len(job.rows)
+        if line_tokens > 0.0:
+            promises = self._with_room_left(job, promises, second, admission, line_tokens)
+            holds = promises.holds
+            if not holds.any():
+                return self._unpromised(job, promises, second)
         reserve_tokens = self.shares.reserve_tokens(job.query.tenant, job.now_s)
         if reserve_tokens > 0.0:
             promises = self._with_room_left(job, promises, second, admission, reserve_tokens)
@@ -224,7 +282,35 @@ class Placer:
         chosen = int(places[self._choose(job if len(places) == len(holds) else job.of(places))])
         ttft_s = float(promises.ttft_s[chosen])
         self.shares.promise(job.query, job.output_tokens, job.now_s)
-        return self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
+        self.returns.promised(job.query, job.output_tokens, job.now_s)
+        if chosen in apart:
+            (job, planned), chosen = apart[chosen], 0
+        placed = self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
+        self._remember(job.query, stated, planned, placed)
+        return placed._replace(planned=job.query.slo.times_s)
+
+    def _set_apart(
+        self, job: Job, promises: Promises, admission: AdmissionPolicy, stated: SLO
+    ) -> dict[int, tuple[Job, SLO]]:
+        """The job by the plan of each replica with margins of its own, and that plan, by its place
+        in ``job``; what they can promise by it is put into ``promises``. ``O(their number)``, which
+        is small.
+        """
+        if self._calibration is None:
+            return {}
+        found: dict[int, tuple[Job, SLO]] = {}
+        for replica_id in self._calibration.apart:
+            (places,) = np.nonzero(job.rows == self._fleet.row_of.get(replica_id, -1))
+            if not len(places) or job.splits[places[0]]:
+                continue
+            row = job.rows[places]
+            planned = self._plan(stated, job.now_s, replica_id)
+            own = self._job(self._shared_out(job.query, planned, row), row, job.now_s)
+            told = admission.promises(own, self._fleet)
+            promises.holds[places], promises.ttft_s[places] = told.holds, told.ttft_s
+            promises.wait_s[places], promises.binds[places] = told.wait_s, told.binds
+            found[int(places[0])] = own, planned
+        return found
 
     def _with_room_left(
         self,
@@ -251,6 +337,8 @@ class Placer:
         over_share: bool = False,
     ) -> RouteDecision:
         query, wait_s = job.query, float(promises.wait_s.min())
+        if query.moves_from:
+            return RouteDecision(None, STAYS)
         best_effort = Tier.BEST_EFFORT in query.tiers
         if wait_s < inf:
             # What can never be promised takes nobody's share.
@@ -261,9 +349,13 @@ class Placer:
             placed = self._best_effort(job, second, promises)
             return placed._replace(over_share=True) if over_share else placed
         self._tell(job, promises, None, second)
+        decision = RouteDecision(None, UNATTAINABLE, over_share=over_share)
+        if wait_s == inf:
+            return decision
         # Where it waits for a report only, a moment is enough.
-        retry_after_s = max(wait_s, LEAST_WAIT_S) if wait_s < inf else None
-        return RouteDecision(None, UNATTAINABLE, retry_after_s=retry_after_s, over_share=over_share)
+        room_s = max(wait_s, LEAST_WAIT_S)
+        told_s = self.returns.refused(query, job.output_tokens, room_s, job.now_s)
+        return decision._replace(retry_after_s=told_s, room_s=room_s)
 
     def _best_effort(
         self, job: Job, second: Second | None, promises: Promises | None = None
@@ -300,9 +392,9 @@ class Placer:
 
     def _untried(self, job: Job) -> int | None:
         """A quarantined replica that is to be tried with the next request that it could serve, for
-        else it might never be chosen. Not with one that has failed elsewhere already."""
+        else it might never be chosen. Not with one that has failed elsewhere already or moves."""
         untried = self._fleet.untried
-        if not untried or job.query.avoid:
+        if not untried or job.query.avoid or job.query.moves_from:
             return None
         return next((n for n, row in enumerate(job.rows.tolist()) if row in untried), None)
 
@@ -329,8 +421,8 @@ class Placer:
             # The edge's count of the prompt is an estimate, too.
             cached = np.minimum(fleet.cached_tokens(query.prefix, rows), query.prompt_tokens)
         work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
-        tokens = expected_tokens(query)
-        due_s = first_due_s(query, now_s, tokens, fleet.settings.reference_tpot_s)
+        tokens = self._expected(query).mean
+        due_s = first_due_s(query, now_s, tokens)
         lead_s, splits = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
         if second is not None:
             splits = fleet.are(rows, "prefill")
@@ -375,6 +467,7 @@ class Placer:
         query = job.query
         cached = float(job.cached_tokens[chosen])
         new = max(1.0, query.prompt_tokens - cached)
+        later = later_of(query.slo.stages, 0)
         return Reservation(
             self._fleet.ids[job.rows[chosen]],
             job.now_s,
@@ -383,22 +476,21 @@ class Placer:
             cached,
             query.prompt_tokens if job.moved else new,
             job.due_s,
-            query.slo.columns[1],
+            job.tpot_s,
             float(query.slo.priority),
             job.output_tokens,
+            later_stages=later.stages,
+            later_tokens=later.tokens,
         )
 
 
-def expected_tokens(query: RouteQuery) -> float:
-    """The length that its output is expected to have: what is usual, or the most that it may."""
-    most = float(query.output_tokens) or inf
-    return min(UNKNOWN_OUTPUT_TOKENS, most)
+def _name(query: RouteQuery) -> Hashable:
+    """What the endings of requests call it."""
+    return query.request_id or query.key
 
 
-def first_due_s(query: RouteQuery, now_s: float, output_tokens: float, unpaced_s: float) -> float:
+def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:
     """When its first token is due: by its TTFT, and early enough that the expected output ends by
-    its end-to-end objective at the pace of its TPOT, or of ``unpaced_s`` where it states none."""
+    its end-to-end objective."""
     ttft_s, tpot_s, e2e_s, _ = query.slo.columns
-    pace_s = tpot_s if tpot_s < inf else unpaced_s
-    arrival_s = now_s - query.waited_s
-    return arrival_s + min(ttft_s, e2e_s - (output_tokens - 1.0) * pace_s)
+    return now_s - query.waited_s + paced(ttft_s, tpot_s, e2e_s, output_tokens)[0]

@@ -9,10 +9,12 @@ import numpy as np
 
 from scheduling.admission import AdmissionPolicy
 from scheduling.fleet import Fleet, Report
+from scheduling.late_first_tokens import late
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
 from scheduling.placement import Placer
 from scheduling.routing import RouteQuery, RoutingPolicy, Tier
+from scheduling.stages import Stage
 from scheduling.state import ROW, RUNNING, WAITING
 
 _MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
@@ -34,9 +36,12 @@ def warm_up_placement(
         RouteQuery(1, SLO(ttft_s=1.0, tpot_s=0.1), 100),
         RouteQuery(2, SLO(ttft_s=1e-6), 100, tiers=_PROMISED, session=1, prefix=(1, 2)),
         RouteQuery(3, SLO(), 100, tiers=_BEST_EFFORT),
+        RouteQuery(4, SLO(e2e_s=60.0), 100),
+        RouteQuery(5, SLO.of_stages((Stage(1.0), Stage(1.0, prompt_tokens=10))), 100),
     ]
     for query in queries:
         placer.place(query, 0.0)
+    late(fleet, 0, 2_048, (0.0, 0.0), np.ones(1), np.ones(1))
 
 
 def _report() -> Report:

@@ -1,8 +1,10 @@
-"""What batch and routing policies have in common: validated options, and making one by name."""
+"""What all policies have in common: validated options, and a registry that knows them by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -30,16 +32,94 @@ class Policy(Protocol):
 P = TypeVar("P", bound=Policy)
 
 
-def make(
-    kind: str, policies: Mapping[str, type[P]], name: str, options: Mapping[str, Any] | None
-) -> P:
-    """Build the policy called ``name`` from the registry ``policies`` of ``kind`` policies.
+class Registry(Mapping[str, type[P]]):
+    """The policies of one kind by name: those of this project, then those of installed packages.
 
-    Raises:
-        ValueError: no such policy, or an option that is unknown or out of range (pydantic's
-            ``ValidationError``, which is a ``ValueError``).
+    A package offers a policy by an entry point in the group ``sluice.<kind>``, under the policy's
+    name. Entry points are read when a name is asked for that the project does not have, or when all
+    are listed, and a package is imported when its policy is asked for. So a package that is broken
+    does no harm where it is not used.
+
+    Args:
+        kind: ``batching``, ``routing``, ``admission`` or ``autoscaling``.
+        base: of which each is a subclass.
+        own: the project's.
+
+    Attributes:
+        own: the project's, by name.
     """
-    if name not in policies:
-        raise ValueError(f"unknown {kind} policy {name!r}; known: {', '.join(sorted(policies))}")
-    policy = policies[name]
-    return policy(policy.Options.model_validate(dict(options or {})))
+
+    def __init__(self, kind: str, base: type, own: Iterable[type[P]]) -> None:
+        self._kind = kind
+        self._base = base
+        self.own: dict[str, type[P]] = {each.name: each for each in own}
+
+    def __getitem__(self, name: str) -> type[P]:
+        if name in self.own:
+            return self.own[name]
+        return self._load(self._offered[name])
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.own
+        yield from self._offered
+
+    def __len__(self) -> int:
+        return len(self.own) + len(self._offered)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or name in self._offered
+
+    def make(self, name: str, options: Mapping[str, Any] | None = None) -> P:
+        """Build the policy called ``name``.
+
+        Raises:
+            ValueError: no such policy, an option that is unknown or out of range (pydantic's
+                ``ValidationError`` is one), or an installed package's policy that cannot be used.
+        """
+        if name not in self:
+            raise ValueError(
+                f"unknown {self._kind} policy {name!r}; known: {', '.join(sorted(self))}"
+            )
+        policy = self[name]
+        return policy(policy.Options.model_validate(dict(options or {})))
+
+    @cached_property
+    def _offered(self) -> dict[str, EntryPoint]:
+        """Of installed packages, by name.
+
+        Raises:
+            ValueError: two policies have one name.
+        """
+        found: dict[str, EntryPoint] = {}
+        for entry in entry_points(group=f"sluice.{self._kind}"):
+            other = found.get(entry.name)
+            # A package that is found twice on the path is one package.
+            if entry.name in self.own or (other is not None and other.value != entry.value):
+                raise ValueError(
+                    f"the {self._kind} policy {entry.name!r} of {_package(entry)} has the name of "
+                    f"{'one of Sluice' if other is None else f'that of {_package(other)}'}; "
+                    f"one of the two must be renamed or uninstalled"
+                )
+            found[entry.name] = entry
+        return found
+
+    def _load(self, entry: EntryPoint) -> type[P]:
+        """The policy of an installed package.
+
+        Raises:
+            ValueError: it cannot be imported, or is no policy of this kind and name.
+        """
+        offered = f"the {self._kind} policy {entry.name!r} of {_package(entry)}"
+        try:
+            policy: type[P] = entry.load()
+        except Exception as error:
+            raise ValueError(f"{offered} cannot be imported: {error!r}") from error
+        if not isinstance(policy, type) or not issubclass(policy, self._base):
+            raise ValueError(f"{offered} must be a subclass of {self._base.__name__}")
+        if getattr(policy, "name", None) != entry.name:
+            raise ValueError(f"{offered} must have that name as its attribute `name`")
+        return policy
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value

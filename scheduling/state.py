@@ -24,7 +24,7 @@ ROW = np.dtype(
         ("first_token_s", "<f8"),  # nan before the first token
         ("last_token_s", "<f8"),  # the latest one
         ("ttft_s", "<f4"),  # objectives: inf where none is stated
-        ("tpot_s", "<f4"),
+        ("tpot_s", "<f4"),  # the tightest of its stage and of those that follow
         ("e2e_s", "<f4"),
         ("priority", "<i4"),
         ("prompt_tokens", "<i4"),
@@ -34,6 +34,8 @@ ROW = np.dtype(
         ("kv_blocks", "<i4"),
         ("expected_tokens", "<i4"),  # predicted length of its whole output; 0: nothing is known
         ("best_effort", "<i4"),  # 1: nothing was promised to it
+        ("later_stages", "<i4"),  # that follow the one that it is in
+        ("later_tokens", "<i4"),  # of prompt, that enter before the next of them that has any
         ("phase", "<i4"),  # 0: free slot, else WAITING or RUNNING
     ]
 )
@@ -58,7 +60,9 @@ SUMMARY = np.dtype(
         ("step_started_s", "<f8"),
         ("last_step_s", "<f8"),
         ("predicted_step_s", "<f8"),
-        ("correction", "<f8"),
+        ("correction", "<f8"),  # learned factor on the work of a step's sequences
+        ("fixed_correction", "<f8"),  # the same on what a step costs without any
+        ("step_spread", "<f8"),  # relative error of corrected predictions, root mean square
         ("steps", "<i8"),
         ("waiting", "<i4"),
         ("running", "<i4"),

@@ -57,6 +57,16 @@ class TransferTime:
         """The predicted time of a prompt's KV."""
         return self.fixed_s + self.token_s * tokens
 
+    def learn(self, before: Transfers, now: Transfers) -> None:
+        """A replica has taken over ``now`` since its start: learn from what came since ``before``,
+        or from all of it where it has started anew."""
+        if any(new < old for new, old in zip(now, before, strict=True)):
+            before = NO_TRANSFERS
+        if now.done > before.done:
+            self.see(
+                now.done - before.done, now.seconds - before.seconds, now.tokens - before.tokens
+            )
+
     def see(self, count: int, seconds: float, tokens: int) -> None:
         """Learn from ``count`` > 0 transfers that took ``seconds`` for ``tokens`` together."""
         keep = (1.0 - 1.0 / MEMORY) ** min(count, 10.0 * MEMORY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf, nan
+from math import inf, isnan, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +28,10 @@ from simulation.config import (
 )
 from simulation.engine import Engine
 from simulation.events import Events
-from simulation.judged import Judged
+from simulation.judged import Judged, late, observed
 from simulation.mirror import PREFILL_KEYS, Mirror
 from simulation.replica import Replica
-from simulation.requests import Requests
+from simulation.requests import Requests, Return
 from simulation.run import TOO_LONG, Result, Size, result_of, sides
 from simulation.scaling import Scaler
 from simulation.truth import Belief, Truth
@@ -113,6 +113,11 @@ class Cluster:
         self._mirror = Mirror(config, routing, admission, requests.depths)
         self._named: dict[str, Replica] = {}
         self._attempts: dict[int, int] = {}
+        # What was promised and goes on, and what has ended since the last push to those who learn.
+        self._promised: set[int] = set()
+        self._untold: list[int] = []
+        self._pushes = False
+        self._came_back: dict[int, int] = {}
         # Since when there has been no replica for a request.
         self._waiting_since: dict[int, float] = {}
         # Whose prompt is being computed for another replica: which.
@@ -176,20 +181,41 @@ class Cluster:
         placed = self._mirror.place(query, now_s)
         if placed.replica_id is None:
             if placed.reason == UNATTAINABLE:
-                self._wait(key, self._patience_s(key), REFUSED)
+                self._refused(key, placed.retry_after_s)
             else:
                 self._wait(key, self._config.edge_wait_s, NO_REPLICA)
             return
         self._waiting_since.pop(key, None)
         ttft_s = placed.predicted_ttft_s
         promised_s = nan if ttft_s is None else query.waited_s + ttft_s
-        self._requests.serve_as(key, placed.tier is Tier.BEST_EFFORT, promised_s)
+        best_effort = placed.tier is Tier.BEST_EFFORT
+        self._requests.serve_as(key, best_effort, promised_s, query.slo, placed.planned)
+        if placed.planned is not None and self._mirror.calibration is not None:
+            self._promised.add(key)
+            self._push_soon()
         target = self._named[placed.replica_id]
         deliver = partial(self._deliver, target, key)
         if placed.prefill_id is not None:
             source = self._named[placed.prefill_id]
             deliver = partial(self._prefill, source, target, key, placed.handover_s)
         self.events.after(self._config.dispatch_s, deliver)
+
+    def _refused(self, key: int, retry_after_s: float | None) -> None:
+        """Nobody can promise a request, and it is not served without: it waits, comes again, or
+        ends."""
+        left = self._config.come_backs - self._came_back.get(key, 0)
+        if self._when(key) != "reject" or retry_after_s is None or left <= 0:
+            self._wait(key, self._patience_s(key), REFUSED)
+            return
+        self._came_back[key] = self._config.come_backs - left + 1
+        self.events.after(retry_after_s, partial(self._come_back, key, retry_after_s))
+
+    def _come_back(self, key: int, told_s: float) -> None:
+        requests, now_s = self._requests, self.events.now_s
+        requests.come_again(key, now_s)
+        self._place(key)
+        promised = not isnan(requests.promised_s[key])
+        requests.returns.append(Return(key, now_s, told_s, promised))
 
     def _query(self, key: int) -> RouteQuery:
         requests, now_s = self._requests, self.events.now_s
@@ -203,6 +229,7 @@ class Cluster:
             prefill_key=key + PREFILL_KEYS,
             tenant=requests.arrivals[key].tenant,
             weight=requests.arrivals[key].weight,
+            client_request_id=str(key),
         )
 
     def _tiers(self, key: int) -> frozenset[Tier]:
@@ -263,9 +290,35 @@ class Cluster:
         if failure is not None:
             self._requests.failures[key] = failure
         self._mirror.ended(key, self._requests.whole_tokens(key))
+        if self._mirror.calibration is not None:
+            self._promised.discard(key)
+            self._untold.append(key)
+            self._push_soon()
         if self.scalers:
             self._judged.ended(key)
         self.ended += 1
+
+    def _push_soon(self) -> None:
+        if not self._pushes:
+            self._pushes = True
+            interval_s = self._config.push_interval_s
+            self.events.at((self.events.now_s // interval_s + 1) * interval_s, self._push)
+
+    def _push(self) -> None:
+        """The router tells which promises are late, and how requests have ended since its last
+        push."""
+        requests, now_s = self._requests, self.events.now_s
+        self._pushes = False
+        for key in sorted(self._promised):
+            self._mirror.behind(key, *late(requests, key), now_s)
+        for key in self._untold:
+            arrival = requests.arrivals[key]
+            found = observed(requests, key)
+            name, tokens = arrival.slo.service_class, arrival.output_tokens
+            self._mirror.learn(key, found, name, tokens, now_s)
+        self._untold.clear()
+        if self._promised:
+            self._push_soon()
 
     # From prefill to decode.
 

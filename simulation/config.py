@@ -130,6 +130,21 @@ class ClusterConfig(BaseModel):
     queue_limit_s: float = Field(
         default=10.0, gt=0, description="Longest wait where that is `queue`."
     )
+    promise_level: float | None = Field(
+        default=0.99,
+        gt=0,
+        lt=1,
+        description="Share of the promises that is to be kept; null: promises are planned for when "
+        "they are due, without margins.",
+    )
+    push_interval_s: float = Field(
+        default=1.0, gt=0, description="Time between two tellings of what ended to the margins."
+    )
+    come_backs: int = Field(
+        default=0,
+        ge=0,
+        description="How often a refused request comes again, when it was told to, as a new one.",
+    )
     detect_s: float = Field(
         default=0.05, ge=0, description="From a replica's failure until the router notices."
     )

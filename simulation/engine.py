@@ -90,7 +90,7 @@ class Engine:
         self._counters = self._rows.counters
         self._counters[steps.FREE_BLOCKS] = config.kv_blocks
         self._shown_keys: Ints = self._rows.keys[:0]
-        self._seconds: Floats = np.zeros(2)
+        self._seconds: Floats = np.zeros(steps.TIMES)
         self._ran_count = 0
         self._begun_s = 0.0
         self.drafts: Drafts | None = None
@@ -156,6 +156,11 @@ class Engine:
         table = self._rows.table[: self.live]
         return QueueView.of_table(self._shown_keys, table, self._requests.slos)
 
+    @property
+    def later(self) -> Floats | None:
+        """What is to come of its live requests' stages, see :meth:`Requests.later`."""
+        return self._requests.later(self._rows.keys[: self.live], self._rows.private)
+
     def submit(self, key: int) -> bool:
         """Queue a request of the run. ``False``: it is longer than the KV and can never run."""
         requests = self._requests
@@ -213,7 +218,7 @@ class Engine:
                     f"are free, and policy {self._policy.name} and the fallback run none of them"
                 )
             self.fallbacks += 1
-        real_s = float(self._seconds[0]) * self._noise.next() * self.slowness
+        real_s = float(self._seconds[steps.TRUE_S]) * self._noise.next() * self.slowness
         self._begun_s = now_s
         self.steps += 1
         self.busy_s += real_s
@@ -251,6 +256,8 @@ class Engine:
             config.max_sequences,
             self._truth_pieces,
             self.planner.pieces,
+            self.planner.latency.fixed_correction,
+            self.planner.latency.correction,
             rows.ran,
             rows.victims,
             self._seconds,
@@ -261,13 +268,17 @@ class Engine:
         if self.drafts is not None:
             ran = rows.ran[: self._ran_count]
             accepted = rows.accepted[: self._ran_count]
-            self._seconds += self.drafts.check(rows.table, rows.keys, ran, accepted)
+            drafting_s = self.drafts.check(rows.table, rows.keys, ran, accepted)
+            self._seconds[steps.TRUE_S] += drafting_s
+            self._seconds[steps.BELIEVED_WORK_S] += drafting_s
         return self._ran_count
 
     def complete(self, now_s: float) -> list[int]:
         """End the step; return the keys of the requests that have all their output."""
         rows, counters = self._rows, self._counters
-        self.planner.observe(float(self._seconds[1]), now_s - self._begun_s)
+        fixed_s = float(self._seconds[steps.BELIEVED_FIXED_S])
+        work_s = float(self._seconds[steps.BELIEVED_WORK_S])
+        self.planner.observe(fixed_s, work_s, now_s - self._begun_s)
         if self.cache is not None:
             self.cache.fill(rows, rows.ran[: self._ran_count])
         steps.complete(

@@ -10,6 +10,7 @@ Which TPOT is meant decides results (the papers differ), so it has a name, :clas
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import nan
 
@@ -17,36 +18,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduling.kernels import Floats, Ints
-from scheduling.objective import Anchor, GainWeights
+from scheduling.objective import SLO, Anchor, GainWeights
+from scheduling.tpot import WINDOW_TOKENS, TPOTAnchor
 from simulation.requests import Requests
 
 Flags = NDArray[np.bool_]
-
-WINDOW_TOKENS = 10
 
 
 class TPOTMetric(enum.StrEnum):
     """How the time per output token of a stage is measured. ``t_i`` is when token ``i`` left.
 
-    ``MEAN``: ``(t_n - t_1) / (n - 1)``; ProServe, 002.
-
-    ``RUNNING_MAX``: the largest ``(t_i - t_1) / (i - 1)``, FairBatching's strict reading: at no
-    token may the stream be behind its pace since the first one.
-
-    ``WINDOW``: the largest mean over 10 tokens, ``(t_(i+10) - t_i) / 10``; SLOs-Serve. A stage of
-    fewer than 11 tokens is one window. Where several tokens leave at once, as with speculation, a
-    window ends with such a group and begins with the last one that is at least 10 tokens before,
-    and its mean is over all tokens between: a window that ended within a group would count the
-    group's time, but not all of its tokens.
+    ``MEAN``, ``RUNNING_MAX``, ``WINDOW``: those of :class:`~scheduling.tpot.TPOTAnchor`.
 
     ``ENVELOPE``: the largest ``(t_i - a - TTFT) / (i - 1)``, at least 0: the TPOT under which every
     token would have been within ``a + TTFT + (i - 1) TPOT``, the deadlines of TDG. It counts from
     the first token where no TTFT is stated.
     """
 
-    MEAN = "mean"
-    RUNNING_MAX = "running_max"
-    WINDOW = "window"
+    MEAN = TPOTAnchor.MEAN.value
+    RUNNING_MAX = TPOTAnchor.RUNNING_MAX.value
+    WINDOW = TPOTAnchor.WINDOW.value
     ENVELOPE = "envelope"
 
 
@@ -159,13 +150,35 @@ def column(requests: Requests, index: int) -> Floats:
     return np.array([slo.columns[index] for slo in requests.stage_slos])
 
 
-def attained(requests: Requests, measured: Stages, metric: TPOTMetric) -> Flags:
-    """By request: whether it has all its output and met every stated objective.
+def judged_tpot_s(requests: Requests, measured: Stages, metric: TPOTMetric | None = None) -> Floats:
+    """By stage, the TPOT that its objective is held against: ``metric``, else the anchor that the
+    objective states."""
+    if metric is not None:
+        return measured.tpot_s[metric]
+    anchors = np.array([slo.tpot_anchor.value for slo in requests.stage_slos])
+    found = np.full(len(anchors), nan)
+    for anchor in set(anchors.tolist()):
+        found = np.where(anchors == anchor, measured.tpot_s[TPOTMetric(anchor)], found)
+    return found
+
+
+def metric_name(metric: TPOTMetric | None, slos: Iterable[SLO]) -> str:
+    """What results call the TPOT that :func:`judged_tpot_s` gives: ``stated`` where the objectives
+    have several anchors."""
+    if metric is not None:
+        return metric.value
+    anchors = {slo.tpot_anchor for slo in slos} or {TPOTAnchor.MEAN}
+    return anchors.pop().value if len(anchors) == 1 else "stated"
+
+
+def attained(requests: Requests, measured: Stages, metric: TPOTMetric | None = None) -> Flags:
+    """By request: whether it has all its output and met every stated objective, TPOT by
+    :func:`judged_tpot_s`.
 
     Meeting is ``<=``, as in :meth:`TokenClock.attained
     <scheduling.objective.TokenClock.attained>`.
     """
-    tpot_s = measured.tpot_s[metric]
+    tpot_s = judged_tpot_s(requests, measured, metric)
     met = measured.complete & (measured.ttft_s <= column(requests, 0))
     met &= np.isnan(tpot_s) | (tpot_s <= column(requests, 1))
     met &= measured.e2e_s <= column(requests, 2)

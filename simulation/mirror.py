@@ -16,9 +16,12 @@ import numpy as np
 from scheduling import kernels
 from scheduling.admission import AdmissionPolicy
 from scheduling.autoscaling import Load
+from scheduling.calibration import Calibration
 from scheduling.fleet import Fleet, FleetSettings, Report
 from scheduling.job import NO_REPLICA, PLACED, RouteDecision
 from scheduling.kernels import Floats
+from scheduling.objective import Times
+from scheduling.output_lengths import OutputLengths
 from scheduling.placement import Placer
 from scheduling.roles import Role
 from scheduling.routing import RouteQuery, RoutingPolicy
@@ -41,12 +44,14 @@ class Sent(NamedTuple):
         report: the rest of it, without rows.
         received: how many keys the replica had been given until then.
         held: hashes of the blocks of prompts in its prefix cache.
+        later: see :meth:`simulation.requests.Requests.later`.
     """
 
     table: Floats
     report: Report
     received: int
     held: frozenset[int] = frozenset()
+    later: Floats | None = None
 
 
 class _Known:
@@ -89,7 +94,14 @@ class Mirror:
                 config.reference_tpot_s,
             )
         )
-        self._placer = Placer(self.fleet, routing, admission)
+        self.calibration: Calibration | None = None
+        """The margins of what is promised, if anything is and they are wanted."""
+        if admission is not None and config.promise_level is not None:
+            self.calibration = Calibration(config.promise_level)
+        self._lengths = OutputLengths()
+        self._placer = Placer(
+            self.fleet, routing, admission, calibration=self.calibration, lengths=self._lengths
+        )
         self._known: dict[str, _Known] = {}
         self._depths = depths
         self._turn = 0
@@ -118,6 +130,29 @@ class Mirror:
     def ended(self, key: int, tokens: int) -> None:
         """A request has ended after so many tokens, prompt and output."""
         self._placer.shares.settle(key, tokens)
+
+    def learn(
+        self,
+        key: int,
+        observed: Times | None,
+        service_class: str,
+        output_tokens: int,
+        now_s: float,
+    ) -> None:
+        """What a client saw of a request, if it was served whole, teaches the margins and how long
+        outputs of its class are."""
+        if self.calibration is None:
+            return
+        if observed is None:
+            self.calibration.dropped(key)
+        else:
+            self.calibration.ended(key, *observed, now_s)
+            self._lengths.observe(service_class, 0, output_tokens, ended=True)
+
+    def behind(self, key: int, ttft_s: float | None, tpot_s: float | None, now_s: float) -> None:
+        """What a request is seen to miss while it goes on teaches the margins, too."""
+        if self.calibration is not None:
+            self.calibration.behind(key, ttft_s, tpot_s, now_s)
 
     def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
         """The decision on a request, see :meth:`scheduling.placement.Placer.place`.
@@ -152,7 +187,8 @@ class Mirror:
                 known.news = None
                 self.fleet.confirm(known.given[known.confirmed : sent.received], name)
                 known.confirmed = sent.received
-                self.fleet.report(name, sent.report._replace(rows=state_rows(sent.table)), heard_s)
+                rows = state_rows(sent.table, sent.later)
+                self.fleet.report(name, sent.report._replace(rows=rows), heard_s)
                 self._hold(name, known, sent.held)
 
     def _hold(self, name: str, known: _Known, held: frozenset[int]) -> None:
@@ -163,8 +199,9 @@ class Mirror:
         known.held = held
 
 
-def state_rows(table: Floats) -> np.ndarray:
-    """An engine's rows as a replica reports them, of dtype :data:`scheduling.state.ROW`."""
+def state_rows(table: Floats, later: Floats | None = None) -> np.ndarray:
+    """An engine's rows as a replica reports them, of dtype :data:`scheduling.state.ROW`, with what
+    is to come of their stages."""
     rows = np.zeros(len(table), ROW)
     for name, column in (
         ("arrival_s", kernels.ARRIVAL),
@@ -184,4 +221,7 @@ def state_rows(table: Floats) -> np.ndarray:
         rows[name] = table[:, column]
     rows["expected_tokens"] = np.nan_to_num(table[:, kernels.EXPECTED])
     rows["phase"] = np.where(table[:, kernels.RUNNING] > 0, RUNNING, WAITING)
+    if later is not None:
+        rows["tpot_s"] = np.minimum(rows["tpot_s"], later[:, 0])
+        rows["later_stages"], rows["later_tokens"] = later[:, 1], later[:, 2]
     return rows

@@ -188,8 +188,7 @@ class Replica:
             self._events.now_s,
             0.0,
             self._stepped_s,
-            # Without head-room, as production reports it.
-            engine.planner.latency.with_headroom(1.0),
+            engine.planner.reported,
             engine.free_blocks,
             engine.config.kv_blocks,
             engine.config.block_tokens,
@@ -199,4 +198,4 @@ class Replica:
             transfers=self._transfers,
         )
         held = engine.cache.held if engine.cache is not None else _NOTHING_HELD
-        return Sent(engine.queue.table.copy(), report, len(self.given), held)
+        return Sent(engine.queue.table.copy(), report, len(self.given), held, engine.later)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf, isnan, nan
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from scheduling.kernels import (
     BEST_EFFORT,
     COMPUTED,
     DRAFTED,
+    E2E,
     EMITTED,
     EXPECTED,
     FIELDS,
@@ -30,8 +32,9 @@ from scheduling.kernels import (
     Ints,
 )
 from scheduling.length import LengthPredictor, TaskLengths
-from scheduling.objective import SLO
+from scheduling.objective import SLO, Times
 from scheduling.request import row_of
+from scheduling.stages import later_of
 from simulation.steps import ADMISSION, OFFSET, PRIVATE, STAGES_LEFT, TARGET
 from simulation.workload import Stage, Workload
 
@@ -39,22 +42,36 @@ _LEAST_STEP = 1 / 16
 """A request that outgrows a prediction is expected to have at least this share more."""
 
 
+class Return(NamedTuple):
+    """A refused request came again.
+
+    Attributes:
+        key: of the request.
+        at_s: when.
+        told_s: after how long it had been told to, seconds.
+        promised: whether its objective was promised then.
+    """
+
+    key: int
+    at_s: float
+    told_s: float
+    promised: bool
+
+
 class Requests:
     """The requests of one run, by key: the request's index in the workload.
 
-    A stage is one prefill-and-decode pair; most requests have one. While the first stage runs, a
-    policy sees the objective of the arrival, which for a request of several stages has the tightest
-    TPOT of all (SLOs-Serve §3.2.1). When a stage ends, the next one begins at that moment, and the
-    policy sees it as a fresh request that has its context computed: output counts from 0, times
-    from the stage's start, and the objective is the stage's. A stage that goes on decoding and
-    states no TTFT has one TPOT for its first token, so that the pace does not break.
+    A stage is one prefill-and-decode pair; most requests have one. When a stage ends, the next one
+    begins at that moment, and the policy sees it as a fresh request that has its context computed:
+    output counts from 0, times from the stage's start, and the objective is the stage's
+    (:meth:`~scheduling.objective.SLO.at_stage`).
 
     Args:
         workload: what arrives.
         predictor: of output lengths; default: the one that replicas have.
 
     Attributes:
-        slos: by key, the objective that a policy sees now.
+        slos: by key, the objective that a policy sees now: the planned one where it was promised.
         rows: ``float64[requests, FIELDS]``, each as an engine gets it: as it arrived, or as it was
             when its engine failed, without KV.
         private: ``int64[requests, PRIVATE]``, the same.
@@ -71,10 +88,16 @@ class Requests:
 
     def __init__(self, workload: Workload, predictor: LengthPredictor | None = None) -> None:
         self.workload = workload
-        self.arrivals = workload.arrivals
-        self.slos: list[SLO] = [arrival.slo for arrival in self.arrivals]
+        self.arrivals = list(workload.arrivals)
+        self.slos: list[SLO] = [arrival.slo.at_stage(0, 0.0) for arrival in self.arrivals]
         self.failures: dict[int, str] = {}
         self.promised_s: Floats = np.full(len(self.arrivals), nan)
+        # Of requests of several stages, all of what is planned.
+        self._planned: dict[int, SLO] = {}
+        self.whole_stages = not any(arrival.stages for arrival in self.arrivals)
+        """Whether no request has several stages."""
+        self.returns: list[Return] = []
+        """Every time that a refused request came again, in order."""
         self.hashed = any(arrival.block_hashes for arrival in self.arrivals)
         """Whether any prompt states which blocks it has."""
         self.depths: dict[int, int] = {}
@@ -97,8 +120,8 @@ class Requests:
         self.times: Floats = np.full(int(self.offsets[-1]) + 1, nan)
         self.emitted_s: Floats = self.times[:-1]
         rows = [
-            row_of(a.slo, a.arrival_s, a.prompt_tokens, tenant=a.tenant, weight=a.weight)
-            for a in self.arrivals
+            row_of(slo, a.arrival_s, a.prompt_tokens, tenant=a.tenant, weight=a.weight)
+            for slo, a in zip(self.slos, self.arrivals, strict=True)
         ]
         self.rows: Floats = np.array(rows).reshape(len(rows), FIELDS)
         self.private: Ints = np.zeros((len(rows), PRIVATE), np.int64)
@@ -129,20 +152,44 @@ class Requests:
         have emitted."""
         return int(self.rows[key, PROMPT])
 
+    def come_again(self, key: int, now_s: float) -> None:
+        """A request that was refused comes again: its time counts from now."""
+        self.arrivals[key] = self.arrivals[key]._replace(arrival_s=now_s)
+        self.rows[key, ARRIVAL] = now_s
+
     def predict(self, key: int) -> None:
         """Write the predicted length of an arriving request into its row."""
         arrival = self.arrivals[key]
         expected = self._predictor.predict(arrival.task, arrival.prompt_tokens)
         self.rows[key, EXPECTED] = expected
 
-    def serve_as(self, key: int, best_effort: bool, promised_s: float = nan) -> None:
+    def serve_as(
+        self,
+        key: int,
+        best_effort: bool,
+        promised_s: float = nan,
+        stated: SLO | None = None,
+        planned: Times | None = None,
+    ) -> None:
         """Write what an engine is told of a request that was placed, before it gets it;
         ``promised_s`` is nan where nothing was promised. What was promised of a first token that
-        has left stays."""
-        self.rows[key, BEST_EFFORT] = best_effort
-        self.rows[key, PROMISED] = promised_s == promised_s
+        has left stays. It works by ``planned``, or by ``stated`` where that is ``None``; see
+        :meth:`~scheduling.objective.SLO.with_times` for later stages."""
+        row = self.rows[key]
+        row[BEST_EFFORT] = best_effort
+        row[PROMISED] = not isnan(promised_s)
+        if stated is not None:
+            self._plan(key, stated, stated.times_s if planned is None else planned)
         if not self.begun(key):
             self.promised_s[key] = promised_s
+
+    def _plan(self, key: int, stated: SLO, planned: Times) -> None:
+        slo = stated.with_times(planned)
+        if slo.stages:
+            self._planned[key] = slo
+            slo = slo.at_stage(0, 0.0)
+        self.slos[key] = slo
+        self.rows[key, [TTFT, TPOT, E2E]] = slo.columns[:3]
 
     @property
     def best_effort(self) -> NDArray[np.bool_]:
@@ -180,16 +227,34 @@ class Requests:
     def rest(self, key: int, now_s: float) -> SLO:
         """The objective of what is left of a request, as the router has it for a stream that goes
         on: the next token is due when the objective says or, as that may have passed, as soon as
-        the first of a new request. Its row gets it, too."""
-        slo, row = self.slos[key], self.rows[key]
-        ttft_s, tpot_s = slo.columns[:2]
+        the first of a new request. Its row gets it, too. Of stages, what is left of them is not
+        stated again: the router does not know it."""
+        row = self.rows[key]
         stage = int(self.first_stage[key + 1] - 1 - self.private[key, STAGES_LEFT])
+        first = stage == self.first_stage[key]
+        slo = self.arrivals[key].slo if first else self.stage_slos[stage]
+        ttft_s, tpot_s = slo.columns[:2]
         emitted = int(self.private[key, OFFSET] - self.offsets[stage])
         if ttft_s == inf or not self.begun(key):
             return slo
         due_s = ttft_s + emitted * tpot_s if tpot_s < inf else 0.0
         row[TTFT] = max(due_s, now_s - float(row[ARRIVAL]) + ttft_s)
-        return replace(slo, ttft_s=float(row[TTFT]))
+        return replace(slo, ttft_s=float(row[TTFT]), stages=())
+
+    def later(self, keys: Ints, private: Ints) -> Floats | None:
+        """What a replica reports of the stages to come of its requests, one row each
+        (:func:`scheduling.stages.later_of`); ``None`` where no request of the run has several."""
+        if self.whole_stages:
+            return None
+        found = np.zeros((len(keys), 3))
+        found[:, 0] = inf
+        for place in np.flatnonzero(private[: len(keys), STAGES_LEFT] > 0).tolist():
+            key = int(keys[place])
+            slo = self._planned.get(key, self.arrivals[key].slo)
+            found[place] = later_of(
+                slo.stages, len(slo.stages) - 1 - int(private[place, STAGES_LEFT])
+            )
+        return found
 
     def finished(self, key: int) -> None:
         """A request has all its output: the predictor learns from it."""
@@ -200,9 +265,11 @@ class Requests:
         """Turn the engine's row of a request whose stage has ended into that of its next one."""
         last = int(self.first_stage[key + 1])
         index = last - int(private[STAGES_LEFT])
-        stage = self.arrivals[key].stages[index - int(self.first_stage[key])]
-        slo = stage.slo
-        self.slos[key] = slo
+        number = index - int(self.first_stage[key])
+        arrival = self.arrivals[key]
+        stage = arrival.stages[number]
+        planned = self._planned.get(key, arrival.slo)
+        slo = self.slos[key] = planned.at_stage(number, now_s - arrival.arrival_s)
         row[PROMPT] += row[EMITTED] + stage.prompt_tokens
         row[PENDING] += stage.prompt_tokens
         row[EXPECTED] = max(row[EXPECTED] - row[EMITTED], 1.0)
@@ -210,8 +277,6 @@ class Requests:
         row[FIRST_TOKEN] = row[LAST_TOKEN] = nan
         row[ARRIVAL] = now_s
         row[TTFT : PRIORITY + 1] = slo.columns
-        if row[TTFT] == inf and not stage.prompt_tokens:
-            row[TTFT] = row[TPOT]
         private[TARGET] = stage.output_tokens
         private[OFFSET] = self.offsets[index]
         private[STAGES_LEFT] -= 1

@@ -51,6 +51,12 @@ EVICTIONS = 10  # best-effort requests that plans preempted
 EVICTED_TOKENS = 11  # computed tokens that these lost
 COUNTERS = 12
 
+# The times of a step: by the truth, and by the belief in its parts.
+TRUE_S = 0
+BELIEVED_FIXED_S = 1
+BELIEVED_WORK_S = 2
+TIMES = 3
+
 # What the end of a step was to a request.
 FINISHED = 1  # it has all its output
 STAGED = 2  # it goes on with another stage
@@ -95,6 +101,8 @@ def begin(
     max_sequences: int,
     truth: Floats,
     belief: Floats,
+    fixed_factor: float,
+    work_factor: float,
     ran: Ints,
     victims: Ints,
     seconds: Floats,
@@ -107,7 +115,8 @@ def begin(
     only in a step that itself preempts nothing.
 
     Written are ``ran`` (rows, then their tokens), ``victims`` (rows) and ``seconds`` (time by the
-    truth, by the belief). ``O(live + planned * pieces)``, and ``O(live)`` more per preemption.
+    truth; fixed part and work by the belief). ``O(live + planned * pieces)``, and ``O(live)`` more
+    per preemption.
     """
     live = counters[LIVE]
     planned = np.zeros(live, np.int64)
@@ -160,21 +169,29 @@ def begin(
             count += 1
     counters[VICTIMS] = len(evicted) + preempted
     counters[DROPPED] = len(rows) - count
-    seconds[0] = step_s(table, ran, count, truth)
-    seconds[1] = step_s(table, ran, count, belief)
+    fixed_s, work_s = parts_s(table, ran, count, truth, 1.0, 1.0)
+    seconds[TRUE_S] = fixed_s + work_s
+    seconds[BELIEVED_FIXED_S], seconds[BELIEVED_WORK_S] = parts_s(
+        table, ran, count, belief, fixed_factor, work_factor
+    )
     return count
 
 
 @compiled
-def step_s(table: Floats, ran: Ints, count: int, pieces: Floats) -> float:
-    """Time of a step by a model's pieces."""
-    most = 0.0
+def parts_s(
+    table: Floats, ran: Ints, count: int, pieces: Floats, fixed_factor: float, work_factor: float
+) -> tuple[float, float]:
+    """Fixed part and work of a step, without the factors, by the piece of a model that is the
+    costliest with them."""
+    fixed_s = all_s = most = 0.0
     for piece in range(pieces.shape[0]):
-        total = pieces[piece, FIXED]
+        total = 0.0
         for place in range(count):
             total += work_s(pieces[piece], float(ran[place, 1]), table[ran[place, 0], COMPUTED])
-        most = max(most, total)
-    return most
+        cost_s = fixed_factor * pieces[piece, FIXED] + work_factor * total
+        if most < cost_s:
+            most, fixed_s, all_s = cost_s, pieces[piece, FIXED], total
+    return fixed_s, all_s
 
 
 @compiled

@@ -13,6 +13,8 @@ from simulation.metrics import (
     TPOTMetric,
     attained,
     deadline_gain,
+    judged_tpot_s,
+    metric_name,
     stages,
     worst_by_request,
 )
@@ -29,7 +31,8 @@ class Summary:
 
     Attributes:
         workload, scaling: what arrived, and how its rate was changed.
-        tpot_metric: which TPOT is meant, see :class:`~simulation.metrics.TPOTMetric`.
+        tpot_metric: which TPOT is meant, see :class:`~simulation.metrics.TPOTMetric`; ``stated``
+            where objectives state several.
         requests, finished, failed: all that arrived; they ended with all their output, or not.
         offered_rate: requests per second between the first and the last arrival.
         attainment: share of all requests that met every objective.
@@ -80,7 +83,7 @@ class Summary:
 
 def summarise(
     result: Result,
-    metric: TPOTMetric = TPOTMetric.MEAN,
+    metric: TPOTMetric | None = None,
     weights: GainWeights | None = None,
     anchor: Anchor = Anchor.ENVELOPE,
 ) -> Summary:
@@ -88,7 +91,7 @@ def summarise(
 
     Args:
         result: the run.
-        metric: which TPOT objectives are measured by.
+        metric: which TPOT objectives are measured by; default: what each states.
         weights: of TDG; default: the workload's mean prompt and output length.
         anchor: of TDG.
     """
@@ -97,7 +100,7 @@ def summarise(
     measured = stages(requests)
     met = attained(requests, measured, metric)
     first = measured.ttft_s[requests.first_stage[:-1]]
-    pace_s = worst_by_request(requests, measured, measured.tpot_s[metric])
+    pace_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured, metric))
     count = len(requests)
     attainment = float(met.mean()) if count else nan
     lasted_s = result.end_s - workload.arrivals[0].arrival_s if count else 0.0
@@ -105,7 +108,7 @@ def summarise(
     return Summary(
         workload=workload.name,
         scaling=workload.scaling,
-        tpot_metric=metric.value,
+        tpot_metric=metric_name(metric, requests.stage_slos),
         requests=count,
         finished=count - failed,
         failed=failed,

@@ -12,7 +12,8 @@ from math import inf
 import numpy as np
 
 from scheduling.kernels import Floats
-from scheduling.latency import LatencyModel, OnlineCorrection
+from scheduling.latency import LatencyModel
+from scheduling.step_correction import StepCorrection, caution
 
 _DRAWS = 4096
 
@@ -62,7 +63,7 @@ class Belief:
     Attributes:
         model: with the head-room that is wanted.
         online: whether real times correct it, by
-            :class:`~scheduling.latency.OnlineCorrection`.
+            :class:`~scheduling.step_correction.StepCorrection`.
     """
 
     model: LatencyModel
@@ -76,11 +77,21 @@ class Planner:
         self.latency = belief.model
         """The model to plan with now."""
         self.pieces: Floats = belief.model.corrected(1.0).with_headroom(1.0).pieces
-        """The model's pieces without correction and head-room."""
-        self._correction = OnlineCorrection() if belief.online else None
+        """Its pieces without correction and head-room."""
+        self._correction = StepCorrection() if belief.online else None
 
-    def observe(self, believed_s: float, real_s: float) -> None:
-        """Learn from one step; ``believed_s`` is without correction and head-room."""
-        if self._correction is not None:
-            self._correction.observe(believed_s, real_s)
-            self.latency = self.latency.corrected(self._correction.factor)
+    @property
+    def reported(self) -> LatencyModel:
+        """The model that promises are made by: without head-room, as production reports it."""
+        model = self.latency.with_headroom(1.0)
+        if self._correction is None:
+            return model
+        careful = caution(self._correction.spread)
+        return model.corrected(model.correction * careful, model.fixed_correction * careful)
+
+    def observe(self, fixed_s: float, work_s: float, real_s: float) -> None:
+        """Learn from one step, whose parts are those by :attr:`pieces`."""
+        if self._correction is None:
+            return
+        self._correction.observe(fixed_s, work_s, real_s)
+        self.latency = self.latency.corrected(self._correction.work, self._correction.fixed)

@@ -16,6 +16,7 @@ from math import inf, isfinite
 from statistics import fmean
 from typing import NamedTuple, Self
 
+import scheduling.stages
 from scheduling.objective import SLO
 
 AS_RECORDED = "as recorded"
@@ -71,11 +72,15 @@ class Arrival(NamedTuple):
     ) -> Self:
         """A request of several stages, >= 1 of them.
 
-        The objective known at its arrival has the first stage's TTFT and priority and the
-        tightest TPOT of all stages, as SLOs-Serve §3.2.1 admits a multi-stage request.
+        The objective known at its arrival states those of all stages, and what enters before each,
+        but not how long any of them is (:class:`scheduling.stages.Stage`).
         """
-        paces = [stage.slo.tpot_s for stage in stages if stage.slo.tpot_s is not None]
-        slo = replace(stages[0].slo, tpot_s=min(paces, default=None), e2e_s=None)
+        first = stages[0].slo
+        stated = [
+            scheduling.stages.Stage(*stage.slo.times_s, prompt_tokens=stage.prompt_tokens)
+            for stage in stages
+        ]
+        slo = SLO.of_stages(stated, None, first.priority, first.service_class, first.tpot_anchor)
         output_tokens = sum(stage.output_tokens for stage in stages)
         return cls(arrival_s, prompt_tokens, output_tokens, slo, task, (), tuple(stages))
 

@@ -6,6 +6,7 @@ A comment above a fenced block says how it is tested:
 - ``run: activate``, ``run: curl``, ``run: python``, ``run: bench``, ``run: policy`` and others of a
   document's own: its test runs them, in the surroundings that they need;
 - ``check: config``: a configuration that Sluice accepts, whole or in part;
+- ``check: entry point``: what a package's ``pyproject.toml`` says, from which one is installed;
 - ``check: serve-config``: one for ``serve deploy``;
 - ``check: command``: needs what a test machine has not, such as a GPU. Its name and its options are
   checked, as those of every command in a document are.

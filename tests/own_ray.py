@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -18,8 +17,6 @@ from deploy.local import start_serve
 from deploy.ray_settings import free_port
 from deploy.ray_start import start_ray
 from tests.deploy.certificate import TlsPort, tls_port
-
-_ROOT = str(Path(__file__).parents[1])
 
 
 class SharedRay:
@@ -74,8 +71,6 @@ def own_ray(num_cpus: int) -> Iterator[None]:
 
 
 def _start(num_cpus: int, folder: str) -> None:
-    # By the environment and not by a job's, for which Ray would start other workers.
-    os.environ["PYTHONPATH"] = _ROOT
     start_ray(
         Path(folder),
         num_cpus=num_cpus,

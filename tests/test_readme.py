@@ -16,6 +16,7 @@ import pytest
 
 from deploy.ray_settings import free_port
 from tests.documents import README, ROOT, marked, newcomer, shell
+from tests.e2e.conftest import wait_until
 
 BIN = Path(sys.executable).parent
 GUIDE = ROOT / "docs" / "getting-started.md"
@@ -61,9 +62,15 @@ def test_the_first_requests_and_the_client_script_work(served: str) -> None:
 
     for path in (README, GUIDE):
         assert all('"choices"' in output for output in run(path, "run: curl"))
-    easy, impossible = run(GUIDE, "run: headers")
-    assert "x-sluice-admission: guaranteed" in easy
-    assert "x-sluice-admission: best-effort" in impossible
+    shown: list[str] = []
+
+    def promised() -> bool:
+        shown[:] = run(GUIDE, "run: headers")
+        return "x-sluice-admission: guaranteed" in shown[0]
+
+    # On a busy machine a report comes late, and at a silent replica nothing is promised.
+    wait_until(promised, "a promise", show=lambda: shown)
+    assert "x-sluice-admission: best-effort" in shown[1]
     (script,) = marked(GUIDE, "run: python")
     output = shell(f"python -c {shlex.quote(script.replace('127.0.0.1:8000', served))}")
     assert "interactive" in output.splitlines()[-1]

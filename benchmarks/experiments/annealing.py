@@ -12,10 +12,10 @@ import numpy as np
 from benchmarks.annealing import exhaustive, in_order, make_jobs, score
 from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, grouped, pivot
 from benchmarks.experiments.engines import SETUPS, Contender, Setup, run
-from benchmarks.workloads.settings import chat_and_code
 from scheduling.batching.annealing import AnnealingOptions
 from scheduling.batching.priority_mapping import Schedule, anneal
 from simulation.metrics import TPOTMetric, attained, stages
+from simulation.workloads.settings import chat_and_code
 
 REPEATS = 5
 MOST_EXHAUSTIVE = 6

@@ -24,13 +24,13 @@ from benchmarks.experiments.clusters import DEFAULT as ROUTER
 from benchmarks.experiments.default_policy import DEFAULT as LOCAL
 from benchmarks.experiments.engines import SETUPS, Contender, Setup
 from benchmarks.experiments.loads import GENERATED, LOAD_WORDS, Make, full_load_rate, recorded
-from benchmarks.report import Table
-from benchmarks.workloads.arrivals import Diurnal, Surges
-from benchmarks.workloads.settings import proserve
 from scheduling import autoscaling
 from scheduling.roles import Role
 from simulation.config import Autoscaling
+from simulation.planning.plots import Table
 from simulation.workload import Workload, merged, with_objectives
+from simulation.workloads.arrivals import Diurnal, Surges
+from simulation.workloads.settings import proserve
 
 SETUP = SETUPS["70b"]
 STARTUP_S = 30.0

@@ -119,7 +119,7 @@ EXPERIMENT = Experiment(
         "Arrivals": f"generated, Poisson, of promised requests for a minute (`full`: five), at the "
         f"load shown; {LOAD_WORDS}. Behind them requests without objectives, their lengths of the "
         f"same distribution, at load {BEHIND_LOAD:g}",
-        "Objectives and priorities": "ProServe's, see benchmarks/workloads/settings.py; every "
+        "Objectives and priorities": "ProServe's, see simulation/workloads/settings.py; every "
         "request that states one counts as promised, also above capacity, where a controller would "
         "promise less",
         "Latency": "setup 8b-short of benchmarks/experiments/engines.py",

@@ -20,7 +20,6 @@ from benchmarks.experiments.loads import (
     least_tpot_s,
     profiled_budget,
 )
-from benchmarks.report import Table
 from controller.config import ControllerConfig
 from scheduling import admission as admissions
 from scheduling import batching, routing
@@ -30,6 +29,7 @@ from scheduling.roles import Role
 from simulation.cluster import REFUSED, Incident, Node, simulate_cluster
 from simulation.config import Autoscaling, ClusterConfig, WhenUnattainable
 from simulation.metrics import TPOTMetric, attained, deadline_gain, stages
+from simulation.planning.plots import Table
 from simulation.run import HEADROOM
 from simulation.truth import Belief, Truth
 from simulation.workload import Workload

@@ -27,8 +27,8 @@ from benchmarks.experiments.loads import (
     profiled_budget,
     recorded,
 )
-from benchmarks.report import Table
 from scheduling.batching import POLICIES
+from simulation.planning.plots import Table
 
 DEFAULT = "deadline_triage"
 CELL = ("workload", "setup", "load")
@@ -207,7 +207,7 @@ EXPERIMENT = Experiment(
     setting={
         "TPOT": "mean since the first token, and its strict running maximum; TDG by the envelope",
         "Arrivals": f"generated, or recorded and thinned or stretched as named; {LOAD_WORDS}",
-        "Objectives and priorities": "each workload's own, see benchmarks/workloads/settings.py; "
+        "Objectives and priorities": "each workload's own, see simulation/workloads/settings.py; "
         "recorded: TTFT 0.8 s, TPOT 80 ms, priorities 2 and 1 with equal chance; with prompts of "
         "4,000 tokens or more on average TTFT 3 times the idle engine's, at least 0.8 s",
         "Latency": "setups of benchmarks/experiments/engines.py; 3 % noise, 5 % head-room, online "

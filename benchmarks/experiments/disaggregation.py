@@ -33,12 +33,12 @@ from benchmarks.experiments.clusters import (
 from benchmarks.experiments.default_policy import DEFAULT as LOCAL
 from benchmarks.experiments.engines import SETUPS, Contender, Setup, figures
 from benchmarks.experiments.loads import SAMPLE, Make, Span, alone_s, full_load_rate
-from benchmarks.report import Table
-from benchmarks.workloads.arrivals import Poisson
-from benchmarks.workloads.settings import slos_serve
 from scheduling.pool_ratio import PoolDemand
 from simulation.capacity import pool_demand
+from simulation.planning.plots import Table
 from simulation.workload import Workload, with_objectives
+from simulation.workloads.arrivals import Poisson
+from simulation.workloads.settings import slos_serve
 
 SETUP = SETUPS["8b"]
 

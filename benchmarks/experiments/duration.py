@@ -16,7 +16,7 @@ AGEING_LOAD = 1.3
 SETTING = {
     "TPOT": "mean since the first token; TDG by the envelope",
     "Arrivals": f"generated, Poisson; {LOAD_WORDS}",
-    "Objectives and priorities": "each workload's own, see benchmarks/workloads/settings.py",
+    "Objectives and priorities": "each workload's own, see simulation/workloads/settings.py",
     "Latency": "setup 8b of benchmarks/experiments/engines.py",
 }
 

@@ -21,11 +21,11 @@ from benchmarks.experiments.clusters import (
 from benchmarks.experiments.default_policy import DEFAULT as LOCAL
 from benchmarks.experiments.engines import SETUPS, Contender
 from benchmarks.experiments.loads import GENERATED, LOAD_WORDS
-from benchmarks.report import Table
 from scheduling.fair_shares import water_level
 from scheduling.kernels import Floats
 from simulation.config import WhenUnattainable
 from simulation.metrics import TPOTMetric, attained, stages
+from simulation.planning.plots import Table
 from simulation.workload import Workload, merged
 
 OVERLOAD = 3.0
@@ -253,7 +253,7 @@ EXPERIMENT = Experiment(
         "Latency": "setup 8b of benchmarks/experiments/engines.py; in full scale 8b-short, too",
         "Shares": f"weighted max-min of what was promised, in tokens of prompt and output, in each "
         f"window of {WINDOW_S:g} s after the first {WARM_UP_S:g} s",
-        "Objectives and priorities": "ProServe's, see benchmarks/workloads/settings.py. A request "
+        "Objectives and priorities": "ProServe's, see simulation/workloads/settings.py. A request "
         "that nobody can promise is refused, or served as best effort, and does not come again",
         "Local policy": LOCAL,
     },

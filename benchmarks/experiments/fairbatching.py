@@ -21,13 +21,13 @@ from benchmarks.experiments.base import (
     pivot,
 )
 from benchmarks.experiments.engines import SETUPS, Contender, Setup
-from benchmarks.experiments.estimate import Estimate
 from benchmarks.experiments.loads import LOAD_WORDS, Make, Span, load_cells
-from benchmarks.report import Table
-from benchmarks.workloads.settings import FAIRBATCHING, fairbatching
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO
+from simulation.estimate import Estimate
+from simulation.planning.plots import Table
 from simulation.workload import Workload, with_objectives
+from simulation.workloads.settings import FAIRBATCHING, fairbatching
 
 FIGURE = "attainment_running_max"
 

@@ -26,12 +26,12 @@ from benchmarks.experiments.clusters import (
 )
 from benchmarks.experiments.default_policy import DEFAULT as LOCAL
 from benchmarks.experiments.engines import SETUPS, Contender
-from benchmarks.experiments.estimate import Estimate
 from benchmarks.experiments.fairbatching import FAIR, FCFS, FIGURE, OURS, SARATHI, of_dataset, peaks
 from benchmarks.experiments.fairbatching import SETTING as ONE_NODE
 from benchmarks.experiments.loads import Span
-from benchmarks.report import Table
-from benchmarks.workloads.settings import FAIRBATCHING
+from simulation.estimate import Estimate
+from simulation.planning.plots import Table
+from simulation.workloads.settings import FAIRBATCHING
 
 VLLM = "vllm"
 """vLLM's own balancer: waiting requests count four times, running ones once."""

@@ -13,10 +13,12 @@ import numpy as np
 
 from benchmarks.experiments.base import Cell, Value
 from benchmarks.experiments.engines import Contender, Setup, figures, run
-from benchmarks.workloads.arrivals import OnOff
-from benchmarks.workloads.generators import Slowdown
-from benchmarks.workloads.lengths import LengthDistribution
-from benchmarks.workloads.settings import (
+from scheduling.latency import LatencyModel
+from simulation.workload import Workload, stretched, thinned, with_objectives, with_priorities
+from simulation.workloads.arrivals import OnOff
+from simulation.workloads.generators import Slowdown
+from simulation.workloads.lengths import LengthDistribution
+from simulation.workloads.settings import (
     chat_and_code,
     fairbatching,
     flowprefill,
@@ -24,9 +26,7 @@ from benchmarks.workloads.settings import (
     proserve_objectives,
     slos_serve,
 )
-from benchmarks.workloads.traces import TraceError, load
-from scheduling.latency import LatencyModel
-from simulation.workload import Workload, stretched, thinned, with_objectives, with_priorities
+from simulation.workloads.traces import TraceError, load
 
 Make = Callable[[Setup, float, int, int], Workload]
 """A workload for a setup: its rate, the number of requests, and the seed."""
@@ -82,7 +82,7 @@ GENERATED: dict[str, Make] = {
     "flowprefill": _flowprefill,
     "chat and code": _chat_and_code,
 }
-"""The papers' settings (:mod:`benchmarks.workloads.settings`), one without a TPOT objective and one
+"""The papers' settings (:mod:`simulation.workloads.settings`), one without a TPOT objective and one
 in bursts of 8 s on average with 12 s of silence between them."""
 
 

@@ -15,7 +15,6 @@ from benchmarks.experiments.base import Cell, Plan, Value
 from benchmarks.experiments.capacity import greatest_loads
 from benchmarks.experiments.engines import NOISE, SETUPS, Contender, Setup, figures, run
 from benchmarks.experiments.loads import Make, Span, full_load_rate, recorded
-from benchmarks.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill, flowprefill_single
 from scheduling.admission import make_policy as make_admission
 from scheduling.objective import SLO
 from simulation.config import EngineConfig
@@ -25,6 +24,7 @@ from simulation.preemption import WHOLE, PreemptionConfig
 from simulation.prefill_run import PrefillRun, simulate_prefills
 from simulation.truth import Truth
 from simulation.workload import Arrival, Workload, with_objectives
+from simulation.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill, flowprefill_single
 
 FIGURE = "attainment_mean"
 

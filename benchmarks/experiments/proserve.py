@@ -18,9 +18,9 @@ from benchmarks.experiments.base import (
 )
 from benchmarks.experiments.engines import SETUPS, Contender, Setup
 from benchmarks.experiments.loads import LOAD_WORDS, Make, Span, load_cells, profiled_budget
-from benchmarks.report import Table
-from benchmarks.workloads.settings import PROSERVE_DATASETS, PROSERVE_SLO, proserve
+from simulation.planning.plots import Table
 from simulation.workload import Workload
+from simulation.workloads.settings import PROSERVE_DATASETS, PROSERVE_SLO, proserve
 
 OURS = Contender("deadline_triage", "deadline_triage")
 SLIDE = Contender("slidebatching", "slidebatching")

@@ -31,7 +31,7 @@ from benchmarks.experiments.engines import SETUPS
 from benchmarks.experiments.loads import Make, Span
 from benchmarks.experiments.proserve import SETTING as ONE_NODE
 from benchmarks.experiments.proserve import of_dataset
-from benchmarks.workloads.settings import PROSERVE_DATASETS
+from simulation.workloads.settings import PROSERVE_DATASETS
 
 MIN_LOAD, GO_ROUTING = "min_load", "go_routing"
 

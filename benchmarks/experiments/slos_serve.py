@@ -15,7 +15,6 @@ from benchmarks.experiments.loads import (
     full_load_rate,
     profiled_budget,
 )
-from benchmarks.workloads.settings import SLOS_SERVE_SCENARIOS, TIGHT_TPOT_S, slos_serve
 from scheduling.batching import BatchPolicy, make_policy
 from scheduling.length import OracleLengths
 from scheduling.roles import Role
@@ -25,6 +24,7 @@ from simulation.config import ClusterConfig, Speculation
 from simulation.run import HEADROOM
 from simulation.truth import Belief, Truth
 from simulation.workload import Workload
+from simulation.workloads.settings import SLOS_SERVE_SCENARIOS, TIGHT_TPOT_S, slos_serve
 
 SHARES = (0.9, 0.98)
 FIGURE = "attainment_window"

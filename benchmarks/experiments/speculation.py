@@ -11,8 +11,8 @@ from benchmarks.experiments.capacity import Loads, greatest_loads
 from benchmarks.experiments.engines import SETUPS, Contender, Setup, figures, run
 from benchmarks.experiments.loads import Make, Span, alone_s, full_load_rate
 from benchmarks.experiments.slos_serve import drafting
-from benchmarks.workloads.settings import slos_serve
 from simulation.workload import Workload
+from simulation.workloads.settings import slos_serve
 
 SHARE = 0.9
 LOADS = Loads(0.5, 1.8, 5)

@@ -10,7 +10,14 @@ from rich.table import Table
 from deploy.commands.admin import AdminApi, admin_options
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import as_json as json_option
-from deploy.fleet_tables import class_tables, headline, notes, problems, replica_tables
+from deploy.fleet_tables import (
+    class_tables,
+    headline,
+    notes,
+    problems,
+    promise_tables,
+    replica_tables,
+)
 from deploy.tables import print_table
 
 
@@ -38,7 +45,7 @@ def status(address: str, key: str | None, as_json: bool) -> None:
         click.echo(headline(fleet).plain)
         for note in notes(fleet):
             click.echo(note)
-        for part in (*replica_tables(fleet), *class_tables(fleet)):
+        for part in (*replica_tables(fleet), *class_tables(fleet), *promise_tables(fleet)):
             if isinstance(part, Table):
                 print_table(part)
             else:

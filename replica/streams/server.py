@@ -144,6 +144,7 @@ def joined(first: ResponseSent | None, second: ResponseSent) -> ResponseSent:
         first.tokens + second.tokens,
         first.offsets_s + second.offsets_s,
         first.told and second.told,
+        first.reasoned or (sum(first.tokens) + second.reasoned if second.reasoned else 0),
     )
 
 

@@ -31,6 +31,7 @@ from replica.engine import (
 from replica.request_body import RequestBody
 from scheduling.objective import SLO
 from scheduling.prefix import PromptPrefix
+from scheduling.stages import Stage
 
 WELCOME: Final = b"ok"
 GOODBYE: Final = b""
@@ -58,7 +59,7 @@ _CHUNK_COST: Final = 64
 def cost(chunks: Iterable[ResponseChunk]) -> int:
     """What chunks take of a window, bytes."""
     size = 0
-    for data, _, _ in chunks:  # a loop is cheaper than a sum for one chunk
+    for data, _, _, _ in chunks:  # a loop is cheaper than a sum for one chunk
         size += len(data) + _CHUNK_COST
     return size
 
@@ -149,7 +150,7 @@ def _layouts() -> str:
     """Names what messages are made of: another version may have other fields."""
     structs = (Open, Cancel, Consumed, Delivery)
     items = (ResponseTaken, ResponseHead, ResponseChunk, ResponseSent, ResponseTail)
-    tuples = (*items, Handoff, Resume, PromptPrefix)
+    tuples = (*items, Handoff, Resume, PromptPrefix, Stage)
     names = [
         [each.__struct_fields__ for each in structs],
         [each._fields for each in tuples],

@@ -30,6 +30,7 @@ from router.telemetry import Telemetry
 from router.token_limits import output_to_expect
 from router.trust import Client
 from scheduling.objective import TokenClock
+from scheduling.stage_clock import clock_of
 from telemetry.logs import of_request
 
 FIRST_PAUSE_S = 0.5
@@ -201,7 +202,7 @@ class LineCaller:
         Raises:
             ApiError: there is none.
         """
-        clock = TokenClock(call.slo, call.received_s)
+        clock = clock_of(call.slo, call.received_s)
         outcome: Outcome | None = Outcome.FAILED
         answer: Answer | None = None
         reason: Reason | None = None
@@ -246,8 +247,8 @@ def _time(answer: Answer, call: Call, clock: TokenClock) -> None:
     if answer.tail is None:
         return
     reached_s = call.received_s + answer.waited_s
-    for offset_s in answer.tail.token_offsets_s:
-        clock.emit(1, reached_s + offset_s)
+    for place, offset_s in enumerate(answer.tail.token_offsets_s, 1):
+        clock.emit(1, reached_s + offset_s, int(place == answer.tail.reasoned))
 
 
 def _failed(error: Exception, arrival: Arrival) -> Reply:

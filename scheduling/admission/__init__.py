@@ -9,13 +9,15 @@ from scheduling.admission.base import AdmissionPolicy, Promises
 from scheduling.admission.moore_hodgson import MooreHodgson
 from scheduling.admission.pab import PABAdmission
 from scheduling.admission.virtual_replica import VirtualReplica
-from scheduling.policy import make
+from scheduling.policy import Registry
 
 __all__ = ["POLICIES", "AdmissionPolicy", "Promises", "make_policy"]
 
-POLICIES: dict[str, type[AdmissionPolicy]] = {
-    policy.name: policy for policy in (MooreHodgson, PABAdmission, VirtualReplica)
-}
+POLICIES: Registry[AdmissionPolicy] = Registry(
+    "admission",
+    AdmissionPolicy,
+    (MooreHodgson, PABAdmission, VirtualReplica),
+)
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> AdmissionPolicy:
@@ -24,4 +26,4 @@ def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Admissio
     Raises:
         ValueError: no such policy, or an option that is unknown or out of range.
     """
-    return make("admission", POLICIES, name, options)
+    return POLICIES.make(name, options)

@@ -14,6 +14,7 @@ from pydantic import Field
 from scheduling.admission.base import AdmissionPolicy, Promises
 from scheduling.admission.constraint import Constraint
 from scheduling.admission.first_token import first_token_s, place_of
+from scheduling.admission.later_stages import later_late_by, later_work_s
 from scheduling.admission.room import (
     LEAST_WAIT_S,
     alone_constraint,
@@ -66,10 +67,13 @@ class MooreHodgson(AdmissionPolicy):
     fits. Beyond that, once it decodes, all decodes together must be held, and there must be KV
     blocks and a place for it, of which best-effort requests hold none that count.
 
+    Room is left for what enters promised requests with later stages, and those of the new one are
+    tested, too (:mod:`scheduling.admission.later_stages`).
+
     It takes the engines to serve promised prefills by deadline, as ``deadline_triage`` does.
 
     ``O(log n)`` a replica with ``n`` promised requests there, where the room at later deadlines is
-    ample; else ``O(n)``.
+    ample; else ``O(n log n)``.
     """
 
     name = "moore_hodgson"
@@ -97,7 +101,7 @@ class MooreHodgson(AdmissionPolicy):
                 job.now_s,
                 job.due_s,
                 query.waited_s,
-                query.slo.columns[1],
+                job.tpot_s,
                 float(query.prompt_tokens),
                 job.output_tokens,
                 self._headroom,
@@ -105,6 +109,7 @@ class MooreHodgson(AdmissionPolicy):
                 job.splits,
                 job.moved,
                 job.reserve_tokens,
+                job.later,
             )
         )
 
@@ -130,6 +135,7 @@ def promises(
     splits: NDArray[np.bool_],
     moved: bool,
     reserve_tokens: float,
+    later: Floats,
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
     """The test on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
     holds = np.empty(rows.shape[0], np.bool_)
@@ -146,7 +152,11 @@ def promises(
         if kept > 0.0:
             all_s += most_work_s(pieces[row], kept, 0.0)
             step_s += most_work_s(pieces[row], 1.0, kept)
+        all_s += later_work_s(of, due_s - now_s)
         own_late_s = late_by(of, queue, decodes, all_s, now_s, due_s, headroom)
+        if not splits[place]:
+            later_s = later_late_by(of, pieces[row], decodes, later, prompt_tokens, headroom)
+            own_late_s = max(own_late_s, later_s)
         others_late_s = others_late_by(
             of, queue, decodes, all_s, now_s, due_s, tpot_s, step_s, headroom
         )
@@ -219,7 +229,9 @@ def others_late_by(
     """By how much of work it makes promised prefills miss that are due later.
 
     The least margin behind it tells most cases at once; only where that is short, each is looked
-    at. One that is late already forbids nothing.
+    at. One that is late already forbids nothing. Head-room counts as for the new one itself, as
+    capacity in the last part of the time: were others left more than they were promised with, those
+    with the latest deadlines would keep all others out.
 
     From ``tpot_s`` after its deadline on it decodes: ``own_s`` of work a step, and, where no other
     decode is as frequent, more steps.
@@ -254,8 +266,9 @@ def others_late_by(
             while load < count and loads[load, LOAD_DUE_S] <= at_s:
                 pace_s = min(pace_s, loads[load, LOAD_PACE_S])
                 load += 1
-        left_s = capacity_s(figures, loads, until_s) - prefills[item, LEFT_AHEAD_S]
-        if left_s >= 0.0:
-            wanted_s = work_s + more_s + headroom * max(0.0, until_s - now_s)
-            late_s = max(late_s, wanted_s - left_s)
+        ahead_s = prefills[item, LEFT_AHEAD_S]
+        if ahead_s <= capacity_s(figures, loads, until_s):
+            usable_s = until_s - headroom * max(0.0, until_s - now_s)
+            room_s = capacity_s(figures, loads, usable_s)
+            late_s = max(late_s, ahead_s + work_s + more_s - room_s)
     return late_s

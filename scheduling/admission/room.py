@@ -9,9 +9,11 @@ from math import ceil, inf
 
 from scheduling.admission.constraint import Constraint
 from scheduling.assumptions import GROWTH_TOKENS
+from scheduling.expected import claim
 from scheduling.fleet_rows import (
     BLOCK_TOKENS,
     BLOCKS_PER_S,
+    CLAIMED_BLOCKS,
     FIXED_S,
     FREE_BLOCKS,
     FREED_WITHIN_S,
@@ -64,9 +66,33 @@ def room_wait_s(
     if reserve_tokens > 0.0:
         promised += 1.0
         wanted += ceil((reserve_tokens + GROWTH_TOKENS) / block)
+    wanted -= figures[BLOCKS_PER_S] * min(FREED_WITHIN_S, max(0.0, start_s - now_s))
+    return freed_within_s(figures, wanted, promised)
+
+
+@compiled
+def claims_wait_s(
+    figures: Floats, prompt_tokens: float, output_tokens: float, reserve_tokens: float
+) -> float:
+    """The same where a promise claims the blocks of its whole expected output at once, as
+    ``slos_serve`` does: what comes free counts when it is free, and a prefix in the replica's cache
+    saves none, as its blocks count as free."""
+    block, total = figures[BLOCK_TOKENS], figures[TOTAL_BLOCKS]
+    promised, wanted = figures[PROMISED], figures[CLAIMED_BLOCKS]
+    if ceil(prompt_tokens / block) >= total or figures[PLACES] < 1.0:
+        return inf
+    wanted += claim(prompt_tokens, output_tokens, 0.0, 0.0, block, total)
+    if reserve_tokens > 0.0:
+        promised += 1.0
+        wanted += claim(reserve_tokens, output_tokens, 0.0, 0.0, block, total)
+    return freed_within_s(figures, wanted, promised)
+
+
+@compiled
+def freed_within_s(figures: Floats, wanted: float, promised: float) -> float:
+    """Predicted time until so many blocks, and a place beside ``promised`` requests, are free."""
     lack = wanted - figures[FREE_BLOCKS] - figures[LENT_BLOCKS]
     rate = figures[BLOCKS_PER_S]
-    lack -= rate * min(FREED_WITHIN_S, max(0.0, start_s - now_s))
     wait_s = 0.0
     if lack > 0.0:
         wait_s = max(LEAST_WAIT_S, lack / rate) if rate > 0.0 else FREED_WITHIN_S

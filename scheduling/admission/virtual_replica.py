@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import floor, inf
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,28 +18,33 @@ from scheduling.admission.first_token import first_token_s
 from scheduling.admission.room import (
     LEAST_WAIT_S,
     alone_constraint,
+    claims_wait_s,
     fits_alone,
     pace_wait_s,
     reserve_at,
     room_constraint,
-    room_wait_s,
 )
 from scheduling.admission.slos_serve import HORIZON_S, LEAST_STEP_S
 from scheduling.admission.slos_serve_dp import SLIP_S
+from scheduling.assumptions import PREFILL_SHARE
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import (
     DECODE_PACE_S,
     DECODE_SHARES,
     FIXED_S,
     LEFT_S,
+    LOAD_PACE_S,
+    LOADS,
     OWN_PACE_S,
     OWN_SHARE,
     PREFILL_DUE_S,
     QUEUED,
     SPENT_UNTIL_S,
+    STEP_SHARE,
 )
 from scheduling.job import Job
 from scheduling.kernels import Floats, Ints, compiled, most_work_s
+from scheduling.objective import Anchor
 from scheduling.policy import PolicyOptions
 
 
@@ -56,6 +62,11 @@ class VirtualReplicaOptions(PolicyOptions):
         ge=1,
         description="Token limit of a batch: its time is that of a batch whose length no decode "
         "sets.",
+    )
+    anchor: Literal[Anchor.FIRST_TOKEN, Anchor.LAST_TOKEN] = Field(
+        default=Anchor.LAST_TOKEN,
+        description="The `anchor` of the replicas' policy; for `envelope`, under which they would "
+        "promise a little more, `first_token`.",
     )
 
 
@@ -76,10 +87,16 @@ class VirtualReplica(AdmissionPolicy):
       can: one impossible promise must not forbid all others.
     - TPOT objectives are all told apart: a sum over the decodes needs no tiers. Deadlines of later
       tokens start with the first token.
-    - KV blocks and places are counted as all admission policies here do
-      (:mod:`scheduling.admission.room`): best-effort requests' count as free (§4.1).
+    - KV blocks are claimed for the whole expected output, as the replica does
+      (:func:`~scheduling.expected.claim`). Best-effort requests' count as free (§4.1).
+    - A TPOT that leaves prefill no useful share of a batch is not promised, as on the replica.
 
-    ``O(n)`` a replica with ``n`` promised prefills there.
+    With a latency model of one piece it promises what the replicas' policy
+    (:mod:`scheduling.batching.slos_serve`) would admit on the same state, with several pieces no
+    more than that.
+
+    ``O(n)`` a replica with ``n`` promised requests there; under ``last_token``, times the number of
+    paces by which batches become shorter.
     """
 
     name = "slos_serve"
@@ -91,6 +108,7 @@ class VirtualReplica(AdmissionPolicy):
         super().__init__(options)
         self._headroom = options.headroom
         self._batch_tokens = float(options.batch_tokens)
+        self._every_window = options.anchor is Anchor.LAST_TOKEN
 
     def promises(self, job: Job, fleet: Fleet) -> Promises:
         """Walk through the virtual replica of each row."""
@@ -103,18 +121,17 @@ class VirtualReplica(AdmissionPolicy):
                 fleet.loads,
                 job.rows,
                 job.work_s,
-                job.cached_tokens,
                 job.now_s,
                 job.due_s,
                 job.query.waited_s,
-                job.query.slo.columns[1],
+                job.tpot_s,
                 float(job.query.prompt_tokens),
                 job.output_tokens,
                 self._headroom,
                 self._batch_tokens,
+                self._every_window,
                 job.lead_s,
                 job.splits,
-                job.moved,
                 job.reserve_tokens,
             )
         )
@@ -129,7 +146,6 @@ def promises(
     loads: Floats,
     rows: Ints,
     work_s: Floats,
-    cached_tokens: Floats,
     now_s: float,
     first_due_s: float,
     waited_s: float,
@@ -138,9 +154,9 @@ def promises(
     output_tokens: float,
     headroom: float,
     batch_tokens: float,
+    every_window: bool,
     lead_s: Floats,
     splits: NDArray[np.bool_],
-    moved: bool,
     reserve_tokens: float,
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
     """The walk on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
@@ -151,8 +167,10 @@ def promises(
     for place, row in enumerate(rows):
         of, model, queue = figures[row], pieces[row], prefills[starts[row] :]
         own_s = most_work_s(model, 1.0, prompt_tokens)
+        decodes = loads[starts[row] :]
         due_s = first_due_s - lead_s[place]
         tpot_s = inf if splits[place] else asked_tpot_s
+        tokens = 1.0 if splits[place] else output_tokens
         longest_s = of[FIXED_S] + most_work_s(model, batch_tokens, 0.0)
         all_s, step_s = work_s[place], own_s
         kept = reserve_at(of, reserve_tokens)
@@ -160,21 +178,21 @@ def promises(
             all_s += most_work_s(model, kept, 0.0)
             step_s += most_work_s(model, 1.0, kept)
         late_s, late_binds = late_by(
-            of, queue, all_s, now_s, due_s, tpot_s, step_s, longest_s, 1.0 - headroom
-        )
-        new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - cached_tokens[place])
-        room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s[place], kept)
-        holds[place] = late_s <= 0.0 and room_s == 0.0
+            of, queue, decodes, all_s, now_s, due_s, tpot_s, step_s, longest_s, 1.0 - headroom,
+            every_window,
+        )  # fmt: skip
+        room_s = claims_wait_s(of, prompt_tokens, tokens, kept)
+        useful = tpot_s >= (of[FIXED_S] + most_work_s(model, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
+        holds[place] = useful and late_s <= 0.0 and room_s == 0.0
         wait_s[place] = 0.0
         if not holds[place]:
             if late_s == inf:
-                decodes = loads[starts[row] :]
                 late_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
             wait_s[place] = max(LEAST_WAIT_S, late_s, room_s)
             # Of several, the one that lasts longest.
             binds[place] = room_constraint(of) if room_s > late_s else late_binds
             fresh_s = due_s - now_s + waited_s
-            if not fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom):
+            if not (useful and fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom)):
                 wait_s[place] = inf
                 binds[place] = alone_constraint(of, work_s[place], fresh_s, headroom)
         ttft_s[place] = first_token_s(of, queue, work_s[place], now_s, due_s)
@@ -195,9 +213,62 @@ def limit_s(due_s: float, now_s: float) -> float:
 
 
 @compiled
+def share_of(own_s: float, pace_s: float, step_s: float, every_window: bool) -> float:
+    """Of each second, what a decode takes that needs ``own_s`` every ``pace_s``, in batches of
+    ``step_s``; ``every_window``: in each of them, so in every whole-th batch."""
+    if every_window:
+        pace_s = max(1.0, floor(pace_s / step_s + 1e-9)) * step_s
+    return own_s / pace_s
+
+
+@compiled
+def decode_share(
+    figures: Floats,
+    prefills: Floats,
+    loads: Floats,
+    begun: int,
+    step_s: float,
+    every_window: bool,
+) -> float:
+    """Of each second, what the decodes of now take and those of the first ``begun`` prefills. The
+    loads are those of all prefills. ``O(loads)``."""
+    share = 0.0
+    for load in range(int(figures[LOADS])):
+        pace_s = loads[load, LOAD_PACE_S]
+        share += share_of(loads[load, STEP_SHARE] * pace_s, pace_s, step_s, every_window)
+    for item in range(begun, int(figures[QUEUED])):
+        pace_s = prefills[item, OWN_PACE_S]
+        if pace_s < inf:
+            share -= share_of(prefills[item, OWN_SHARE] * pace_s, pace_s, step_s, every_window)
+    return share
+
+
+@compiled
+def begin(
+    figures: Floats,
+    prefills: Floats,
+    loads: Floats,
+    item: int,
+    share: float,
+    step_s: float,
+    every_window: bool,
+) -> tuple[float, float]:
+    """The share of all decodes, and the time of a batch, when that of a prefill begins: where
+    batches become shorter, ``every_window`` counts all of them anew."""
+    pace_s = prefills[item, OWN_PACE_S]
+    if pace_s == inf:
+        return share, step_s
+    if pace_s < step_s and every_window:
+        return decode_share(figures, prefills, loads, item + 1, pace_s, True), pace_s
+    own_s = prefills[item, OWN_SHARE] * pace_s
+    return share + share_of(own_s, pace_s, step_s, every_window), min(step_s, pace_s)
+
+
+@compiled
 def late_by(
     figures: Floats,
     prefills: Floats,
+    loads: Floats,
     work_s: float,
     now_s: float,
     due_s: float,
@@ -205,52 +276,60 @@ def late_by(
     own_s: float,
     longest_s: float,
     usable: float,
+    every_window: bool,
 ) -> tuple[float, int]:
     """By how much time a new request, or a promised one with it, is late in the walk; not above 0:
     nobody is; infinite: with it the decodes could not be held. Beside it, which constraint that is.
 
     Args:
-        figures, prefills: of the replica.
+        figures, prefills, loads: of the replica.
         work_s: of its prefill; ``own_s`` of a step of its decode.
         now_s: the time.
         due_s, tpot_s: its objectives.
         longest_s: time of a batch where no decode sets it.
         usable: share of each second that promises may use.
+        every_window: see :func:`share_of`.
     """
-    fixed_s = figures[FIXED_S] / usable
-    share, pace_s = figures[DECODE_SHARES] / usable, min(figures[DECODE_PACE_S], longest_s / usable)
-    queued, item, part_s = int(figures[QUEUED]), 0, 0.0
+    fixed_s, queued = figures[FIXED_S] / usable, int(figures[QUEUED])
+    pace_s = max(LEAST_STEP_S, min(figures[DECODE_PACE_S], longest_s / usable))
+    share = figures[DECODE_SHARES]
+    if every_window:
+        share = decode_share(figures, prefills, loads, 0, pace_s, True)
+    item, part_s = 0, 0.0
     gone_s = max(0.0, now_s - figures[SPENT_UNTIL_S])
     while item < queued:
-        rate = rate_of(fixed_s, pace_s, share)
+        rate = rate_of(fixed_s, pace_s, share / usable)
         need_s = prefills[item, LEFT_S] / usable
         if rate <= 0.0 or need_s > gone_s * rate:
             part_s = max(0.0, gone_s * rate)
             break
         gone_s -= need_s / rate
-        share += prefills[item, OWN_SHARE] / usable
-        pace_s = min(pace_s, prefills[item, OWN_PACE_S])
+        share, pace_s = begin(figures, prefills, loads, item, share, pace_s, every_window)
         item += 1
     time_s = fixed_s
     while item < queued and prefills[item, PREFILL_DUE_S] <= due_s:
-        rate = rate_of(fixed_s, pace_s, share)
+        rate = rate_of(fixed_s, pace_s, share / usable)
         time_s += (prefills[item, LEFT_S] / usable - part_s) / rate if rate > 0.0 else inf
         part_s = 0.0
-        share += prefills[item, OWN_SHARE] / usable
-        pace_s = min(pace_s, prefills[item, OWN_PACE_S])
+        share, pace_s = begin(figures, prefills, loads, item, share, pace_s, every_window)
         item += 1
-    rate = rate_of(fixed_s, pace_s, share)
+    rate = rate_of(fixed_s, pace_s, share / usable)
     if rate <= 0.0:
         return inf, Constraint.TPOT
     time_s += work_s / usable / rate
     late_s = time_s - limit_s(due_s, now_s)
     if late_s > SLIP_S:
         return late_s, Constraint.TTFT
-    alone_share, alone_pace_s = share, pace_s
+    # From here on ``alone`` is without the new one's decode, whose own share comes on top.
+    alone, alone_pace_s, own = share, pace_s, 0.0
     if tpot_s < inf:
-        share += own_s / usable / max(tpot_s, LEAST_STEP_S)
-        pace_s = min(pace_s, tpot_s)
-    rate = rate_of(fixed_s, pace_s, share)
+        tpot_s = max(tpot_s, LEAST_STEP_S)
+        if tpot_s < pace_s:
+            pace_s = tpot_s
+            if every_window:
+                share = decode_share(figures, prefills, loads, item, pace_s, True)
+        own = share_of(own_s, tpot_s, pace_s, every_window)
+    rate = rate_of(fixed_s, pace_s, (share + own) / usable)
     if rate < -SLIP_S:
         return inf, Constraint.TPOT
     while item < queued:
@@ -261,12 +340,16 @@ def late_by(
         late_s = time_s - limit_s(prefills[item, PREFILL_DUE_S], now_s)
         if late_s > SLIP_S:
             return late_s, Constraint.GUARANTEES
-        own_share, own_pace_s = prefills[item, OWN_SHARE] / usable, prefills[item, OWN_PACE_S]
-        share, pace_s = share + own_share, min(pace_s, own_pace_s)
-        alone_share, alone_pace_s = alone_share + own_share, min(alone_pace_s, own_pace_s)
-        rate = rate_of(fixed_s, pace_s, share)
+        shorter = prefills[item, OWN_PACE_S] < pace_s
+        share, pace_s = begin(figures, prefills, loads, item, share, pace_s, every_window)
+        if shorter and tpot_s < inf:
+            own = share_of(own_s, tpot_s, pace_s, every_window)
+        alone, alone_pace_s = begin(
+            figures, prefills, loads, item, alone, alone_pace_s, every_window
+        )
+        rate = rate_of(fixed_s, pace_s, (share + own) / usable)
         # What could not be held without it forbids nothing.
-        if rate < min(0.0, rate_of(fixed_s, alone_pace_s, alone_share)) - SLIP_S:
+        if rate < min(0.0, rate_of(fixed_s, alone_pace_s, alone / usable)) - SLIP_S:
             return inf, Constraint.TPOT
         item += 1
     return 0.0, Constraint.NONE

@@ -9,7 +9,7 @@ from scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
 from scheduling.autoscaling.head_room import HeadRoom
 from scheduling.autoscaling.load import Demand, Load
 from scheduling.autoscaling.ongoing_requests import OngoingRequests
-from scheduling.policy import make
+from scheduling.policy import Registry
 
 __all__ = [
     "POLICIES",
@@ -22,9 +22,11 @@ __all__ = [
     "make_policy",
 ]
 
-POLICIES: dict[str, type[AutoscalingPolicy]] = {
-    policy.name: policy for policy in (HeadRoom, OngoingRequests)
-}
+POLICIES: Registry[AutoscalingPolicy] = Registry(
+    "autoscaling",
+    AutoscalingPolicy,
+    (HeadRoom, OngoingRequests),
+)
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> AutoscalingPolicy:
@@ -33,4 +35,4 @@ def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Autoscal
     Raises:
         ValueError: no such policy, or an option that is unknown or out of range.
     """
-    return make("autoscaling", POLICIES, name, options)
+    return POLICIES.make(name, options)

@@ -27,7 +27,7 @@ from scheduling.batching.sjf import SJF
 from scheduling.batching.slidebatching import SlideBatching
 from scheduling.batching.slos_serve import SLOsServe
 from scheduling.batching.weighted_vtc import WeightedVTC
-from scheduling.policy import make
+from scheduling.policy import Registry
 
 __all__ = [
     "POLICIES",
@@ -41,9 +41,10 @@ __all__ = [
     "make_policy",
 ]
 
-POLICIES: dict[str, type[BatchPolicy]] = {
-    policy.name: policy
-    for policy in (
+POLICIES: Registry[BatchPolicy] = Registry(
+    "batching",
+    BatchPolicy,
+    (
         FCFS,
         WeightedVTC,
         Sarathi,
@@ -57,8 +58,8 @@ POLICIES: dict[str, type[BatchPolicy]] = {
         Annealing,
         SLOsServe,
         DeadlineTriage,
-    )
-}
+    ),
+)
 
 
 def make_policy(
@@ -72,6 +73,6 @@ def make_policy(
     Raises:
         ValueError: no such policy, or an option that is unknown or out of range.
     """
-    policy = make("batch", POLICIES, name, options)
+    policy = POLICIES.make(name, options)
     policy.best_effort = BestEffort(best_effort)
     return policy

@@ -25,6 +25,7 @@ from scheduling.kernels import (
     KV_BLOCKS,
     LAST_TOKEN,
     PENDING,
+    PROMISED,
     PROMPT,
     RUNNING,
     TENANT,
@@ -402,7 +403,8 @@ def leftover_s(
 
     A decode is harmed by a batch that ends after its next token is due, or that is longer than its
     TPOT. One that cannot be on time is caught up with in batches of half its TPOT. A TPOT below
-    ``holdable_s`` can be held in no useful batch and counts for nothing.
+    ``holdable_s`` can be held in no useful batch and counts for nothing, unless it was promised:
+    then admission has said that it can be held.
 
     Args:
         promised: rows of promised requests, the first ones.
@@ -434,7 +436,7 @@ def leftover_s(
                 until_s = min(until_s, spare_s)
             else:
                 tpot_s /= 2.0
-            if table[row, TPOT] >= holdable_s:
+            if table[row, TPOT] >= holdable_s or table[row, PROMISED] > 0.0:
                 until_s = min(until_s, tpot_s)
     return until_s, waits
 

@@ -12,16 +12,18 @@ from pydantic import Field
 from scheduling.assumptions import (
     GROWTH_TOKENS,
     LEAST_STEPS,
+    PREFILL_SHARE,
     TTFT_SHARE,
     UNKNOWN_OUTPUT_TOKENS,
 )
 from scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
 from scheduling.batching.base import BatchBuilder, BatchPolicy
 from scheduling.batching.moore_hodgson import before, fitting, keep
-from scheduling.batching.prefill_share import PREFILL_SHARE, least_useful_s
+from scheduling.batching.prefill_share import least_useful_s
 from scheduling.batching.triage_rows import (
     UNPACED_S,
     blocks_needed,
+    can_catch_up,
     capacity_s,
     fit_beside,
     hold_ends,
@@ -141,15 +143,17 @@ class DeadlineTriage(BatchPolicy):
     ``O(n log n)``. Per batch:
 
     1. *Time budget*: the least slack of the decodes that can still be on time, at least their
-       least TPOT, less the head-room (FairBatching §3.2). Late decodes do not shrink it.
+       least TPOT, less the head-room (FairBatching §3.2). Late decodes do not shrink it, but for
+       promised ones that can be on time again when their expected output ends.
     2. *Triage*: prefills by deadline, kept by weighted Moore-Hodgson
        (:mod:`scheduling.batching.moore_hodgson`) against the time that is left for prefill until
        each deadline if decodes are delayed to their slack (the prefill admission budget of
        FairBatching §3.4, from prefix sums over decodes by slack), then against the free sequences
        and KV blocks. A kept prefill that finds no room now waits for it; those that cannot be held
        are shed. It is decided anew in each batch, so a shed request is kept again once it can be
-       held. One that was promised is not shed: it goes in front of as many of the kept ones as
-       have the room for it, so that it is late by as little as costs none of them its deadline.
+       held. One that was promised goes in front of as many of the kept ones as have the room for
+       it, so that it is late by as little as costs none of them its deadline; without room for it
+       in front of any of them it is shed, too.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline,
        where the batch ends before the first of them that it completes is due, and soon enough for
        a request that comes in the meantime; the other decodes; the tail. While the kept prefills
@@ -222,12 +226,12 @@ class DeadlineTriage(BatchPolicy):
         active = int(np.count_nonzero(running))
         growth = active * GROWTH_TOKENS // batch.block_tokens + 1
         batch.spare(growth)
-        kept, first, shed = self._triage(table, prefills, left_s, work_s, decodes, latency)
+        kept, ordered, shed = self._triage(table, prefills, left_s, work_s, decodes, latency)
         room = batch.free_blocks - growth
         step_s = fixed_s + float(decodes.work_s.sum())
         answer_s = UNKNOWN_OUTPUT_TOKENS * step_s / (len(decodes.rows) + 1)
         admissible = _admissible(
-            table, first, batch.sequences_left, room, batch.block_tokens, work_s, answer_s
+            table, ordered, batch.sequences_left, room, batch.block_tokens, work_s, answer_s
         )
 
         scarce = room < growth or batch.sequences_left < self._tail_reserve * len(table)
@@ -238,7 +242,7 @@ class DeadlineTriage(BatchPolicy):
             urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + decodes.least_pace_s))
         _take_urgent(batch, decodes, urgent, bool(len(admissible)), self._lane.patience_s)
 
-        punctual = np.isin(admissible, kept) if len(first) > len(kept) else None
+        punctual = np.isin(admissible, kept) if len(ordered) > len(kept) else None
         until_s = self._until_s(
             batch, table, admissible, punctual, left_s, work_s, decodes, latency
         )
@@ -294,12 +298,15 @@ class DeadlineTriage(BatchPolicy):
         left_s, work_s, tpot_s = left_s[rows], work_s[rows], table[rows, TPOT]
         fixed_s = latency.fixed_s
         alone_s = fixed_s + work_s
-        # One TPOT that leaves nothing for prefill must not set the budget of all.
-        holdable = (tpot_s >= least_useful_s(fixed_s, latency)) & (tpot_s < inf)
-        live = holdable & (left_s >= alone_s)
+        # One TPOT that leaves nothing for prefill must not set the budget of all, but what was
+        # promised can be held.
+        holdable = (tpot_s >= least_useful_s(fixed_s, latency)) | (table[rows, PROMISED] > 0)
+        holdable &= tpot_s < inf
+        on_time = left_s >= alone_s
+        live = holdable & (on_time | can_catch_up(table, rows, left_s, alone_s))
         budget_s = first_s = least_s = inf
         if live.any():
-            first_s, least_s = float(left_s[live][0]), float(tpot_s[live].min())
+            first_s, least_s = max(0.0, float(left_s[live][0])), float(tpot_s[live].min())
             budget_s = max(first_s, least_s) * self._usable
         if output is not None:
             tpot_s = tpot_s * output[rows]
@@ -327,9 +334,9 @@ class DeadlineTriage(BatchPolicy):
         if not len(late):
             return on_time, on_time, rest
         places = before(work_s[on_time], self._usable * until_s[kept], work_s[late])
-        first = places < len(on_time)
-        order = np.insert(on_time, places[first], late[first])
-        return on_time, order, np.concatenate((late[~first], rest))
+        fits = places < len(on_time)
+        ordered = np.insert(on_time, places[fits], late[fits])
+        return on_time, ordered, np.concatenate((late[~fits], rest))
 
     def _until_s(
         self,

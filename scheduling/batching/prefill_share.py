@@ -15,14 +15,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from scheduling.assumptions import PREFILL_SHARE
 from scheduling.latency import LatencyModel
 from scheduling.policy import PolicyOptions
-
-PREFILL_SHARE = 0.25
-"""Default of the least share of a batch's time for prefill beyond its first token, where prefill
-waits behind decodes: at least about that share of its best throughput is left to it. A decode's
-objective can be held as long as the step's fixed time and the decodes due with it take less than
-the rest."""
 
 
 class PrefillShareOptions(PolicyOptions):

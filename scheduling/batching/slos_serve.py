@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from scheduling import expected
 from scheduling.admission.slos_serve import MOST_NEW, Demand, Supply, admissible
 from scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy
 from scheduling.batching.prefill_share import least_useful_s
@@ -22,6 +23,7 @@ from scheduling.kernels import (
     KV_BLOCKS,
     PENDING,
     PRIORITY,
+    PROMISED,
     PROMPT,
     RUNNING,
     TPOT,
@@ -108,8 +110,13 @@ class SLOsServe(BatchPolicy):
       changes with the stage, that is decided anew. A promise is kept in the later stages.
     - A request whose TPOT no batch with a useful share of prefill could hold
       (:mod:`scheduling.batching.prefill_share`) gets no promise. One without any objective has
-      nothing to be promised. One with an end-to-end objective only is paced so that half of it,
-      or its TTFT, is for the first token, and the rest for its expected output.
+      nothing to be promised. An end-to-end objective becomes a TTFT and a pace, by
+      the expected output (:func:`~scheduling.expected.paced`).
+    - What the controller has promised is forced in, whatever this program would say, and its
+      prefills go before those that only this policy has promised, where one of them might be late
+      else. A pace of it that is too short for a useful batch counts as the shortest that is not.
+    - A batch ends before a decode is late that was left out of the last one: when the tightest TPOT
+      leaves, batches become longer than what such a decode has left.
     - The paper preempts best-effort requests when new ones arrive. An engine gives no blocks of a
       running request to a waiting one, so here they lose their KV to running promised requests
       only. And as evicting recomputes, it is bounded beforehand: a waiting best-effort request is
@@ -150,22 +157,26 @@ class SLOsServe(BatchPolicy):
         self._budget = batch.budget
         table, length = self._paced(queue.table)
         due_s = deadlines_s(table, self._anchor.code)
-        claims = self._claims(table, length)
-        self._promise(queue.keys, table, due_s - now_s, claims, latency)
+        there = self._budget.kv_blocks + float(table[:, KV_BLOCKS].sum())
+        claims = expected.claims(table, length, float(self._budget.block_tokens), there)
+        self._promise(queue, table, due_s - now_s, claims, latency)
         promised, prefill = self._promised, is_prefill(table)
         if batch.lengths is not None:
             batch.speculate(self.lengths(queue, now_s, latency, batch.budget, promised))
 
         decodes = by_deadline(np.flatnonzero(promised & ~prefill), due_s)
         prefills = by_deadline(np.flatnonzero(promised & prefill), due_s)
-        paced = decodes[table[decodes, TPOT] >= least_useful_s(latency.fixed_s, latency)]
-        tightest_s = float(table[paced, TPOT].min(initial=inf))
+        tpot_s = np.maximum(table[decodes, TPOT], least_useful_s(latency.fixed_s, latency))
+        tightest_s = float(tpot_s.min(initial=inf))
         if batch.lengths is not None:
+            paced = decodes[tpot_s < inf]
             due_s = due_s + batch.lengths.credit_s[: len(table)]
             decodes = by_deadline(decodes, due_s)
-            paced = paced[table[paced, TPOT] < inf]
             tightest_s = max(tightest_s, float(due_s[paced].min(initial=inf)) - now_s)
-        until_s = tightest_s * self._within
+        left_s = due_s[decodes] - now_s
+        alone_s = latency.fixed_s + pending_work_s(table[decodes], latency.pieces)
+        least_s = float(left_s[left_s >= alone_s].min(initial=inf))
+        until_s = min(tightest_s, least_s) * self._within
         urgent = int(np.searchsorted(due_s[decodes], now_s + until_s + tightest_s))
         growth = _blocks(table[:, COMPUTED] + table[:, PENDING], self._budget)
         growth = np.maximum(0.0, growth - table[:, KV_BLOCKS])
@@ -175,7 +186,11 @@ class SLOsServe(BatchPolicy):
         batch.take(decodes[:urgent])
         if len(prefills):
             work_s = pending_work_s(table[prefills], latency.pieces)
-            until_s = self._end_s(batch.cost_s, work_s, due_s[prefills] - now_s, until_s)
+            left_s = due_s[prefills] - now_s
+            bound = table[prefills, PROMISED] > 0
+            front = self._front(bound, batch.cost_s, work_s, left_s, until_s)
+            prefills, work_s, left_s = prefills[front], work_s[front], left_s[front]
+            until_s = self._end_s(batch.cost_s, work_s, left_s, until_s)
         batch.take(prefills, until_s)
         batch.take(decodes[urgent:], until_s)
 
@@ -188,26 +203,30 @@ class SLOsServe(BatchPolicy):
 
     def _paced(self, table: Floats) -> tuple[Floats, Floats]:
         """The rows with a TTFT and a TPOT wherever an objective is stated, and their lengths."""
-        length = np.where(np.isnan(table[:, EXPECTED]), self._expected, table[:, EXPECTED])
-        emitted = table[:, EMITTED]
-        length = np.where(emitted < length, length, 2.0 * emitted)
-        whole = np.isfinite(table[:, E2E]) & np.isinf(table[:, TPOT])
-        if whole.any():
+        # Whole tokens, as reports have them.
+        length = np.floor(table[:, EXPECTED])
+        length = np.where(length >= 1.0, length, self._expected)
+        if np.isfinite(table[:, E2E]).any():
             table = table.copy()
-            e2e_s = table[whole, E2E]
-            first_s = np.minimum(table[whole, TTFT], e2e_s / 2)
-            table[whole, TTFT] = first_s
-            table[whole, TPOT] = (e2e_s - first_s) / np.maximum(length[whole], 1.0)
+            expected.pace_rows(table, length)
         return table, length
 
-    def _claims(self, table: Floats, length: Floats) -> Floats:
-        """KV blocks that each request will need more than it has, by its expected length."""
-        held = table[:, KV_BLOCKS]
-        whole = _blocks(table[:, PROMPT] + length, self._budget)
-        # Nothing can need more than there is.
-        there = self._budget.kv_blocks + held.sum()
-        more: Floats = np.maximum(0.0, np.minimum(whole, there) - held)
-        return more
+    def _front(
+        self, bound: Mask, taken_s: float, work_s: Floats, left_s: Floats, until_s: float
+    ) -> Ints:
+        """The order of the prefills, which are by deadline: as they are, or those ``bound`` by the
+        controller's promise first, where else one of these might be late. Only this policy has
+        promised the others anything."""
+        order = np.arange(len(bound))
+        if bound.all() or not bound.any():
+            return order
+        if taken_s < until_s:
+            rate = 1.0 - taken_s / until_s
+            # A batch may end with each of them.
+            late = np.cumsum(taken_s + work_s) > self._within * rate * left_s
+            if not late[bound].any():
+                return order
+        return np.concatenate((order[bound], order[~bound]))
 
     def _end_s(self, taken_s: float, work_s: Floats, left_s: Floats, until_s: float) -> float:
         """``until_s``, or the nearest deadline of the prefills that this batch can end in time."""
@@ -229,15 +248,16 @@ class SLOsServe(BatchPolicy):
         return np.concatenate((begun, waiting[np.cumsum(claims[waiting]) <= room]))
 
     def _promise(
-        self, keys: Ints, table: Floats, left_s: Floats, claims: Floats, latency: LatencyModel
+        self, queue: QueueView, table: Floats, left_s: Floats, claims: Floats, latency: LatencyModel
     ) -> None:
         """Decide on new requests, where the queue or its objectives have changed."""
-        objectives = table[:, TTFT:PRIORITY]
+        keys, objectives = queue.keys, queue.table[:, TTFT:PRIORITY]
         same = np.array_equal(keys, self._keys) and np.array_equal(objectives, self._objectives)
         if same and self._decided.all():
             return
         seen, promised, decided = self._known(keys)
         self._keys, self._objectives = keys.copy(), objectives.copy()
+        promised |= table[:, PROMISED] > 0
         self._promised = promised
         tpot_s = table[:, TPOT]
         stated = np.isfinite(table[:, TTFT]) | np.isfinite(tpot_s)
@@ -251,6 +271,9 @@ class SLOsServe(BatchPolicy):
         begun = (table[:, EMITTED] > 0) & (table[:, RUNNING] > 0)
         asking = ~promised & holdable & ~(decided & begun)
         asking &= left_s >= work_s + pieces[:, FIXED].max()
+        # One whose prompt fills all memory never runs.
+        there = self._budget.kv_blocks + table[:, KV_BLOCKS].sum()
+        asking &= _blocks(table[:, PROMPT], self._budget) < there
         new = np.flatnonzero(asking & ~decided)
         self._decided = np.ones(len(keys), dtype=np.bool_)
         self._decided[new[MOST_DECIDED:]] = False
@@ -263,7 +286,11 @@ class SLOsServe(BatchPolicy):
             return
         supply = self._supply(table, claims, pieces, latency)
         demand = _demand(table, left_s, work_s, claims, pieces)
-        promised[new] = admissible(demand.of(new), demand.of(promised), supply)
+        held = demand.of(promised)
+        # A pace that its decode alone could not hold must not forbid all others.
+        alone_s = self._within * (pieces[:, FIXED] + held.decode_s).max(axis=1)
+        held = held._replace(tpot_s=np.maximum(held.tpot_s, alone_s))
+        promised[new] = admissible(demand.of(new), held, supply)
 
     def _known(self, keys: Ints) -> tuple[Mask, Mask, Mask]:
         """Which requests were in the queue when it was looked at last, and of those, which have a
@@ -312,8 +339,9 @@ def _blocks(tokens: Floats, budget: BatchBudget) -> Floats:
 def _demand(
     table: Floats, left_s: Floats, work_s: Floats, claims: Floats, pieces: Floats
 ) -> Demand:
-    """What each row needs; its decode is counted on the context with which it begins."""
-    context = table[:, COMPUTED] + table[:, PENDING]
+    """What each row needs; a decode is counted on the context of its next step, or its first."""
+    prefill = is_prefill(table)
+    context = table[:, COMPUTED] + np.where(prefill, table[:, PENDING], 0.0)
     decode_s = pieces[:, DECODE_SEQUENCE] + np.outer(context, pieces[:, DECODE_CONTEXT])
-    prefill_s = np.where(is_prefill(table), work_s, 0.0)
+    prefill_s = np.where(prefill, work_s, 0.0)
     return Demand(left_s, prefill_s, table[:, TPOT], decode_s, claims, table[:, PRIORITY])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from math import ceil, inf, isnan
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from scheduling.kernels import (
@@ -19,6 +20,7 @@ from scheduling.kernels import (
     KV_BLOCKS,
     PENDING,
     PRIORITY,
+    PROMISED,
     PROMPT,
     TPOT,
     Floats,
@@ -39,6 +41,26 @@ def expected_tokens(row: Floats) -> float:
     if isnan(expected):
         expected = UNKNOWN_OUTPUT_TOKENS
     return max(expected, row[EMITTED] + 1.0)
+
+
+@compiled
+def can_catch_up(table: Floats, rows: Ints, left_s: Floats, alone_s: Floats) -> NDArray[np.bool_]:
+    """Which of the decodes ``rows`` were promised and can be on time again when their expected
+    output ends, if they run at ``alone_s`` a token from now on.
+
+    Args:
+        left_s: per decode, time until its next token is due; negative where that has passed.
+        alone_s: per decode, time of a step with it alone.
+    """
+    able = np.zeros(rows.shape[0], np.bool_)
+    for place, row in enumerate(rows):
+        if table[row, PROMISED] > 0.0:
+            # One that has outgrown its prediction may go on for as long again.
+            emitted = table[row, EMITTED]
+            tokens = max(expected_tokens(table[row]) - emitted, emitted)
+            gained_s = (tokens - 1.0) * (table[row, TPOT] - alone_s[place])
+            able[place] = left_s[place] + gained_s >= alone_s[place]
+    return able
 
 
 @compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scheduling.policy import make
+from scheduling.policy import Registry
 from scheduling.routing.base import Job, RouteQuery, RoutingPolicy, Tier
 from scheduling.routing.go_routing import GoRouting
 from scheduling.routing.least_memory import LeastMemory
@@ -29,9 +29,10 @@ __all__ = [
     "make_policy",
 ]
 
-POLICIES: dict[str, type[RoutingPolicy]] = {
-    policy.name: policy
-    for policy in (
+POLICIES: Registry[RoutingPolicy] = Registry(
+    "routing",
+    RoutingPolicy,
+    (
         RoundRobin,
         PowerOfTwo,
         MinLoad,
@@ -44,8 +45,8 @@ POLICIES: dict[str, type[RoutingPolicy]] = {
         SLOsServe,
         SessionAffinity,
         MostGain,
-    )
-}
+    ),
+)
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> RoutingPolicy:
@@ -54,4 +55,4 @@ def make_policy(name: str, options: Mapping[str, Any] | None = None) -> RoutingP
     Raises:
         ValueError: no such policy, or an option that is unknown or out of range.
     """
-    return make("routing", POLICIES, name, options)
+    return POLICIES.make(name, options)

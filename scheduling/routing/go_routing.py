@@ -165,7 +165,6 @@ def gains_of(job: Job, fleet: Fleet, gamma: float = 1.0) -> tuple[Floats, Floats
         fleet: what is known.
         gamma: see :class:`GoRoutingOptions`.
     """
-    slo = job.query.slo
     found: tuple[Floats, Floats, Floats] = gains(
         fleet.figures,
         fleet.starts,
@@ -174,8 +173,8 @@ def gains_of(job: Job, fleet: Fleet, gamma: float = 1.0) -> tuple[Floats, Floats
         job.work_s,
         job.now_s,
         job.due_s,
-        slo.columns[1],
-        float(slo.priority),
+        job.tpot_s,
+        float(job.query.slo.priority),
         gamma,
         job.lead_s,
         job.splits,

@@ -18,6 +18,8 @@ from controller.actor import Controller
 from controller.channel import RouteServer, _Served
 from controller.config import ControllerConfig
 from controller.messages import (
+    FirstTokenWait,
+    LateNotice,
     MetricSample,
     MetricsPush,
     QuotaUse,
@@ -32,6 +34,7 @@ from controller.query_wire import to_row
 from scheduling.job import INVALID_QUERY
 from scheduling.objective import SLO
 from scheduling.prefix import HELD
+from scheduling.stages import Stage
 from scheduling.state import ROW, SUMMARY
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 
@@ -102,19 +105,22 @@ JUNK: list[Any] = [
 SAMPLE = MetricSample("sluice_x", "counter", "X.", "sluice_x_total", (("a", "b"),), 1.0)
 PUSH = MetricsPush("router-1", 1, 1, (SAMPLE,))
 USE = QuotaUse("acme", 1.0, 2.0, 3.0)
-ENDING = RequestEnding("a", "ok", ("ttft",), 3, 0.1, 0.02, 0.3, "x")
+ENDING = RequestEnding("a", "ok", ("ttft",), 3, 0.1, 0.02, 0.3, "x", judged_s=(0.1, 0.02, 0.3))
+LATE = LateNotice("a", 0.3, 0.1)
+WAIT = FirstTokenWait(1, "a", 1.0, 0.5)
+STAGED = SLO.of_stages((Stage(0.5, 0.1, tokens=20), Stage(0.2, 0.05, 9.0)))
 NOTICE = TroubleNotice("a", Trouble.FAILED)
 
 CALLS: dict[str, Callable[[Controller], tuple[Any, ...]]] = {
     "hello": lambda _: (hello("c", [waiting_row(5, 10)]),),
     "report": lambda controller: (delta("a", epoch_of(controller), 1, {0: waiting_row(5, 10)}),),
-    "route": lambda _: ([query(5)],),
+    "route": lambda _: ([query(5), query(6)._replace(moves_from="a")],),
     "goodbye": lambda _: ("c",),
     "release": lambda _: ([5, 6],),
     "replica_gone": lambda _: (["c", "d"],),
     "troubled": lambda _: (7, [NOTICE]),
     "share_quotas": lambda _: ([USE],),
-    "push_metrics": lambda _: (PUSH, [ENDING]),
+    "push_metrics": lambda _: (PUSH, [ENDING], [LATE], [WAIT, WAIT._replace(key=77)]),
     "load": lambda _: (None,),
     "decisions": lambda _: (3,),
     "drain": lambda _: ("c", False),
@@ -157,6 +163,28 @@ async def test_a_call_with_anything_wrong_in_it_is_refused_and_changes_nothing(m
                 assert await state(controller) == before, (path, junk)
     await check_sound(controller)
     assert refused > len(JUNK) / 2
+
+
+async def test_stages_that_no_constructor_has_seen_are_refused() -> None:
+    controller = await fleet()
+    before = await state(controller)
+    for path in places(STAGED.stages):
+        for junk in JUNK:
+            stages = replaced(STAGED.stages, path, junk)
+            if type(stages) is tuple and not stages:
+                continue
+            if path[1:] and path[1] < 3 and (junk is None or _is_time(junk)):
+                continue
+            if path[1:] and path[1] >= 3 and (type(junk) is int and 0 <= junk < 2**30):
+                continue
+            forged = SLO()
+            object.__setattr__(forged, "stages", stages)
+            assert not await taken(controller, "route", ([query(5)._replace(slo=forged)],))
+            assert await state(controller) == before, (path, junk)
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) is float and 0 < value < inf
 
 
 async def taken(controller: Controller, method: str, arguments: tuple[Any, ...]) -> bool:
@@ -244,7 +272,8 @@ async def test_a_garbled_line_is_refused_or_ends_its_connection_alone(what: str)
     closed = refused = 0
     for number in range(1_500):
         if what == "query":
-            asked: Any = [to_row(query(5)._replace(prefix=(1, 2), avoid=("a",)))]
+            staged = query(5)._replace(slo=STAGED)
+            asked: Any = [to_row(staged._replace(prefix=(1, 2), avoid=("a",)))]
         else:
             seq = controller._mirror.replicas["a"].seq + 1
             sent = delta("a", epoch_of(controller), seq, {0: waiting_row(5, 10)}, finished=(3,))

@@ -94,7 +94,23 @@ def served(case: Case) -> Case:
     if isinstance(case.body, dict) and "model" in case.body:
         case.body["model"] = "m"
     case.body = without_points(case.body)
+    if isinstance(case.body, dict) and isinstance(case.body.get("slo"), dict):
+        put_in_order(case.body["slo"])
     return case
+
+
+def put_in_order(slo: dict[str, Any]) -> None:
+    """What the document says in words only: the last stage ends with the request and no other one
+    does, one at most ends with the reasoning, and beside stages there is no other TTFT or TPOT."""
+    stages = slo.get("stages")
+    if not stages:
+        return
+    slo.pop("ttft_ms", None)
+    slo.pop("tpot_ms", None)
+    for place, stage in enumerate(stages[:-1]):
+        if stage["until"] == "end" or (place and stage["until"] == "reasoning_end"):
+            stage["until"] = {"tokens": 1 + place}
+    stages[-1]["until"] = "end"
 
 
 def without_points(value: Any) -> Any:

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks.capacity import (
+from scheduling.latency import LinearLatency
+from scheduling.objective import SLO
+from simulation.config import ClusterConfig, EngineConfig
+from simulation.metrics import TPOTMetric
+from simulation.planning.capacity import (
     MOST_TOKENS,
     Fleet,
     OutOfTimeError,
@@ -20,12 +24,8 @@ from benchmarks.capacity import (
     measuring,
     scaled,
 )
-from benchmarks.workloads.traces import MAX_REQUESTS
-from scheduling.latency import LinearLatency
-from scheduling.objective import SLO
-from simulation.config import ClusterConfig, EngineConfig
-from simulation.metrics import TPOTMetric
 from simulation.workload import AS_RECORDED, Arrival, Workload
+from simulation.workloads.traces import MAX_REQUESTS
 
 CHAT = SLO(ttft_s=0.115, priority=2, service_class="chat")
 BATCH = SLO(service_class="batch")

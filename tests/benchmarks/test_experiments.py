@@ -26,15 +26,15 @@ from benchmarks.experiments.base import (
 from benchmarks.experiments.capacity import LEAST_LOAD, MOST_LOAD, greatest_loads
 from benchmarks.experiments.default_policy import DEFAULT, best_single, findings
 from benchmarks.experiments.engines import SETUPS, Contender, figures, run
-from benchmarks.experiments.estimate import Estimate
 from benchmarks.experiments.fairbatching import peaks
 from benchmarks.experiments.loads import GENERATED, Span, full_load_rate, profiled_budget, recorded
-from benchmarks.report import Chart, Point, Report, Table, markdown
-from benchmarks.workloads.arrivals import Poisson
-from benchmarks.workloads.generators import fixed
-from benchmarks.workloads.traces import TraceError
 from scheduling.objective import SLO
+from simulation.estimate import Estimate
+from simulation.planning.plots import Chart, Point, Report, Table, markdown
 from simulation.workload import Arrival, Workload
+from simulation.workloads.arrivals import Poisson
+from simulation.workloads.generators import fixed
+from simulation.workloads.traces import TraceError
 
 QUICK = Plan("quick", (7,))
 

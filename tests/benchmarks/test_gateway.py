@@ -218,7 +218,7 @@ def test_a_signal_ends_the_command_and_its_engines(number: int, begun: str) -> N
     """Whatever it does at that moment: more than one signal, so that one that is dropped shows."""
     options = ["--system", "direct", "--rounds", "100", "--seconds", "0.1", "--at-once", "4"]
     command = [Path(sys.executable).with_name("sluice"), "bench", "gateway", *options]
-    for _ in range(3):
+    for _ in range(2):
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as benchmark:
             assert benchmark.stderr is not None
             assert any(begun in line for line in benchmark.stderr)

@@ -21,9 +21,9 @@ from benchmarks.preemption_replay import (
     tokens_body,
 )
 from benchmarks.replay_client import End, Outcome
-from benchmarks.workloads.settings import FLOWPREFILL_SHARES, FLOWPREFILL_TTFT_S
 from scheduling.latency_request import PolynomialTTFT
 from scheduling.objective import SLO
+from simulation.workloads.settings import FLOWPREFILL_SHARES, FLOWPREFILL_TTFT_S
 
 ALONE = PolynomialTTFT((0.004, 3e-4, 1e-8))
 

@@ -22,12 +22,12 @@ from benchmarks.replay_kinds import KINDS
 from benchmarks.replay_load import CLASSES, ENGINE, SHARES, make_load, objectives
 from benchmarks.replay_report import of_class, predictions, summary, tables
 from benchmarks.resources import Meter, Usage, Used
-from benchmarks.workloads.traces import TraceError
 from controller.config import NO_ADMISSION
 from replica.engine import Endpoint
 from replica.openai_format import ResponseWriter, parse_call
 from scheduling.objective import SLO
 from simulation.workload import Arrival, Workload
+from simulation.workloads.traces import TraceError
 from tests.e2e.conftest import on_the_shared_ray
 from tests.own_ray import shared_ray
 
@@ -303,6 +303,13 @@ def test_a_refused_request_and_a_late_one_are_missed() -> None:
     assert figures["attained"] == 0.25
     assert (figures["answered"], figures["refused"], figures["sent"]) == (3, 1, 4)
     assert figures["kept"] is None
+
+
+def test_all_that_was_stated_counts() -> None:
+    slo = SLO(ttft_s=2.0, tpot_s=0.1, e2e_s=3.0)
+    # Sent at 0, refused for a second, sent again, and answered at 3.9 or 4.1.
+    made = [outcome(slo=slo, ended_s=ended_s, refused_s=1.0) for ended_s in (3.9, 4.1)]
+    assert [each.attained for each in made] == [True, False]
 
 
 def test_kept_counts_only_what_was_promised() -> None:

@@ -194,7 +194,10 @@ def test_a_request_of_stages_is_known_by_its_first_ttft_and_tightest_tpot() -> N
         Stage(1, SLO(ttft_s=0.5)),
     )
     request = Arrival.of_stages(1.0, 100, stages, "agent")
-    assert request.slo == SLO(ttft_s=2.0, tpot_s=0.05, priority=3)
+    assert (request.slo.times_s, request.slo.priority) == ((2.0, 0.05, None), 3)
+    assert [stage.times_s for stage in request.slo.stages] == [s.slo.times_s for s in stages]
+    assert [stage.prompt_tokens for stage in request.slo.stages] == [0, 30, 0]
+    assert not any(stage.tokens for stage in request.slo.stages), "nobody knows how long they are"
     assert (request.output_tokens, request.task) == (13, "agent")
     with pytest.raises(ValueError, match="objectives of their own"):
         with_objectives(Workload("staged", (request,)), lambda _: CHAT, "")

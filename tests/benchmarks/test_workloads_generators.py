@@ -10,8 +10,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from benchmarks.workloads import settings
-from benchmarks.workloads.arrivals import (
+from scheduling.objective import SLO
+from simulation.workload import Arrival, Workload
+from simulation.workloads import settings
+from simulation.workloads.arrivals import (
     ArrivalProcess,
     AtOnce,
     Diurnal,
@@ -23,10 +25,8 @@ from benchmarks.workloads.arrivals import (
     Recorded,
     Surges,
 )
-from benchmarks.workloads.generators import Slowdown, Task, always, fixed, generate
-from benchmarks.workloads.lengths import LengthDistribution
-from scheduling.objective import SLO
-from simulation.workload import Arrival, Workload
+from simulation.workloads.generators import Slowdown, Task, always, fixed, generate
+from simulation.workloads.lengths import LengthDistribution
 
 DRAWN = 200_000
 

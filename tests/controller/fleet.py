@@ -33,7 +33,7 @@ class Clock:
 def waiting_row(key: int, pending: int, arrival_s: float = 0.0) -> np.ndarray:
     """A request that has computed nothing."""
     return np.array(
-        (key, arrival_s, nan, nan, 1.0, 0.1, inf, 1, pending, 0, pending, 0, 0, 0, 0, WAITING),
+        (key, arrival_s, nan, nan, 1.0, 0.1, inf, 1, pending, 0, pending, *[0] * 6, WAITING),
         dtype=ROW,
     )
 
@@ -54,8 +54,7 @@ def decode_row(key: int, context: int, arrival_s: float = 0.0) -> np.ndarray:
             1,
             1,
             4,
-            0,
-            0,
+            *[0] * 4,
             RUNNING,
         ),
         dtype=ROW,
@@ -75,7 +74,7 @@ def table(rows: Sequence[np.ndarray]) -> np.ndarray:
 def summary(free_kv_blocks: int = 900, total_kv_blocks: int = 1_000) -> np.void:
     """An engine's counters."""
     record = np.zeros((), dtype=SUMMARY)
-    record["correction"] = 1.0
+    record["correction"] = record["fixed_correction"] = 1.0
     record["free_kv_blocks"] = free_kv_blocks
     record["total_kv_blocks"] = total_kv_blocks
     return record[()]

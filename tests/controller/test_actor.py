@@ -12,11 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.actor import MAX_QUERIES, SETTLING_S, Controller, fingerprint_of
 from controller.config import ControllerConfig
-from controller.messages import MetricSample, RequestEnding, RouteDecision, Tier
+from controller.messages import LateNotice, MetricSample, RequestEnding, RouteDecision, Tier
 from controller.metrics import MAX_PUSH_SAMPLES
 from controller.mirror import MAX_REPLICAS
+from scheduling.margins import PRIOR
 from scheduling.objective import SLO
 from scheduling.routing import POLICIES
+from scheduling.stages import Stage
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 
@@ -308,6 +310,10 @@ async def test_a_request_without_objectives_is_placed() -> None:
         assert reply.decisions[0] == RouteDecision("a", "placed", tier)
 
 
+FIRST = (1.0 - PRIOR, 0.1 * (1.0 - PRIOR), None)
+"""What a promise of a second and a pace of 0.1 s is planned for before anything is known."""
+
+
 async def test_how_promises_end_moves_the_margin_with_which_the_next_are_planned() -> None:
     controller, _ = make(admission="moore_hodgson", stale_after_s=60, forget_after_s=90)
     await controller.hello(hello("a"))
@@ -323,13 +329,45 @@ async def test_how_promises_end_moves_the_margin_with_which_the_next_are_planned
         return RequestEnding(name, outcome, (), 9, ttft_s, 0.05, 2.0)
 
     names = ["x" * (number + 1) for number in range(12)]
-    assert {(await promise(name)).planned for name in names} == {(1.0, 0.1, None)}
+    assert {(await promise(name)).planned for name in names} == {FIRST}
     push = newer_push("router-1", ())
     # What failed tells nothing; of one whose client left, its first token does.
     endings = [ending(name, "failed", 9.0) for name in names[:4]]
     endings += [ending("unknown" * number, "ok", 9.0) for number in range(1, 20)]
     await controller.push_metrics(push, endings)
-    assert (await promise("y")).planned == (1.0, 0.1, None)
-    endings = [ending(name, outcome, 1.25) for name in names[4:] for outcome in ("cancelled", "ok")]
+    assert (await promise("y")).planned == FIRST
+    endings = [ending(name, outcome, 1.04) for name in names[4:] for outcome in ("cancelled", "ok")]
     await controller.push_metrics(newer_push("router-1", ()), endings)
-    assert (await promise("z")).planned == (pytest.approx(0.8), 0.1, None)
+    assert (await promise("z")).planned == (pytest.approx(FIRST[0] / 1.04), FIRST[1], None)
+
+
+async def test_a_later_stage_that_is_late_teaches_though_the_first_token_was_early() -> None:
+    controller, _ = make(admission="moore_hodgson", stale_after_s=60, forget_after_s=90)
+    await controller.hello(hello("a"))
+    slo = SLO.of_stages((Stage(1.0, 0.2, tokens=20), Stage(0.5, 0.1)))
+    names = ["x" * (number + 1) for number in range(12)]
+    for name in names:
+        asked = query(len(name), 100)._replace(request_id=name, slo=slo)
+        (made,) = (await controller.route([asked])).decisions
+        assert made.planned == FIRST, "the first TTFT and the tightest pace"
+        await controller.release([asked.key])
+    endings = [
+        RequestEnding(name, "ok", ("ttft",), 40, 0.2, 0.05, 2.0, judged_s=(1.04, 0.05, None))
+        for name in names
+    ]
+    await controller.push_metrics(newer_push("router-1", ()), endings)
+    (made,) = (await controller.route([query(99, 100)._replace(slo=slo)])).decisions
+    assert made.planned == (pytest.approx(FIRST[0] / 1.04), FIRST[1], None)
+
+
+async def test_a_promise_that_is_missed_teaches_while_it_goes_on() -> None:
+    controller, _ = make(admission="moore_hodgson", stale_after_s=60, forget_after_s=90)
+    await controller.hello(hello("a"))
+    names = ["x" * (number + 1) for number in range(12)]
+    for name in names:
+        await controller.route([query(len(name), 1)._replace(request_id=name)])
+        await controller.release([len(name)])
+    late = [LateNotice(name, None, 0.104) for name in names]
+    await controller.push_metrics(newer_push("router-1", ()), [], late)
+    (made,) = (await controller.route([query(99, 1)])).decisions
+    assert made.planned == (FIRST[0], pytest.approx(0.1 * FIRST[1] / 0.104), None)

@@ -26,7 +26,7 @@ from controller.client import (
 from controller.config import ControllerConfig
 from controller.detached import DetachedController
 from controller.lookup import NAMESPACE
-from controller.messages import RequestEnding, RouteDecision, Trouble
+from controller.messages import FirstTokenWait, RequestEnding, RouteDecision, Trouble
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 from tests.controller.pushes import newer_push
 from tests.own_ray import own_ray
@@ -169,6 +169,17 @@ async def test_troubles_are_told_and_what_becomes_of_them_is_heard(app: str) -> 
         # Nothing is heard for long: what was said then counts no more.
         clock.advance(QUARANTINE_KEPT_S + 1)
         assert client.quarantined == frozenset()
+
+
+async def test_with_the_metrics_it_asks_which_requests_are_going_to_be_late(app: str) -> None:
+    async with connected(app) as client:
+        rows = [waiting_row(1, 100_000, 4.9), waiting_row(2, 10, 4.0)]
+        assert await client.hello(hello("a", rows, now_s=5)) is not None
+        assert await client.hello(hello("b", now_s=5)) is not None
+        told: list[int] = []
+        client.on_push(lambda: [FirstTokenWait(key, "a", 5.0, 0.0) for key in (1, 2)], told.extend)
+        assert await client.push_metrics(newer_push("router", ()))
+        assert told == [1]
 
 
 async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(app: str) -> None:

@@ -10,10 +10,12 @@ import pytest
 from controller.actor import Controller
 from controller.config import ControllerConfig
 from controller.decision_log import DECISIONS, OTHERS
-from controller.messages import RouteQuery, Tier
+from controller.messages import RequestEnding, RouteQuery, Tier
+from scheduling.margins import PRIOR
 from scheduling.objective import SLO
 from scheduling.routing import POLICIES
 from tests.controller.fleet import Clock, hello, query, waiting_row
+from tests.controller.pushes import newer_push
 
 PROMISED, BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFFORT})
 
@@ -97,12 +99,21 @@ async def test_best_effort_says_why_nothing_was_promised() -> None:
     assert aged["not_guaranteed"] == "silent"
 
 
+async def test_what_is_planned_otherwise_than_stated_is_told_like_the_rest() -> None:
+    controller, _ = await fleet_of(8_000, 0)
+    for e2e_s, able in ((60.0, 2), (1e-6, 0)):
+        await controller.route([RouteQuery(1, SLO(e2e_s=e2e_s), 100)])
+        (entry,) = await told(controller)
+        assert (entry["able"], entry["candidates"]) == (able, 2)
+        assert entry["objective"]["e2e_ms"] == pytest.approx(e2e_s * 1_000)
+
+
 async def test_each_constraint_is_told_with_the_replicas_at_which_it_binds() -> None:
     controller, _ = await fleet_of(8_000, 9_000)
     report = hello("full", [waiting_row(1_050, 10)])
     report.summary["free_kv_blocks"] = 0
     await controller.hello(report)
-    await controller.route([RouteQuery(1, SLO(ttft_s=1.0, tpot_s=0.1), 4_000)])
+    await controller.route([RouteQuery(1, SLO(ttft_s=1.0 / (1.0 - PRIOR), tpot_s=0.1), 4_000)])
     (entry,) = await told(controller)
     assert entry["constraints"] == {"ttft": 2, "kv_memory": 1}
     assert "(TTFT at 2, KV memory at 1)" in entry["why"]
@@ -167,3 +178,17 @@ async def test_what_replicas_were_called_then_is_told_after_they_left() -> None:
     await controller.hello(hello("new"))
     after = await told(controller)
     assert [each | {"age_ms": 0} for each in after] == [each | {"age_ms": 0} for each in before]
+
+
+async def test_a_promise_that_is_planned_earlier_is_explained_like_any_other() -> None:
+    controller, _ = await fleet_of(0, 2_000)
+    late = [f"{number:032x}" for number in range(1, 9)]
+    for number, name in enumerate(late, 1):
+        await controller.route([query(number, 100)._replace(request_id=name)])
+        await controller.release([number])
+    endings = [RequestEnding(name, "ok", ("ttft",), 9, 1.25, 0.05, 2.0) for name in late]
+    await controller.push_metrics(newer_push("router", ()), endings)
+    (made,) = (await controller.route([query(99, 100)])).decisions
+    assert made.planned is not None and made.planned[0] is not None and made.planned[0] < 1.0
+    entry = (await told(controller))[0]
+    assert "2 of 2 replicas can promise" in entry["why"] and entry["chosen"] is not None

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from controller.actor import Controller
 from controller.config import ControllerConfig
 from controller.endings import Endings
-from controller.messages import MAX_ENDINGS, RequestEnding
+from controller.messages import MAX_ENDINGS, LateNotice, RequestEnding
 from scheduling.objective import SLO
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.pushes import newer_push
 from tests.controller.test_decision_log import told
 
 ENDING = RequestEnding("a" * 32, "ok", ("tpot",), 12, 0.3, 0.04, 1.5)
+LATE = LateNotice("a" * 32, 0.3, None)
 
 
 async def controller_of() -> Controller:
@@ -91,6 +92,11 @@ async def test_of_several_attempts_the_last_one_has_the_ending() -> None:
         [ENDING._replace(e2e_s=inf)],
         [ENDING._replace(tpot_s=-0.1)],
         [ENDING._replace(error=5)],
+        [ENDING._replace(service_class=None)],
+        [ENDING._replace(service_class="x" * 300)],
+        [ENDING._replace(tenant=-1)],
+        [ENDING._replace(tenant=1.0)],
+        [ENDING._replace(most_tokens="16")],
         [ENDING] * (MAX_ENDINGS + 1),
     ],
 )
@@ -98,6 +104,24 @@ async def test_a_malformed_ending_is_refused_and_nothing_of_the_push_is_taken(wr
     controller = await controller_of()
     with pytest.raises(ValueError):
         await controller.push_metrics(newer_push("router", ()), wrong)
+    assert (await controller.snapshot())["metric_sources"] == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        [ENDING],
+        [LATE._replace(request_id="")],
+        [LATE._replace(ttft_s=inf)],
+        [LATE._replace(tpot_s=-0.1)],
+        [LATE] * (MAX_ENDINGS + 1),
+    ],
+)
+async def test_a_malformed_notice_is_refused_and_nothing_of_the_push_is_taken(wrong: Any) -> None:
+    controller = await controller_of()
+    with pytest.raises(ValueError):
+        await controller.push_metrics(newer_push("router", ()), [], wrong)
     assert (await controller.snapshot())["metric_sources"] == 0
 
 

@@ -84,20 +84,36 @@ def test_nothing_waits_for_the_step_of_a_replica_that_preempts() -> None:
 def test_what_an_idle_replica_has_learned_of_slow_steps_fades() -> None:
     mirror, fleet = make_mirror()
     slow = hello("a", now_s=0)
-    slow.summary["correction"] = 20.0
+    slow.summary["correction"] = slow.summary["fixed_correction"] = 20.0
     mirror.hello(slow, now_s=0)
     assert figure(fleet, "a", "FIXED_S") == pytest.approx(0.004 * 20)
     for seq, now_s in ((1, 10), (2, 100)):
         later = delta("a", EPOCH, seq, now_s=now_s)
-        later.summary["correction"] = 20.0
+        later.summary["correction"] = later.summary["fixed_correction"] = 20.0
         mirror.delta(later, now_s=now_s)
         faded = 1 + 19 * np.exp(-now_s / 10)
         assert figure(fleet, "a", "FIXED_S") == pytest.approx(0.004 * faded)
     # While it works, its own figure counts.
     busy = delta("a", EPOCH, 3, {0: waiting_row(1, 100)}, now_s=101)
-    busy.summary["correction"] = 20.0
+    busy.summary["correction"] = busy.summary["fixed_correction"] = 20.0
     mirror.delta(busy, now_s=101)
     assert figure(fleet, "a", "FIXED_S") == pytest.approx(0.004 * 20)
+
+
+def test_a_replica_whose_steps_spread_beyond_what_is_tolerated_promises_less() -> None:
+    mirror, fleet = make_mirror()
+    mirror.hello(hello("a", now_s=0), now_s=0)
+    decisive = ("FIXED_S", "PREFILL_S")
+    found = []
+    for seq, (spread, fixed) in enumerate(((0.0, 1.0), (0.25, 1.0), (0.45, 1.0), (0.0, 2.0)), 1):
+        later = delta("a", EPOCH, seq, {0: waiting_row(1, 100)}, now_s=seq)
+        later.summary["step_spread"], later.summary["fixed_correction"] = spread, fixed
+        mirror.delta(later, now_s=seq)
+        found.append([figure(fleet, "a", name) for name in decisive])
+    exact, tolerated, careful, slow = found
+    assert tolerated == exact
+    assert careful == pytest.approx([1.2 * value for value in exact])
+    assert slow == pytest.approx([2 * exact[0], exact[1]]), "the tokens cost as much as before"
 
 
 def test_a_delta_changes_the_slots_it_names() -> None:
@@ -216,7 +232,16 @@ def test_a_malformed_hello_is_refused(field: str, value: object) -> None:
 
 def test_a_summary_with_impossible_numbers_is_refused() -> None:
     mirror, _ = make_mirror()
-    for name, value in (("correction", 0), ("correction", np.nan), ("waiting", -1)):
+    for name, value in (
+        ("correction", 0),
+        ("correction", np.nan),
+        ("fixed_correction", 0),
+        ("fixed_correction", np.inf),
+        ("step_spread", -0.1),
+        ("step_spread", 1.1),
+        ("step_spread", np.nan),
+        ("waiting", -1),
+    ):
         message = hello("a")
         message.summary[name] = value
         with pytest.raises(ValueError, match=name):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from controller.actor import Controller
 from controller.config import ControllerConfig
 from controller.messages import RouteDecision, RouteQuery
 from controller.query_wire import decisions, of_row, to_row
+from scheduling.objective import SLO
+from scheduling.stages import Stage
+from scheduling.tpot import TPOTAnchor
 from tests.controller.fleet import Clock, decode_row, delta, hello, query, summary, waiting_row
 
 MODES = {
@@ -148,7 +152,9 @@ def np_summary(**fields: float) -> Any:
 
 
 def test_pairs_travel_over_the_connection() -> None:
-    asked = split(1)
-    assert of_row(json.loads(json.dumps(to_row(asked)))) == asked
+    slo = SLO(tpot_s=0.1, tpot_anchor=TPOTAnchor.WINDOW)
+    staged = SLO.of_stages((Stage(0.5, 0.1, tokens=20), Stage(0.2, None, 9.0, prompt_tokens=7)))
+    for asked in (split(1), split(1)._replace(slo=slo), split(1)._replace(slo=staged)):
+        assert of_row(msgspec.json.decode(msgspec.json.encode(to_row(asked)))) == asked
     made = RouteDecision("d", "placed", None, 0.2, None, "decode", "p", 0.05)
     assert decisions([json.loads(json.dumps(made))]) == (made,)

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 
 from controller.actor import Controller
 from controller.config import ControllerConfig
-from controller.messages import Trouble, TroubleNotice
+from controller.messages import RequestEnding, RouteQuery, Trouble, TroubleNotice
 from deploy.cli import main
 from deploy.commands.exits import Exit
 from deploy.ray_settings import free_port
@@ -34,7 +34,9 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleets import Fleet, Fleets
 from router.metrics import RouterMetrics
+from scheduling.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
+from tests.controller.pushes import newer_push
 from tests.e2e.conftest import wait_until
 from tests.router.far_side import FarController, FarSide, LocalPage
 
@@ -100,6 +102,35 @@ def test_status_says_that_all_is_well(application: Application) -> None:
     assert {"idle", "busy"} <= {*names}  # what `drain` takes
     fleet = json.loads(application.run("status", "--json").stdout)
     assert {row["replica_id"] for row in fleet["replicas"]} == {"idle", "busy"}
+
+
+def test_status_shows_how_promises_are_kept(application: Application) -> None:
+    assert "promises" not in application.run("status").output, "none was made"
+
+    async def serve(number: int) -> None:
+        name = f"{number:032x}"
+        slo = SLO(5.0, service_class="chat")
+        query = RouteQuery(number, slo, 50, request_id=name)
+        await application.controller.route([query])
+        if number == 1:
+            moved = query._replace(key=1_000, moves_from="busy")
+            await application.controller.route([moved])
+        kept = number % 10 > 0
+        ending = RequestEnding(name, "ok", (), 9, 0.4, 0.01, 0.5, replica_id="idle", kept=kept)
+        await application.controller.push_metrics(newer_push("router", ()), [ending])
+
+    application.tell(application.controller.drain("busy", True))
+    for number in range(1, 61):
+        application.tell(serve(number))
+    wait_until(lambda: "promises" in application.run("status").output, "it asks again")
+    lines = application.run("status").stdout.splitlines()
+    found = {line.split("  ")[0]: line.split()[-5:] for line in lines}
+    assert found["promises"][-3:] == ["<=p50", "<=p90", "<=p99"]
+    assert found["all, level 99.0%"][:2] == found["class chat"][:2] == ["60", "90.0%"]
+    assert found["class chat"][2:] == ["-", "-", "-"]
+    assert found["moved"][:2] == ["1", "100.0%"]
+    assert found["replica idle"] == ["60", "90.0%", "100.0%", "100.0%", "100.0%"]
+    assert found["replica busy"] == ["0", "-", "-", "-", "-"]
 
 
 def test_status_fails_where_no_replica_takes_requests(application: Application) -> None:

@@ -119,7 +119,7 @@ def test_what_is_printed_is_read_as_the_same() -> None:
         ),
         (
             with_pools(prefill={}, decode={"engine": {"policy": "best"}}),
-            "replica.pools.decode.engine: .*unknown batch policy 'best'",
+            "replica.pools.decode.engine: .*unknown batching policy 'best'",
         ),
         (
             with_pools(prefill={"engine": {"model": "other"}}, decode={}),

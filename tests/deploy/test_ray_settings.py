@@ -11,8 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import ray
 
 from deploy import ray_settings
+from tests.own_ray import shared_ray
 
 
 def ports_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> range:
@@ -138,3 +140,14 @@ def test_no_process_gets_a_port_that_another_has_chosen_and_not_used_yet() -> No
         with choosing(second) as other:
             assert not routers & other()
             assert not ports & other()
+
+
+@pytest.mark.ray
+def test_workers_have_the_priority_of_other_programs() -> None:
+    shared_ray.serve_port()
+
+    @ray.remote(num_cpus=0)
+    def niceness() -> int:
+        return os.nice(0)
+
+    assert ray.get(niceness.remote(), timeout=120) == os.nice(0)

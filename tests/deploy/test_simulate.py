@@ -9,13 +9,13 @@ import yaml
 from click.testing import CliRunner, Result
 from rich.progress import Progress
 
-from benchmarks.capacity_points import Range
-from benchmarks.capacity_report import NOT_MODELLED, CapacityReport
-from benchmarks.capacity_search import Question, answered
-from benchmarks.simulate import NO_ANSWER
 from deploy.cli import main
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile
+from simulation.planning.points import Range
+from simulation.planning.report import NOT_MODELLED, CapacityReport
+from simulation.planning.search import Question, answered
+from simulation.planning.simulate import NO_ANSWER
 from tests.benchmarks.test_capacity import run as one_run
 
 ONE_EACH = ["--latency", "a=0.05,b=5e-5", "--max-sequences", "1", "--routing", "round_robin"]
@@ -87,6 +87,21 @@ def test_tables_say_what_was_asked_and_what_is_left_out(trace: Path) -> None:
         "The target of 95.00% needs",
     ):
         assert words in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("slos", "judged"),
+    [
+        (["tpot_ms=900"], "mean"),
+        (["tpot_ms=900,tpot_anchor=window"], "window"),
+        (["tpot_ms=900", "name=b,tpot_ms=900,tpot_anchor=running_max"], "stated"),
+    ],
+)
+def test_each_class_is_judged_by_its_anchor(trace: Path, slos: list[str], judged: str) -> None:
+    found = report(trace, *ONE_EACH, *[part for slo in slos for part in ("--slo", slo)])
+    assert found.tpot_metric == judged
+    shown = simulate(trace, *ONE_EACH, *[part for slo in slos for part in ("--slo", slo)]).stdout
+    assert ("TPOT by window" in " ".join(shown.split())) == (judged == "window")
 
 
 def test_out_holds_the_json_and_a_plot(trace: Path, tmp_path: Path) -> None:

@@ -21,6 +21,17 @@ from deploy.ray_settings import free_port
 from tests.deploy.certificate import TlsPort, tls_port
 from tests.own_ray import shared_ray
 
+PATIENT = {"aged_after_s": 60, "stale_after_s": 80, "forget_after_s": 100}
+"""Of the controller, where a test expects promises: on a busy machine a report comes late, and at a
+silent replica nothing is promised."""
+
+LENIENT = {"aged_after_s": 8, "stale_after_s": 9}
+"""The same where replicas also end without a word, and the controller is to notice."""
+
+ASKING = {"decision_timeout_s": 3}
+"""Of the router, where a test expects promises or the controller's choice: after the usual 0.25 s
+Serve chooses, and nothing is promised."""
+
 
 class System:
     """A running application, as a client and an operator see it.

@@ -6,18 +6,22 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
+from tests.known_profile import known_profile
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 # 21 blocks of 32 tokens can be used: the long answer begins with 7, a promised request takes 15.
-FIELDS = {
+FIELDS: dict[str, Any] = {
+    "controller": PATIENT,
     "engine": {
+        "grammar_check_s": 0,
         "vllm_args": {
             "max-model-len": 600,
             "max-num-batched-tokens": 256,
@@ -29,6 +33,7 @@ FIELDS = {
         },
     },
     "replica": {"count": 1},
+    "router": ASKING,
 }
 
 
@@ -62,8 +67,9 @@ PROMISED = [
 ]
 
 
-def test_a_best_effort_stream_survives_promised_work() -> None:
-    with system(FIELDS) as serving:
+def test_a_best_effort_stream_survives_promised_work(tmp_path: Path) -> None:
+    engine = {**FIELDS["engine"], "latency_profile": str(known_profile(tmp_path))}
+    with system({**FIELDS, "engine": engine}) as serving:
         alone, _ = _stream(serving, lambda: None)
         before = _evictions(serving)
         answers: list[httpx.Response] = []

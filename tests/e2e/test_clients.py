@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replica.config import EngineConfig
 from replica.local_model import local_model
 from tests.documents import ROOT, marked
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
 from tests.lora_adapter import write_adapter
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -57,6 +57,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         "lora-modules": [{"name": "local-tuned", "path": str(adapter)}],
     }
     fields = {
+        "controller": PATIENT,
         "replica": {"count": 1},
         "models": {
             "local": {"engine": {"profile_budget_s": 2, "vllm_args": chat}},
@@ -64,6 +65,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         },
     }
     fields["router"] = {
+        **ASKING,
         "classes": {
             "standard": {
                 "ttft_ms": 60_000,
@@ -72,7 +74,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             },
             "interactive": {"ttft_ms": 60_000},  # the documents name it
             "batch": {"service_tiers": ["flex"]},
-        }
+        },
     }
     with system(fields) as started:
         # A model whose replica does not answer in time is not listed for a moment.

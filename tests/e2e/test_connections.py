@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.replay_answer import AnswerCheck, simulated
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 from tests.processes import title_of
 
 pytestmark = pytest.mark.ray
@@ -80,7 +80,8 @@ def test_streams_outlive_replicas_that_are_stopped_or_killed() -> None:
             "simulated": {"step_s": 0.05, "token_s": 0.0},
         },
         "replica": {"count": 2, "num_cpus": 0.1, "drain_timeout_s": 60},
-        "controller": {"policy": "round_robin"},
+        "controller": {**LENIENT, "policy": "round_robin"},
+        "router": ASKING,
     }
     with system(fields) as serving:
         wait_until(lambda: len(serving.snapshot()["replicas"]) == 2, "both have reported")

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.conftest import PATIENT, System, system, wait_until
+from tests.known_profile import known_profile
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
@@ -29,17 +30,18 @@ def test_an_urgent_request_passes_long_prefills(tmp_path: Path) -> None:
     fields = {
         "engine": {
             "policy": "slidebatching",
-            "batch_log": str(tmp_path),
-            "profile_budget_s": 2,
+            "batch_log": str(tmp_path / "batches"),
+            "latency_profile": str(known_profile(tmp_path)),
+            "grammar_check_s": 0,
             "vllm_args": {"max-model-len": 4096, "max-num-batched-tokens": _BATCH_TOKENS},
         },
         "replica": {"count": 1},
         # One tier for all: the order is the local policy's.
-        "controller": {"admission": "none"},
+        "controller": {**PATIENT, "admission": "none"},
     }
     with system(fields) as serving:
         urgent = _run_load(serving)
-    batches = _batches(tmp_path)
+    batches = _batches(tmp_path / "batches")
     first = next(n for n, batch in enumerate(batches) if urgent in _tokens(batch))
     before, after = batches[:first], batches[first:]
     long_before = _prefill_tokens(before, urgent)
@@ -78,7 +80,7 @@ def _run_load(serving: System) -> str:
 
 
 def _batches(directory: Path) -> list[Batch]:
-    """The logged batches from the first of the load on, those of profiling left out."""
+    """The logged batches from the first of the load on, without those of the start."""
     (path,) = directory.glob("*.jsonl")
     batches: list[Batch] = [json.loads(line) for line in path.read_text().splitlines()]
     long = [n for n, batch in enumerate(batches) if batch["live"] >= 1 and _is_load(batch)]
@@ -86,7 +88,7 @@ def _batches(directory: Path) -> list[Batch]:
 
 
 def _is_load(batch: Batch) -> bool:
-    return any(not name.startswith("profile") for name in _tokens(batch))
+    return any(not name.startswith(("profile-", "warm-up-")) for name in _tokens(batch))
 
 
 def _tokens(batch: Batch) -> dict[str, int]:

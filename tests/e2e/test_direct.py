@@ -15,7 +15,7 @@ from benchmarks.replay_answer import AnswerCheck, simulated
 from deploy.haproxy import DIRECT_VARIABLE
 from deploy.ray_settings import free_port
 from tests.e2e.command import ServeCommand
-from tests.e2e.conftest import wait_until
+from tests.e2e.conftest import ASKING, LENIENT, wait_until
 from tests.processes import title_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
@@ -49,8 +49,8 @@ def test_streams_that_go_past_routers_go_on_when_their_replica_is_killed(tmp_pat
     fields: dict[str, Any] = {
         "engine": {"kind": "simulated", "model": "sim", "simulated": {"step_s": 0.05}},
         "replica": {"count": 2, "num_cpus": 0.1},
-        "controller": {"policy": "round_robin"},
-        "router": {"port": port},
+        "controller": {**LENIENT, "policy": "round_robin"},
+        "router": {**ASKING, "port": port},
     }
     command = ServeCommand(fields, tmp_path, **{DIRECT_VARIABLE: "1"})
     try:

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from benchmarks.injuries import Process, replica
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 from tests.e2e.pools import (
     Streamed,
     fresh,
@@ -21,6 +21,7 @@ from tests.e2e.pools import (
     there,
     value,
 )
+from tests.known_profile import known_profile
 from tests.replica.attentive import attentive_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -29,8 +30,9 @@ PAIR = {"prefill": 1, "decode": 1}
 TOKENS = 24
 FIELDS: dict[str, Any] = {
     "name": "disaggregated-vllm",
+    "controller": LENIENT,
     "engine": {
-        "profile_budget_s": 1,
+        "grammar_check_s": 0,
         "vllm_args": {
             "max-model-len": 2048,
             "max-num-batched-tokens": 512,
@@ -46,7 +48,7 @@ FIELDS: dict[str, Any] = {
         "hung_after_s": 600,
         "pools": {role: {"count": count} for role, count in PAIR.items()},
     },
-    "router": {"classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 2_000}}},
+    "router": {**ASKING, "classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 2_000}}},
 }
 
 
@@ -66,8 +68,10 @@ def whole(serving: System, stage: str, by: str) -> str:
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    model = attentive_model(tmp_path_factory.mktemp("model"))
-    engine = {**FIELDS["engine"], "model": str(model), "served_model_name": "local"}
+    directory = tmp_path_factory.mktemp("model")
+    own = {"model": str(attentive_model(directory)), "served_model_name": "local"}
+    profile = {"latency_profile": str(known_profile(directory))}
+    engine = {**FIELDS["engine"], **own, **profile}
     with system({**FIELDS, "engine": engine}) as started:
         yield started
 

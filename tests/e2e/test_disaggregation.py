@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from benchmarks.injuries import replica
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
 from tests.e2e.pools import Streamed, fresh, only, roles, stream, value, wait_until_busy
 
 pytestmark = pytest.mark.ray
@@ -22,6 +22,7 @@ BODY: dict[str, Any] = {"model": "sim", "prompt": "word " * 200, "max_tokens": T
 # The prompt takes about half a second, so does the hand-over of its KV, and so do the tokens.
 FIELDS: dict[str, Any] = {
     "name": "disaggregated",
+    "controller": LENIENT,
     "engine": {
         "kind": "simulated",
         "model": "sim",
@@ -39,7 +40,7 @@ FIELDS: dict[str, Any] = {
         "health_check_period_s": 0.5,
         "pools": {role: {"count": count} for role, count in POOLS.items()},
     },
-    "router": {"classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 2_000}}},
+    "router": {**ASKING, "classes": {"standard": {"ttft_ms": 60_000, "tpot_ms": 2_000}}},
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from tests.documents import ROOT, marked, shell
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.conftest import PATIENT, System, system, wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -43,6 +43,7 @@ def drains(serving: System) -> dict[str, Any]:
 def test_a_drained_replica_gets_nothing_until_it_is_taken_back() -> None:
     fields = {
         "name": "drain",
+        "controller": PATIENT,
         "engine": {"kind": "simulated", "model": "sim"},
         "replica": {"count": 2, "num_cpus": 0.1},
         "router": {"admin": {"keys": [KEY]}},
@@ -68,9 +69,16 @@ def test_a_drained_replica_gets_nothing_until_it_is_taken_back() -> None:
         assert serving.snapshot()["epoch"] != before
         assert served_by(serving, 10) == {other}
 
-        last = httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=120)
-        wanted = last.headers["x-sluice-request-id"]
-        found = admin(serving, "GET", f"decisions?request_id={wanted}").json()["decisions"]
+        wanted, found = "", []
+
+        def decided() -> bool:
+            nonlocal wanted, found
+            last = httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=120)
+            wanted = last.headers["x-sluice-request-id"]
+            found = admin(serving, "GET", f"decisions?request_id={wanted}").json()["decisions"]
+            return bool(found)
+
+        wait_until(decided, "the controller answers in time")
         assert [(each["replica_id"], each["candidates"]) for each in found] == [(other, 1)]
 
         assert not admin(serving, "DELETE", f"replicas/{drained}/drain").json()["draining"]

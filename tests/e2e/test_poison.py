@@ -1,63 +1,40 @@
-"""Grammars that would stop engines, and requests whose engine hangs, on real vLLM engines."""
+"""Grammars that would stop engines, and requests whose engine hangs, on real vLLM engines that try
+no grammar before. Those that do are in test_vllm_serving.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
 from benchmarks import injuries
-from tests.e2e.conftest import System, system, wait_until
-from tests.replica.test_vllm_grammar import POISON
+from tests.e2e.conftest import PATIENT, System, system, wait_until
+from tests.e2e.poisoned import ask, check_poison, conditions
+from tests.known_profile import known_profile
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
-OTHERS = 6
 
-
-@pytest.fixture(scope="module", params=["tried before", "bounded in the engine"])
-def serving(request: pytest.FixtureRequest) -> Iterator[System]:
-    engine: dict[str, Any] = {"profile_budget_s": 1, "vllm_args": {"max-model-len": 2048}}
-    if request.param == "bounded in the engine":
-        engine["grammar_check_s"] = 0
-    with system({"name": "poison", "engine": engine, "replica": {"count": 2}}) as started:
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    fields = {
+        "name": "poison",
+        "controller": PATIENT,
+        "engine": {
+            "latency_profile": str(known_profile(tmp_path_factory.mktemp("profile"))),
+            "grammar_check_s": 0,
+            "vllm_args": {"max-model-len": 2048},
+        },
+        "replica": {"count": 2},
+    }
+    with system(fields) as started:
         yield started
 
 
-def ask(serving: System, number: int, **body: Any) -> Any:
-    # It repeats what fails, as OpenAI's client does by itself.
-    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", timeout=300)
-    given = {"max_tokens": 4, "temperature": 0, **body}
-    return client.chat.completions.create(
-        model="local", messages=[{"role": "user", "content": f"Say {number}"}], **given
-    )
-
-
-def conditions(serving: System) -> list[str]:
-    return [each["condition"] for each in serving.snapshot()["replicas"]]
-
-
 def test_a_poisoned_grammar_is_its_senders_alone(serving: System) -> None:
-    grammar = {"structured_outputs": {"grammar": POISON}}
-    with ThreadPoolExecutor(OTHERS + 1) as threads:
-        poison = threads.submit(ask, serving, 0, max_tokens=200, extra_body=grammar)
-        others: list[Future[Any]] = []
-        seen: set[str] = set()
-
-        def others_go_on() -> bool:
-            others.append(threads.submit(ask, serving, len(others) + 1))
-            assert others[-1].result().usage.completion_tokens == 4
-            seen.update(conditions(serving))
-            return poison.done() and len(others) >= OTHERS
-
-        wait_until(others_go_on, "the poisoned request ends", every_s=0.1)
-        with pytest.raises(openai.BadRequestError, match="costly"):
-            poison.result()
-    assert seen == {"fresh"}
-    assert conditions(serving) == ["fresh", "fresh"]
+    check_poison(serving)
 
 
 def test_structured_output_is_not_tried_again_after_a_hang(serving: System) -> None:

@@ -10,9 +10,9 @@ import pytest
 import ray
 
 from controller.messages import QuotaUse
-from tests.e2e.conftest import system_alone, wait_until
+from tests.e2e.conftest import system, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
+pytestmark = pytest.mark.ray
 
 BODY = {"model": "sim", "prompt": "Hello.", "max_tokens": 3, "stream": True}
 PER_MINUTE, BURST_S = 0.1, 3_600  # six at once, and no more for as long as the test runs
@@ -28,6 +28,7 @@ def test_the_edge_of_a_real_application(tmp_path: Path) -> None:
     limits = f", requests_per_minute: {PER_MINUTE}, burst_s: {BURST_S}"
     path.write_text(entry("limited", "acme", limits) + entry("old-key", "other"))
     fields = {
+        "name": "security",
         "engine": {"kind": "simulated", "model": "sim"},
         "replica": {"count": 1},
         "router": {"replicas": 2, "api_keys": [FIXED], "api_keys_file": str(path)},
@@ -48,7 +49,7 @@ def test_the_edge_of_a_real_application(tmp_path: Path) -> None:
         wait_until(answered, "a router answers", show=lambda: answers[-1].text)
         return answers[-1]
 
-    with system_alone(fields) as serving:
+    with system(fields) as serving:
         tls = serving.tls
         assert tls is not None
         answer = ask(FIXED)

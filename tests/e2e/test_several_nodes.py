@@ -18,6 +18,7 @@ from deploy.commands.admin import AdminApi
 from deploy.commands.exits import Exit, Failure
 from deploy.ray_settings import free_port
 from tests.e2e.cluster import HEAD, START_S, Cluster
+from tests.e2e.conftest import LENIENT
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
@@ -50,6 +51,7 @@ def configuration(cluster: Cluster, replicas: int) -> str:
     """Two routers and some simulated engines, in a file."""
     path = cluster.folder / "sluice.yaml"
     data = {
+        "controller": LENIENT,
         "engine": {"kind": "simulated", "model": "sim"},
         "replica": {
             "count": replicas,

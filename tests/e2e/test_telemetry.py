@@ -19,7 +19,7 @@ import yaml
 
 from deploy.ray_settings import free_port
 from tests.documents import ROOT
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
 from tests.otlp_collector import Collector, collector
 
 pytestmark = pytest.mark.ray
@@ -175,7 +175,9 @@ def test_requests_can_be_followed(tmp_path: Path) -> None:
             "name": "telemetry",
             "engine": {"kind": "simulated", "model": "sim"},
             "replica": {"count": 1, "num_cpus": 0.1},
+            "controller": PATIENT,
             "router": {
+                **ASKING,
                 "api_keys": [{"key": KEY, "name": "acme"}],
                 "metrics": {"keys": [METRICS_KEY]},
             },

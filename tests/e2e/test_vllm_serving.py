@@ -26,7 +26,9 @@ from replica.local_model import local_model
 from router.config import RouterConfig
 from scheduling.objective import SLO
 from simulation.workload import Arrival, Workload
-from tests.e2e.conftest import System, system, wait_until
+from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
+from tests.e2e.poisoned import check_poison
+from tests.known_profile import known_profile
 from tests.test_docs import documented_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -39,7 +41,7 @@ _PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def serving() -> Iterator[System]:
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     # Besides the usual classes, one that can be promised and two that no engine can hold.
     classes = {name: entry.model_dump() for name, entry in RouterConfig().classes.items()} | {
         "easy": {"ttft_ms": 60_000, "tpot_ms": 1_000, "priority": 2},
@@ -47,8 +49,13 @@ def serving() -> Iterator[System]:
         "strict": {"ttft_ms": 0.01, "when_unattainable": "reject"},
     }
     fields = {
-        "engine": {"policy": "slidebatching", "vllm_args": {"max-model-len": 4096}},
-        "router": {"classes": classes},
+        "controller": PATIENT,
+        "engine": {
+            "policy": "slidebatching",
+            "latency_profile": str(known_profile(tmp_path_factory.mktemp("profile"))),
+            "vllm_args": {"max-model-len": 4096},
+        },
+        "router": {**ASKING, "classes": classes},
     }
     with system(fields) as started:
         yield started
@@ -289,6 +296,10 @@ def test_disconnect_during_prefill_cancels(serving: System) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{serving.url}/v1/completions", json=body, timeout=0.5)
     wait_until(lambda: serving.live() == 0, "the engine dropped it")
+
+
+def test_a_grammar_that_would_stop_engines_is_refused_before_they_see_it(serving: System) -> None:
+    check_poison(serving)
 
 
 def test_requests_go_on_while_the_controller_is_dead(serving: System) -> None:

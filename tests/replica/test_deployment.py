@@ -28,12 +28,13 @@ from replica.engine import (
 )
 from scheduling.batching.builder import begin
 from scheduling.objective import SLO
+from tests.e2e.conftest import PATIENT
 from tests.own_ray import own_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
 APP = "replicas"
-CONTROLLER = ControllerConfig(policy="round_robin")
+CONTROLLER = ControllerConfig.model_validate({**PATIENT, "policy": "round_robin"})
 LIMIT_S = 60.0
 
 

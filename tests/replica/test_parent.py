@@ -42,7 +42,10 @@ from replica.vllm_engine import VllmEngine
 async def main():
     model, folder = sys.argv[1:]
     args = {"max-model-len": 256, "kv-cache-memory-bytes": 16 << 20}
-    config = EngineConfig(model=model, cache_dir=folder, profile_budget_s=1, vllm_args=args)
+    # Without the process for grammars the child is the engine.
+    config = EngineConfig(
+        model=model, cache_dir=folder, profile_budget_s=0.1, grammar_check_s=0, vllm_args=args
+    )
     await VllmEngine(config, "replica-1", 4).start()
     for each in psutil.Process().children(recursive=True):
         if "resource_tracker" not in " ".join(each.cmdline()):

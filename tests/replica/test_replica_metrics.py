@@ -84,6 +84,8 @@ def test_every_metric_is_there_and_adds_up() -> None:
     assert samples["sluice_plan_mismatches_total"] == {(): 0}
     assert samples["sluice_last_step_seconds"][replica] == pytest.approx(0.02)
     assert 1.0 < samples["sluice_latency_correction"][replica] <= 2.0
+    assert 1.0 < samples["sluice_latency_fixed_correction"][replica] <= 2.0
+    assert 0.0 < samples["sluice_latency_spread_ratio"][replica] <= 1.0
     assert samples["sluice_predicted_step_seconds"][replica] > 0.01
     for name, bounds in (
         ("sluice_plan_seconds", PLAN_BUCKETS_S),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import platform
 import time
 from math import nan
 
 import numpy as np
 import pytest
 
+from replica.memory_fence import membarrier, reader_fence
 from replica.state_table import RowUpdate, StateTable, TableFullError
 from scheduling.latency import (
     LinearLatency,
@@ -34,7 +36,9 @@ def _write_steps(path, stop):
         time.sleep(0.0002)
 
 
-def test_readers_see_only_whole_steps_of_a_writer_in_another_process(tmp_path):
+@pytest.mark.parametrize("fence", [reader_fence, lambda: membarrier(platform.machine())])
+def test_readers_see_only_whole_steps_of_a_writer_in_another_process(tmp_path, monkeypatch, fence):
+    monkeypatch.setattr("replica.state_table.reader_fence", fence)
     path = tmp_path / "state"
     reader = StateTable.create(16, path)
     context = multiprocessing.get_context("spawn")

@@ -33,6 +33,7 @@ from replica.watchdog import FIRST_STEPS, Watchdog
 from router.prompt_prefix import prefix_of
 from scheduling.objective import SLO
 from scheduling.prefix import HELD_SLOTS, PrefixIndex
+from tests.known_profile import known_profile
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -511,10 +512,8 @@ async def test_an_engine_that_stands_still_is_seen_to_and_answers_when_it_moves(
     dog.stop()
 
 
-async def test_stopping_an_engine_ends_its_requests_with_an_error(started, config, tmp_path):
-    path = tmp_path / "profile.json"
-    path.write_text(started[1].profile.to_json())
-    update = {"latency_profile": path, "batch_log": None}
+async def test_stopping_an_engine_ends_its_requests_with_an_error(config, tmp_path):
+    update = {"latency_profile": known_profile(tmp_path), "batch_log": None, "grammar_check_s": 0}
     other = VllmEngine(config.model_copy(update=update), "replica-4", 4)
     await other.start()
     tasks = [

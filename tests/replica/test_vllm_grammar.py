@@ -14,6 +14,7 @@ from replica.engine import EngineRequest, ResponseHead, ResponseTail
 from replica.local_model import local_model
 from replica.vllm_engine import VllmEngine
 from scheduling.objective import SLO
+from tests.known_profile import known_profile
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -38,7 +39,7 @@ def config(tmp_path_factory):
         served_model_name="small",
         cache_dir=directory,
         vllm_args=ARGS,
-        profile_budget_s=2.0,
+        latency_profile=known_profile(directory),
     )
 
 

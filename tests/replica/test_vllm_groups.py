@@ -13,12 +13,11 @@ from replica.config import EngineConfig
 from replica.engine import EngineRequest
 from replica.local_model import local_model
 from replica.vllm_engine import VllmEngine
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO, TokenClock
 from simulation.metrics import TPOTMetric, stages
 from simulation.requests import Requests
 from simulation.workload import Arrival
+from tests.known_profile import known_profile
 from tests.simulation.loads import of
 
 pytestmark = pytest.mark.vllm
@@ -35,14 +34,12 @@ TOKENS = 60
 @pytest.fixture
 async def served(tmp_path):
     """An engine as a replica has it, with n-grams."""
-    profile = tmp_path / "profile.json"
-    linear = LinearLatency(a=0.01, b=0.0001)
-    profile.write_text(LatencyProfile.of("test", linear, None).to_json(), encoding="utf-8")
     config = EngineConfig(
         model=str(local_model(tmp_path, layers=2, hidden=128)),
         served_model_name="small",
         cache_dir=tmp_path,
-        latency_profile=profile,
+        latency_profile=known_profile(tmp_path),
+        grammar_check_s=0,
         vllm_args={
             "max-model-len": 1024,
             "max-num-batched-tokens": 128,

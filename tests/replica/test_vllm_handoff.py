@@ -25,9 +25,8 @@ from replica.engine import (
 )
 from replica.transfer.config import TransferConfig
 from replica.vllm_engine import VllmEngine
-from scheduling.latency import LinearLatency
-from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO
+from tests.known_profile import known_profile
 from tests.replica.attentive import attentive_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -50,14 +49,12 @@ def words(count, seed=0):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory):
     directory = tmp_path_factory.mktemp("engines")
-    profile = directory / "profile.json"
-    model = LinearLatency(a=0.003, b=0.0001, c=0.000001)
-    profile.write_text(LatencyProfile.of("test", model, None).to_json(), encoding="utf-8")
     config = EngineConfig(
         model=str(attentive_model(directory)),
         served_model_name="small",
         cache_dir=directory,
-        latency_profile=profile,
+        latency_profile=known_profile(directory),
+        grammar_check_s=0,
         batch_log=directory / "batches",
         transfer=TransferConfig(host="127.0.0.1", max_bytes=16 << 20),
         vllm_args={

@@ -81,7 +81,7 @@ def run(model, tmp_path):
 
 @pytest.mark.parametrize("args", [{}, LOW_KV], ids=["roomy", "low-kv"])
 def test_greedy_output_equals_stock_under_random_deferral(run, stock, monkeypatch, args):
-    monkeypatch.setitem(POLICIES, RandomDeferral.name, RandomDeferral)
+    monkeypatch.setitem(POLICIES.own, RandomDeferral.name, RandomDeferral)
     engine = run(RandomDeferral.name, **args)
     assert engine.generate(mixed_requests(24)) == stock
     batches = engine.batches()
@@ -101,7 +101,7 @@ def test_every_planned_token_is_run_and_no_other(run):
 
 
 def test_an_empty_plan_falls_back_to_stock_and_is_counted(run, stock, monkeypatch):
-    monkeypatch.setitem(POLICIES, PlansNothing.name, PlansNothing)
+    monkeypatch.setitem(POLICIES.own, PlansNothing.name, PlansNothing)
     engine = run(PlansNothing.name)
     assert engine.generate(mixed_requests(24)) == stock
     summary = engine.table.read().summary

@@ -180,7 +180,7 @@ def check_log(batches):
 
 def test_the_text_is_that_of_stock_whatever_is_checked(ngrams, stock, monkeypatch):
     """With too few blocks, so that requests lose theirs, with drafts pending and without."""
-    monkeypatch.setitem(POLICIES, RandomDeferral.name, RandomDeferral)
+    monkeypatch.setitem(POLICIES.own, RandomDeferral.name, RandomDeferral)
     first = use(ngrams, RandomDeferral.name, RandomLengths())
     before = summary(ngrams)
     assert ngrams.generate(phrases(MANY)) == stock.texts

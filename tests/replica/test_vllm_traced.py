@@ -14,6 +14,7 @@ from replica.vllm_engine import VllmEngine
 from scheduling.objective import SLO
 from telemetry.config import TracingConfig
 from telemetry.tracing import Tracer
+from tests.known_profile import known_profile
 from tests.otlp_collector import collector
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until
@@ -41,7 +42,8 @@ async def test_vllm_tells_when_a_request_ran_and_traces_it_itself(
                 "kv-cache-memory-bytes": 32 << 20,
                 "otlp-traces-endpoint": at.url,
             },
-            profile_budget_s=1.0,
+            latency_profile=known_profile(tmp_path),
+            grammar_check_s=0,
         )
         tracer = Tracer(TracingConfig(enabled=True, endpoint=at.url), "replica-1")
         engine = VllmEngine(config, "replica-1", 8, traced=True)

@@ -43,7 +43,13 @@ class TableOnly:
         self.pulses = 0
         self.steps = 0
 
-    def step(self, now_s: float, predicted_s: float = 0.01, correction: float = 1.0) -> None:
+    def step(
+        self,
+        now_s: float,
+        predicted_s: float = 0.01,
+        correction: float = 1.0,
+        fixed_correction: float = 1.0,
+    ) -> None:
         self.steps += 1
         self.table.write(
             (),
@@ -51,6 +57,7 @@ class TableOnly:
             steps=self.steps,
             predicted_step_s=predicted_s,
             correction=correction,
+            fixed_correction=fixed_correction,
         )
 
     def state(self) -> EngineState:
@@ -103,6 +110,7 @@ async def test_no_step_while_requests_wait() -> None:
     [
         ({"predicted_s": 2.0}, Bench, PREDICTED_STEPS * 2.0),
         ({"correction": 3.0}, lambda: Bench(step_s=1.0), LONGEST_STEPS * 3.0),
+        ({"fixed_correction": 3.0}, lambda: Bench(step_s=1.0), LONGEST_STEPS * 3.0),
         ({}, lambda: Bench(warm=False), REPLACED_AFTER_S),
     ],
 )

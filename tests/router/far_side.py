@@ -16,7 +16,14 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import generate_latest
 
-from controller.messages import RequestEnding, RouteDecision, RouteQuery, Trouble
+from controller.messages import (
+    FirstTokenWait,
+    LateNotice,
+    RequestEnding,
+    RouteDecision,
+    RouteQuery,
+    Trouble,
+)
 from replica.engine import (
     EngineRequest,
     Progress,
@@ -287,6 +294,7 @@ class FarController:
         self.gone: list[str] = []
         self.troubles: list[tuple[str, Trouble]] = []
         self.endings: list[RequestEnding] = []
+        self.late_notices: list[LateNotice] = []
         self.silent = not decisions
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
@@ -307,6 +315,16 @@ class FarController:
 
     def ended(self, ending: RequestEnding) -> None:
         self.endings.append(ending)
+
+    def late(self, notice: LateNotice) -> None:
+        self.late_notices.append(notice)
+
+    def on_push(
+        self,
+        waits: Callable[[], Sequence[FirstTokenWait]],
+        missing: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.waits, self.missing = waits, missing
 
 
 class Clock:

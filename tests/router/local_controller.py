@@ -8,7 +8,14 @@ from typing import Any
 from controller.actor import Controller
 from controller.client import NoAnswerError
 from controller.config import ControllerConfig
-from controller.messages import RequestEnding, RouteDecision, RouteQuery, Trouble
+from controller.messages import (
+    FirstTokenWait,
+    LateNotice,
+    RequestEnding,
+    RouteDecision,
+    RouteQuery,
+    Trouble,
+)
 from controller.metrics import samples_of
 from router.metrics import RouterMetrics
 from tests.controller.pushes import newer_push
@@ -23,6 +30,10 @@ class LocalController:
         self.snapshots = 0
         self.listings = 0
         self.endings: list[RequestEnding] = []
+        self.late_notices: list[LateNotice] = []
+        # What an edge without a way of its own to replicas does not set.
+        self.waits: Callable[[], Sequence[FirstTokenWait]] = tuple
+        self.missing: Callable[[Sequence[int]], None] = lambda _: None
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
         return (await self.controller.route([query])).decisions[0] if self.up else None
@@ -44,6 +55,16 @@ class LocalController:
     def ended(self, ending: RequestEnding) -> None:
         self.endings.append(ending)
 
+    def late(self, notice: LateNotice) -> None:
+        self.late_notices.append(notice)
+
+    def on_push(
+        self,
+        waits: Callable[[], Sequence[FirstTokenWait]],
+        missing: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.waits, self.missing = waits, missing
+
     async def snapshot(self) -> dict[str, Any] | None:
         self.snapshots += 1
         return await self.controller.snapshot() if self.up else None
@@ -63,4 +84,5 @@ class LocalController:
         """Take in what a router has counted."""
         endings, self.endings = self.endings, []
         push = newer_push("router", samples_of(metrics.registry))
-        await self.controller.push_metrics(push, endings)
+        told = await self.controller.push_metrics(push, endings, (), self.waits())
+        self.missing(told.late)

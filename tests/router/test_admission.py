@@ -56,7 +56,7 @@ def best_effort(replica: str = "a") -> RouteDecision:
 
 
 def unattainable(retry_after_s: float | None = 2.25) -> RouteDecision:
-    return RouteDecision(None, "unattainable", retry_after_s=retry_after_s)
+    return RouteDecision(None, "unattainable", retry_after_s=retry_after_s, room_s=retry_after_s)
 
 
 def edge_of(*decisions: RouteDecision | str | None, **more: Any) -> Edge:
@@ -81,6 +81,7 @@ async def test_a_promise_is_said_with_the_ttft_that_is_expected(stream: bool) ->
     response = await post(edge, stream=stream)
     assert response.headers["x-sluice-admission"] == "guaranteed"
     assert float(response.headers["x-sluice-predicted-ttft-ms"]) >= 250
+    assert response.headers["x-sluice-promised-ttft-ms"] == "400.0"
     assert edge.side.calls[0][1].best_effort is False
     assert admissions(edge, "guaranteed") == 1
 
@@ -102,8 +103,38 @@ async def test_without_a_promise_the_answer_says_best_effort(
     response = await post(edge)
     assert response.headers["x-sluice-admission"] == "best-effort"
     assert "x-sluice-predicted-ttft-ms" not in response.headers
+    assert "x-sluice-promised-ttft-ms" not in response.headers
     assert edge.side.calls[0][1].best_effort is runs_as_best_effort
     assert admissions(edge, "best-effort") == 1
+
+
+@pytest.mark.parametrize(
+    ("stated", "bound"),
+    [({"ttft_ms": 750}, "750.0"), ({"ttft_ms": 0.5, "e2e_ms": 9_000}, "0.5"), ({}, None)],
+)
+async def test_the_bound_that_is_promised_is_the_ttft_that_applies(
+    stated: dict[str, float], bound: str | None
+) -> None:
+    """Where only a pace or an end is promised, no time of the first token is."""
+    edge = edge_of(guaranteed())
+    response = await post(edge, slo={"class": "free", "e2e_ms": 5_000, **stated})
+    assert response.headers["x-sluice-admission"] == "guaranteed"
+    assert response.headers.get("x-sluice-promised-ttft-ms") == bound
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "stream", "kept"),
+    [(60_000, True, True), (60_000, False, True), (0.001, True, False)],
+)
+async def test_the_controller_hears_who_answered_and_whether_the_promise_was_kept(
+    ttft_ms: float, stream: bool, kept: bool
+) -> None:
+    edge = edge_of(guaranteed(), best_effort())
+    for _ in range(2):
+        await post(edge, slo={"class": "free", "ttft_ms": ttft_ms}, stream=stream)
+    promised, not_promised = edge.controller.endings
+    assert (promised.replica_id, promised.kept) == ("a", kept)
+    assert (not_promised.replica_id, not_promised.kept) == ("a", None)
 
 
 async def test_without_the_controller_nothing_is_promised_and_nothing_is_put_last() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from controller.messages import RouteDecision
+from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem, ResponseTail
 from router.batches.line_caller import Admitted, LineCaller
 from router.batches.lines import Line
 from router.batches.metrics import BatchMetrics
@@ -15,8 +18,26 @@ from router.config import RouterConfig
 from router.rate_limits import RateLimiter
 from router.telemetry import Telemetry
 from router.trust import ANYONE
-from tests.router.far_side import CHAT_BODY, Clock, Edge, FarSide, answer, fail, hang, serve
-from tests.router.test_admission import BROKEN, edge_of, guaranteed, post, unattainable
+from tests.router.far_side import (
+    CHAT_BODY,
+    Behaviour,
+    Clock,
+    Edge,
+    FarSide,
+    answer,
+    event,
+    fail,
+    hang,
+    serve,
+)
+from tests.router.test_admission import (
+    BROKEN,
+    best_effort,
+    edge_of,
+    guaranteed,
+    post,
+    unattainable,
+)
 from tests.router.test_disconnect import Client, content
 
 
@@ -60,6 +81,60 @@ async def test_what_was_not_served_says_how_it_ended(
     await post(edge, **body)
     (ending,) = edge.controller.endings
     assert (ending.outcome, ending.error, ending.missed) == (outcome, error, ())
+
+
+def pace(clock: Clock, step_s: float) -> Behaviour:
+    """Streams 16 tokens, one each ``step_s``."""
+
+    async def behaviour(
+        side: FarSide, replica: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        yield ResponseHead(200, "text/event-stream", replica)
+        for _ in range(16):
+            clock.now_s += step_s
+            yield ResponseChunk(event("a", request.request_id), 1)
+            await side.let_go()
+        yield ResponseTail(5, 16)
+
+    return behaviour
+
+
+@pytest.mark.parametrize(
+    ("decision", "step_s", "told"),
+    [
+        (guaranteed(), 0.2, [(0.2, None)] * 3 + [(0.2, 0.2)] * 2),
+        (guaranteed(), 0.12, [(None, 0.12), (None, 0.12)]),
+        (guaranteed(), 0.05, []),
+        (best_effort(), 0.2, []),
+    ],
+)
+async def test_a_promised_stream_that_is_late_is_told_of_while_it_goes_on(
+    decision: RouteDecision, step_s: float, told: list[tuple[float | None, float | None]]
+) -> None:
+    clock = Clock()
+    edge = edge_of(decision, side=FarSide(a=pace(clock, step_s)), clock=clock)
+    response = await post(edge, stream=True, slo={"ttft_ms": 150, "tpot_ms": 100})
+    notices = edge.controller.late_notices
+    assert {notice.request_id for notice in notices} <= {response.headers["x-sluice-request-id"]}
+    # At 1, 2, 4, 8 and 16 tokens, and of the pace not before 8.
+    found = [(notice.ttft_s, notice.tpot_s) for notice in notices]
+    assert found == [pytest.approx(each, nan_ok=True) for each in told]
+    (ending,) = edge.controller.endings
+    assert ending.tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("body", "most_tokens"),
+    [({}, 0), ({"max_tokens": 20}, 20), ({"max_completion_tokens": 20, "n": 3}, 20)],
+)
+async def test_an_ending_says_whose_output_it_was_and_how_long_it_might_have_been(
+    body: dict[str, Any], most_tokens: int
+) -> None:
+    edge = edge_of(guaranteed())
+    await post(edge, slo={"class": "strict"}, **body)
+    (ending,) = edge.controller.endings
+    assert (ending.service_class, ending.tenant) == ("strict", ANYONE.tenant)
+    assert (ending.tokens, ending.most_tokens) == (3, most_tokens)
 
 
 async def test_a_client_that_leaves_is_told_of() -> None:

@@ -285,7 +285,7 @@ class Halting(FarController):
         return None if self.late else await super().route(query)
 
 
-REFUSAL = RouteDecision(None, UNATTAINABLE, retry_after_s=3.0)
+REFUSAL = RouteDecision(None, UNATTAINABLE, retry_after_s=3.0, room_s=3.0)
 BEST_EFFORT = RouteDecision("a", "test", tier=Tier.BEST_EFFORT)
 PROMISE = RouteDecision("a", "test", tier=Tier.GUARANTEED, predicted_ttft_s=0.1)
 

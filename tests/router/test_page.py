@@ -311,7 +311,12 @@ def test_without_data_the_page_says_so(chromium: Browser) -> None:
     with Site(past=False) as site, chromium.tab() as tab:
         tab.go(f"{site.url}/ui#key={KEY}")
         tab.until("!document.querySelector('#main').hidden")
-        for shown in ("No data yet", "No request has ended yet", "No replica has reported yet"):
+        for shown in (
+            "No data yet",
+            "No request has ended yet",
+            "No promise has ended yet",
+            "No replica has reported yet",
+        ):
             assert shown in tab.text("#main")
         assert "No decision yet" in tab.text("#main")
         assert tab.eval("document.querySelector('#decisions-head').hidden")
@@ -319,6 +324,55 @@ def test_without_data_the_page_says_so(chromium: Browser) -> None:
         for shown in ("none with an objective yet", "no replica yet", "none yet"):
             assert shown in tiles
         assert "NaN" not in tab.text("body") and "undefined" not in tab.text("body")
+        check_whole(tab, site)
+
+
+async def _promise(local: LocalController, number: int, kept: bool) -> None:
+    """A request is promised, and ends after as long as it takes."""
+    name = f"{number:032x}"
+    query = RouteQuery(number, SLO(5.0, service_class=MARKUP), 400, request_id=name)
+    (made,) = (await local.controller.route([query])).decisions
+    assert made.tier is Tier.GUARANTEED
+    await local.controller.release([number])
+    ending = RequestEnding(name, "ok", (), 9, 0.1 + 0.001 * (number % 17), 0.01, 0.5)
+    local.ended(ending._replace(replica_id=made.replica_id or "", kept=kept))
+
+
+@pytest.mark.parametrize(("width", "look"), [(1280, {}), (390, {"phone": True, "dark": True})])
+def test_the_page_shows_how_promises_are_kept(
+    chromium: Browser, width: int, look: dict[str, bool]
+) -> None:
+    with Site(past=False) as site, chromium.tab(width, 844, **look) as tab:
+        for name in ("k3x9a2bq", "never-chosen"):
+            site.do(site.local.controller.hello(hello(name)))
+        site.do(site.local.controller.drain("never-chosen", True))
+        for number in range(1, 81):
+            site.do(_promise(site.local, number, kept=number > 2))
+            if number % 20 == 0:
+                site.do(site.local.hear(site.edge.metrics))
+        tab.go(f"{site.url}/ui#key={KEY}")
+        tab.until("document.querySelector('#promises svg')")
+        said = tab.text("#promises")
+        for shown in ("Level 99.0 %", "The latest 80 promises", "TPOT 4.0 %", "predicted"):
+            assert shown in said, said
+        cells = tab.eval(
+            "Object.fromEntries([...document.querySelectorAll('#promises tbody tr')].map(row =>"
+            " [...row.cells].map(cell => cell.innerText.trim().replace(/\\s/g, ' ')"
+            ".replace('\\u2013', '-')))"
+            ".map(([name, ...cells]) => [name, cells]))"
+        )
+        chosen, idle = "Replica k3x9a2bq", "Replica never-chosen"
+        assert set(cells) == {"All", f"Class {MARKUP}", chosen, idle}
+        assert cells["All"][:2] == cells[chosen][:2] == ["80", "97.5 %"]
+        assert cells["All"][2].endswith(" %") and cells[f"Class {MARKUP}"][2:] == ["-"] * 3
+        assert cells[idle] == ["0", *["-"] * 4]
+        label = tab.eval("document.querySelector('#promises svg').ariaLabel")
+        assert label.startswith("Reliability of 60 forecasts") and "90.0\u00a0% and " in label
+        assert tab.eval("document.querySelectorAll('#promises circle').length") == 11
+        box = "document.querySelector('#promises svg').getBoundingClientRect()"
+        width_px, height_px = tab.eval(f"{box}.width"), tab.eval(f"{box}.height")
+        assert width_px > 100 and abs(width_px - height_px) <= 1
+        assert tab.eval("document.images.length") == 0
         check_whole(tab, site)
 
 

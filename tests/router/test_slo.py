@@ -100,6 +100,19 @@ def test_a_class_without_objectives_promises_nothing() -> None:
     assert read({"slo": {"class": "free"}}) == SLO(service_class="free")
 
 
+def test_the_class_says_how_a_pace_is_measured() -> None:
+    classes = {"each": ServiceClass(tpot_ms=50, tpot_anchor="running_max"), "free": ServiceClass()}
+    reader = SloReader(RouterConfig(classes=classes, default_class="free"))
+    found = [
+        reader.read({"slo": stated}, ()).slo
+        for stated in ({"class": "each"}, {"class": "each", "tpot_ms": 70}, {"tpot_ms": 70})
+    ]
+    assert [slo.tpot_anchor.value for slo in found] == ["running_max", "running_max", "mean"]
+    assert found[0] == classes["each"].objective("each")
+    with pytest.raises(ValidationError, match="'mean', 'running_max' or 'window'"):
+        ServiceClass(tpot_anchor="max")
+
+
 BAD_MS = [
     0,
     -1,

@@ -8,8 +8,12 @@ import re
 import yaml
 
 from deploy.config import parse_config
+from router.config import RouterConfig
 from router.errors import RULES, Reason
+from router.slo import SloReader
 from router.waiting import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
+from scheduling.stages import MOST_STAGES, Stage
+from scheduling.tpot import TPOTAnchor
 from tests.documents import ROOT, marked, section
 from tests.router.far_side import Edge, FarSide, serve
 
@@ -38,6 +42,27 @@ def test_the_classes_of_the_example_do_what_they_are_said_to() -> None:
         "agent": "reject",
         "report": "queue",
     }
+
+
+def test_the_classes_of_the_example_state_each_anchor() -> None:
+    (text,) = marked(PAGE, "check: anchors")
+    classes = parse_config(yaml.safe_load(text)).router.classes
+    anchors = {name: entry.tpot_anchor.value for name, entry in classes.items()}
+    assert anchors == {"chat": "running_max", "speech": "window", "report": "mean"}
+    rows = re.findall(r"^\| `(\w+)`", section(PAGE, "How TPOT is measured"), re.MULTILINE)
+    assert rows == ["tpot_anchor", *(anchor.value for anchor in TPOTAnchor)]
+
+
+def test_the_example_of_stages_is_read_as_it_says() -> None:
+    (text,) = marked(PAGE, "check: stages")
+    slo = SloReader(RouterConfig()).read(json.loads(text), []).slo
+    assert slo.stages == (
+        Stage(2.0, 0.1),
+        Stage(0.5, 0.05, tokens=50),
+        Stage(tpot_s=0.2),
+    )
+    assert slo.times_s == (2.0, 0.05, None), "its first TTFT and its tightest TPOT"
+    assert f"at most {MOST_STAGES}" in section(PAGE, "Stages")
 
 
 async def test_the_example_of_caps_is_answered_as_it_says() -> None:

@@ -21,7 +21,7 @@ PLACED = RouteDecision("a", "placed", Tier.GUARANTEED, 0.1)
 
 
 def unattainable(retry_after_s: float = 0.4) -> RouteDecision:
-    return RouteDecision(None, "unattainable", retry_after_s=retry_after_s)
+    return RouteDecision(None, "unattainable", retry_after_s=retry_after_s, room_s=retry_after_s)
 
 
 class Fleet:

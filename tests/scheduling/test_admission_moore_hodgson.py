@@ -94,8 +94,10 @@ def margin_s(
             continue
         if capacity(loads, begun_s, later.due_s) < done_s:
             continue  # It is late already, and forbids nothing.
-        left_s = capacity(after, begun_s, later.due_s) - done_s - new.work_s
-        margins.append(left_s - headroom * max(0.0, later.due_s - now_s))
+        # Others are left the head-room that they were tested with themselves.
+        later_s = later.due_s - headroom * max(0.0, later.due_s - now_s)
+        more_s = capacity(loads, begun_s, later.due_s) - capacity(after, begun_s, later.due_s)
+        margins.append(capacity(loads, begun_s, later_s) - more_s - done_s - new.work_s)
     return min(margins)
 
 
@@ -243,6 +245,21 @@ def test_a_fluid_server_keeps_every_promise_that_was_made_between_two_reports(
 
 def promise(fleet: Fleet, query: RouteQuery) -> Promises:
     return make_policy("moore_hodgson").promises(job(fleet, query), fleet)
+
+
+def test_an_earlier_deadline_is_no_harder_for_others_than_their_own() -> None:
+    # Half of each second goes to decodes.
+    slo = SLO(ttft_s=0.1, tpot_s=0.1)
+    decodes = [row(slo, 1_999, key=key, emitted=1, first_token_s=0.0) for key in range(20)]
+    fleet = fleet_of(report(*decodes, latency=MODEL, free_blocks=1_000_000))
+    placer = Placer(fleet, make_routing("round_robin"), make_policy("moore_hodgson"))
+    key = 100
+    while placer.place(RouteQuery(key, SLO(ttft_s=10.0), 1_000, tiers=PROMISE_ONLY), 0.0).tier:
+        key += 1
+    assert key > 110
+    # There is room for a short one by the end, and nothing else is due before.
+    for ttft_s in (10.0, 5.0, 1.0):
+        assert promise(fleet, RouteQuery(1, SLO(ttft_s=ttft_s), 10)).holds.all()
 
 
 def test_a_promise_that_an_idle_replica_could_not_keep_has_no_wait() -> None:

@@ -21,8 +21,10 @@ MODEL = LinearLatency(a=0.010, b=0.000_1, c=0.000_001)
 BATCH_TOKENS = 2_000
 
 
-def decided(fleet: Fleet, query: RouteQuery, now_s: float = 0.0, headroom: float = 0.0) -> bool:
-    options = VirtualReplicaOptions(headroom=headroom, batch_tokens=BATCH_TOKENS)
+def decided(fleet: Fleet, query: RouteQuery, now_s: float, headroom: float, anchor: Anchor) -> bool:
+    options = VirtualReplicaOptions.model_validate(
+        {"headroom": headroom, "batch_tokens": BATCH_TOKENS, "anchor": anchor}
+    )
     return bool(VirtualReplica(options).promises(job(fleet, query, now_s), fleet).holds[0])
 
 
@@ -36,7 +38,7 @@ def demand(columns: list[Columns]) -> Demand:
     return Demand(due_s, prefill_s, tpot_s, step_s[:, np.newaxis].copy(), none, none + 1.0)
 
 
-def by_program(fleet: Fleet, made: Job, headroom: float) -> bool:
+def by_program(fleet: Fleet, made: Job, headroom: float, anchor: Anchor) -> bool:
     """The dynamic program's answer, on demands taken from the requests that the fleet was told."""
     usable = 1.0 - headroom
     fixed_s = MODEL.a / usable
@@ -66,11 +68,18 @@ def by_program(fleet: Fleet, made: Job, headroom: float) -> bool:
             queue.append((taken.due_s, work_s / usable, pace_s, own_s / usable))
     queue.sort(key=lambda each: each[0])
     longest_s = (MODEL.a + MODEL.work_s(BATCH_TOKENS, 0)) / usable
+
+    def runs_s(tpot_s: float, step_s: float) -> float:
+        """Time from one run of a decode to the next."""
+        if anchor is Anchor.FIRST_TOKEN:
+            return tpot_s
+        return max(1.0, np.floor(tpot_s / step_s + 1e-9)) * step_s
+
     gone_s = made.now_s - float(fleet.figures[0, figure.SPENT_UNTIL_S])
     while queue and gone_s > 0:
         paced = [each for each in decodes if each[2] < inf]
         step_s = min([longest_s, *(each[2] for each in paced)])
-        rate = 1 - fixed_s / step_s - sum(each[3] / each[2] for each in paced)
+        rate = 1 - fixed_s / step_s - sum(each[3] / runs_s(each[2], step_s) for each in paced)
         due_s, prefill_s, pace_s, own_s = queue[0]
         if rate <= 0:
             break
@@ -89,7 +98,7 @@ def by_program(fleet: Fleet, made: Job, headroom: float) -> bool:
         slo.columns[1],
         own_s / usable,
     )
-    supply = Supply(np.array([fixed_s]), np.ones(1), longest_s, 1e9, 1_000, Anchor.FIRST_TOKEN)
+    supply = Supply(np.array([fixed_s]), np.ones(1), longest_s, 1e9, 1_000, anchor)
     return bool(admissible(demand([asking]), demand(promised), supply)[0])
 
 
@@ -114,6 +123,7 @@ others = st.builds(row, slos, tokens, best_effort=st.just(True), running=st.bool
     prompt=tokens,
     gone_s=st.sampled_from([0.0, 0.01, 0.1, 0.4]),
     headroom=st.sampled_from([0.0, 0.1]),
+    anchor=st.sampled_from([Anchor.FIRST_TOKEN, Anchor.LAST_TOKEN]),
 )
 def test_it_promises_what_the_dynamic_program_admits(
     rows: list[np.ndarray],
@@ -122,6 +132,7 @@ def test_it_promises_what_the_dynamic_program_admits(
     prompt: int,
     gone_s: float,
     headroom: float,
+    anchor: Anchor,
 ) -> None:
     fleet = fleet_of(report(*rows, latency=MODEL, free_blocks=1_000_000))
     for key, (each, size) in enumerate(reserved):
@@ -130,4 +141,5 @@ def test_it_promises_what_the_dynamic_program_admits(
         fleet.reserve(key + 1, taken)
     query = RouteQuery(99, slo, prompt)
     made = job(fleet, query, gone_s)
-    assert decided(fleet, query, gone_s, headroom) == by_program(fleet, made, headroom)
+    expected = by_program(fleet, made, headroom, anchor)
+    assert decided(fleet, query, gone_s, headroom, anchor) == expected

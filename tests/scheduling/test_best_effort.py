@@ -177,6 +177,15 @@ def test_a_late_decode_is_caught_up_with() -> None:
     assert dict(plan(late, batch, now_s=10.0).entries) == {"late": 1, "batch": 34}
 
 
+def test_a_promised_pace_counts_however_little_it_leaves() -> None:
+    tight = decode("tight", SLO(tpot_s=0.0145), emitted=5, first_token_s=9.0)
+    batch = behind(prefill("batch", 5_000))
+    # One that leaves less than a quarter of a batch counts for nothing: 20 empty steps.
+    assert dict(plan(tight, batch, now_s=10.0).entries) == {"tight": 1, "batch": 189}
+    promised = tight._replace(promised=True)
+    assert dict(plan(promised, batch, now_s=10.0).entries) == {"tight": 1}
+
+
 def test_while_a_promised_prefill_is_left_all_time_is_its_own() -> None:
     budget = ROOMY._replace(tokens=256)
     long, batch = prefill("long", 300, CHAT), behind(prefill("batch", 50))

@@ -44,6 +44,19 @@ def test_a_late_decode_does_not_shrink_the_time_budget() -> None:
     assert entries == {"on time": 1, "late": 1, "new": 88}
 
 
+def test_a_late_decode_that_was_promised_is_caught_up_with() -> None:
+    late = decode("late", SLO(ttft_s=1.0, tpot_s=0.1), emitted=50, first_token_s=0.0)
+    new = prefill("new", 500, SLO(ttft_s=5.0), arrival_s=9.0)
+    # A quarter of the least TTFT, less 10 ms a step and 1 ms for the decode.
+    assert planned(late, new, now_s=10.0) == {"late": 1, "new": 239}
+    promised = late._replace(promised=True)
+    # Its pace: 5 s are made good long before its 256 tokens end.
+    assert planned(promised, new, now_s=10.0) == {"late": 1, "new": 89}
+    # 35 s are not.
+    lost = promised._replace(first_token_s=-30.0)
+    assert planned(lost, new, now_s=10.0) == {"late": 1, "new": 239}
+
+
 def test_the_batch_ends_before_the_first_prefill_that_it_completes_is_due() -> None:
     urgent = prefill("urgent", 100, SLO(ttft_s=1.0), arrival_s=-0.8)
     # 10 + 100 ms complete the first one; 90 ms more are left until it is due.

@@ -1,6 +1,6 @@
-"""The step-time models: their time, its inverse, their factors, and the online correction."""
+"""The step-time models: their time, its inverse, their parts and their factors."""
 
-from math import exp, inf, nan
+from math import inf, nan
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ from scheduling.latency import (
     UNBOUNDED_TOKENS,
     LatencyModel,
     LinearLatency,
-    OnlineCorrection,
     PrefillDecodeLatency,
     RooflineLatency,
     StepSample,
@@ -176,92 +175,6 @@ def test_impossible_factors_are_refused(bad: float) -> None:
         LINEAR.with_headroom(bad)
     with pytest.raises(ValueError, match="headroom must be finite and >= 1"):
         LinearLatency(1.0, 1.0, headroom=0.99)
-
-
-@given(ratio=st.floats(0.04, 25), theta=st.floats(0, 0.97))
-def test_the_correction_converges_to_the_real_ratio(ratio: float, theta: float) -> None:
-    correction = OnlineCorrection(theta=theta)
-    for _ in range(500):
-        correction.observe(0.01, 0.01 * ratio)
-    assert correction.factor == pytest.approx(ratio, rel=1e-3)
-
-
-def steps_until_close(before: float, after: float, noise: float = 0.0) -> int:
-    """Steps after a change of the real over the predicted time until every later prediction is
-    within 20 % of it."""
-    draw = np.random.default_rng(1)
-    correction = OnlineCorrection()
-    for _ in range(400):
-        correction.observe(0.01, 0.01 * before)
-    last = 0
-    for step in range(1, 401):
-        if abs(correction.factor / after - 1) > 0.2:
-            last = step
-        correction.observe(0.01, 0.01 * after * exp(noise * draw.standard_normal()))
-    return last
-
-
-@pytest.mark.parametrize("change", [2.0, 8.0, 30.0])
-def test_a_large_change_of_speed_is_followed_after_six_steps(change: float) -> None:
-    assert steps_until_close(1.0, change) == 6
-    assert steps_until_close(change, 1.0) == 6
-    # With noise, as on a shared machine, too.
-    assert steps_until_close(1.0, change, 0.1) == 6
-    assert steps_until_close(change, 1.0, 0.1) == 6
-
-
-@given(change=st.floats(1.0, 30.0))
-def test_any_change_of_speed_is_followed_after_at_most_18_steps(change: float) -> None:
-    assert steps_until_close(1.0, change) <= 18
-    assert steps_until_close(change, 1.0) <= 18
-
-
-@given(outlier=st.one_of(st.floats(0.001, 0.6), st.floats(1.6, 1000.0)), outliers=st.integers(1, 5))
-def test_a_few_outliers_move_the_correction_by_5_percent_each_at_most(
-    outlier: float, outliers: int
-) -> None:
-    correction = OnlineCorrection()
-    for _ in range(outliers):
-        correction.observe(0.01, 0.01 * outlier)
-    assert 0.95**outliers <= correction.factor <= 1.05**outliers + 1e-9
-
-
-@pytest.mark.parametrize("noise", [0.05, 0.1, 0.2, 0.3])
-@pytest.mark.parametrize(("share", "size"), [(0.0, 1.0), (0.02, 10.0)])
-def test_looking_for_changes_adds_no_noise(noise: float, share: float, size: float) -> None:
-    draw = np.random.default_rng(7)
-    ratios = np.exp(noise * draw.standard_normal(20_000))
-    ratios[draw.random(len(ratios)) < share] *= size
-
-    def error(correction: OnlineCorrection) -> float:
-        total = 0.0
-        for ratio in ratios:
-            total += abs(correction.factor - 1)
-            correction.observe(0.01, 0.01 * ratio)
-        return total / len(ratios)
-
-    average_alone = OnlineCorrection(run=len(ratios) + 1)
-    assert error(OnlineCorrection()) <= 1.02 * error(average_alone)
-
-
-@given(
-    steps=st.lists(
-        st.tuples(st.floats(allow_nan=True), st.floats(allow_nan=True)), min_size=1, max_size=50
-    )
-)
-def test_the_correction_stays_in_its_bounds(steps: list[tuple[float, float]]) -> None:
-    correction = OnlineCorrection(theta=0.5, max_ratio=100.0, max_factor=3.0)
-    for predicted_s, real_s in steps:
-        correction.observe(predicted_s, real_s)
-        assert 1 / 3 <= correction.factor <= 3
-
-
-@pytest.mark.parametrize(
-    "bad", [{"theta": 1.0}, {"theta": -0.1}, {"max_ratio": 0.5}, {"margin": 1.0}, {"run": 1}]
-)
-def test_impossible_corrections_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"theta|max_ratio|margin"):
-        OnlineCorrection(**bad)
 
 
 @given(model=models, queue=queues(), within=st.floats(0, 0.2))

@@ -74,7 +74,7 @@ def test_a_longer_prompt_never_takes_less(tokens: int, more: int) -> None:
 
 
 def test_a_polynomial_derived_from_a_step_model_gives_the_prefills_time() -> None:
-    model = LinearLatency(a=0.01, b=1e-4, c=1e-6, d=1e-8, correction=1.3)
+    model = LinearLatency(a=0.01, b=1e-4, c=1e-6, d=1e-8).corrected(1.3)
     ttft = PolynomialTTFT.of_steps(model)
     assert ttft.seconds(700) == pytest.approx(model.fixed_s + model.work_s(700, 0))
 

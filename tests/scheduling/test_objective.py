@@ -147,6 +147,16 @@ def test_attainment() -> None:
     assert not run(SLO(ttft_s=1)), "no token, no attainment"
 
 
+def test_a_request_lasts_until_its_last_token_whatever_the_clock_says_at_its_end() -> None:
+    """What an engine told afterwards of its tokens may be later than the end that was seen."""
+    clock = TokenClock(SLO(e2e_s=1.0), 5.0)
+    clock.emit(1, 5.5)
+    clock.emit(1, 6.25)
+    assert (clock.e2e_s(6.5), clock.e2e_s(5.9)) == (1.5, 1.25)
+    assert clock.missed(5.9) == clock.missed(6.5) == ("e2e",)
+    assert not clock.attained(5.9)
+
+
 @given(queue=queues(), anchor=st.sampled_from(Anchor))
 def test_the_compiled_rule_is_that_of_the_views(queue: QueueView, anchor: Anchor) -> None:
     # Also of requests whose first or last token's time nobody knows.

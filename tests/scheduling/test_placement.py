@@ -9,6 +9,7 @@ from scheduling.admission import make_policy as make_admission
 from scheduling.calibration import Calibration
 from scheduling.fleet import Fleet
 from scheduling.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
+from scheduling.margins import PRIOR
 from scheduling.objective import SLO
 from scheduling.placement import Placer, Weighed
 from scheduling.roles import Role
@@ -237,11 +238,12 @@ def test_quarantined_replicas_are_no_capacity() -> None:
 
 
 def calibrated(*late: float) -> tuple[Placer, Calibration]:
-    """A placer of one idle replica, after promises of ``EASY`` that took so many times their
-    TTFT."""
+    """A placer of one idle replica, after promises of ``EASY``, made with the margin of the
+    beginning, that took so many times their TTFT."""
     calibration = Calibration(0.99)
+    planned = calibration.plan(EASY, 0.0)
     for number, factor in enumerate(late):
-        calibration.promised(f"before-{number}", EASY, EASY)
+        calibration.promised(f"before-{number}", EASY, planned)
         calibration.ended(f"before-{number}", factor * 1.0, 0.09, None, 0.0)
     fleet = fleet_of(report())
     made = make_admission("moore_hodgson")
@@ -250,19 +252,55 @@ def calibrated(*late: float) -> tuple[Placer, Calibration]:
 
 def test_a_promise_is_planned_by_so_much_earlier_as_those_before_it_were_late() -> None:
     decider, _ = calibrated()
-    assert decider.place(query(), 0.0).planned == (1.0, 0.1, None)
-    decider, _ = calibrated(*[1.25] * 20)
+    assert decider.place(query(), 0.0).planned == (1.0 - PRIOR, 0.1 * (1.0 - PRIOR), None)
+    decider, _ = calibrated(*[1.04] * 20)
     made = decider.place(query(), 0.0)
     assert made.tier is Tier.GUARANTEED
-    assert made.planned == (pytest.approx(0.8), 0.1, None)
+    assert made.planned == (pytest.approx((1.0 - PRIOR) / 1.04), 0.1 * (1.0 - PRIOR), None)
     # What could be held by its objective, but not by the plan, is not promised: it would be late.
     tight = SLO(ttft_s=0.15)
     assert calibrated()[0].place(query(tight), 0.0).tier is Tier.GUARANTEED
     decider, calibration = calibrated()
     for number in range(20):
-        calibration.promised(number, tight, tight)
+        calibration.promised(number, tight, calibration.plan(tight, 0.0))
         calibration.ended(number, 0.2, None, None, 0.0)
     assert decider.place(query(tight), 0.0).tier is Tier.BEST_EFFORT
+
+
+def apart(replica_id: str, other: str) -> Calibration:
+    """A replica has taken 1.25 times the TTFT that was planned, another one kept to it."""
+    calibration = Calibration(0.99)
+    for number in range(30):
+        for name, late in ((replica_id, 1.25), (other, 0.9)):
+            planned = calibration.plan(EASY, 0.0, name)
+            assert planned.ttft_s is not None
+            calibration.promised(number, EASY, planned, name)
+            calibration.ended(number, late * planned.ttft_s, 0.09, None, 0.0)
+    assert list(calibration.apart) == [replica_id]
+    return calibration
+
+
+@pytest.mark.parametrize("slow", ["0", "1"])
+def test_a_replica_that_is_set_apart_promises_by_margins_of_its_own(slow: str) -> None:
+    other = "1" if slow == "0" else "0"
+    fleet = fleet_of(report(), report())
+    made = make_admission("moore_hodgson")
+    decider = Placer(fleet, make_routing("least_tokens"), made, None, apart(slow, other))
+    planned = {}
+    for key in range(1, 3):  # one each, as the second goes where there is less to do
+        decision = decider.place(query(key=key), 0.0)
+        assert decision.tier is Tier.GUARANTEED and decision.replica_id is not None
+        planned[decision.replica_id] = decision.planned
+    paces = (0.1 * (1.0 - PRIOR), None)
+    assert planned == {other: (1.0 - PRIOR, *paces), slow: (pytest.approx(0.8), *paces)}
+    # A prefill of 0.7 s: by the margin of the other each could hold one, so two could be promised.
+    decider = Placer(
+        fleet_of(report(), report()), make_routing("least_tokens"), made, None, apart(slow, other)
+    )
+    tight = SLO(ttft_s=0.95, tpot_s=0.1)
+    found = [decider.place(query(tight, key=key, prompt=7_000), 0.0) for key in range(1, 3)]
+    assert [each.tier for each in found] == [Tier.GUARANTEED, Tier.BEST_EFFORT]
+    assert found[0].replica_id == other
 
 
 def test_only_promises_teach_and_each_of_them_once() -> None:
@@ -270,12 +308,12 @@ def test_only_promises_teach_and_each_of_them_once() -> None:
     for key in range(20):
         decider.place(query(SLO(ttft_s=0.001), key=key + 1), 0.0)  # best effort
         calibration.ended(key + 1, 5.0, None, None, 0.0)
-    assert calibration.margin("ttft", 0.001, 0.0) == 0.0
+    assert calibration.margin("ttft", 0.001, 0.0) == PRIOR
     made = decider.place(query(key=99), 0.0)
     assert made.tier is Tier.GUARANTEED
     for _ in range(20):
         calibration.ended(99, 5.0, 5.0, None, 0.0)
     assert (calibration.margin("ttft", 1.0, 0.0), calibration.margin("tpot", 0.1, 0.0)) == (
-        0.0,
-        0.0,
+        PRIOR,
+        PRIOR,
     )

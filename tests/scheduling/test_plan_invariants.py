@@ -402,7 +402,7 @@ def test_the_prefill_that_is_cut_to_the_time_ends_the_batch() -> None:
 
 def test_unknown_policies_and_options_are_refused_with_what_is_allowed() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown batch policy 'fifo'; known: .*fairbatching, fcfs.*"
+        ValueError, match=r"unknown batching policy 'fifo'; known: .*fairbatching, fcfs.*"
     ):
         make_policy("fifo")
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):

@@ -75,7 +75,7 @@ assert kernels.work_s.signatures and not kernels.work_s.stats.cache_hits
 
 
 def test_an_unknown_policy_is_named():
-    with pytest.raises(ValueError, match="unknown batch policy 'none'"):
+    with pytest.raises(ValueError, match="unknown batching policy 'none'"):
         warm_up("none")
 
 

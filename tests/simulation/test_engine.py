@@ -208,7 +208,7 @@ def test_what_policies_see_follows_the_engine() -> None:
 
 def test_a_stage_begins_with_its_own_objective_and_its_context_computed() -> None:
     thinking, answering = SLO(ttft_s=2.0, tpot_s=0.1), SLO(tpot_s=0.03)
-    tool = SLO(ttft_s=0.4, tpot_s=0.05, priority=3)
+    tool = SLO(ttft_s=0.4, tpot_s=0.05)
     stages = [Stage(3, thinking), Stage(2, answering), Stage(2, tool, prompt_tokens=20)]
     policy = Watching()
     load = of([Arrival.of_stages(1.0, 30, stages)])
@@ -217,9 +217,9 @@ def test_a_stage_begins_with_its_own_objective_and_its_context_computed() -> Non
     assert not np.isnan(times).any()
     rows = [table[0] for _, table, _ in policy.seen]
     slos = [slos[0] for _, _, slos in policy.seen]
-    # The first stage is planned by the tightest pace of all.
-    assert slos[0] == slos[2] == SLO(ttft_s=2.0, tpot_s=0.03)
-    assert slos[3:5] == [answering, answering]
+    assert slos[:3] == [thinking] * 3
+    # It goes on decoding, so its first token keeps the pace.
+    assert slos[3:5] == [SLO(ttft_s=0.03, tpot_s=0.03)] * 2
     assert slos[5:] == [tool, tool]
     # Arrival, TTFT, prompt, computed, pending, emitted.
     assert rows[3][[0, 1, 5, 6, 7, 8]].tolist() == [times[2], 0.03, 33, 32, 1, 0]

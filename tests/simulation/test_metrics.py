@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 from scheduling.batching import make_policy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO, Anchor, GainWeights, TokenClock
+from scheduling.tpot import TPOTAnchor
 from simulation.config import EngineConfig
-from simulation.metrics import TPOTMetric, attained, deadline_gain, stages, worst_by_request
+from simulation.judged import Judged
+from simulation.metrics import (
+    TPOTMetric,
+    attained,
+    deadline_gain,
+    judged_tpot_s,
+    metric_name,
+    stages,
+    worst_by_request,
+)
 from simulation.requests import Requests
 from simulation.run import simulate
 from simulation.summary import summarise
@@ -155,6 +165,52 @@ def test_measurements_agree_with_the_token_clock(load: Workload, anchor: Anchor)
     gain = deadline_gain(requests, measured, weights, anchor)
     assert gain.gain.sum() == pytest.approx(sum(clock.gain for clock in clocks))
     assert gain.ideal.sum() == pytest.approx(sum(clock.ideal_gain for clock in clocks))
+
+
+@settings(max_examples=100)
+@given(
+    streams=st.lists(
+        st.tuples(
+            st.sampled_from(TPOTAnchor),
+            st.lists(st.tuples(st.floats(0.01, 1.0), st.integers(1, 6)), min_size=1, max_size=12),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    tpot_s=st.floats(0.01, 0.5),
+)
+def test_the_simulator_judges_as_the_edge(
+    streams: list[tuple[TPOTAnchor, list[tuple[float, int]]]], tpot_s: float
+) -> None:
+    clocks, made, times = [], [], list[float]()
+    for anchor, groups in streams:
+        slo = SLO(ttft_s=0.9, tpot_s=tpot_s, tpot_anchor=anchor)
+        clock, now_s = TokenClock(slo, 1.0), 1.0
+        for gap_s, tokens in groups:
+            now_s += gap_s
+            clock.emit(tokens, now_s)
+            times += [now_s] * tokens
+        clocks.append(clock)
+        made.append(Arrival(1.0, 100, clock.tokens, slo))
+    requests = Requests(of(made))
+    requests.emitted_s[:] = times
+    measured = stages(requests)
+    expected = [np.nan if clock.tpot_s is None else clock.tpot_s for clock in clocks]
+    np.testing.assert_array_equal(judged_tpot_s(requests, measured), expected)
+    met = [clock.attained(clock.last_token_s or 0.0) for clock in clocks]
+    assert attained(requests, measured).tolist() == met
+    judged = Judged(requests)
+    for key in range(len(requests)):
+        judged.ended(key)
+    assert judged.attained == sum(met)
+
+
+def test_results_name_the_tpot_that_was_judged() -> None:
+    mean, window = SLO(), SLO(tpot_anchor=TPOTAnchor.WINDOW)
+    assert metric_name(None, [mean]) == metric_name(None, []) == "mean"
+    assert metric_name(None, [window, window]) == "window"
+    assert metric_name(None, [mean, window]) == "stated"
+    assert metric_name(TPOTMetric.ENVELOPE, [mean]) == "envelope"
 
 
 @settings(max_examples=40)

@@ -111,7 +111,9 @@ def test_what_is_resumed_is_promised_again_what_is_left_of_its_objective() -> No
         batch("deadline_triage"),
         route(),
         EXACT,
-        cluster=ClusterConfig(replicas=1, when_unattainable={"standard": "reject"}),
+        cluster=ClusterConfig(
+            replicas=1, when_unattainable={"standard": "reject"}, promise_level=None
+        ),
         incidents=[Failure(0.6, 0, down_s=0.0)],
         admission=make_admission("moore_hodgson"),
     )

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.experiments.engines import SETUPS
-from benchmarks.workloads.settings import flowprefill
 from scheduling.admission import make_policy
 from scheduling.latency import LinearLatency, StepSample
 from scheduling.objective import SLO
@@ -17,6 +16,7 @@ from simulation.preemption import WHOLE, PreemptionConfig
 from simulation.prefill_run import REFUSED, simulate_prefills
 from simulation.truth import Truth
 from simulation.workload import Arrival, Workload
+from simulation.workloads.settings import flowprefill
 
 MODEL = LinearLatency(a=0.01, b=1e-4, c=1e-7, d=4e-9)
 EXACT = Truth(MODEL, 0.0)

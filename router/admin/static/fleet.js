@@ -2,6 +2,7 @@
 
 import { chart, sparkline } from "./chart.js";
 import { by, count, level, make, ms, rate, share } from "./figures.js";
+import { showPromises } from "./promises.js";
 import { showReplicas } from "./replicas.js";
 
 let manyModels = false;
@@ -20,6 +21,7 @@ export function showFleet(fleet, change) {
   showTiles(fleet, models);
   showCharts(models);
   showClasses(fleet);
+  showPromises(models, manyModels);
   showReplicas(fleet.replicas, manyModels, change);
 }
 

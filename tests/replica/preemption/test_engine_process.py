@@ -18,6 +18,7 @@ from replica.vllm_engine import VllmEngine
 from replica.vllm_setup import parse_arguments
 from replica.vllm_support import UnsupportedVllmError
 from scheduling.objective import SLO
+from tests.known_profile import known_profile
 from tests.replica.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -41,7 +42,8 @@ def config(tmp_path_factory):
             "block-size": 32,
             "tensor-parallel-size": 2,
         },
-        profile_budget_s=3.0,
+        latency_profile=known_profile(directory),
+        grammar_check_s=0,
     )
 
 

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.workloads.arrivals import ArrivalProcess
-from benchmarks.workloads.lengths import LengthDistribution
 from scheduling.objective import SLO
 from simulation.workload import Arrival, Stage, Workload
+from simulation.workloads.arrivals import ArrivalProcess
+from simulation.workloads.lengths import LengthDistribution
 
 Objective = Callable[[int], SLO]
 """The objective of a request, or of a stage, by its new prompt tokens."""

@@ -13,18 +13,18 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import simulate_options
-from benchmarks.capacity import Traffic
-from benchmarks.capacity_search import Question, answered
-from benchmarks.report import ReportError, require_matplotlib
-from benchmarks.simulate_options import OptionError
-from benchmarks.workloads.traces import MAX_REQUESTS, TraceError
 from deploy.config import load_config
 from scheduling import batching, routing
 from simulation.capacity import MOST_REPLICAS
 from simulation.config import ClusterConfig
 from simulation.engine import StuckError
 from simulation.metrics import TPOTMetric
+from simulation.planning import options
+from simulation.planning.capacity import Traffic
+from simulation.planning.options import OptionError
+from simulation.planning.plots import ReportError, require_matplotlib
+from simulation.planning.search import Question, answered
+from simulation.workloads.traces import MAX_REQUESTS, TraceError
 
 NO_ANSWER = 3
 """Exit code where no count of replicas was found that holds the target."""
@@ -54,7 +54,7 @@ def _question(
     policy_options: str | None,
     router: str | None,
     target: float,
-    metric: str,
+    metric: str | None,
     seeds: int,
     first_seed: int,
     max_replicas: int,
@@ -73,18 +73,18 @@ def _question(
         loaded = load_config(config)
     except (ValueError, OSError) as error:
         raise OptionError(str(error)) from error
-    classes = simulate_options.classes(loaded, slos, shares)
+    classes = options.classes(loaded, slos, shares)
     if not any(each.slo.stated for each in classes):
         raise OptionError("no class states an objective, so any number of replicas holds them")
     if disaggregated and max_replicas < 2:
         raise OptionError("--disaggregated needs --max-replicas of at least 2, one of each role")
-    model = simulate_options.latency(loaded, profile, latency)
-    fleet = simulate_options.fleet(loaded, model, policy, policy_options, router, limits)
+    model = options.latency(loaded, profile, latency)
+    fleet = options.fleet(loaded, model, policy, policy_options, router, limits)
     cluster = fleet.cluster.model_copy(update={"transfer_tokens_per_s": transfer_rate})
     return Question(
         Traffic(trace, requests, rate_scale, stretch, classes),
         fleet._replace(cluster=cluster),
-        _METRICS[metric],
+        None if metric is None else _METRICS[metric],
         target,
         max_replicas,
         disaggregated,
@@ -143,8 +143,8 @@ def _traffic_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "slos",
                 multiple=True,
                 metavar="NAME=VALUE,...",
-                help="A service class: ttft_ms, tpot_ms, e2e_ms, priority, share, name. Repeat it "
-                "for several; they take the place of those of --config.",
+                help="A service class: ttft_ms, tpot_ms, tpot_anchor, e2e_ms, priority, share, "
+                "name. Repeat it for several; they take the place of those of --config.",
             ),
             click.option(
                 "--share",
@@ -218,11 +218,9 @@ def _search_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option(
                 "--tpot-metric",
                 "metric",
-                default="mean",
-                show_default=True,
                 type=click.Choice(tuple(_METRICS)),
                 help="Which TPOT is judged: a request's mean, its running maximum, 10-token "
-                "windows, or every token's deadline.",
+                "windows, or every token's deadline. By default each class's tpot_anchor.",
             ),
             click.option(
                 "--seeds", default=3, show_default=True, type=click.IntRange(1, MOST_SEEDS)

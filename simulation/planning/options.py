@@ -11,20 +11,19 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from benchmarks.capacity import Fleet, SharedClass
 from deploy.config import SluiceConfig
 from replica.config import EngineConfig as ReplicaEngine
 from router.config import RouterConfig, ServiceClass
 from scheduling import batching, routing
 from scheduling.latency import FAMILIES, LatencyModel, LinearLatency
 from scheduling.latency_profile import LatencyProfile
-from scheduling.objective import SLO
 from simulation.config import ClusterConfig, EngineConfig
+from simulation.planning.capacity import Fleet, SharedClass
 
 MOST_CLASSES = 16
 MAX_SHARE = 1e6
 
-_SLO_FIELDS = ("name", "ttft_ms", "tpot_ms", "e2e_ms", "priority", "share")
+_SLO_FIELDS = ("name", "ttft_ms", "tpot_ms", "tpot_anchor", "e2e_ms", "priority", "share")
 
 _VLLM_LIMITS = {
     "num-gpu-blocks-override": "kv_blocks",
@@ -97,11 +96,11 @@ def classes(
     known = config.router.classes
     if not shares:
         name = config.router.default_class
-        return (SharedClass(_slo(name, known[name]), 1.0),)
+        return (SharedClass(known[name].objective(name), 1.0),)
     chosen = []
     for text in shares:
         ((name, value),) = _pairs("--share", text, list(known)).items()
-        chosen.append(SharedClass(_slo(name, known[name]), _share("--share", name, value)))
+        chosen.append(SharedClass(known[name].objective(name), _share("--share", name, value)))
     return _distinct(chosen)
 
 
@@ -123,15 +122,7 @@ def _stated(text: str, number: int) -> SharedClass:
         RouterConfig(classes={name: made}, default_class=name)
     except ValidationError as error:
         raise OptionError(f"--slo: {_problems(error)}") from None
-    return SharedClass(_slo(name, made), share)
-
-
-def _slo(name: str, stated: ServiceClass) -> SLO:
-    ttft_s, tpot_s, e2e_s = (
-        None if value_ms is None else value_ms / 1e3
-        for value_ms in (stated.ttft_ms, stated.tpot_ms, stated.e2e_ms)
-    )
-    return SLO(ttft_s, tpot_s, e2e_s, stated.priority, name)
+    return SharedClass(made.objective(name), share)
 
 
 def _problems(error: ValidationError) -> str:

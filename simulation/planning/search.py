@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 from rich.progress import Progress
 
-from benchmarks.capacity import (
+from simulation.capacity import (
+    MOST_REPLICAS,
+    Pools,
+    least_busy,
+    pool_demand,
+    search,
+    search_pools,
+)
+from simulation.metrics import TPOTMetric, metric_name
+from simulation.planning.capacity import (
     Fleet,
     Measure,
     Measured,
@@ -19,17 +28,8 @@ from benchmarks.capacity import (
     Traffic,
     measuring,
 )
-from benchmarks.capacity_points import CapacityPoint, PoolAnswer, PoolPoint, Range, Status
-from benchmarks.capacity_report import CapacityReport, ClassFacts, FleetFacts, TrafficFacts
-from simulation.capacity import (
-    MOST_REPLICAS,
-    Pools,
-    least_busy,
-    pool_demand,
-    search,
-    search_pools,
-)
-from simulation.metrics import TPOTMetric
+from simulation.planning.points import CapacityPoint, PoolAnswer, PoolPoint, Range, Status
+from simulation.planning.report import CapacityReport, ClassFacts, FleetFacts, TrafficFacts
 from simulation.workload import Workload
 
 
@@ -38,7 +38,7 @@ class Question(NamedTuple):
 
     Attributes:
         traffic, fleet: what arrives, and what serves it.
-        metric: which TPOT is judged.
+        metric: which TPOT is judged; ``None``: by the anchor of each class.
         target: attainment that is wanted, a share.
         most: largest count of replicas that may be tried.
         disaggregated: whether prefill and decode are to be sized apart, too.
@@ -49,7 +49,7 @@ class Question(NamedTuple):
 
     traffic: Traffic
     fleet: Fleet
-    metric: TPOTMetric
+    metric: TPOTMetric | None
     target: float
     most: int
     disaggregated: bool
@@ -77,7 +77,7 @@ def answered(question: Question, progress: Progress) -> CapacityReport:
         replicas=found,
         target=question.target,
         max_replicas=question.most,
-        tpot_metric=question.metric,
+        tpot_metric=metric_name(question.metric, [each.slo for each in question.traffic.classes]),
         traffic=TrafficFacts.of(workload),
         classes=tuple(ClassFacts.of(each, total) for each in question.traffic.classes),
         fleet=FleetFacts.of(question.fleet),

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.workloads.traces import MAX_REQUESTS, load
 from scheduling import batching, routing
 from scheduling.batching import BatchBudget, BatchBuilder, BatchPlan, BatchPolicy
 from scheduling.kernels import Floats
@@ -26,7 +25,14 @@ from scheduling.request import QueueView
 from scheduling.roles import Role
 from simulation.cluster import simulate_cluster
 from simulation.config import ClusterConfig, EngineConfig
-from simulation.metrics import Flags, TPOTMetric, attained, stages, worst_by_request
+from simulation.metrics import (
+    Flags,
+    TPOTMetric,
+    attained,
+    judged_tpot_s,
+    stages,
+    worst_by_request,
+)
 from simulation.truth import Belief, Truth
 from simulation.workload import (
     AS_RECORDED,
@@ -37,6 +43,7 @@ from simulation.workload import (
     thinned,
     with_objectives,
 )
+from simulation.workloads.traces import MAX_REQUESTS, load
 
 NOISE = 0.03
 """Standard deviation of the logarithm of a step's time around the profile."""
@@ -120,7 +127,7 @@ def scaled(workload: Workload, factor: float, seed: int) -> Workload:
     copies share no prefixes with each other.
 
     Raises:
-        ValueError: more than :data:`~benchmarks.workloads.traces.MAX_REQUESTS` come of it.
+        ValueError: more than :data:`~simulation.workloads.traces.MAX_REQUESTS` come of it.
     """
     if factor == 1 or not len(workload):
         return workload
@@ -193,7 +200,7 @@ class Run(NamedTuple):
 
     Attributes:
         traffic, fleet: what arrives, and what serves it.
-        metric: which TPOT is judged.
+        metric: which TPOT is judged; ``None``: by the anchor of each class.
         sizes: how many replicas.
         seed: of all that is drawn.
         stop_at_s: on the host's monotonic clock; a run that lasts longer is given up.
@@ -201,7 +208,7 @@ class Run(NamedTuple):
 
     traffic: Traffic
     fleet: Fleet
-    metric: TPOTMetric
+    metric: TPOTMetric | None
     sizes: Sizes
     seed: int
     stop_at_s: float
@@ -275,7 +282,7 @@ def measure(run: Run) -> Measured:
     measured = stages(requests)
     met = attained(requests, measured, run.metric)
     ttft_s = measured.ttft_s[requests.first_stage[:-1]]
-    tpot_s = worst_by_request(requests, measured, measured.tpot_s[run.metric])
+    tpot_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured, run.metric))
     names = np.array([slo.service_class for slo in requests.slos])
     whole = _figures(met, ttft_s, tpot_s, np.ones(len(requests), np.bool_))
     whole["utilisation"] = result.busy_s / result.up_s if result.up_s > 0 else nan

@@ -10,13 +10,13 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.capacity import LATENCIES, NOISE, Fleet, SharedClass
-from benchmarks.capacity_points import CapacityPoint, Group, Part, PoolAnswer, Status
-from benchmarks.experiments.estimate import METHOD
-from benchmarks.report import WIDE, Chart, Point, ReportError, draw
 from deploy.tables import print_table
+from scheduling.tpot import TPOTAnchor
 from simulation.config import EngineConfig
-from simulation.metrics import TPOTMetric
+from simulation.estimate import METHOD
+from simulation.planning.capacity import LATENCIES, NOISE, Fleet, SharedClass
+from simulation.planning.plots import WIDE, Chart, Point, ReportError, draw
+from simulation.planning.points import CapacityPoint, Group, Part, PoolAnswer, Status
 from simulation.workload import Workload
 
 NOT_MODELLED = (
@@ -66,6 +66,7 @@ class ClassFacts(Part):
     share: float
     ttft_ms: float | None
     tpot_ms: float | None
+    tpot_anchor: TPOTAnchor
     e2e_ms: float | None
     priority: int
 
@@ -82,7 +83,13 @@ class ClassFacts(Part):
             )
         }
         share = shared.share / total
-        return cls(name=slo.service_class, share=share, priority=slo.priority, **objectives)
+        return cls(
+            name=slo.service_class,
+            share=share,
+            priority=slo.priority,
+            tpot_anchor=slo.tpot_anchor,
+            **objectives,
+        )
 
 
 class FleetFacts(Part):
@@ -117,7 +124,7 @@ class CapacityReport(Part):
     replicas: int | None = Field(description="The answer; null if there is none.")
     target: float
     max_replicas: int
-    tpot_metric: TPOTMetric
+    tpot_metric: str
     traffic: TrafficFacts
     classes: tuple[ClassFacts, ...]
     fleet: FleetFacts
@@ -215,7 +222,7 @@ class CapacityReport(Part):
         ends = (self.points[0].replicas, self.points[-1].replicas)
         lines["target"] = [Point(end, 100 * self.target, nan) for end in ends]
         title = f"{self.fleet.policy} on {self.traffic.name}\n{self.traffic.scaling}"
-        label = f"requests that meet their objectives, % (TPOT: {self.tpot_metric.value})"
+        label = f"requests that meet their objectives, % (TPOT: {self.tpot_metric})"
         return Chart(title, "replicas", label, lines)
 
     def show(self) -> None:
@@ -246,7 +253,7 @@ class CapacityReport(Part):
         return [
             f"Traffic: {traffic.description} Rate: {rate}, {traffic.scaling}; mean prompt "
             f"{traffic.mean_prompt_tokens:.0f}, output {traffic.mean_output_tokens:.0f} tokens.",
-            f"Classes: {classes}. TPOT: {self.tpot_metric.value}.",
+            f"Classes: {classes}. TPOT: {self.tpot_metric}.",
             f"Replica: {fleet.policy}{options}; latency {fleet.latency_family} ({model}); KV of "
             f"{fleet.engine.kv_blocks} blocks of {fleet.engine.block_tokens}; at most "
             f"{fleet.engine.max_batch_tokens} tokens and {fleet.engine.max_sequences} sequences. "
@@ -314,5 +321,7 @@ def _words(each: ClassFacts) -> str:
         for name, value in (("ttft", each.ttft_ms), ("tpot", each.tpot_ms), ("e2e", each.e2e_ms))
         if value is not None
     ]
+    if each.tpot_ms is not None and each.tpot_anchor is not TPOTAnchor.MEAN:
+        objectives.append(f"TPOT by {each.tpot_anchor}")
     promised = ", ".join(objectives) or "no objective"
     return f"{each.name} {each.share:.0%} ({promised}, priority {each.priority})"

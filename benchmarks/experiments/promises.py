@@ -1,0 +1,332 @@
+"""Promises with margins, against those without and against an oracle, where the model is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, Value, grouped
+from benchmarks.experiments.clusters import ADMISSION, DEFAULT, make_router
+from benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from benchmarks.experiments.default_policy import QUICK_WORKLOADS
+from benchmarks.experiments.engines import NOISE, SETUPS, Setup
+from benchmarks.experiments.loads import (
+    GENERATED,
+    LOAD_WORDS,
+    Make,
+    Span,
+    full_load_rate,
+    recorded,
+)
+from scheduling import admission, batching
+from scheduling.latency import LatencyModel
+from scheduling.length import OracleLengths, TaskLengths
+from scheduling.objective import OBJECTIVES
+from simulation.cluster import simulate_cluster
+from simulation.config import ClusterConfig, Slowdown
+from simulation.metrics import TPOTMetric, attained, column, stages
+from simulation.planning.plots import Table
+from simulation.run import HEADROOM, Result
+from simulation.truth import Belief, Truth
+
+LEVEL = ClusterConfig().promise_level or 0.99
+CELL = ("workload", "setup", "load", "model")
+MARGINS, NONE, ORACLE = "margins", "no margins", "oracle"
+REPLICAS = 2
+
+LEAST_PROMISES = 200
+"""A cell with fewer, over all seeds, says nothing of the share that is kept."""
+
+KEPT_BELOW, GOODPUT_BELOW, OF_ORACLE = 0.01, 0.03, 0.9
+"""How far the share kept may be below its level, and goodput in a cell below that without margins;
+and what share of the oracle's goodput there must be."""
+
+
+class Wrong(NamedTuple):
+    """How real step times differ from what planners believe.
+
+    Attributes:
+        fixed, tokens: real over believed fixed cost of a step, and cost of its tokens.
+        noise: standard deviation of the logarithm of a step's time.
+        drift: factor on all steps of one of the replicas in the middle third of the arrivals.
+    """
+
+    fixed: float = 1.0
+    tokens: float = 1.0
+    noise: float = NOISE
+    drift: float = 1.0
+
+    def believed(self, model: LatencyModel) -> LatencyModel:
+        """What is believed where ``model`` would be without the error."""
+        fixed, *others = model.coefficients
+        return type(model).of([fixed / self.fixed, *(each / self.tokens for each in others)])
+
+
+WRONG = {
+    "all x 1.3": Wrong(1.3, 1.3),
+    "fixed x 1.5": Wrong(fixed=1.5),
+    "noise, drift": Wrong(noise=0.15, drift=1.3),
+}
+
+
+def measure(
+    make: Make,
+    setup: Setup,
+    rate: float,
+    requests: int,
+    wrong: Wrong,
+    level: float | None,
+    seed: int,
+) -> Mapping[str, float]:
+    """The counts of one run with promises."""
+    workload = make(setup, rate, requests, seed)
+    lasts_s = workload.arrivals[-1].arrival_s
+    drift = [Slowdown(lasts_s / 3, 0, wrong.drift), Slowdown(lasts_s * 2 / 3, 0, 1.0)]
+    result = simulate_cluster(
+        workload,
+        lambda role: batching.make_policy(LOCAL),
+        make_router(DEFAULT, seed),
+        Truth(setup.truth, wrong.noise),
+        Belief(wrong.believed(setup.believed).with_headroom(HEADROOM)),
+        setup.engine,
+        ClusterConfig(replicas=REPLICAS, promise_level=level),
+        drift,
+        seed,
+        TaskLengths(),
+        admissions(),
+    )
+    return counts(result)
+
+
+def oracle(make: Make, setup: Setup, rate: float, requests: int, seed: int) -> Mapping[str, float]:
+    """The counts of who knows the future, see :data:`EXPERIMENT`."""
+    workload = make(setup, rate, requests, seed)
+
+    def run(admitted: bool) -> float:
+        result = simulate_cluster(
+            workload,
+            lambda role: batching.make_policy(LOCAL),
+            make_router(DEFAULT, seed),
+            Truth(setup.truth, 0.0),
+            Belief(setup.truth, online=False),
+            setup.engine,
+            ClusterConfig(replicas=REPLICAS, promise_level=None),
+            seed=seed,
+            predictor=OracleLengths((each.output_tokens for each in workload.arrivals), 0.0, seed),
+            admission=admissions() if admitted else None,
+        )
+        return counts(result)["attained"]
+
+    best = max(run(True), run(False))
+    every = dict.fromkeys(("promised", "kept", *OBJECTIVES, "attained"), best)
+    return {"requests": float(len(workload)), **every, "late_p95": 0.0}
+
+
+def admissions() -> admission.AdmissionPolicy:
+    """What a controller decides by on promises unless told otherwise."""
+    assert ADMISSION is not None
+    return admission.make_policy(ADMISSION)
+
+
+def counts(result: Result) -> dict[str, float]:
+    """Of all requests: those promised; of these, those that met everything that they state
+    (``kept``) and each objective; those that met everything, promised or not; and of the promised
+    first tokens that were late the P95 of how late they were, in times of the objective."""
+    requests = result.requests
+    measured = stages(requests)
+    promised = ~np.isnan(requests.promised_s)
+    met = attained(requests, measured, TPOTMetric.MEAN)
+    found = {
+        "requests": float(len(requests)),
+        "promised": float(promised.sum()),
+        "kept": float((met & promised).sum()),
+        "attained": float(met.sum()),
+    }
+    seen = measured.ttft_s, measured.tpot_s[TPOTMetric.MEAN], measured.e2e_s
+    for place, (name, seconds) in enumerate(zip(OBJECTIVES, seen, strict=True)):
+        held = promised.copy()
+        within = measured.complete & ~(seconds > column(requests, place))
+        np.logical_and.at(held, measured.request, within)
+        found[name] = float(held.sum())
+    late = measured.ttft_s / column(requests, 0) - 1
+    late = late[promised[measured.request] & (late > 0)]
+    return {**found, "late_p95": float(np.percentile(late, 95)) if len(late) else 0.0}
+
+
+def cells(plan: Plan) -> list[Cell]:
+    """Workloads x setups x loads x wrong models x margins or none, and the oracle of each."""
+    makes = {name: GENERATED[name] for name in plan.pick(QUICK_WORKLOADS, GENERATED, GENERATED)}
+    makes |= recorded(plan.traces)
+    setups = plan.pick(["8b"], ["8b", "70b-short"], list(SETUPS))
+    loads = plan.pick([1.1], [0.9, 1.3], [0.6, 0.9, 1.1, 1.3, 2.0])
+    span = plan.pick(Span(3.0, 10, 20), Span(45.0, 150, 500), Span(180.0, 300, 4_000))
+    grid: list[Cell] = []
+    for workload, make in makes.items():
+        for setup in (SETUPS[name] for name in setups):
+            full = full_load_rate(make, setup)
+            for load in loads:
+                one = load * full
+                run = make, setup, one * REPLICAS, span.requests(one) * REPLICAS
+                labels: dict[str, Value] = {"workload": workload, "setup": setup.name, "load": load}
+                grid.append(Cell({**labels, "model": "-", "system": ORACLE}, partial(oracle, *run)))
+                for model, wrong in WRONG.items():
+                    for system, level in ((NONE, None), (MARGINS, LEVEL)):
+                        names = {**labels, "model": model, "system": system}
+                        grid.append(Cell(names, partial(measure, *run, wrong, level)))
+    return grid
+
+
+class Sums(NamedTuple):
+    """One cell over all seeds: the rows of each system."""
+
+    labels: tuple[str, ...]
+    of: Mapping[str, Sequence[Row]]
+
+    def sum(self, system: str, figure: str) -> float:
+        """Of a count."""
+        return sum(float(row[figure]) for row in self.of[system])
+
+    def share(self, system: str, figure: str, of: str = "requests") -> float:
+        """Of one count in another; 1 where there is nothing."""
+        return _of(self.sum(system, figure), self.sum(system, of))
+
+    def ratio(self, other: str) -> float:
+        """Promises kept with margins over those of another system; 1 where it kept none."""
+        return _of(self.sum(MARGINS, "kept"), self.sum(other, "kept"))
+
+
+def sums_of(rows: Sequence[Row]) -> list[Sums]:
+    """Every cell of a wrong model, with the oracle of its workload."""
+    oracles = grouped([row for row in rows if row["system"] == ORACLE], *CELL[:3])
+    others = grouped([row for row in rows if row["system"] != ORACLE], *CELL)
+    found = []
+    for labels, own in others.items():
+        systems = {str(name): list(part) for (name,), part in grouped(own, "system").items()}
+        words = tuple(label if isinstance(label, str) else f"{label:g}" for label in labels)
+        found.append(Sums(words, {**systems, ORACLE: oracles[labels[:3]]}))
+    return found
+
+
+def findings(rows: Sequence[Row]) -> Findings:
+    """The targets, the means, and the cells where least is kept."""
+    sums = sums_of(rows)
+    worst = sorted(sums, key=lambda each: each.share(MARGINS, "kept", "promised"))[:16]
+    lines = [(*each.labels, *_line([each], system)) for each in worst for system in (NONE, MARGINS)]
+    by_model = [
+        (name, system, *_line([each for each in sums if each.labels[3] == name], system))
+        for name in dict.fromkeys(each.labels[3] for each in sums)
+        for system in (NONE, MARGINS, ORACLE)
+    ]
+    by_workload = [
+        (name, system, *_line([each for each in sums if each.labels[0] == name], system))
+        for name in dict.fromkeys(each.labels[0] for each in sums)
+        for system in (NONE, MARGINS, ORACLE)
+    ]
+    titles = ("promised", "kept", *(f"kept {name}" for name in OBJECTIVES))
+    titles = (*titles, "goodput", "attained", "late, P95")
+    return Findings(
+        (
+            targets(sums),
+            Table("By model error, mean over cells", ("model", "system", *titles), by_model, _NOTE),
+            Table("By workload, mean over cells", ("workload", "system", *titles), by_workload),
+            Table(
+                "Where least is kept", (*CELL, *titles), lines, "Each without, then with margins."
+            ),
+        )
+    )
+
+
+_NOTE = (
+    "Kept, and kept by objective, of what was promised; goodput: promised and kept, of the "
+    "oracle's; late: of promised first tokens that were late, in times of the objective."
+)
+
+
+def _line(sums: Sequence[Sums], system: str) -> list[str]:
+    shares = [
+        [own.share(system, "promised") for own in sums],
+        *([own.share(system, each, "promised") for own in sums] for each in ("kept", *OBJECTIVES)),
+        [_of(own.sum(system, "kept"), own.sum(ORACLE, "kept")) for own in sums],
+        [own.share(system, "attained") for own in sums],
+    ]
+    late = max(float(row["late_p95"]) for own in sums for row in own.of[system])
+    return [*(f"{100 * fmean(share):.1f} %" for share in shares), f"{late:.2f}"]
+
+
+def _of(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
+
+
+def targets(sums: Sequence[Sums]) -> Table:
+    """What must hold, and whether it does."""
+    many = [each for each in sums if each.sum(MARGINS, "promised") >= LEAST_PROMISES]
+    kept = {each.labels: each.share(MARGINS, "kept", "promised") for each in many}
+    to_none = {each.labels: each.ratio(NONE) for each in sums}
+    to_oracle = {each.labels: each.ratio(ORACLE) for each in sums}
+    points = {
+        each.labels: each.share(MARGINS, "attained") - each.share(NONE, "attained") for each in sums
+    }
+    least = LEVEL - KEPT_BELOW
+    checks: list[tuple[str, Mapping[tuple[str, ...], float], float, float | None]] = [
+        (f"kept, cells of {LEAST_PROMISES} promises or more", kept, least, None),
+        ("goodput to that without margins", to_none, 1 - GOODPUT_BELOW, 1.0),
+        ("goodput to the oracle's", to_oracle, OF_ORACLE, None),
+        ("attained, less that without margins", points, -np.inf, 0.0),
+    ]
+    lines = []
+    for words, values, floor, mean_floor in checks:
+        if not values:
+            continue
+        mean, cell = fmean(values.values()), min(values, key=lambda at: values[at])
+        below = sum(value < floor for value in values.values())
+        held = not below and (mean_floor is None or mean >= mean_floor)
+        wanted = f"each >= {floor:.3f}" if floor > -np.inf else ""
+        if mean_floor is not None:
+            wanted += f"{', ' if wanted else ''}mean >= {mean_floor:.3f}"
+        lines.append(
+            (
+                words,
+                wanted,
+                f"{mean:.4f}",
+                f"{values[cell]:.3f} ({', '.join(cell)})",
+                f"{below} of {len(values)}",
+                "yes" if held else "NO",
+            )
+        )
+    return Table(
+        f"Targets at level {LEVEL:g}",
+        ("figure", "wanted", "mean", "worst cell", "cells below", "holds"),
+        lines,
+    )
+
+
+EXPERIMENT = Experiment(
+    name="promises",
+    source="ours; adaptive conformal inference is Gibbs and Candès 2021",
+    question="Is what is promised kept where the model of the engine is wrong, and what do the "
+    "margins cost?",
+    setting={
+        "TPOT": "mean since the first token; kept is every stated objective of every stage",
+        "Goodput": "promised and kept; all systems have the same arrivals, so per request or per "
+        "second of arrivals alike",
+        "Arrivals": f"{LOAD_WORDS}; {REPLICAS} replicas behind the default router, admission "
+        f"{ADMISSION}, local policy {LOCAL}; what cannot be promised is served as best effort",
+        "Objectives and priorities": "each workload's own, as in default_policy",
+        "Latency": "setups of benchmarks/experiments/engines.py; all x 1.3: steps take 1.3 times "
+        "what is believed at the start; fixed x 1.5: their fixed part takes 1.5 times; noise, "
+        "drift: 15 % noise on every step instead of 3 %, and one replica is 1.3 times slower in "
+        "the middle third of the arrivals; the online correction of production learns",
+        "Margins": f"{MARGINS}: learned to keep {LEVEL:g} of the promises; {NONE}: what is "
+        "promised is planned for when it is due",
+        "Oracle": "an exact model without noise or drift, no head-room, output lengths known to "
+        "replicas; and it promises what it will keep, so all that met its objectives counts, of "
+        "the better of a run with admission and one without",
+    },
+    seeds=2,
+    cells=cells,
+    findings=findings,
+)

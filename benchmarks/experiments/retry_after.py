@@ -1,0 +1,127 @@
+"""Whether refused requests are promised their objective when they come again as they were told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import nan
+
+import numpy as np
+
+from benchmarks.experiments.base import Cell, Experiment, Findings, Plan, Row, estimate, grouped
+from benchmarks.experiments.clusters import ADMISSION, DEFAULT, System, cluster_rate, colocated, run
+from benchmarks.experiments.default_policy import DEFAULT as LOCAL
+from benchmarks.experiments.engines import SETUPS, Contender
+from benchmarks.experiments.loads import GENERATED, Make, Span
+from benchmarks.experiments.routers import SETTING
+from simulation.metrics import TPOTMetric, attained, stages
+from simulation.planning.plots import Table
+from simulation.requests import Requests
+
+SETUP = SETUPS["8b"]
+REPLICAS = 2
+WORKLOADS = ("proserve sharegpt", "proserve azure", "chat and code", "proserve bursty")
+AGAIN, GONE, NO_ROOM = "come again", "go away", "go away, no room kept"
+COME_BACKS = {AGAIN: 10, GONE: 0, NO_ROOM: 0}
+"""How often a refused client comes again, by what clients do."""
+
+WANTED = 0.8
+"""Share of those who come when told to that is to be promised."""
+
+LEAST_RETURNS = 50
+"""A cell in which fewer come again, over all seeds, says nothing of that share."""
+
+WARM_UP_S = 10.0
+"""What happens before is left out, or of a short run what happens in its first third."""
+
+
+def measure(make: Make, rate: float, requests: int, clients: str, seed: int) -> Mapping[str, float]:
+    """The counts of one run."""
+    workload = make(SETUP, rate, requests, seed)
+    lasts_s = workload.arrivals[-1].arrival_s
+    if clients == NO_ROOM:
+        # Only newcomers of the same API key leave room, and here each request has its own.
+        alone = tuple(each._replace(tenant=key) for key, each in enumerate(workload.arrivals))
+        workload = replace(workload, arrivals=alone)
+    system = System(DEFAULT, Contender(LOCAL, LOCAL), ADMISSION, "reject")
+    layout = colocated(REPLICAS, come_backs=COME_BACKS[clients])
+    return counts(run(workload, system, SETUP, layout, seed).result.requests, lasts_s)
+
+
+def counts(requests: Requests, lasts_s: float) -> dict[str, float]:
+    """Of those who came again after the warm-up and before ``lasts_s``: how many (``returns``), how
+    many were promised then (``held``), and the P95 of what they were told, seconds. ``promised``:
+    of all requests, in the end. ``goodput``: requests that came last in that time, were promised
+    and met their objective, a second of it."""
+    begin_s = min(WARM_UP_S, lasts_s / 3)
+    returns = [each for each in requests.returns if begin_s < each.at_s <= lasts_s]
+    came_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
+    promised = ~np.isnan(requests.promised_s)
+    kept = promised & attained(requests, stages(requests), TPOTMetric.MEAN)
+    inside = (came_s > begin_s) & (came_s <= lasts_s)
+    told_s = [each.told_s for each in returns]
+    return {
+        "returns": float(len(returns)),
+        "held": float(sum(each.promised for each in returns)),
+        "told_p95": float(np.percentile(told_s, 95)) if returns else nan,
+        "promised": float(promised.mean()),
+        "goodput": float((kept & inside).sum()) / (lasts_s - begin_s),
+    }
+
+
+def cells(plan: Plan) -> list[Cell]:
+    """Workloads x loads x what refused clients do."""
+    span = plan.pick(Span(6.0, 20, 60), Span(60.0, 200, 4_000), Span(300.0, 1_000, 20_000))
+    loads = plan.pick([1.5], [0.9, 1.2, 1.5], [0.8, 0.9, 1.0, 1.2, 1.5, 2.0])
+    grid = []
+    for name in plan.pick(WORKLOADS[:1], WORKLOADS, WORKLOADS):
+        full = cluster_rate(GENERATED[name], SETUP, colocated(REPLICAS))
+        for load in loads:
+            rate, requests = load * full, span.requests(load * full)
+            for clients in COME_BACKS:
+                one = partial(measure, GENERATED[name], rate, requests, clients)
+                grid.append(Cell({"workload": name, "load": load, "clients": clients}, one))
+    return grid
+
+
+def findings(rows: Sequence[Row]) -> Findings:
+    """By cell: how good the moments are, and what it costs to keep room for nobody."""
+    moments, costs = [], []
+    for (name, load), own in grouped(rows, "workload", "load").items():
+        of = {str(clients): part for (clients,), part in grouped(own, "clients").items()}
+        returns, held = (sum(float(r[each]) for r in of[AGAIN]) for each in ("returns", "held"))
+        verdict = "yes" if held >= WANTED * returns else "NO"
+        share = f"{held / returns:.3f}" if returns else "-"
+        line = [f"{returns:.0f}", share, verdict if returns >= LEAST_RETURNS else "-"]
+        line += [estimate(of[AGAIN], each).shown(2) for each in ("told_p95", "promised", "goodput")]
+        moments.append((str(name), f"{load:g}", *line))
+        kept, none = (estimate(of[each], "goodput").mean for each in (GONE, NO_ROOM))
+        ratio = f"{kept / none:.3f}" if none else "-"
+        costs.append((str(name), f"{load:g}", f"{kept:.2f}", f"{none:.2f}", ratio))
+    title = f"All come again, and {WANTED:g} of them are to be promised"
+    columns = ("workload", "load", "come-backs", "held", "holds", "told, P95, s", "promised")
+    note = f"-: fewer than {LEAST_RETURNS} came again. Promised: of all requests, in the end."
+    cost_columns = ("workload", "load", "room kept", "none kept", "ratio")
+    costly = Table("Nobody comes again: goodput, requests a second", cost_columns, costs)
+    return Findings((Table(title, (*columns, "goodput, 1/s"), moments, note), costly))
+
+
+EXPERIMENT = Experiment(
+    name="retry_after",
+    source="ours; reservation with backfilling is Lifka 1995",
+    question="Is a refused request promised its objective when it comes again as it was told, and "
+    "what does it cost to keep room for it?",
+    setting={
+        **SETTING,
+        "Admission": f"{ADMISSION}; what cannot be promised is refused",
+        "Replicas": f"{REPLICAS}, co-located, behind the default router; local policy {LOCAL}",
+        "Clients": f"{AGAIN}: exactly when told, up to {COME_BACKS[AGAIN]} times, under one id; "
+        f"{GONE}: never, which has to be learned; {NO_ROOM}: the same, each request with its own "
+        "API key, so that no newcomer leaves room",
+        "Counted": f"after the first {WARM_UP_S:g} s, until the last new request",
+    },
+    seeds=2,
+    cells=cells,
+    findings=findings,
+)

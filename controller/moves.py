@@ -1,0 +1,122 @@
+"""Which promised requests are going to miss their first tokens where they are, and should move.
+
+With each push of metrics a router names its promised requests that wait for their first tokens, and
+the answer tells which of them are predicted to miss (:mod:`scheduling.late_first_tokens`). The
+router then asks for another replica as for any request; it leaves the first one only if another one
+promises what is left of the objective (:attr:`RouteQuery.moves_from
+<scheduling.job.RouteQuery.moves_from>`).
+
+Nothing is kept from push to push, and no decision does anything for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from math import inf
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from controller.checks import check_keys, check_text, listed, short
+from controller.messages import MAX_WAITS, FirstTokenWait
+from controller.mirror import Mirror, MirroredReplica
+from scheduling.fleet import Fleet
+from scheduling.late_first_tokens import late
+
+MOST_LATE: Final = 16
+"""Most requests that one answer names: each of them asks for a decision then."""
+
+MOST_LOOKED_AT: Final = 32
+"""Most replicas that are looked at for one push, those first whose first tokens are due soonest."""
+
+
+class _Due(NamedTuple):
+    """When a first token is due, by the replica's plan and as its client stated it, seconds on the
+    controller's clock."""
+
+    planned_s: float
+    stated_s: float
+    key: int
+
+
+def check_waits(waits: Any) -> None:
+    """Check what a router says of requests that wait for their first tokens.
+
+    Raises:
+        ValueError: it is no sequence of them, too long, or a field is out of range.
+    """
+    for wait in listed("waits", waits, "waits", MAX_WAITS):
+        if not isinstance(wait, FirstTokenWait):
+            raise ValueError(f"expected a FirstTokenWait, got {short(wait)}")
+        check_keys("key", (wait.key,))
+        check_text("replica_id", wait.replica_id)
+        for name in ("ttft_s", "waited_s"):
+            value = getattr(wait, name)
+            if not (type(value) is float and 0 <= value < inf):
+                raise ValueError(f"{name} must be a finite float >= 0, got {short(value)}")
+
+
+def late_of(
+    waits: Sequence[FirstTokenWait], mirror: Mirror, fleet: Fleet, now_s: float
+) -> tuple[int, ...]:
+    """The keys of those of ``waits``, which are checked, that are predicted to miss their first
+    tokens; at most :data:`MOST_LATE`. Nothing is said of a replica that is not known.
+
+    ``O(requests at the replicas named)`` of at most :data:`MOST_LOOKED_AT` replicas.
+    """
+    by_replica: dict[str, dict[int, float]] = {}
+    for wait in sorted(waits, key=lambda wait: wait.ttft_s - wait.waited_s):
+        due_s = now_s - wait.waited_s + wait.ttft_s
+        if wait.replica_id in mirror.replicas and due_s > now_s:
+            by_replica.setdefault(wait.replica_id, {})[wait.key] = due_s
+    found: list[int] = []
+    for replica_id, stated_s in islice(by_replica.items(), MOST_LOOKED_AT):
+        if _is_elsewhere(replica_id, fleet, now_s):
+            found += _late_at(mirror.replicas[replica_id], stated_s, fleet, now_s)
+    return tuple(found[:MOST_LATE])
+
+
+def _is_elsewhere(replica_id: str, fleet: Fleet, now_s: float) -> bool:
+    """Whether anything may be promised at another replica."""
+    rows = fleet.candidates(now_s)
+    others = rows[rows != fleet.row_of[replica_id]]
+    return len(others) > 0 and fleet.is_sound(int(others[0]), now_s)
+
+
+def _late_at(
+    replica: MirroredReplica, stated_s: dict[int, float], fleet: Fleet, now_s: float
+) -> list[int]:
+    """The keys of those of ``stated_s`` that one replica will miss."""
+    hello, offset_s = replica.hello, replica.offset_s
+    rows = replica.table[: replica.used_slots]
+    rows = rows[rows["phase"] > 0]
+    waiting = (rows["emitted_tokens"] == 0) & (rows["best_effort"] == 0)
+    waiting &= np.isin(rows["key"], list(stated_s))
+    dues = [
+        _Due(arrival_s + min(ttft_s, e2e_s) + offset_s, stated_s[key], key)
+        for key, arrival_s, ttft_s, e2e_s in rows[waiting][
+            ["key", "arrival_s", "ttft_s", "e2e_s"]
+        ].tolist()
+    ]
+    since_s = rows["arrival_s"].min() + offset_s if len(rows) else inf
+    for key, each_s in stated_s.items():
+        made = fleet.ledger.of(key)
+        if made is not None and made.replica_id == hello.replica_id:
+            dues.append(_Due(made.due_s, each_s, key))
+            since_s = min(since_s, made.made_s)
+    if not dues:
+        return []
+    dues.sort()
+    begun_s = max(float(replica.summary["updated_s"]) + offset_s, float(since_s))
+    # Of a replica that reports, no more is known than at its last report.
+    silent = now_s - replica.received_s >= fleet.settings.aged_after_s
+    found = late(
+        fleet,
+        fleet.row_of[hello.replica_id],
+        hello.max_batch_tokens,
+        (begun_s, now_s if silent else replica.received_s),
+        np.array([due.planned_s for due in dues]),
+        np.array([due.stated_s for due in dues]),
+    )
+    return [dues[place].key for place in np.flatnonzero(found).tolist()]

@@ -1,0 +1,63 @@
+"""The order in which one process sees another's writes to shared memory.
+
+x86 shows writes in the order in which they were made, and reads in the order in which they stand.
+Other machines, such as ARM, may turn both around. There a reader *fences*: Linux's ``membarrier``
+has all cores that run a registered process pass a full barrier. So whatever a writer wrote before
+something that the reader has seen already is visible after the fence, and if the reader has seen
+something of a write before the fence, it sees where that write began after it. The reader pays
+some microseconds and the writer nothing, which matters, as the writer is an engine between two
+steps. See membarrier(2); Python has no fence of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable
+from typing import Final
+
+_IN_ORDER: Final = ("x86_64", "AMD64", "i686")
+
+# Its number by machine, and its commands: linux/membarrier.h.
+_SYSCALLS: Final = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365}
+_EXPEDITED, _REGISTER = 1 << 1, 1 << 2
+
+
+def reader_fence(machine: str | None = None) -> Callable[[], None]:
+    """What a reader of memory that another process writes calls between two reads that must not be
+    exchanged. Both processes must have asked for it before: that registers them.
+
+    Args:
+        machine: of this kind, as :func:`platform.machine` has it; default: this one.
+
+    Raises:
+        RuntimeError: this machine may exchange reads and writes, and its kernel has no fence.
+    """
+    machine = machine or platform.machine()
+    return _nothing if machine in _IN_ORDER else membarrier(machine)
+
+
+def membarrier(machine: str) -> Callable[[], None]:
+    """The fence of Linux, on whatever machine.
+
+    Raises:
+        RuntimeError: the kernel does not have it.
+    """
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    number = _SYSCALLS.get(machine)
+
+    def command(which: int) -> None:
+        if number is None or call(ctypes.c_long(number), which, 0, 0) != 0:
+            why = "" if number is None else f": {os.strerror(ctypes.get_errno())}"
+            raise RuntimeError(
+                f"engines share their state with other processes in memory, which on {machine} "
+                f"needs Linux 4.16 or newer with membarrier(2); here it cannot be used{why}"
+            )
+
+    command(_REGISTER)
+    return lambda: command(_EXPEDITED)
+
+
+def _nothing() -> None:
+    """There is no need of a fence."""

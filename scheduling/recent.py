@@ -1,0 +1,25 @@
+"""A bounded table of what was used last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TypeVar
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def used(
+    known: OrderedDict[_Key, _Value], key: _Key, make: Callable[[], _Value], most: int
+) -> _Value:
+    """The value of ``key``, which is the latest now. Where there is none it is made, and of more
+    than ``most`` the one that was used longest ago goes. ``O(1)``."""
+    value = known.get(key)
+    if value is None:
+        value = known[key] = make()
+        if len(known) > most:
+            known.popitem(last=False)
+    else:
+        known.move_to_end(key)
+    return value

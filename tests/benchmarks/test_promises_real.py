@@ -1,0 +1,242 @@
+"""The real benchmark of promises: its load, its systems, what runs beside it, and its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import promises_real
+from benchmarks.cli import bench
+from benchmarks.experiments.promises import MARGINS, NONE
+from benchmarks.promises_load import KINDS, NO_OBJECTIVE, SLOS, body_of, draw, make_load
+from benchmarks.promises_report import ALL, cells, counts, interval, tables
+from benchmarks.replay_client import End, Outcome
+from benchmarks.resources import Usage, Used
+from controller.config import ControllerConfig
+from scheduling.calibration import Calibration
+from scheduling.objective import SLO
+from tests.replica.waiting import until
+
+
+def test_the_load_has_its_rate_its_classes_and_bursts() -> None:
+    load = make_load(20.0, 200.0, seed=1)
+    assert load.rate == pytest.approx(20.0, rel=0.1)
+    shares = Counter(arrival.slo.service_class for arrival in load.arrivals)
+    for name, kind in KINDS.items():
+        assert shares[name] / len(load) == pytest.approx(kind.share, abs=0.04)
+    gaps_s = np.diff([arrival.arrival_s for arrival in load.arrivals])
+    assert np.std(gaps_s) / np.mean(gaps_s) == pytest.approx(2**0.5, rel=0.1)
+    assert make_load(20.0, 200.0, seed=1) == load
+
+
+def test_a_load_without_requests_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no request arrives in 2 s at 0\.01 requests/s"):
+        make_load(0.01, 2.0, seed=1)
+
+
+def test_no_prompt_begins_like_one_of_another_run() -> None:
+    arrival = draw(random.Random(1), 0.0)._replace(prompt_tokens=30)
+    prompts = {
+        body_of(run)("model", number, arrival)["prompt"]
+        for run in ("quiet 1", "busy 1")
+        for number in range(20)
+    }
+    assert len({prompt[:60] for prompt in prompts}) == 40
+    assert body_of("quiet 1")("model", 3, arrival) == body_of("quiet 1")("model", 3, arrival)
+
+
+def test_the_systems_differ_in_their_margins_alone() -> None:
+    settings = {name: each.model_dump() for name, each in promises_real.CONTROLLERS.items()}
+    levels = {name: each.pop("promise_level") for name, each in settings.items()}
+    assert settings[MARGINS] == settings[NONE]
+    assert levels[MARGINS] == ControllerConfig().promise_level
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.05, 2.0])
+def test_without_margins_what_is_late_teaches_nothing(factor: float) -> None:
+    calibration = Calibration(promises_real.CONTROLLERS[NONE].promise_level)
+    slo = KINDS["chat"].objective.objective("chat")
+    ttft_s, tpot_s, _ = slo.times_s
+    assert ttft_s is not None and tpot_s is not None
+    for number in range(500):
+        assert calibration.plan(slo, float(number), f"r{number % 2}") == slo
+        calibration.promised(number, slo, slo, f"r{number % 2}")
+        # One in ten is punctual.
+        late = 1.0 if number % 10 == 0 else factor
+        calibration.behind(number, None, tpot_s * late, number + 0.1)
+        calibration.ended(number, ttft_s * late, tpot_s * late, None, number + 0.2)
+    assert not calibration.apart
+
+
+def test_the_command_line_leaves_ray_for_after_its_settings() -> None:
+    code = "import sys, benchmarks.cli; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_simulated_engines_are_slower_than_believed_and_drift(tmp_path: Path) -> None:
+    config = promises_real.make_config(8, 20.0, tmp_path)
+    assert config.replica.count == 8
+    assert config.controller == promises_real.CONTROLLERS[MARGINS]
+    assert config.engine.latency_profile is not None
+    believed = json.loads(config.engine.latency_profile.read_text())["coefficients"]
+    truth = config.engine.simulated
+    assert truth.step_s == pytest.approx(1.3 * believed[0])
+    assert truth.token_s == pytest.approx(1.3 * believed[1])
+    assert (truth.drift, truth.drift_period_s) == (1.5, 20.0)
+
+
+def test_requests_without_objective_warm_up() -> None:
+    assert SLOS[NO_OBJECTIVE].times_s == (None, None, None)
+
+
+def test_the_busy_loop_is_pinned_and_of_this_session() -> None:
+    with promises_real.busy_loop() as loop:
+        assert loop.nice() == os.nice(0)
+        assert len(loop.cpu_affinity()) == 1
+        assert os.getsid(loop.pid) == os.getsid(0)
+    assert not loop.is_running()
+
+
+async def test_a_paused_process_goes_on_when_the_run_ends() -> None:
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=-1)
+    process = psutil.Process(child.pid)
+    pauses = asyncio.create_task(promises_real._pauses([process], random.Random(1)))
+    try:
+        await until(lambda: process.status() == psutil.STATUS_STOPPED)
+        pauses.cancel()
+        await asyncio.gather(pauses, return_exceptions=True)
+        await until(lambda: process.status() != psutil.STATUS_STOPPED)
+    finally:
+        child.kill()
+        await child.wait()
+
+
+def test_the_routers_promises_are_of_all_classes() -> None:
+    page = (
+        "# TYPE sluice_promises_total counter\n"
+        'sluice_promises_total{class="chat",outcome="kept"} 7.0\n'
+        'sluice_promises_total{class="code",outcome="kept"} 2.0\n'
+        'sluice_promises_total{class="chat",model="m",outcome="missed"} 1.0\n'
+        'sluice_promises_missed_total{class="chat",objective="ttft"} 1.0\n'
+    )
+    assert promises_real.promises_on(page) == (9, 1)
+
+
+def test_cores_of_others_are_what_is_busy_less_our_own() -> None:
+    cores = psutil.cpu_count() or 1
+    half = Usage({"client": Used(0.25, 1.0), "Ray": Used(0.05, 1.0)}, 0.5)
+    assert promises_real.others_cores(half) == pytest.approx(max(0.0, 0.5 * cores - 0.3))
+    assert promises_real.others_cores(half._replace(machine_busy=0.0)) == 0.0
+
+
+def outcome(sent_s: float, ttft_s: float, tpot_s: float, admission: str = "guaranteed") -> Outcome:
+    slo = SLO(ttft_s=0.5, tpot_s=0.1, service_class="chat")
+    return Outcome(slo, 10, 11, sent_s, 0.0, End.ANSWERED, "", 1.0, admission, None, ttft_s, tpot_s)
+
+
+def seen() -> list[Outcome]:
+    lost = outcome(8.0, 0.1, 0.1)
+    lost.end = End.CUT
+    return [
+        outcome(1.0, 0.5, 0.1),
+        outcome(2.0, 1.25, 0.1),
+        outcome(6.0, 0.1, 0.12),
+        lost,
+        outcome(7.0, 0.1, 0.1, "best-effort"),
+        outcome(7.0, 9.0, 0.1, "best-effort"),
+    ]
+
+
+def run(
+    system: str, machine: str, load: float, found: list[Outcome], seed: int = 1
+) -> dict[str, Any]:
+    told = sum(each.admission == "guaranteed" for each in found)
+    return {
+        **{"seed": seed, "machine": machine, "load": load, "system": system},
+        **counts(found, 10.0),
+        **{"router_promised": told, "router_kept": 0, "others_cores": 0.1 * seed},
+    }
+
+
+def test_counts_are_those_of_the_promised_requests() -> None:
+    found = counts(seen(), 10.0)
+    assert (found["sent"], found["attained"], found["failed"]) == (6, 2, 1)
+    assert (found["promised"], found["kept"], found["unanswered"]) == (4, 1, 1)
+    assert (found["kept_ttft"], found["kept_tpot"]) == (2, 2)
+    assert (found["promised_late"], found["kept_late"]) == (2, 0)
+
+
+def test_lateness_is_of_each_objective_that_was_missed() -> None:
+    first, pace = counts(seen(), 10.0)["late"]
+    # A first token 0.75 s late, and a last one of eleven tokens, each 20 ms too slow.
+    assert (first["objective"], first["late_s"]) == ("ttft", 0.75)
+    assert (first["times"], first["ttfts"]) == (1.5, 1.5)
+    assert (pace["objective"], pace["late_s"]) == ("tpot", 0.2)
+    assert (pace["times"], pace["ttfts"]) == (0.2, 0.4)
+
+
+def test_cells_sum_up_seeds_and_then_loads() -> None:
+    runs = [
+        run(system, machine, load, seen(), seed)
+        for system in (NONE, MARGINS)
+        for machine in ("quiet", "busy")
+        for load in (0.7, 1.4)
+        for seed in (1, 2)
+    ]
+    found = cells(runs)
+    assert len(found) == 2 * (2 + 1) * 2
+    one = found[0]
+    assert (one["machine"], one["load"], one["system"], one["runs"]) == ("quiet", 0.7, NONE, 2)
+    assert (one["promised"], one["kept"], one["kept_share"]) == (8, 2, 0.25)
+    assert (one["promised_share"], one["goodput"]) == (0.6667, 0.1)
+    assert one["late"]["ttft"]["missed"] == 2
+    assert one["late"]["ttft"]["times"] == [1.5, 1.5]
+    assert one["others_cores"] == 0.2
+    every = [cell for cell in found if cell["load"] == ALL]
+    assert [cell["promised"] for cell in every] == [16] * 4
+
+
+def test_tables_show_every_cell_also_one_without_promises_or_misses() -> None:
+    nothing, good = [outcome(7.0, 0.1, 0.1, "best-effort")], [outcome(7.0, 0.1, 0.1)]
+    runs = [run(NONE, "quiet", 0.7, nothing), run(MARGINS, "quiet", 0.7, good)]
+    found = cells(runs)
+    assert found[0]["kept_share"] is None and found[0]["late"]["ttft"] is None
+    assert {table.row_count for table in tables(found, 1.5)} == {4}
+    assert json.loads(json.dumps(found)) == found
+
+
+@given(count=st.integers(0, 500), missed=st.integers(0, 500))
+def test_an_interval_holds_its_share_and_narrows(count: int, missed: int) -> None:
+    total = count + missed
+    found, more = interval(count, total), interval(4 * count, 4 * total)
+    if found is None or more is None:
+        assert total == 0
+        return
+    share = count / total
+    assert 0.0 <= found[0] <= share + 1e-4 and share - 1e-4 <= found[1] <= 1.0
+    assert more[1] - more[0] <= found[1] - found[0] + 1e-4
+
+
+def test_a_known_interval() -> None:
+    # Newcombe 1998, table I, example 81/263: 0.2553 to 0.3662.
+    assert interval(81, 263) == pytest.approx([0.2553, 0.3662], abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [["--seconds", "1"], ["--rate", "0"], ["--simulated", "65"]])
+def test_options_out_of_range_are_refused(options: list[str]) -> None:
+    result = CliRunner().invoke(bench, ["promises", "--real", *options])
+    assert result.exit_code == 2 and "range" in result.output

@@ -1,0 +1,134 @@
+"""What the controller tells of promises: by whom they were kept, and when a first token comes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from controller.actor import Controller
+from controller.config import ControllerConfig
+from controller.messages import RequestEnding, RouteDecision, RouteQuery, Tier
+from controller.promises import RECENT, RECENT_S, PromiseLog
+from scheduling.objective import SLO
+from scheduling.reliability import CHECKED, FEW, QUANTILES
+from tests.controller.fleet import Clock, hello
+from tests.controller.pushes import newer_push
+
+CHAT = SLO(1.0, service_class="chat")
+OK = RequestEnding("", "ok", (), 9, 0.5, 0.05, 2.0)
+
+
+def promise(log: PromiseLog, number: int, replica: str = "a", **more: Any) -> RouteDecision:
+    query = RouteQuery(number, CHAT, 100, request_id=f"{number:032x}")
+    decision = RouteDecision(replica, "placed", Tier.GUARANTEED, 0.2)
+    return log.made(query._replace(**more), decision)
+
+
+def end(log: PromiseLog, number: int, now_s: float = 0.0, **more: Any) -> None:
+    log.ended(OK._replace(request_id=f"{number:032x}", **more), now_s)
+
+
+def told(log: PromiseLog, *known: str, now_s: float = 0.0) -> dict[str, Any]:
+    found = log.describe(0.99, {"ttft": 0.041234, "tpot": 0.0, "e2e": 0.0}, known, now_s)
+    return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
+
+
+def test_promises_are_told_by_class_and_replica() -> None:
+    log = PromiseLog()
+    for number in range(40):
+        replica = "a" if number % 4 else "b"
+        slo = SLO(1.0, service_class="code") if number % 2 else CHAT
+        promise(log, number, replica, slo=slo)
+        end(log, number, kept=number > 0, replica_id=replica)
+    found = told(log, "b", "a", "new")
+    assert (found["level"], found["margins"]["ttft"]) == (0.99, 0.0412)
+    assert (found["promised"], found["kept"]) == (40, 39)
+    assert found["classes"] == [
+        {"class": "chat", "promised": 20, "kept": 19},
+        {"class": "code", "promised": 20, "kept": 20},
+    ]
+    rows = [(row["replica_id"], row["promised"], row["kept"]) for row in found["replicas"]]
+    assert rows == [("a", 30, 30), ("b", 10, 9), ("new", 0, 0)]
+
+
+def test_what_failed_before_an_answer_began_was_not_kept() -> None:
+    log = PromiseLog()
+    for number, outcome in enumerate(("failed", "cancelled", "refused", "ok")):
+        promise(log, number)
+        end(log, number, outcome=outcome, ttft_s=None)
+    assert (told(log)["promised"], told(log)["kept"]) == (1, 0)
+    end(log, 0, outcome="failed")
+    end(log, 77, kept=True)
+    assert told(log)["promised"] == 1, "told twice, or never promised by this controller"
+
+
+def test_the_predicted_ttft_becomes_the_median_of_what_was_observed() -> None:
+    log = PromiseLog()
+    for number in range(FEW):
+        assert promise(log, number, waited_s=0.1).predicted_ttft_s == 0.2
+        # Half a second from the arrival, of which a tenth went by before the decision.
+        end(log, number, replica_id="a", kept=True)
+    assert promise(log, 99).predicted_ttft_s == pytest.approx(0.4)
+    assert told(log, "a")["reliability"] == {"count": 0, "observed": []}
+    end(log, 99, replica_id="a", kept=True, ttft_s=0.3)
+    (row,) = told(log, "a")["replicas"]
+    assert row["reliability"] == told(log)["reliability"]
+    assert row["reliability"] == {"count": 1, "observed": [1.0] * len(QUANTILES)}
+
+
+def test_only_the_replica_that_answered_as_promised_teaches() -> None:
+    log = PromiseLog()
+    for number in range(4 * FEW):
+        promise(log, number)
+        end(log, number, replica_id=("b", "")[number % 2], ttft_s=9.0)
+        promise(log, number)
+        end(log, number, replica_id="a", ttft_s=None)
+    assert promise(log, 999).predicted_ttft_s == 0.2
+
+
+def test_a_later_promise_takes_the_place_of_the_first() -> None:
+    log = PromiseLog()
+    promise(log, 1, "a")
+    promise(log, 1, "b")
+    end(log, 1, replica_id="b", kept=True)
+    assert [row["promised"] for row in told(log, "a", "b")["replicas"]] == [0, 1]
+
+
+def test_what_is_not_promised_is_left_as_it_is() -> None:
+    log = PromiseLog()
+    for decision in (
+        RouteDecision("a", "placed", Tier.BEST_EFFORT),
+        RouteDecision("a", "placed"),
+        RouteDecision(None, "unattainable", retry_after_s=1.0),
+    ):
+        assert log.made(RouteQuery(1, CHAT, 9, request_id=f"{1:032x}"), decision) is decision
+    end(log, 1, kept=True)
+    assert told(log)["promised"] == 0
+
+
+def test_only_recent_promises_are_told_of() -> None:
+    log = PromiseLog()
+    for number in range(RECENT + 10):
+        promise(log, number)
+        end(log, number, now_s=float(number < 10), kept=True, replica_id="a")
+    found = told(log, "a", now_s=60.0)
+    assert (found["promised"], found["window_ms"]) == (RECENT, 60_000)
+    assert found["reliability"]["count"] == CHECKED
+    assert told(log, now_s=RECENT_S + 1.0)["promised"] == 0
+
+
+async def test_the_snapshot_has_it_for_the_replicas_that_are_known() -> None:
+    controller = Controller(ControllerConfig(promise_level=0.95), Clock())
+    await controller.hello(hello("a"))
+    name = f"{1:032x}"
+    query = RouteQuery(1, CHAT, 100, request_id=name)
+    (made,) = (await controller.route([query])).decisions
+    assert made.tier is Tier.GUARANTEED
+    ending = OK._replace(request_id=name, replica_id="a", kept=False)
+    await controller.push_metrics(newer_push("router", ()), [ending])
+    found = (await controller.snapshot())["calibration"]
+    assert found["level"] == 0.95 and set(found["margins"]) == {"ttft", "tpot", "e2e"}
+    assert found["classes"] == [{"class": "chat", "promised": 1, "kept": 0}]
+    assert [row["replica_id"] for row in found["replicas"]] == ["a"]

@@ -1,0 +1,19 @@
+"""A latency profile for engines in tests: one that is given to an engine it need not measure at its
+start, which takes seconds and says little on a busy machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scheduling.latency import LinearLatency
+from scheduling.latency_profile import LatencyProfile
+
+_SMALL = LinearLatency(a=0.004, b=0.0001, c=0.000001)
+"""About that of the small local models on one core."""
+
+
+def known_profile(directory: Path, model: LinearLatency = _SMALL) -> Path:
+    """A file in ``directory`` for ``latency_profile`` of an engine's configuration."""
+    path = directory / "profile.json"
+    path.write_text(LatencyProfile.of("test", model).to_json(), encoding="utf-8")
+    return path

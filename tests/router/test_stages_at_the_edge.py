@@ -1,0 +1,112 @@
+"""The edge judges a request of stages stage by stage, however it learns of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from replica.engine import (
+    EngineRequest,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseSent,
+    ResponseTail,
+)
+from scheduling.stages import Stage
+from tests.router.far_side import Clock, Edge, FarController, FarSide
+from tests.router.test_admission import guaranteed, post, promises
+from tests.router.virtual_time import settle
+
+OFFSETS_S = (0.1, 0.2, 0.5, 0.52)
+"""The second stage begins with the third token, 300 ms after the second."""
+
+THINK: dict[str, Any] = {"ttft_ms": 150, "tpot_ms": 110}
+
+
+def stages(until: object, ttft_ms: float) -> dict[str, Any]:
+    """The first two tokens, then the others."""
+    return {"stages": [{"until": until, **THINK}, {"until": "end", "ttft_ms": ttft_ms}]}
+
+
+async def streamed(
+    clock: Clock, replica: str, request: EngineRequest
+) -> AsyncIterator[ResponseItem]:
+    """Chunk by chunk; with the second one the reasoning ends."""
+    begun_s = clock.now_s
+    yield ResponseHead(200, "text/event-stream", replica)
+    for place, offset_s in enumerate(OFFSETS_S, 1):
+        clock.now_s = begun_s + offset_s
+        yield ResponseChunk(b"data: x\n\n", 1, reasoned=int(place == 2))
+        await settle()  # the router has it
+    yield ResponseTail(5, 4)
+
+
+async def reported(
+    clock: Clock, replica: str, request: EngineRequest
+) -> AsyncIterator[ResponseItem]:
+    """All in one report, as of a stream that HAProxy fetches."""
+    clock.now_s += OFFSETS_S[-1]
+    yield ResponseHead(200, "text/event-stream", replica)
+    yield ResponseSent((1, 1, 1, 1), OFFSETS_S, True, reasoned=2)
+    yield ResponseTail(5, 4)
+
+
+async def plain(clock: Clock, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    """With the end of a response that is not streamed."""
+    clock.now_s += OFFSETS_S[-1]
+    yield ResponseHead(200, "application/json", replica)
+    yield ResponseChunk(b"{}")
+    yield ResponseTail(5, 4, OFFSETS_S, reasoned=2)
+
+
+@pytest.mark.parametrize("answer", [streamed, reported, plain])
+@pytest.mark.parametrize("until", [{"tokens": 2}, "reasoning_end"], ids=str)
+async def test_each_stage_is_held_to_its_own_objective(answer: Any, until: object) -> None:
+    clock = Clock()
+    asked: list[EngineRequest] = []
+
+    async def serve(
+        side: FarSide, replica: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        asked.append(request)
+        async for item in answer(clock, replica, request):
+            yield item
+
+    edge = Edge(FarSide(a=serve), FarController(guaranteed()), clock=clock)
+    for ttft_ms in (310, 290):
+        await post(edge, stream=answer is not plain, slo=stages(until, ttft_ms))
+    assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 1)
+    missed = {"class": "standard", "objective": "ttft"}
+    assert edge.sample("sluice_promises_missed_total", **missed) == 1
+    tokens = 2 if until != "reasoning_end" else 0
+    assert asked[0].slo.stages == (Stage(0.15, 0.11, tokens=tokens), Stage(0.31))
+    kept, late = edge.controller.endings
+    assert (kept.missed, late.missed) == ((), ("ttft",))
+    # The margins learn from the later stage, which took more of its time than the first of its own.
+    assert kept.judged_s is not None and late.judged_s is not None
+    assert kept.judged_s[0] == pytest.approx(0.3 / 0.31 * 0.15)
+    assert late.judged_s[0] == pytest.approx(0.3 / 0.29 * 0.15)
+    # And what the client saw of the whole request is told as ever.
+    assert kept.ttft_s == pytest.approx(0.1)
+
+
+async def test_a_late_stage_is_told_while_the_request_goes_on() -> None:
+    clock = Clock()
+
+    async def serve(
+        side: FarSide, replica: str, request: EngineRequest
+    ) -> AsyncIterator[ResponseItem]:
+        async for item in streamed(clock, replica, request):
+            if isinstance(item, ResponseTail):
+                yield ResponseChunk(b"data: x\n\n", 4)
+            yield item
+
+    edge = Edge(FarSide(a=serve), FarController(guaranteed()), clock=clock)
+    await post(edge, stream=True, slo=stages({"tokens": 2}, 290))
+    notices = edge.controller.late_notices
+    assert notices
+    for notice in notices:
+        assert notice.ttft_s == pytest.approx(0.3 / 0.29 * 0.15)

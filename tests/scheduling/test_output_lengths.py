@@ -1,0 +1,153 @@
+"""Output lengths, learned from how requests ended."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling.length import LengthRange
+from scheduling.output_lengths import (
+    EVERY,
+    LEAST_ENDED,
+    MAX_CLASSES,
+    MAX_TENANTS,
+    MEMORY,
+    UNKNOWN,
+    UNSEEN,
+    OutputLengths,
+    length_of,
+)
+
+OUTPUTS = st.lists(st.tuples(st.integers(1, 10_000), st.booleans()), max_size=2 * MEMORY)
+
+
+def learned(*tokens: int, level: float = 0.99, tenant: int = 0) -> OutputLengths:
+    lengths = OutputLengths(level)
+    for each in tokens:
+        lengths.observe("chat", tenant, each, ended=True)
+    return lengths
+
+
+def test_nothing_known_is_bounded_by_the_most_that_may_come() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected("chat") == UNKNOWN == (256, 512)
+    assert lengths.expected("chat", most_tokens=300) == (256, 300)
+    assert lengths.expected("chat", most_tokens=40) == (40, 40)
+
+
+def test_a_class_has_the_lengths_that_it_had() -> None:
+    lengths = learned(*[100] * 150)
+    assert lengths.expected("chat") == (pytest.approx(100), 100)
+    assert lengths.expected("other") == UNKNOWN
+    # Most are short, one in fifty is long: a promise counts with the long ones.
+    lengths = learned(*([10] * 49 + [1_000]) * 4)
+    mean, bound = lengths.expected("chat")
+    assert mean == pytest.approx((49 * 10 + 1_000) / 50)
+    assert bound == 1_000
+
+
+def test_few_outputs_do_not_bound_the_next_one() -> None:
+    one = learned(10).expected("chat")
+    assert one == (pytest.approx((256 + 10) / 2), UNSEEN * 256)
+    assert learned(*[10] * LEAST_ENDED).expected("chat") == (pytest.approx(10), UNSEEN * 10)
+    # So many that the 0.9 quantile is one of them.
+    assert learned(*range(1, 21), level=0.9).expected("chat").bound == 19
+
+
+def test_what_was_cut_off_does_not_teach_that_outputs_are_short() -> None:
+    lengths = OutputLengths()
+    for _ in range(200):
+        lengths.observe("chat", 0, 16, ended=False)
+    assert lengths.expected("chat") == UNKNOWN
+    # Half of them are cut off at 16 tokens: of the others, the lengths are those without any limit.
+    chance = random.Random(5)
+    real = [chance.randint(1, 100) for _ in range(400)]
+    for tokens in real:
+        cut = chance.random() < 0.5 and tokens > 16
+        lengths.observe("chat", 0, 16 if cut else tokens, ended=not cut)
+    mean, bound = lengths.expected("chat")
+    assert mean == pytest.approx(50, rel=0.15)
+    assert 90 <= bound <= 200
+
+
+def test_the_share_within_the_bound_is_the_level() -> None:
+    chance = random.Random(7)
+    lengths, within = OutputLengths(0.95), 0
+    for number in range(4_000):
+        tokens = 1 + int(chance.lognormvariate(4.0, 1.0))
+        if number >= 200:
+            within += tokens <= lengths.expected("chat").bound
+        lengths.observe("chat", 0, tokens, ended=True)
+    assert within / 3_800 == pytest.approx(0.95, abs=0.015)
+
+
+def test_it_follows_a_change() -> None:
+    lengths = learned(*[1_000] * 300, *[10] * (MEMORY + EVERY))
+    assert lengths.expected("chat") == (pytest.approx(10), 10)
+
+
+def test_a_tenant_is_told_from_its_class_when_enough_is_known_of_it() -> None:
+    lengths = learned(*[20] * 200)
+    for number in range(LEAST_ENDED):
+        assert lengths.expected("chat", 7).mean < 100, number
+        assert lengths.expected("chat", 7) == lengths.expected("chat")
+        lengths.observe("chat", 7, 500, ended=True)
+    assert lengths.expected("chat", 7) == (pytest.approx(500), UNSEEN * 500)
+    assert lengths.expected("chat", 8) == lengths.expected("chat")
+    assert lengths.expected("code", 7) == UNKNOWN
+
+
+def test_a_stated_range_is_what_counts() -> None:
+    lengths = OutputLengths(0.9, {"chat": LengthRange(11, 20)})
+    assert lengths.expected("chat") == (15.5, 19)
+    lengths.observe("chat", 7, 5_000, ended=True)
+    assert lengths.expected("chat", 7) == (15.5, 19)
+    assert len(lengths) == 0
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, -1.0, 2.0])
+def test_a_level_that_is_none_is_refused(level: float) -> None:
+    with pytest.raises(ValueError, match="level"):
+        OutputLengths(level)
+
+
+def test_memory_is_bounded_and_the_latest_stay() -> None:
+    lengths = OutputLengths()
+    for tenant in range(1, 3 * MAX_TENANTS):
+        lengths.observe(f"class-{tenant % (2 * MAX_CLASSES)}", tenant, 10, ended=True)
+    assert len(lengths) == MAX_CLASSES + MAX_TENANTS
+    for _ in range(LEAST_ENDED):
+        lengths.observe("chat", 5, 10, ended=True)
+    assert lengths.expected("chat", 5) == (pytest.approx(10), 20)
+    for name, tokens in (("", 10), ("x" * 300, 10), ("empty", 0)):
+        lengths.observe(name, 0, tokens, ended=True)
+        assert lengths.expected(name) == UNKNOWN
+    # More than any model gives, from a router that is out of order.
+    lengths.observe("huge", 0, 10**30, ended=True)
+    assert lengths.expected("huge").bound < 1 << 32
+
+
+@given(OUTPUTS, st.integers(0, 1 << 20), st.floats(0.01, 0.999))
+def test_the_bound_is_at_least_the_mean_and_never_above_the_most(
+    outputs: list[tuple[int, bool]], most: int, level: float
+) -> None:
+    lengths = OutputLengths(level)
+    for tokens, ended in outputs:
+        lengths.observe("chat", 7, tokens, ended)
+    for tenant in (0, 7):
+        mean, bound = lengths.expected("chat", tenant, most)
+        assert 0 < mean <= bound
+        assert not most or bound <= most
+        free = lengths.expected("chat", tenant)
+        assert (mean, bound) == free.within(most or float("inf"))
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=MEMORY), st.floats(0.01, 0.999))
+def test_without_cuts_the_mean_is_the_mean_and_enough_are_within_the_bound(
+    tokens: list[int], level: float
+) -> None:
+    mean, bound = length_of(np.array(tokens, np.int32), np.ones(len(tokens), np.bool_), level)
+    assert mean == pytest.approx(np.mean(tokens))
+    assert np.mean(np.array(tokens) <= bound) >= level - 1e-9

@@ -1,0 +1,144 @@
+"""Objectives of stages: what a request counts with, and how it is judged."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling.objective import SLO, TokenClock
+from scheduling.stage_clock import StageClock, clock_of
+from scheduling.stages import MOST_STAGES, Stage, later_of
+
+THINK_AND_ANSWER = SLO.of_stages((Stage(1.0, 0.1), Stage(0.5, 0.05)))
+COUNTED = SLO.of_stages((Stage(1.0, 0.1, tokens=3), Stage(0.5, 0.05)))
+
+
+def test_a_request_counts_with_its_first_ttft_and_its_tightest_pace() -> None:
+    slo = SLO.of_stages((Stage(2.0, 0.1), Stage(0.5, 0.04), Stage(0.1, 0.2)), 9.0, 3, "chat")
+    assert (slo.times_s, slo.priority, slo.service_class) == ((2.0, 0.04, 9.0), 3, "chat")
+    assert [later_of(slo.stages, number).tpot_s for number in range(3)] == [0.04, 0.2, inf]
+    assert slo.of_stage(1) == SLO(0.5, 0.04, None, 3, "chat")
+
+
+def test_the_time_of_a_stage_of_known_length_is_a_pace() -> None:
+    slo = SLO.of_stages((Stage(e2e_s=3.0, tokens=11), Stage(tpot_s=0.2)))
+    assert slo.times_s == (1.5, pytest.approx(0.15), None)
+    one = SLO.of_stages((Stage(2.0, e2e_s=1.0, tokens=1), Stage()))
+    assert one.times_s == (1.0, None, None)
+
+
+def test_stages_that_all_state_their_end_state_that_of_the_request() -> None:
+    stages = Stage(e2e_s=3.0), Stage(e2e_s=4.0)
+    assert SLO.of_stages(stages).e2e_s == 7.0
+    assert SLO.of_stages(stages, 5.0).e2e_s == 5.0
+    assert SLO.of_stages((*stages, Stage())).e2e_s is None
+
+
+def test_what_is_planned_of_the_whole_is_planned_of_each_stage() -> None:
+    planned = THINK_AND_ANSWER.with_times((0.9, 0.04, None))
+    assert planned.stages == (Stage(0.9, pytest.approx(0.08)), Stage(0.45, pytest.approx(0.04)))
+    assert THINK_AND_ANSWER.with_times(THINK_AND_ANSWER.times_s) is THINK_AND_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("stages", "problem"),
+    [
+        ((Stage(0.0),), "times must be positive"),
+        ((Stage(tpot_s=float("inf")),), "times must be positive"),
+        ((Stage(tokens=-1), Stage()), "an integer from 0 on"),
+        ((Stage(tokens=1.5), Stage()), "an integer from 0 on"),  # type: ignore[arg-type]
+        ((Stage(tokens=3),), "ends with the request"),
+        ((Stage(),) * (MOST_STAGES + 1), "at most 8 stages"),
+    ],
+)
+def test_stages_that_are_none_are_refused(stages: tuple[Stage, ...], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        SLO(stages=stages)
+
+
+def followed(slo: SLO, *groups: tuple[int, float]) -> TokenClock:
+    """A request that came at 0, and whose tokens left in these groups."""
+    clock = clock_of(slo, 0.0)
+    for tokens, at_s in groups:
+        clock.emit(tokens, at_s)
+    return clock
+
+
+def test_each_stage_is_judged_by_its_own_objective() -> None:
+    # Three tokens within a second and at 0.1 s, then the others from 1.2 s on.
+    begun = (1, 1.0), (2, 1.2)
+    assert followed(COUNTED, *begun, (1, 1.69), (1, 1.73)).missed(1.73) == ()
+    assert followed(COUNTED, *begun, (1, 1.71), (1, 1.75)).missed(1.75) == ("ttft",)
+    assert followed(COUNTED, *begun, (1, 1.69), (1, 1.76)).missed(1.76) == ("tpot",)
+    assert followed(COUNTED, (1, 1.1), (2, 1.4), (1, 1.5)).missed(1.5) == ("ttft", "tpot")
+
+
+def test_tokens_that_leave_together_are_of_their_own_stages() -> None:
+    clock = followed(COUNTED, (5, 1.0))
+    assert isinstance(clock, StageClock)
+    assert (clock.stage, clock.tokens, clock.attained(1.0)) == (1, 5, True)
+
+
+def test_the_whole_request_has_an_end_to_end_time_too() -> None:
+    slo = SLO.of_stages((Stage(1.0, tokens=1), Stage(0.5)), 1.2)
+    assert followed(slo, (1, 0.9), (1, 1.2)).missed(1.2) == ()
+    assert followed(slo, (1, 0.9), (1, 1.3)).missed(1.3) == ("e2e",)
+
+
+def test_a_stage_that_does_not_begin_is_not_judged() -> None:
+    assert followed(COUNTED, (1, 1.0), (2, 1.2)).missed(99.0) == ()
+    assert followed(COUNTED, (1, 1.0)).missed(99.0) == ()
+    assert followed(COUNTED).missed(0.1) == ("ttft", "tpot")
+
+
+def test_a_stage_ends_with_the_reasoning() -> None:
+    for answered_s, missed in ((1.59, ()), (1.7, ("ttft",))):
+        clock = followed(THINK_AND_ANSWER, (1, 1.0))
+        clock.emit(1, 1.09, reasoned=1)
+        clock.emit(1, answered_s)
+        assert clock.missed(answered_s) == missed
+
+
+def test_reasoning_and_answer_in_one_chunk_are_of_their_own_stages() -> None:
+    clock = clock_of(THINK_AND_ANSWER, 0.0)
+    clock.emit(5, 1.0, reasoned=2)
+    clock.emit(1, 1.1)
+    assert clock.missed(1.1) == ()
+    clock.emit(1, 1.3)
+    assert clock.missed(1.3) == ("tpot",)
+
+
+def test_reasoning_that_ended_before_its_stage_ends_that_with_its_first_token() -> None:
+    clock = clock_of(SLO.of_stages((Stage(tokens=2), Stage(), Stage())), 0.0)
+    assert isinstance(clock, StageClock)
+    seen = []
+    for number in range(4):
+        clock.emit(1, float(number), reasoned=1 if number == 0 else 0)
+        seen.append(clock.stage)
+    assert seen == [0, 1, 2, 2]
+
+
+def test_margins_learn_from_the_worst_stage_as_a_share_of_the_whole() -> None:
+    # The second stage's first token took 0.9 of its time, its pace all of it.
+    clock = followed(COUNTED, (1, 0.5), (2, 0.6), (1, 1.05), (1, 1.1))
+    ttft_s, tpot_s, e2e_s = clock.judged_s(1.1)
+    assert (ttft_s, tpot_s, e2e_s) == (pytest.approx(0.9), pytest.approx(0.05), None)
+    assert followed(COUNTED).judged_s(1.0)[0] is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.floats(0.0, 2.0)), min_size=1, max_size=12))
+def test_one_stage_is_judged_as_a_request_without_stages(groups: list[tuple[int, float]]) -> None:
+    at_s, timed = 0.0, []
+    for tokens, gap_s in groups:
+        at_s += gap_s
+        timed.append((tokens, at_s))
+    plain = SLO(1.0, 0.5, 6.0)
+    one = followed(SLO.of_stages((Stage(1.0, 0.5, 6.0),)), *timed)
+    whole = followed(plain, *timed)
+    assert one.missed(at_s) == whole.missed(at_s)
+    assert (one.gain, one.ideal_gain) == (whole.gain, whole.ideal_gain)
+    seen = [time_s or 0.0 for time_s in whole.judged_s(at_s)]
+    assert [time_s or 0.0 for time_s in one.judged_s(at_s)] == pytest.approx(seen)
