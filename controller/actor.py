@@ -383,8 +383,13 @@ class Controller:
 
     def _hear(self) -> float:
         """Somebody spoke: the time, monotonic seconds."""
-        self._heard_s = self._clock()
-        return self._heard_s
+        now_s = self._clock()
+        if now_s - self._heard_s > self._config.stale_after_s:
+            # Not one heartbeat came: this process stood still, and the reports that would confirm
+            # reservations may still be in its sockets.
+            self._fleet.ledger.postpone(now_s - self._heard_s)
+        self._heard_s = now_s
+        return now_s
 
     def _is_last(self, replica_id: str, now_s: float) -> bool:
         """Whether no other replica takes requests, and this one does."""

@@ -110,10 +110,9 @@ class Ledger:
         elif len(self._entries) >= self._limit:
             changed.add(self._end_next())
         self._entries[key] = made
-        heapq.heappush(self._ends, (max(made.made_s, made.awaited_s) + self._ttl_s, key))
+        heapq.heappush(self._ends, (self._ends_s(made), key))
         if len(self._ends) > 2 * len(self._entries) + _MOST_STALE:
-            self._ends = [(self._ends_s(each), own) for own, each in self._entries.items()]
-            heapq.heapify(self._ends)
+            self._rebuild_ends()
         self._of_replica.setdefault(made.replica_id, {})[key] = made
         return changed
 
@@ -140,6 +139,18 @@ class Ledger:
             if self._next() is not None and self._ends[0][0] <= now_s:
                 changed.add(self._end_next())
         return changed
+
+    def postpone(self, by_s: float) -> None:
+        """Let every reservation live ``by_s`` longer: for that long nobody could have confirmed
+        it. ``O(n)``."""
+        for key, made in self._entries.items():
+            later = made._replace(awaited_s=max(made.made_s, made.awaited_s) + by_s)
+            self._entries[key] = self._of_replica[made.replica_id][key] = later
+        self._rebuild_ends()
+
+    def _rebuild_ends(self) -> None:
+        self._ends = [(self._ends_s(each), own) for own, each in self._entries.items()]
+        heapq.heapify(self._ends)
 
     def _ends_s(self, made: Reservation) -> float:
         return max(made.made_s, made.awaited_s) + self._ttl_s

@@ -117,6 +117,21 @@ async def test_a_reservation_ends_by_release_and_by_age() -> None:
     assert (await replica_of(controller, "a"))["prefill_tokens"] == 0
 
 
+async def test_while_it_stands_still_reservations_do_not_age() -> None:
+    """What would confirm them waits in its sockets."""
+    controller, clock = make(reservation_ttl_s=5)
+    await controller.hello(hello("a"))
+    epoch = (await controller.route([query(1), query(2)])).epoch
+    clock.advance(20)
+    assert (await controller.snapshot())["reservations"] == 2
+    await controller.report(delta("a", epoch, 1, {0: waiting_row(1, 100)}))
+    for seq in range(2, 7):
+        assert (await controller.snapshot())["reservations_expired"] == 0
+        clock.advance(1)
+        await controller.report(delta("a", epoch, seq))
+    assert (await controller.snapshot())["reservations_expired"] == 1
+
+
 async def test_a_restarted_controller_asks_for_a_hello() -> None:
     controller, _ = make()
     old_epoch = await epoch_of(controller)

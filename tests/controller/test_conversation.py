@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from math import ceil
 from typing import Any, Literal
 
 import numpy as np
@@ -283,8 +284,10 @@ class Conversation(RuleBasedStateMachine):
         self._all_report()
         # What nobody could tell of is left to its age, and nothing else.
         assert world.reserved() <= self.excused
-        world.clock.advance(CONFIG.reservation_ttl_s + MOST_AWAITED_S)
-        self._all_report()
+        steps = ceil((CONFIG.reservation_ttl_s + MOST_AWAITED_S) / CONFIG.stale_after_s)
+        for _ in range(steps):
+            world.clock.advance(CONFIG.stale_after_s)
+            self._all_report()
         world.controller._fleet.expire(world.clock())
         assert world.reserved() == set()
         there = {int(row["key"]) for each in world.replicas.values() for row in each.rows.values()}

@@ -62,6 +62,18 @@ def test_one_that_is_awaited_later_expires_later() -> None:
     assert ledger.expire(25) == {"a"}
 
 
+def test_what_nobody_could_confirm_is_postponed() -> None:
+    ledger = Ledger(ttl_s=5)
+    ledger.reserve(1, made("a"))
+    ledger.reserve(2, made("b", now_s=1, awaited_s=3))
+    ledger.postpone(10)
+    ledger.reserve(3, made("c", now_s=10))
+    assert ledger.expire(14.9) == set()
+    assert ledger.expire(15) == {"a", "c"}
+    assert ledger.expire(17.9) == set()
+    assert ledger.expire(18) == {"b"}
+
+
 def test_the_ends_of_ended_reservations_are_forgotten() -> None:
     ledger = Ledger(ttl_s=5)
     for key in range(5 * _MOST_STALE):
