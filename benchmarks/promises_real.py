@@ -3,8 +3,8 @@
 Run with ``sluice bench promises --real``. An open load in bursts of three classes goes through the
 whole of Sluice, at shares of what the replicas can do, on a quiet machine and beside a busy loop on
 one core that begins in the middle; first without margins and then with those of production. The
-two systems have the same engines and get the same requests at the same times, but each has a
-controller of its own, which has learned nothing. It first serves requests without objectives: so
+two systems have equal engines and get the same requests at the same times, but each is a cluster
+of its own, which has learned nothing. It first serves requests without objectives: so
 the step models are corrected when the first run begins, and no margin is learned. From then on it
 keeps what it has learned, as it would for an operator.
 
@@ -30,7 +30,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from itertools import count, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,6 +41,7 @@ import psutil
 from rich.console import Console
 
 from benchmarks.experiments.promises import LEVEL, MARGINS, NONE
+from benchmarks.own_process import in_own_process
 from benchmarks.promises_load import CLASSES, NO_OBJECTIVE, SLOS, body_of, draw, make_load
 from benchmarks.promises_report import Json, cells, counts, tables
 from benchmarks.replay_client import End, Outcome, replay
@@ -84,7 +85,6 @@ _PROMISES = re.compile(
 )
 _REPORTED_S = 3.0  # after it has ended, a router's count of a request is on its page
 _STARTED_S = 300.0
-_REPLACEMENTS = 10
 
 
 def with_real(command: click.Command) -> click.Command:
@@ -153,25 +153,13 @@ def measure(
     """Serve, run every load under each system, and show what came of it."""
     capacities: dict[str, float] = {}
     runs: list[Json] = []
-    # Ray's own messages must not stand between the lines of the JSON.
-    with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(sys.stderr))
-        config = make_config(engines, seconds, Path(stack.enter_context(TemporaryDirectory())))
-        stop = stack.enter_context(stop_signals())
-        stack.enter_context(running(config, stop, Console(stderr=True).print))
-        cluster = Cluster(base_url(config), config.engine.model)
-        in_flight = IN_FLIGHT * (engines or REPLICAS)
-        _wait_for_replicas(config, engines or REPLICAS)
-        for system, controller in CONTROLLERS.items():
-            _control(config, controller)
-            capacities[system] = _capacity(cluster, in_flight, seconds, seeds[0])
-            click.echo(f"{system}: capacity {capacities[system]:.2f} requests/s", err=True)
-            rate = rate or capacities[system]
-            disturbed = PAUSES if engines else BUSY
-            for run in _runs(cluster, rate, seconds, seeds, disturbed, stop):
-                runs.append({"system": system, **run})
-                shown = {name: value for name, value in runs[-1].items() if name != "late"}
-                click.echo(json.dumps(shown), err=True)
+    for system in CONTROLLERS:
+        load = _Load(engines, rate, seconds, seeds)
+        capacities[system], found_runs, stopped = in_own_process(_measure, system, load)
+        rate = rate or capacities[system]
+        runs += found_runs
+        if stopped:
+            break
     found = cells(runs)
     if as_json:
         rates = {"load_1": rate, "capacities": capacities}
@@ -181,9 +169,42 @@ def measure(
             print_table(table)
 
 
+class _Load(NamedTuple):
+    """What a system is measured with; see :func:`measure`."""
+
+    engines: int
+    rate: float | None
+    seconds: float
+    seeds: Sequence[int]
+
+
+def _measure(system: str, load: _Load) -> tuple[float, list[Json], bool]:
+    """Serve with the controller of a system and run every load: its capacity, the runs, and whether
+    they were stopped early."""
+    runs: list[Json] = []
+    # Ray's own messages must not stand between the lines of the JSON.
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(sys.stderr))
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        config = make_config(system, load.engines, load.seconds, folder)
+        stop = stack.enter_context(stop_signals())
+        stack.enter_context(running(config, stop, Console(stderr=True).print))
+        cluster = Cluster(base_url(config), config.engine.model)
+        replicas = load.engines or REPLICAS
+        _wait_for_replicas(config, replicas)
+        capacity = _capacity(cluster, IN_FLIGHT * replicas, load.seconds, load.seeds[0])
+        click.echo(f"{system}: capacity {capacity:.2f} requests/s", err=True)
+        disturbed = PAUSES if load.engines else BUSY
+        rate = load.rate or capacity
+        for run in _runs(cluster, rate, load.seconds, load.seeds, disturbed, stop):
+            runs.append({"system": system, **run})
+            shown = {name: value for name, value in runs[-1].items() if name != "late"}
+            click.echo(json.dumps(shown), err=True)
+        return capacity, runs, stop.is_set()
+
+
 def _wait_for_replicas(config: SluiceConfig, replicas: int) -> None:
-    """Return once all have started: each of them asks for the controller of its configuration, and
-    would replace another one.
+    """Return once all have started and have said hello.
 
     Raises:
         ClickException: they have not for as long as it takes.
@@ -201,25 +222,15 @@ def _wait_for_replicas(config: SluiceConfig, replicas: int) -> None:
         time.sleep(0.5)
 
 
-def _control(config: SluiceConfig, controller: ControllerConfig) -> None:
-    """Put a new controller in the place of the one that there is."""
-    # It imports Ray, whose settings come first.
-    from controller.client import ensure_controller
-
-    # Replicas that lose theirs start one of their own configuration, and may be the first.
-    for _ in range(_REPLACEMENTS - 1):
-        with suppress(RuntimeError):
-            ensure_controller(config.name, controller)
-            return
-    ensure_controller(config.name, controller)
-
-
-def make_config(engines: int, seconds: float, folder: Path) -> SluiceConfig:
-    """Two vLLM replicas, or so many simulated ones, whose profile goes to ``folder``."""
+def make_config(system: str, engines: int, seconds: float, folder: Path) -> SluiceConfig:
+    """Two vLLM replicas, or so many simulated ones, whose profile goes to ``folder``, under the
+    controller of a system."""
+    controller = CONTROLLERS[system].model_dump()
     classes = {name: entry.model_dump() for name, entry in CLASSES.items()}
     router = {"port": free_port(), "classes": classes, "default_class": next(iter(classes))}
     if not engines:
-        return parse_config({"replica": {"count": REPLICAS}, "router": router})
+        replica = {"count": REPLICAS}
+        return parse_config({"replica": replica, "router": router, "controller": controller})
     fixed, tokens, context = (
         LIGHT_ENGINE[name] / SLOWER for name in ("step_s", "token_s", "context_token_s")
     )
@@ -236,6 +247,7 @@ def make_config(engines: int, seconds: float, folder: Path) -> SluiceConfig:
             },
             "replica": {"count": engines, "num_cpus": 0.1},
             "router": router,
+            "controller": controller,
         }
     )
 

@@ -17,7 +17,6 @@ import json
 import re
 import sys
 import urllib.request
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +24,7 @@ from typing import Any, Final
 import click
 from rich.console import Console
 
+from benchmarks.own_process import in_own_process
 from benchmarks.replay_client import replay as replay_workload
 from benchmarks.replay_load import CLASSES, ENGINE, make_load
 from benchmarks.replay_report import summary
@@ -101,9 +101,8 @@ def replay(
     results = {}
     for name, controller in _settings(policies).items():
         say(f"{name}: starting")
-        # Ray's own messages must not stand between the lines of the JSON.
-        with redirect_stdout(sys.stderr):
-            results[name] = _measure(_config(controller, replicas, routers), workload, say)
+        config = _config(controller, replicas, routers)
+        results[name] = in_own_process(_measure, config, workload)
         ends = results[name]["all"]
         lost = ends["silent"] + ends["cut"]
         say(f"{name}: {ends['answered']} of {ends['sent']} answered, {lost} lost")
@@ -141,13 +140,13 @@ def _config(controller: dict[str, Any], replicas: int, routers: int) -> SluiceCo
     )
 
 
-def _measure(
-    config: SluiceConfig, workload: Workload, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _measure(config: SluiceConfig, workload: Workload) -> dict[str, Any]:
     """Serve ``config``, replay the workload's first seconds to warm up, and then all of it."""
     url = f"{base_url(config)}/v1/completions"
     model = config.engine.model
-    with stop_signals() as stop, running(config, stop, say):
+    say = Console(stderr=True).print
+    # Ray's own messages must not stand between the lines of the JSON.
+    with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
         asyncio.run(replay_workload(url, model, window(workload, 0.0, _WARM_UP_S)))
         before = _step_ratio(config)
         meter = Meter()

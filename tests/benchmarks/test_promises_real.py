@@ -88,7 +88,7 @@ def test_the_command_line_leaves_ray_for_after_its_settings() -> None:
 
 
 def test_simulated_engines_are_slower_than_believed_and_drift(tmp_path: Path) -> None:
-    config = promises_real.make_config(8, 20.0, tmp_path)
+    config = promises_real.make_config(MARGINS, 8, 20.0, tmp_path)
     assert config.replica.count == 8
     assert config.controller == promises_real.CONTROLLERS[MARGINS]
     assert config.engine.latency_profile is not None
