@@ -163,15 +163,14 @@ def advance(figures: Floats, prefills: Floats, loads: Floats, now_s: float) -> N
         return
     figures[SPENT_UNTIL_S] = now_s
     room_s = capacity_s(figures, loads, now_s)
-    item, queued = 0, int(figures[QUEUED])
-    while item < queued and room_s > 0.0:
-        done_s = min(room_s, prefills[item, LEFT_S])
+    for item in range(int(figures[QUEUED])):
+        done_s = min(max(0.0, room_s), prefills[item, LEFT_S])
         prefills[item, LEFT_S] -= done_s
         figures[SPENT_S] += done_s
         room_s -= done_s
-        item += 1
-    if queued == 0 or prefills[queued - 1, LEFT_S] == 0.0:
-        figures[SPENT_S] += max(0.0, room_s + figures[FIXED_S])
+        if prefills[item, LEFT_S] > 0.0:
+            return
+    figures[SPENT_S] += max(0.0, room_s + figures[FIXED_S])
 
 
 @compiled

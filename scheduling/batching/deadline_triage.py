@@ -151,9 +151,8 @@ class DeadlineTriage(BatchPolicy):
        FairBatching §3.4, from prefix sums over decodes by slack), then against the free sequences
        and KV blocks. A kept prefill that finds no room now waits for it; those that cannot be held
        are shed. It is decided anew in each batch, so a shed request is kept again once it can be
-       held. One that was promised goes in front of as many of the kept ones as have the room for
-       it, so that it is late by as little as costs none of them its deadline; without room for it
-       in front of any of them it is shed, too.
+       held. One that was promised is not: it goes in front of as many of the kept ones as have the
+       room for it, so that it is late by as little as costs none of them its deadline.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline,
        where the batch ends before the first of them that it completes is due, and soon enough for
        a request that comes in the meantime; the other decodes; the tail. While the kept prefills
@@ -164,7 +163,7 @@ class DeadlineTriage(BatchPolicy):
        work. They get 0.1 to 0.8 of the least TPOT in a batch, the less the more is backed up, leave
        a share of blocks and sequences free, and begin only while the answers that run leave room
        for new prompts.
-    5. *Ageing*: a request that is shed and older than ``patience_s`` has ``aged_share`` of the
+    5. *Ageing*: a request that is not kept and older than ``patience_s`` has ``aged_share`` of the
        time and of the running sequences, in order of arrival. The bound on its wait is that of
        :class:`~scheduling.batching.aged_lane.AgedLane`. A decode that has been late for longer
        than ``patience_s`` is in every batch.
@@ -246,7 +245,8 @@ class DeadlineTriage(BatchPolicy):
         until_s = self._until_s(
             batch, table, admissible, punctual, left_s, work_s, decodes, latency
         )
-        self._take_aged(batch, table, shed, running, active, now_s, latency)
+        left_out = shed if punctual is None else np.concatenate((np.setdiff1d(ordered, kept), shed))
+        self._take_aged(batch, table, left_out, running, active, now_s, latency)
         batch.take(admissible, until_s)
         batch.take(decodes.rows[urgent:], until_s)
         if len(shed):
@@ -324,7 +324,7 @@ class DeadlineTriage(BatchPolicy):
         latency: LatencyModel,
     ) -> tuple[Ints, Ints, Ints]:
         """The prefills to keep, by deadline; the same with the late ones to which a promise is
-        owed, each as far to the front as makes none of the kept late; and the others."""
+        owed, each as far to the front as makes none of the kept late; and those that are shed."""
         due = prefills[: np.searchsorted(left_s[prefills], inf)]
         until_s = decodes.capacity_s(left_s[due], latency)
         kept = keep(work_s[due], table[due, PRIORITY], until_s)
@@ -334,9 +334,7 @@ class DeadlineTriage(BatchPolicy):
         if not len(late):
             return on_time, on_time, rest
         places = before(work_s[on_time], self._usable * until_s[kept], work_s[late])
-        fits = places < len(on_time)
-        ordered = np.insert(on_time, places[fits], late[fits])
-        return on_time, ordered, np.concatenate((late[~fits], rest))
+        return on_time, np.insert(on_time, places, late), rest
 
     def _until_s(
         self,
@@ -374,14 +372,14 @@ class DeadlineTriage(BatchPolicy):
         self,
         batch: BatchBuilder,
         table: Floats,
-        shed: Ints,
+        left_out: Ints,
         running: Mask,
         active: int,
         now_s: float,
         latency: LatencyModel,
     ) -> None:
         """The aged lane: a share of the time and of the running sequences, by arrival."""
-        aged = self._lane.aged(table, shed, now_s)
+        aged = self._lane.aged(table, left_out, now_s)
         if not len(aged):
             return
         answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._lane.patience_s

@@ -279,7 +279,8 @@ class Conversation(RuleBasedStateMachine):
         world = self.world
         while world.late:
             world.late.pop()()
-        for request in [each for each in self.requests if each.at is None]:
+        for request in self.requests:
+            # Of one whose prompt is being computed, what is reserved for its decode.
             self._release([key for key, _ in request.legs], "arrives")
         self._all_report()
         # What nobody could tell of is left to its age, and nothing else.

@@ -4,7 +4,7 @@ from math import inf
 from typing import NamedTuple
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from scheduling import fleet_rows as figure
@@ -221,6 +221,16 @@ PROMISE_ONLY = frozenset({Tier.GUARANTEED})
         min_size=2,
         max_size=25,
     )
+)
+@example(  # The first is done, and due last: the others are not done with it.
+    [
+        (0.0, SLO(ttft_s=1.5, tpot_s=0.05), 2),
+        (0.02, SLO(ttft_s=0.5, tpot_s=0.05), 2577),
+        (0.0, SLO(ttft_s=0.2), 99),
+        (0.02, SLO(ttft_s=0.2), 99),
+        (0.02, SLO(ttft_s=0.2), 1879),
+        (0.0, SLO(ttft_s=0.2, tpot_s=0.05), 2),
+    ]
 )
 def test_a_fluid_server_keeps_every_promise_that_was_made_between_two_reports(
     asked: list[tuple[float, SLO, int]],

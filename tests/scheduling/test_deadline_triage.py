@@ -123,6 +123,11 @@ def test_what_was_promised_is_late_by_as_little_as_costs_nobody_a_deadline() -> 
     # Not where that makes another one late.
     tight = prefill("tight", 600, SLO(ttft_s=1.2, tpot_s=0.2), arrival_s=9.8)
     assert list(planned(running, owed, tight, now_s=now_s))[:2] == ["running", "tight"]
+    # But in front of all that nobody promised and that is late, whatever that is worth.
+    short = prefill("short", 60, SLO(ttft_s=0.25, tpot_s=0.2), arrival_s=9.85)
+    dear = prefill("dear", 20, SLO(ttft_s=0.5, tpot_s=0.2, priority=9), arrival_s=9.5)
+    entries = planned(running, owed, short, dear, now_s=now_s)
+    assert list(entries) == ["running", "short", "late"]
 
 
 def test_without_any_deadline_batches_are_full() -> None:
@@ -160,14 +165,14 @@ def test_an_answer_without_a_pace_goes_on_at_a_token_a_second() -> None:
     assert "silent" in planned(silent, *pressing, now_s=10.0)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.1])
-def test_the_wait_of_a_shed_request_is_bounded_while_others_keep_the_engine_full(
-    share: float,
+@pytest.mark.parametrize(("share", "promised"), [(0.02, False), (0.1, False), (0.02, True)])
+def test_the_wait_of_a_late_request_is_bounded_while_others_keep_the_engine_full(
+    share: float, promised: bool
 ) -> None:
     patience_s = 3.0
     policy = make_policy("deadline_triage", {"patience_s": patience_s, "aged_share": share})
     slo = SLO(ttft_s=0.5)
-    shed = prefill("shed", 90, SLO(ttft_s=0.05))
+    shed = prefill("shed", 90, SLO(ttft_s=0.05))._replace(promised=promised)
     now_s, served = 0.0, 0
     stream: list[RequestView] = []
     bound_s = patience_s + 0.090 / share
@@ -188,4 +193,5 @@ def test_the_wait_of_a_shed_request_is_bounded_while_others_keep_the_engine_full
         )
         stream = [request for request in stream if request.request_id not in taken]
     assert shed.pending_tokens == 0
-    assert patience_s < now_s <= bound_s + 1.0
+    assert now_s <= bound_s + 1.0
+    assert promised or now_s > patience_s
