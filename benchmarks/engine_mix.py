@@ -31,9 +31,9 @@ from rich.table import Table
 
 from replica.config import EngineConfig
 from replica.engine import EngineRequest, ResponseChunk, ResponseTail
-from replica.local_model import local_model
-from replica.vllm_engine import VllmEngine
-from replica.vllm_setup import prepare_environment
+from replica.vllm.engine import VllmEngine
+from replica.vllm.local_model import local_model
+from replica.vllm.setup import prepare_environment
 from scheduling.batching import POLICIES
 from scheduling.objective import SLO
 

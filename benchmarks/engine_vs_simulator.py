@@ -38,7 +38,7 @@ from rich.table import Table
 
 from replica.config import EngineConfig
 from replica.engine import EngineInfo, EngineRequest, ResponseTail
-from replica.vllm_engine import VllmEngine
+from replica.vllm.engine import VllmEngine
 from scheduling.batching import POLICIES, make_policy
 from scheduling.latency import LatencyModel, LinearLatency, StepSample
 from scheduling.objective import SLO

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from router import wire
-from router.gate import INFERENCE_PATHS
+from router.request.arrival import INFERENCE_PATHS
 
 PATHS = (*INFERENCE_PATHS, "/v1/models", "/health", "/v1/files", "/v1/batches", "/v1/responses/x")
 

@@ -21,7 +21,7 @@ from benchmarks.stock_server import server_command, server_environment
 from deploy.haproxy import DIRECT_VARIABLE
 from deploy.ray_settings import free_port
 from replica.config import EngineConfig
-from replica.local_model import local_model
+from replica.vllm.local_model import local_model
 
 REPLICAS = 2
 """Engines behind each gateway, and replicas of Sluice."""

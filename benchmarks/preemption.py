@@ -31,8 +31,8 @@ from benchmarks.preemption_engine import PreemptiveEngine
 from benchmarks.preemption_trials import WHOLE, all_trials, random_prompt
 from benchmarks.stock_engine import StockEngine
 from deploy.tables import print_table
-from replica.local_model import local_model
 from replica.preemption.checks import Granularity
+from replica.vllm.local_model import local_model
 
 WAYS: dict[str, tuple[Granularity | None, int]] = {
     "operator": ("operator", WHOLE),

@@ -12,12 +12,12 @@ from typing import Any
 
 from benchmarks.one_engine import OneEngine, Result, Work, result_of
 from replica.preemption.checks import Granularity
-from replica.preemption.config import PreemptionConfig
 from replica.preemption.pacing import Pacer, pacer_for
 from replica.preemption.words import MAX_CHECKS
-from replica.state_table import StateTable
-from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
-from replica.vllm_setup import survive_module_scan
+from replica.preemption_config import PreemptionConfig
+from replica.scheduler.state_table import StateTable
+from replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
+from replica.vllm.setup import survive_module_scan
 from scheduling.objective import SLO
 from scheduling.preemption import Options
 
@@ -34,7 +34,7 @@ class PreemptiveEngine(OneEngine):
     Args:
         model: the model's directory.
         directory: its state table is made there.
-        options: of :class:`~replica.preemption.config.PreemptionConfig`.
+        options: of :class:`~replica.preemption_config.PreemptionConfig`.
         ranks: how many workers compute it; with several, each has a process of its own.
         args: vLLM's engine arguments.
     """
@@ -57,6 +57,7 @@ class PreemptiveEngine(OneEngine):
         from vllm import LLM
 
         from replica.preemption.support import executor
+        from replica.preemption.variant import FACTORY
 
         survive_module_scan()
         path = directory / "state"
@@ -78,7 +79,7 @@ class PreemptiveEngine(OneEngine):
             tensor_parallel_size=ranks,
             distributed_executor_backend=executor(ranks),
             disable_log_stats=True,
-            scheduler_cls="replica.vllm_scheduler.make_scheduler",
+            scheduler_cls=FACTORY,
             additional_config=settings.to_additional_config(),
             **(defaults | args),
         )

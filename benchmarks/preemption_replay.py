@@ -48,7 +48,7 @@ from deploy.config import SluiceConfig
 from deploy.local import base_url, running, stop_signals
 from deploy.ray_settings import free_port
 from deploy.tables import print_table
-from replica.local_model import local_model
+from replica.vllm.local_model import local_model
 from scheduling.fit import fit
 from scheduling.latency import StepSample
 from scheduling.latency_request import PolynomialTTFT

@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.engine_process import EngineProcess
 from benchmarks.one_engine import Result, Work
 from benchmarks.preemption_engine import PreemptiveEngine
-from replica.local_model import local_model
 from replica.preemption.checks import Granularity
+from replica.vllm.local_model import local_model
 
 WHOLE = 1 << 20
 """More tokens than any prompt has."""

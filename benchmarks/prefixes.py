@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planning import BLOCK_TOKENS, measure
-from replica.held_prefixes import HeldPrefixes
-from replica.kv_events import PooledBlocks
-from replica.state_table import StateTable
-from router.prompt_prefix import prefix_of
+from replica.scheduler.prefix_index import HeldPrefixes
+from replica.scheduler.state_table import StateTable
+from replica.vllm.kv_events import PooledBlocks
+from router.request.prompt_prefix import prefix_of
 from scheduling.prefix import CHUNK_ENDS, TOKEN_UNITS, PrefixIndex, PromptPrefix
 
 CHARACTERS = (1_000, 10_000, 100_000, 1_000_000)

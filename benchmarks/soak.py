@@ -134,7 +134,7 @@ def soak(
 
 def _model() -> Path:
     from replica.config import EngineConfig
-    from replica.local_model import local_model
+    from replica.vllm.local_model import local_model
 
     return local_model(EngineConfig().cache_dir.expanduser(), layers=1, hidden=64)
 

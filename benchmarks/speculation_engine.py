@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from benchmarks.one_engine import OneEngine
-from replica.speculation import with_all_lengths
-from replica.state_table import StateTable
-from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
-from replica.vllm_setup import survive_module_scan
+from replica.scheduler.speculation import with_all_lengths
+from replica.scheduler.state_table import StateTable
+from replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
+from replica.vllm.setup import survive_module_scan
 from scheduling.batching import make_policy
 from scheduling.fit import fit
 from scheduling.kernels import Ints
@@ -131,13 +131,13 @@ class SpeculatingEngine(OneEngine):
             "enable_prefix_caching": False,
             "enforce_eager": True,
             "distributed_executor_backend": "uni",
-            "worker_cls": "replica.vllm_cpu_worker.MendedCpuWorker",
+            "worker_cls": "replica.vllm.cpu_worker.MendedCpuWorker",
         }
         self._llm = LLM(
             model=str(model),
             disable_log_stats=True,
             speculative_config=with_all_lengths(ngrams),
-            scheduler_cls="replica.vllm_scheduler.make_scheduler",
+            scheduler_cls="replica.vllm.scheduler.make_scheduler",
             additional_config=settings.to_additional_config(),
             **(defaults | args),
         )

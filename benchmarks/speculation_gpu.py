@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.speculation import Arrival
 from benchmarks.speculation_engine import Asked, SpeculatingEngine
-from replica.local_model import local_model
+from replica.vllm.local_model import local_model
 from scheduling.fit import fit
 from scheduling.latency import StepSample
 from scheduling.objective import SLO

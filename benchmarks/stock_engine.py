@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.one_engine import OneEngine, Result, Work, result_of
-from replica.vllm_setup import survive_module_scan
+from replica.vllm.setup import survive_module_scan
 
 
 class StockEngine(OneEngine):

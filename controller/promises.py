@@ -1,7 +1,7 @@
 """What was promised to whom, how it turned out, and what is told of that.
 
 Between a decision and its request's end this remembers where a promise was made and what was
-forecast with it. Routers judge the promises (:mod:`router.admission_metrics`), so what is told here
+forecast with it. Routers judge the promises (:mod:`router.metrics.admission`), so what is told here
 and what the metrics count agree.
 """
 

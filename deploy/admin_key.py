@@ -7,7 +7,7 @@ import secrets
 from pydantic import SecretStr
 
 from deploy.config import SluiceConfig
-from router.admin.config import AdminConfig
+from router.admin_config import AdminConfig
 
 
 def with_admin_key(config: SluiceConfig) -> tuple[SluiceConfig, str | None]:

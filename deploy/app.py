@@ -32,10 +32,11 @@ ROUTER_DEPLOYMENT = "Router"
 
 OTHER_POOL_WAIT_S = 0.25
 """How long a request waits for the first replica of a pool where it may go to another, seconds.
-Where all are empty they are asked again, see :mod:`router.dispatch`."""
+Where all are empty they are asked again, see :mod:`router.dispatch.dispatcher`."""
 
 _LOGGING = LoggingConfig(enable_access_log=False)
-"""Sluice writes a line for each request itself (:mod:`router.telemetry`); Serve would write two."""
+"""Sluice writes a line for each request itself (:mod:`router.metrics.telemetry`); Serve would write
+two."""
 
 _ADMITTED_BY_CONTROLLER = 1_000_000
 """Serve must not queue: the router and the replica bound what they take and refuse the rest."""
@@ -116,7 +117,8 @@ def _replicas(fleet: ModelFleet, pool: Pool, telemetry: TelemetryConfig) -> Appl
         graceful_shutdown_wait_loop_s=0.1,
         max_surge_percent=replica.surge_percent,
         request_router_config=RequestRouterConfig(
-            request_router_class="router.hint_router:HintRouter", request_router_kwargs=hints
+            request_router_class="router.serve.request_router:HintRouter",
+            request_router_kwargs=hints,
         ),
     )
     return replicas.bind(pool.engine, replica, controller, fleet.key, telemetry, pool.role)

@@ -24,7 +24,7 @@ from deploy.haproxy import TLS_BIND_VARIABLE, TLS_CERTIFICATE_VARIABLE, tls_addr
 from deploy.leftovers import Cleaner
 from deploy.model_check import check_model
 from replica.engine import ConfigurationError
-from router.access import Access
+from router.ingress.access import Access
 
 KEY_VARIABLE = "SLUICE_KEY"
 """Holds an API key of the reader's in the command that is shown at the start."""

@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from replica.adapters import adapter_names
-from replica.preemption.config import PreemptionConfig
-from replica.transfer.config import TransferConfig
+from replica.preemption_config import PreemptionConfig
+from replica.transfer_config import TransferConfig
 from scheduling.autoscaling import AutoscalingPolicy
 from scheduling.autoscaling import make_policy as make_autoscaling_policy
 from scheduling.batching import BestEffortOptions, make_policy

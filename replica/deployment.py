@@ -17,7 +17,6 @@ from controller.config import ControllerConfig
 from controller.metrics import MetricsPusher
 from replica.config import EngineConfig, ReplicaConfig
 from replica.configured import ConfiguredReplicas
-from replica.direct import DirectPort
 from replica.engine import (
     ConfigurationError,
     Engine,
@@ -28,7 +27,8 @@ from replica.engine import (
 )
 from replica.metrics import ReplicaCollector
 from replica.server import Replica
-from replica.simulated_engine import SimulatedEngine
+from replica.simulated.engine import SimulatedEngine
+from replica.streams.direct import DirectPort
 from replica.streams.server import StreamServer
 from replica.streams.wire import StreamEndpoint
 from scheduling.batching.warm_up import warm_up
@@ -224,8 +224,10 @@ def make_engine(
     if config.kind == "simulated":
         return SimulatedEngine(config, replica_id, max_live_requests)
     # Imported only where it runs: it takes seconds, and a fleet of simulated engines needs no vLLM.
-    from replica.vllm_engine import VllmEngine
+    from replica.vllm.engine import VllmEngine
 
+    if config.preemption.granularity != "off":
+        import replica.preemption.variant  # noqa: F401 - it registers itself
     core = _core(rank) if config.pin_cpu else None
     return VllmEngine(config, replica_id, max_live_requests, core, traced)
 

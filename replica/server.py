@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from replica.config import ReplicaConfig
-from replica.direct import DirectPort, sent_directly
 from replica.engine import (
     UNSCHEDULED,
     Engine,
@@ -33,6 +32,7 @@ from replica.openai_format import error_body
 from replica.reporter import Membership, Reporter, ReportTarget
 from replica.request_trace import RequestTrace
 from replica.response import Response
+from replica.streams.direct import DirectPort, sent_directly
 from replica.watchdog import Watchdog
 from scheduling.fair_shares import PLACES_PART, has_room
 from scheduling.roles import Role

@@ -20,27 +20,29 @@ from starlette.routing import Route
 
 from replica.engine import Endpoint
 from router import wire
-from router.access import METRICS_PATH, OPEN_PATH, ROOT_PATH, Access
-from router.admin.access import PAGE_PATH
 from router.admin.api import admin_routes
 from router.admin.overseer import Overseer
 from router.admin.page import page_routes
-from router.auth import KeyMetrics
 from router.batches.service import batch_routes
-from router.call import CallReader
 from router.config import RouterConfig
-from router.cors import Cors
-from router.direct import BROKEN_PATH, EDGE_HEADER, DirectAnswer, DirectAnswers
+from router.dispatch.exchange import Exchange
+from router.dispatch.models import Fleets
 from router.errors import ApiError, Reason, shown
-from router.exchange import Exchange
-from router.fleets import Fleets
-from router.gate import INFERENCE_PATHS, Arrival, Gate
-from router.metrics_page import Page
+from router.ingress.access import METRICS_PATH, OPEN_PATH, ROOT_PATH, Access
+from router.ingress.admin_access import PAGE_PATH
+from router.ingress.cors import Cors
+from router.ingress.load_shedding import Pause, Shedder
+from router.ingress.middleware import Gate
+from router.metrics.page import Page
+from router.metrics.telemetry import Telemetry
 from router.openapi import PATH, document
-from router.overload import Pause, Shedder
-from router.rate_limits import NO_CHARGE, RateLimiter, Share
-from router.telemetry import Telemetry
-from router.token_limits import output_to_expect
+from router.request.arrival import INFERENCE_PATHS, Arrival
+from router.request.call import CallReader
+from router.request.token_limits import output_to_expect
+from router.serve.direct import EDGE_HEADER, DirectAnswer, DirectAnswers
+from router.tenancy.auth import KeyMetrics
+from router.tenancy.rate_limits import NO_CHARGE, RateLimiter, Share
+from router.wire import BROKEN_PATH
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 

@@ -16,15 +16,15 @@ from controller.config import ControllerConfig
 from controller.metrics import MetricsPusher
 from router.admin.overseer import Overseer
 from router.api import make_api
-from router.catalog import Catalog
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.fleets import Fleet, Fleets
-from router.http_head import use_strict_heads
-from router.metrics import RouterMetrics
-from router.metrics_page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
-from router.serve_replicas import ServeReplicas
-from router.telemetry import Telemetry
+from router.dispatch.catalog import Catalog
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.models import Fleet, Fleets
+from router.metrics.instruments import RouterMetrics
+from router.metrics.page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
+from router.metrics.telemetry import Telemetry
+from router.request.http_head import use_strict_heads
+from router.serve.replicas import ServeReplicas
 from scheduling.roles import Role
 from telemetry.config import TelemetryConfig
 from telemetry.logs import configure_logs

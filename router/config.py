@@ -6,11 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from router.admin.config import AdminConfig, is_loopback
-from router.batches.config import BatchesConfig
-from router.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
-from router.retry_budget import RetryBudgetConfig
-from router.trust import OutputLimit, PromptLimit
+from router.admin_config import AdminConfig, is_loopback
+from router.batches_config import BatchesConfig
+from router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries, digest_of
+from router.tenancy.limits import OutputLimit, PromptLimit
 from router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 from scheduling.tpot import TPOTAnchor
@@ -121,6 +120,30 @@ class MetricsConfig(BaseModel):
         default=None,
         description="Absolute path of a YAML list of more such keys. It is read again when it "
         "changes.",
+    )
+
+
+class RetryBudgetConfig(BaseModel):
+    """Bounds the attempts after first ones, resumed streams included, in each router replica."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ratio: float = Field(
+        default=0.2,
+        ge=0,
+        le=10,
+        description="Further attempts for each request of the window. 0 leaves the floor.",
+    )
+    floor: int = Field(
+        default=100,
+        ge=0,
+        le=1_000_000,
+        description="Further attempts in a window that are allowed besides, however few requests "
+        "there are. About what one replica serves at once: when it dies, all of that is tried "
+        "again.",
+    )
+    window_s: float = Field(
+        default=60.0, gt=0, le=3_600, description="Over which they are counted, seconds."
     )
 
 

@@ -15,17 +15,12 @@ from router import wire
 from router.batches import batches_api, files_api
 from router.batches.expiry import MAX_S, MIN_S
 from router.config import RouterConfig
-from router.engine_bounds import MAX_ENTRIES
 from router.errors import RULES
-from router.gate import BATCH_PATHS, INFERENCE_PATHS
-from router.session import MAX_SESSION_CHARACTERS
-from router.validation import (
-    MAX_CHOICES,
-    MAX_INPUTS,
-    MAX_MESSAGES,
-    MAX_PROMPTS,
-    MAX_TOKENS,
-)
+from router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
+from router.request.engine_bounds import MAX_ENTRIES
+from router.request.session import MAX_SESSION_CHARACTERS
+from router.request.validation import MAX_CHOICES, MAX_INPUTS, MAX_MESSAGES, MAX_PROMPTS
+from router.wire import MAX_TOKENS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 from scheduling.stages import MOST_STAGE_TOKENS, MOST_STAGES
 

@@ -92,6 +92,15 @@ SESSION_FIELDS: Final = ("prompt_cache_key", "user")
 TARGET_KWARG: Final = "_target"
 """Keyword of the replica call that the request router reads its hint from."""
 
+BROKEN_PATH: Final = "/sluice/broken"
+"""Where HAProxy reports a broken stream. The stream's ticket opens this path."""
+
+NO_CLASS: Final = "none"
+"""Class label of a request that was refused before its class was known."""
+
+MAX_TOKENS: Final = 2**31 - 1
+"""Largest token count or token id."""
+
 RESPONSE_HEADERS: Final = (
     REQUEST_ID_HEADER,
     CLASS_HEADER,

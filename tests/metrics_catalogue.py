@@ -11,11 +11,11 @@ from controller.client import CallMetrics
 from controller.config import ControllerConfig
 from replica.config import EngineConfig
 from replica.metrics import ReplicaCollector
-from replica.simulated_engine import SimulatedEngine
-from router.auth import KeyMetrics
+from replica.simulated.engine import SimulatedEngine
 from router.batches.metrics import BatchMetrics
-from router.metrics import RouterMetrics
-from router.metrics_page import ControllerMetricsPage
+from router.metrics.instruments import RouterMetrics
+from router.metrics.page import ControllerMetricsPage
+from router.tenancy.auth import KeyMetrics
 
 
 class Family(NamedTuple):

@@ -3,6 +3,7 @@
 
 import ast
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,39 @@ def test_the_layers_import_downward_only() -> None:
     assert not found, "\n".join(found)
 
 
+def arrows() -> dict[str, set[str]]:
+    """By module of ours, those that it imports anywhere, also for type checkers alone."""
+    named = {}
+    for path in files():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        named[".".join(parts[:-1] if is_package else parts)] = path.read_text(), is_package
+    found = {}
+    for module, (source, is_package) in named.items():
+        names = [name for _, name in imported(module, source, is_package)]
+        found[module] = {
+            name if name in named else name.rpartition(".")[0] for name in names
+        } & named.keys() - {module}
+    return found
+
+
+def room_of(module: str) -> str:
+    """The sub-package that a module is in; of one right below a package, itself."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_no_import_goes_in_a_circle_between_modules_or_sub_packages() -> None:
+    modules = arrows()
+    rooms: dict[str, set[str]] = {}
+    for module, names in modules.items():
+        rooms.setdefault(room_of(module), set()).update(map(room_of, names))
+    for room, names in rooms.items():
+        names.discard(room)
+    assert {"router.dispatch", "replica.vllm"} <= rooms.keys()
+    for graph in (modules, rooms):
+        TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -157,7 +191,7 @@ def test_the_check_sees_a_violation(module: str, source: str) -> None:
             "from controller.client import ControllerClient\nfrom controller import config",
         ),
         ("router.x", "from replica.engine import Engine\nimport controller.messages"),
-        ("deploy.x", "import router.app\nimport replica.vllm_engine\nimport controller.actor"),
+        ("deploy.x", "import router.app\nimport replica.vllm.engine\nimport controller.actor"),
     ],
 )
 def test_the_check_lets_what_is_allowed_pass(module: str, source: str) -> None:

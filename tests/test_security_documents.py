@@ -7,12 +7,12 @@ import re
 import pytest
 
 from deploy.haproxy import TLS_CERTIFICATE_VARIABLE, TLS_CONFIG
-from router.auth import POLL_S
 from router.config import RouterConfig
-from router.keys import WEAK_CHARACTERS, ApiKey, client_of, parse_keys
-from router.rate_limits import EXCHANGE_S, RateLimiter
-from router.token_limits import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
-from router.trust import Caps, Client
+from router.request.token_limits import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
+from router.tenancy.auth import POLL_S
+from router.tenancy.keys import WEAK_CHARACTERS, ApiKey, client_of, parse_keys
+from router.tenancy.limits import Caps, Client
+from router.tenancy.rate_limits import EXCHANGE_S, RateLimiter
 from tests.documents import ROOT, marked, section
 
 PAGE = ROOT / "docs" / "security.md"

@@ -15,9 +15,9 @@ from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import CONFIG_FILE, CONTEXT
 from deploy.commands.options import as_json as json_option
 from deploy.config import load_config
-from router.auth import KeyRing
 from router.config import RouterConfig
-from router.keys import ApiKey, check_entries, digest_of, is_weak
+from router.tenancy.auth import KeyRing
+from router.tenancy.keys import ApiKey, check_entries, digest_of, is_weak
 
 KEY_BYTES = 32
 """Random bytes of a new key."""

@@ -6,7 +6,6 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -15,17 +14,17 @@ import click
 from deploy.commands.exits import Exit, Failure
 from deploy.commands.options import CONFIG_FILE, load
 from deploy.commands.options import as_json as json_option
+from deploy.commands.profile_report import Fitted, Measured
 from deploy.config import SluiceConfig
-from replica.vllm_setup import survive_module_scan
+from replica.vllm.setup import survive_module_scan
 from scheduling.fit import BatchFamily, fit
-from scheduling.latency import StepSample
 from scheduling.latency_profile import LatencyProfile
-from scheduling.step_errors import StepErrors, errors_by_kind, step_errors
+from scheduling.step_errors import errors_by_kind, step_errors
 
 if TYPE_CHECKING:
     from replica.config import EngineConfig
     from replica.engine import Engine, EngineInfo
-    from replica.sweep import Load
+    from replica.profiling.sweep import Load
 
 FAMILIES: tuple[BatchFamily, ...] = get_args(BatchFamily)
 
@@ -35,33 +34,6 @@ survive_module_scan()
 _NAME = "profile"
 _REQUESTS = 1024
 """Room for the engine's live requests; a load of the sweep has fewer."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a sweep saw of an engine: ``swept`` is fitted, ``unseen`` tells how good the fit is.
-
-    ``key`` names what the engine's times depend on, and ``start`` is the profile that a replica of
-    this configuration starts with today.
-    """
-
-    model: str
-    policy: str
-    key: str
-    start: LatencyProfile
-    swept: list[StepSample]
-    unseen: list[StepSample]
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A model fitted to a sweep, with its errors by kind of step."""
-
-    profile: LatencyProfile
-    in_sample: dict[str, StepErrors]
-    out_of_sample: dict[str, StepErrors]
-    others: dict[str, float]
-    """Mean error out of sample of the other families, and of the profile of today (``start``)."""
 
 
 @click.command()
@@ -159,7 +131,7 @@ async def measure(
         SweepError, EngineDeadError: the sweep could not be run to its end.
         ValueError, OSError, RuntimeError: the engine did not start.
     """
-    from replica.sweep import Sweep, grid, random_loads
+    from replica.profiling.sweep import Sweep, grid, random_loads
 
     named = config.latency_profile
     start = None
@@ -222,8 +194,8 @@ def _measure(
     config: EngineConfig, rounds: int, report: Callable[[str, int, int], None]
 ) -> Measured:
     from replica.engine import EngineDeadError
-    from replica.sweep import SweepError
-    from replica.virtual_loop import VirtualLoop
+    from replica.profiling.sweep import SweepError
+    from replica.simulated.virtual_loop import VirtualLoop
 
     # Standard output is the report's, and lines would run through the progress bar.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
@@ -242,7 +214,7 @@ def _measure(
 def _engine(config: EngineConfig) -> Engine:
     """The engine to measure, on the time of the running loop where it is simulated."""
     if config.kind == "simulated":
-        from replica.simulated_engine import SimulatedEngine
+        from replica.simulated.engine import SimulatedEngine
 
         clock = asyncio.get_running_loop().time
         return SimulatedEngine(config, _NAME, _REQUESTS, clock)
@@ -272,7 +244,7 @@ def _check_place(path: Path | None) -> None:
 
 def _keep(config: EngineConfig, found: LatencyProfile, out: Path | None) -> Path | None:
     """Write the profile; where to, or ``None`` where nobody would look for it."""
-    from replica.profiling import profile_path, save_profile
+    from replica.profiling.profiler import profile_path, save_profile
 
     if out is None:
         if config.kind == "simulated":

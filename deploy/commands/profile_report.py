@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,37 @@ from scheduling.latency_profile import LatencyProfile
 from scheduling.step_errors import KINDS, StepErrors, kind_of
 
 if TYPE_CHECKING:
-    from deploy.commands.profile import Fitted, Measured
     from scheduling.latency import StepSample
 
 _FORMATS = (".png", ".pdf", ".svg")
 _COLOURS = dict(zip(KINDS, ("#2a6fbb", "#d1742f", "#3f9457"), strict=True))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a sweep saw of an engine: ``swept`` is fitted, ``unseen`` tells how good the fit is.
+
+    ``key`` names what the engine's times depend on, and ``start`` is the profile that a replica of
+    this configuration starts with today.
+    """
+
+    model: str
+    policy: str
+    key: str
+    start: LatencyProfile
+    swept: list[StepSample]
+    unseen: list[StepSample]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A model fitted to a sweep, with its errors by kind of step."""
+
+    profile: LatencyProfile
+    in_sample: dict[str, StepErrors]
+    out_of_sample: dict[str, StepErrors]
+    others: dict[str, float]
+    """Mean error out of sample of the other families, and of the profile of today (``start``)."""
 
 
 @contextmanager

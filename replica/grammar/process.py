@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from replica.parent import end_with_parent
+from replica.parent_watch import end_with_parent
 
 logger = logging.getLogger(__name__)
 

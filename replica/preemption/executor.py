@@ -16,14 +16,14 @@ from typing import Any
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from replica.preemption.config import PreemptionConfig
 from replica.preemption.messages import Answer, Call, Command, Died, Exit
 from replica.preemption.reserve import Reserve, keep
 from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
-from replica.vllm_args import SchedulerSettings
-from replica.vllm_scheduler import pin_thread
-from replica.vllm_setup import survive_module_scan
+from replica.preemption_config import PreemptionConfig
+from replica.scheduler.xargs import SchedulerSettings
+from replica.vllm.scheduler import pin_thread
+from replica.vllm.setup import survive_module_scan
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from replica.parent import end_with_parent
-from replica.preemption.config import PreemptionConfig
+from replica.parent_watch import end_with_parent
 from replica.preemption.executor import nothing
 from replica.preemption.messages import Answer, Command, Died, Exit, Failed
 from replica.preemption.reserve import Reserve, keep
 from replica.preemption.words import ControlWords
 from replica.preemption.worker import TaskRunner
-from replica.vllm_args import SchedulerSettings
+from replica.preemption_config import PreemptionConfig
+from replica.scheduler.xargs import SchedulerSettings
 
 logger = logging.getLogger(__name__)
 

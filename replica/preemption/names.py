@@ -1,4 +1,4 @@
-"""Names of vLLM that preemption uses, beyond those in :mod:`replica.vllm_support`. Versions that it
+"""Names of vLLM that preemption uses, beyond those in :mod:`replica.vllm.support`. Versions that it
 does not support may lack even the modules that are imported here."""
 
 from __future__ import annotations

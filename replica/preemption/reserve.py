@@ -29,11 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from replica.preemption.checks import Checks, Granularity
-from replica.preemption.config import PreemptionConfig
 from replica.preemption.lanes import new_runner, without_compiled_code
 from replica.preemption.pacing import Immediate
 from replica.preemption.words import ControlWords
-from replica.vllm_args import SchedulerSettings
+from replica.preemption_config import PreemptionConfig
+from replica.scheduler.xargs import SchedulerSettings
 
 logger = logging.getLogger(__name__)
 

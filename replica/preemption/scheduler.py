@@ -16,8 +16,8 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from replica.preemption.messages import Timing
-from replica.vllm_args import SchedulerSettings
-from replica.vllm_scheduler import SloScheduler
+from replica.scheduler.xargs import SchedulerSettings
+from replica.vllm.scheduler import SloScheduler
 from scheduling.batching import BatchPlan
 from scheduling.kernels import ARRIVAL, BEST_EFFORT, ENVELOPE, deadlines_s, is_prefill
 from scheduling.latency import StepSample

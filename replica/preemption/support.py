@@ -1,4 +1,4 @@
-"""What preemption needs of vLLM, beyond :mod:`replica.vllm_support`: names, and a configuration in
+"""What preemption needs of vLLM, beyond :mod:`replica.vllm.support`: names, and a configuration in
 which a forward pass can be left and entered again."""
 
 from __future__ import annotations
@@ -9,14 +9,7 @@ import vllm
 from vllm.config import CompilationMode
 
 from replica.preemption.words import MAX_RANKS
-from replica.vllm_args import SchedulerSettings
-from replica.vllm_support import WITH_PREEMPTION, UnsupportedVllmError, check_version
-
-
-def preempts(vllm_config: Any) -> bool:
-    """Whether ``vllm_config`` asks for preemption."""
-    settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
-    return settings.preemption.granularity != "off"
+from replica.vllm.support import WITH_PREEMPTION, UnsupportedVllmError, check_version
 
 
 def executor(ranks: int) -> str:

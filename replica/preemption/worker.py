@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from replica.preemption.checks import Checks
-from replica.preemption.config import PreemptionConfig
 from replica.preemption.lanes import Lanes
 from replica.preemption.messages import (
     Answer,
@@ -27,6 +26,7 @@ from replica.preemption.messages import (
 )
 from replica.preemption.pacing import Immediate, pacer_for
 from replica.preemption.words import ControlWords
+from replica.preemption_config import PreemptionConfig
 
 
 class _GivenUpError(BaseException):

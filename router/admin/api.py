@@ -1,6 +1,6 @@
 """The admin API: what the fleet does, why requests went where they went, and draining replicas.
 
-Who may use it is decided before, see :mod:`router.access`.
+Who may use it is decided before, see :mod:`router.ingress.access`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
-from router.admin.access import ADMIN_PREFIX
 from router.admin.overseer import FEW_DECISIONS, FORCE, MAX_DECISIONS, Overseer
-from router.client_request_id import noted
 from router.errors import invalid, shown
-from router.gate import Arrival
+from router.ingress.admin_access import ADMIN_PREFIX
+from router.request.arrival import Arrival
+from router.request.client_request_id import noted
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from controller.client import NoAnswerError
+from router.dispatch.recent import Recent
 from router.errors import ApiError, Reason, shown
-from router.recent import Recent
 
 TTL_S = 1.0
 """How long what a controller has told is shown again, seconds."""

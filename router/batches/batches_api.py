@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from router.batches.config import window_s
 from router.batches.expiry import expiry_s
 from router.batches.files_api import owner_of
 from router.batches.paging import page
@@ -16,9 +15,10 @@ from router.batches.records import BatchRecord, Status, new_batch_id
 from router.batches.run import Resources
 from router.batches.runner import Runner
 from router.batches.store import file_not_found, full_disk_told
-from router.body import parse_object, read_body
+from router.batches_config import window_s
 from router.errors import ApiError, Reason, invalid, shown
-from router.gate import BATCH_PATHS
+from router.request.arrival import BATCH_PATHS
+from router.request.body import parse_object, read_body
 
 MAX_BODY_BYTES = 64 << 10
 """Largest body that asks for a batch, bytes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.batches.config import DAY_S, HOUR_S
+from router.batches_config import DAY_S, HOUR_S
 from router.errors import invalid, shown
 
 MIN_S = HOUR_S

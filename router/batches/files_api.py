@@ -17,7 +17,7 @@ from router.batches.run import Resources
 from router.batches.store import file_not_found, full_disk_told
 from router.batches.upload import Form, receive
 from router.errors import ApiError, Reason, invalid, shown
-from router.trust import ANYONE
+from router.tenancy.limits import ANYONE
 
 MAX_PAGE = 10_000
 """Most files in one page of the list, and how many there are where nobody asks for less."""

@@ -17,18 +17,18 @@ from router.answer import Answer
 from router.batches.lines import Line
 from router.batches.metrics import BatchMetrics
 from router.batches.results import Reply
-from router.call import MAX_INLINE_BYTES, Call, CallReader
-from router.client_request_id import noted
 from router.config import RouterConfig
+from router.dispatch.models import Fleet, Fleets
+from router.dispatch.service_tier import with_tier
 from router.errors import ApiError, Reason, invalid
-from router.fleets import Fleet, Fleets
-from router.gate import INFERENCE_PATHS, Arrival
-from router.metrics import Outcome
-from router.rate_limits import RateLimiter
-from router.service_tier import with_tier
-from router.telemetry import Telemetry
-from router.token_limits import output_to_expect
-from router.trust import Client
+from router.metrics.instruments import Outcome
+from router.metrics.telemetry import Telemetry
+from router.request.arrival import INFERENCE_PATHS, Arrival
+from router.request.call import MAX_INLINE_BYTES, Call, CallReader
+from router.request.client_request_id import noted
+from router.request.token_limits import output_to_expect
+from router.tenancy.limits import Client
+from router.tenancy.rate_limits import RateLimiter
 from scheduling.objective import TokenClock
 from scheduling.stage_clock import clock_of
 from telemetry.logs import of_request

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from router.batches.records import LineFault
-from router.body import parse_object
 from router.errors import ApiError, shown
+from router.request.body import parse_object
 
 MAX_CUSTOM_ID: Final = 512
 """Longest ``custom_id``, characters."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
-from router.batches.config import BatchesConfig
 from router.batches.disk import DiskThreads, Lock
 from router.batches.line_caller import Admitted, LineCaller
 from router.batches.lines import Line, check_lines, slices
@@ -19,7 +18,8 @@ from router.batches.places import LinePlaces
 from router.batches.records import BatchRecord, Status
 from router.batches.results import Reply, ResultLog, answered, not_run
 from router.batches.store import ERRORS, INPUT, OUTPUT, Store
-from router.trust import Client
+from router.batches_config import BatchesConfig
+from router.tenancy.limits import Client
 
 SAVE_S = 1.0
 """How often the progress of a batch is written to disk, and room for more looked for, seconds. A

@@ -10,10 +10,10 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from router.auth import KeyRing
 from router.batches.records import BatchRecord
 from router.batches.run import BatchRun, Resources
-from router.trust import ANYONE
+from router.tenancy.auth import KeyRing
+from router.tenancy.limits import ANYONE
 
 SWEEP_S = 60.0
 """How often what has expired is deleted, seconds."""

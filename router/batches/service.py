@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
-from router.auth import KeyRing
 from router.batches.batches_api import BatchesApi
 from router.batches.disk import DiskThreads
 from router.batches.files_api import FilesApi
@@ -20,10 +19,11 @@ from router.batches.run import Resources
 from router.batches.runner import Runner
 from router.batches.store import Store
 from router.config import RouterConfig
+from router.dispatch.models import Fleets
 from router.errors import ApiError, Reason
-from router.fleets import Fleets
-from router.rate_limits import RateLimiter
-from router.telemetry import Telemetry
+from router.metrics.telemetry import Telemetry
+from router.tenancy.auth import KeyRing
+from router.tenancy.rate_limits import RateLimiter
 
 _METHODS = ["GET", "POST", "DELETE"]
 

@@ -31,7 +31,6 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from router.batches.config import BatchesConfig
 from router.batches.disk import (
     TEMPORARY,
     Lock,
@@ -50,6 +49,7 @@ from router.batches.records import (
     new_file_id,
     result_file_id,
 )
+from router.batches_config import BatchesConfig
 from router.errors import ApiError, Reason, shown
 
 ORPHAN_S = 3_600.0

@@ -19,15 +19,15 @@ from uvicorn.server import ServerState
 
 from benchmarks.fuzz import Answer, attack, good_request, responses, send
 from benchmarks.fuzz_requests import Raw, Target, requests
-from router.admission_metrics import NO_CLASS
-from router.batches.config import BatchesConfig
-from router.body import BODY_TIMEOUT_S
-from router.client_names import UNNAMED
+from router.batches_config import BatchesConfig
 from router.config import RouterConfig
 from router.errors import Reason
-from router.gate import INFERENCE_PATHS
-from router.keys import ApiKey
-from router.usage_metrics import OPERATIONS, PROVIDER
+from router.metrics.client_names import UNNAMED
+from router.metrics.usage import OPERATIONS, PROVIDER
+from router.request.arrival import INFERENCE_PATHS
+from router.request.body import BODY_TIMEOUT_S
+from router.tenancy.keys import ApiKey
+from router.wire import NO_CLASS
 from tests.router.far_side import Edge, FarSide, serve
 from tests.router.listening import listening
 

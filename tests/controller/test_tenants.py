@@ -12,8 +12,8 @@ from pydantic import SecretStr
 from controller.actor import Controller
 from controller.config import ControllerConfig
 from controller.messages import RouteQuery, Tier
-from router.keys import ApiKey, client_of
-from router.trust import ANYONE, Client
+from router.tenancy.keys import ApiKey, client_of
+from router.tenancy.limits import ANYONE, Client
 from scheduling.objective import SLO
 from tests.controller.fleet import Clock, delta, free_row, hello, waiting_row
 

@@ -26,14 +26,14 @@ from controller.messages import RequestEnding, RouteQuery, Trouble, TroubleNotic
 from deploy.cli import main
 from deploy.commands.exits import Exit
 from deploy.ray_settings import free_port
-from router.admin.config import AdminConfig
 from router.admin.overseer import Overseer
+from router.admin_config import AdminConfig
 from router.api import make_api
-from router.catalog import Catalog
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.fleets import Fleet, Fleets
-from router.metrics import RouterMetrics
+from router.dispatch.catalog import Catalog
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.models import Fleet, Fleets
+from router.metrics.instruments import RouterMetrics
 from scheduling.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
 from tests.controller.pushes import newer_push

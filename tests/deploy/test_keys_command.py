@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from deploy.cli import main
 from deploy.commands.exits import Exit
-from router.auth import KeyRing
+from router.tenancy.auth import KeyRing
 
 
 def accepts(path: Path, key: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 from deploy.config import parse_config
 from deploy.local import StartError, running
 from deploy.ray_settings import free_port
-from replica.transfer.config import TransferConfig
+from replica.transfer_config import TransferConfig
 
 PAIR: dict[str, Any] = {"prefill": {}, "decode": {}}
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from deploy.cli import main
 from deploy.commands.exits import Exit
-from replica.profiling import profile_path
+from replica.profiling.profiler import profile_path
 from scheduling.latency import FAMILIES
 from scheduling.latency_profile import LatencyProfile
 from tests.documents import newcomer

@@ -14,7 +14,7 @@ from deploy.config import parse_config
 from deploy.json_http import JsonServer, UnreachableError
 from deploy.models import ModelFleet
 from deploy.submission import application_of, ray_token, state_of, submit
-from router.auth import KeyRing
+from router.tenancy.auth import KeyRing
 from tests.deploy.far_server import Answer, far_server
 
 CONFIG: dict[str, Any] = {

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.preemption_replay import tokens_body
 from benchmarks.replay_client import End, replay
 from replica.config import EngineConfig
-from replica.local_model import local_model
+from replica.vllm.local_model import local_model
 from router.config import RouterConfig
 from scheduling.objective import SLO
 from simulation.workload import Arrival, Workload

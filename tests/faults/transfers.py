@@ -19,7 +19,7 @@ from replica.engine import EngineRequest, Handoff, ResponseChunk, ResponseHead, 
 from replica.transfer.client import fetch
 from replica.transfer.offer import Offer
 from replica.transfer.wire import TransferError
-from router.serve_replicas import ServeReplicas
+from router.serve.replicas import ServeReplicas
 from scheduling.objective import SLO
 from scheduling.roles import Role
 from tests.e2e.conftest import wait_until

@@ -8,7 +8,7 @@ import torch
 from numba.core import event
 from vllm.v1.sample import sampler
 
-from replica.vllm_cpu_worker import MendedCpuWorker, token_ranks
+from replica.vllm.cpu_worker import MendedCpuWorker, token_ranks
 
 
 class CompilingWorker(MendedCpuWorker):

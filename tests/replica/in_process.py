@@ -19,9 +19,9 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
-from replica.state_table import StateTable
-from replica.vllm_args import RequestArgs, SchedulerSettings, to_xargs
-from replica.vllm_setup import survive_module_scan
+from replica.scheduler.state_table import StateTable
+from replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
+from replica.vllm.setup import survive_module_scan
 from scheduling.batching import make_policy
 from scheduling.objective import SLO
 
@@ -61,7 +61,7 @@ class InProcess:
                 policy_options=options or {},
                 batch_log=self._log,
             )
-            args["scheduler_cls"] = "replica.vllm_scheduler.make_scheduler"
+            args["scheduler_cls"] = "replica.vllm.scheduler.make_scheduler"
             args["additional_config"] = settings.to_additional_config()
         defaults: dict[str, Any] = {
             "max_model_len": 1024,

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.garbage import LEAST_INTERVAL_S, MOST_INTERVAL_S, CollectionRule, GarbageCollector
+from replica.vllm.gc_control import (
+    LEAST_INTERVAL_S,
+    MOST_INTERVAL_S,
+    CollectionRule,
+    GarbageCollector,
+)
 from scheduling.objective import SLO
 from scheduling.request import QueueView
 from tests.scheduling.views import decode, prefill, queue_of, queues

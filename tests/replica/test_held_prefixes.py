@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.held_prefixes import HeldPrefixes
-from replica.state_table import StateTable
+from replica.scheduler.prefix_index import HeldPrefixes
+from replica.scheduler.state_table import StateTable
 from scheduling.prefix import CHUNK_ENDS, TOKEN_UNITS, PromptPrefix
 
 BLOCK = 16

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from replica.local_model import local_model
-from replica.vllm_args import RequestArgs, to_xargs
+from replica.scheduler.xargs import RequestArgs, to_xargs
+from replica.vllm.local_model import local_model
 from scheduling.objective import SLO
 from scheduling.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
 

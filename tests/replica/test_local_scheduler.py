@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replica.local_scheduler import BatchLog, LocalScheduler
-from replica.state_table import RowUpdate, StateTable
+from replica.scheduler.local_scheduler import BatchLog, LocalScheduler
+from replica.scheduler.state_table import RowUpdate, StateTable
 from scheduling.batching import BatchBudget, BatchPlan, make_policy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO

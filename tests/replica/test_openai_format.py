@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from replica.config import EngineConfig, SimulatedEngineConfig
 from replica.engine import Endpoint, EngineRequest, ResponseChunk, ResponseHead
 from replica.openai_format import RequestError, output_text, parse_call
-from replica.simulated_engine import SimulatedEngine
+from replica.simulated.engine import SimulatedEngine
 from scheduling.objective import SLO
 from tests.replica.waiting import until
 

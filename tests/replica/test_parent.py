@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from replica.local_model import local_model
+from replica.vllm.local_model import local_model
 from tests.replica.waiting import until
 
 CHILD = """
 import multiprocessing, signal, time
-from replica.parent import end_with_parent
+from replica.parent_watch import end_with_parent
 
 def child(ready):
     end_with_parent()
@@ -37,7 +37,7 @@ ENGINE = """
 import asyncio, sys
 import psutil
 from replica.config import EngineConfig
-from replica.vllm_engine import VllmEngine
+from replica.vllm.engine import VllmEngine
 
 async def main():
     model, folder = sys.argv[1:]

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from replica.profiling import profile_path, read_profile, write_profile
+from replica.profiling.profiler import profile_path, read_profile, write_profile
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import FitReport, LatencyProfile
 

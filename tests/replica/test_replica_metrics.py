@@ -7,13 +7,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replica.config import SimulatedEngineConfig
-from replica.local_scheduler import LocalScheduler
 from replica.metrics import ReplicaCollector
 from replica.preemption.messages import Timing
 from replica.preemption.stats import Stats
-from replica.simulated_core import SimulatedCore
-from replica.speculation import DraftCounts
-from replica.state_table import StateTable
+from replica.scheduler.local_scheduler import LocalScheduler
+from replica.scheduler.speculation import DraftCounts
+from replica.scheduler.state_table import StateTable
+from replica.simulated.core import SimulatedCore
 from scheduling.batching import make_policy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO

@@ -14,7 +14,7 @@ from controller.messages import ReplicaDelta, ReplicaHello, ReportReply
 from replica.config import ReplicaConfig
 from replica.engine import EngineInfo
 from replica.reporter import MAX_FINISHED, AcknowledgedState, Membership, Reporter
-from replica.state_table import RowUpdate, StateTable
+from replica.scheduler.state_table import RowUpdate, StateTable
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile
 from scheduling.objective import SLO

@@ -14,7 +14,7 @@ from opentelemetry.trace import StatusCode
 from replica.config import EngineConfig, ReplicaConfig, SimulatedEngineConfig
 from replica.engine import EngineRequest
 from replica.server import Replica
-from replica.simulated_engine import SimulatedEngine
+from replica.simulated.engine import SimulatedEngine
 from scheduling.objective import SLO
 from telemetry.config import TracingConfig
 from telemetry.tracing import Tracer

@@ -28,7 +28,7 @@ from replica.engine import (
 )
 from replica.response import MAX_BATCH_BYTES, MAX_BUFFERED_ITEMS
 from replica.server import Replica
-from replica.simulated_engine import SimulatedEngine
+from replica.simulated.engine import SimulatedEngine
 from scheduling.objective import SLO
 from tests.replica.controller_side import MirrorOfOne
 from tests.replica.waiting import until

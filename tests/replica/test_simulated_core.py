@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica.config import SimulatedEngineConfig
-from replica.local_scheduler import LocalScheduler
-from replica.simulated_core import SimulatedCore, SimulatedSequence
-from replica.state_table import StateTable
+from replica.scheduler.local_scheduler import LocalScheduler
+from replica.scheduler.state_table import StateTable
+from replica.simulated.core import SimulatedCore, SimulatedSequence
 from scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make_policy
 from scheduling.latency import LatencyModel, LinearLatency
 from scheduling.objective import SLO

@@ -22,7 +22,7 @@ from replica.engine import (
     ResponseTail,
     request_key,
 )
-from replica.simulated_engine import SimulatedEngine
+from replica.simulated.engine import SimulatedEngine
 from scheduling.batching import POLICIES
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile

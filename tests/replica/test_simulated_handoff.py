@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica.engine import EngineRequest, Handoff, ResponseHead, ResponseTail
-from replica.simulated_core import Transfer
-from replica.simulated_engine import SimulatedEngine
+from replica.simulated.core import Transfer
+from replica.simulated.engine import SimulatedEngine
 from scheduling.objective import SLO
 from tests.replica.test_simulated_core import Bench
 from tests.replica.test_simulated_engine import (

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replica.config import EngineConfig
-from replica.local_scheduler import LocalScheduler
-from replica.speculation import (
+from replica.scheduler.local_scheduler import LocalScheduler
+from replica.scheduler.speculation import (
     BY_BATCH_SIZE,
     FREE_METHODS,
     MOST_DRAFTED,
@@ -21,7 +21,7 @@ from replica.speculation import (
     DraftTime,
     with_all_lengths,
 )
-from replica.state_table import StateTable
+from replica.scheduler.state_table import StateTable
 from scheduling.batching import BatchBudget, make_policy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO

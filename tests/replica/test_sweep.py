@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from replica.config import EngineConfig, SimulatedEngineConfig
 from replica.engine import EngineInfo
-from replica.simulated_engine import SimulatedEngine
-from replica.sweep import Group, Sweep, SweepError, grid, random_loads
-from replica.virtual_loop import VirtualLoop
+from replica.profiling.sweep import Group, Sweep, SweepError, grid, random_loads
+from replica.simulated.engine import SimulatedEngine
+from replica.simulated.virtual_loop import VirtualLoop
 from scheduling.latency import LinearLatency
 from scheduling.latency_profile import LatencyProfile
 from scheduling.step_errors import kind_of

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from replica.engine import EngineRequest
 from replica.openai_format import RequestError
 from replica.transfer.client import MemoryLimit, Source, fetch
-from replica.transfer.config import TransferConfig
 from replica.transfer.offer import Offer, prompt_digest
 from replica.transfer.requests import check_transfer
 from replica.transfer.server import TransferServer
@@ -35,6 +34,7 @@ from replica.transfer.wire import (
     Handle,
     TransferError,
 )
+from replica.transfer_config import TransferConfig
 from scheduling.objective import SLO
 
 LAYOUT = b"a model's layout"

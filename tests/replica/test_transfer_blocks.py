@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica.transfer.config import TransferConfig
-from replica.vllm_args import SchedulerSettings
-from replica.vllm_setup import parse_arguments, transfer_argument
+from replica.scheduler.xargs import SchedulerSettings
+from replica.transfer_config import TransferConfig
+from replica.vllm.setup import parse_arguments, transfer_argument
 
 pytestmark = pytest.mark.vllm
 
@@ -94,7 +94,7 @@ def test_a_cache_without_a_dimension_of_blocks_is_refused(size: Any, what: str) 
 )
 def test_models_whose_kv_cannot_be_moved_are_refused(own: dict[str, Any], reason: str) -> None:
     from replica.transfer.blocks import UnsupportedLayoutError
-    from replica.transfer.connector import check_model
+    from replica.vllm.kv_connector import check_model
 
     plain = {
         "runner_type": "generate",
@@ -116,7 +116,7 @@ def test_models_whose_kv_cannot_be_moved_are_refused(own: dict[str, Any], reason
 
 def test_a_cache_of_several_groups_or_kinds_is_refused() -> None:
     from replica.transfer.blocks import UnsupportedLayoutError
-    from replica.transfer.connector import check_kv_cache
+    from replica.vllm.kv_connector import check_kv_cache
 
     class SlidingWindowSpec:
         """By its name, as vLLM has one."""
@@ -154,7 +154,7 @@ def test_nixl_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nixl_is_taken_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("replica.vllm_setup._on_cpu", lambda: False)
+    monkeypatch.setattr("replica.vllm.setup._on_cpu", lambda: False)
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
     for connector, expected in (("auto", "NixlConnector"), ("tcp", "TcpConnector")):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.vllm_args import RequestArgs, from_xargs, reserved_keys, to_xargs
+from replica.scheduler.xargs import RequestArgs, from_xargs, reserved_keys, to_xargs
 from scheduling.objective import SLO
 from scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
 

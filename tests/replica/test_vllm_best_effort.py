@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from replica.local_model import local_model
-from replica.vllm_args import RequestArgs, to_xargs
+from replica.scheduler.xargs import RequestArgs, to_xargs
+from replica.vllm.local_model import local_model
 from scheduling.batching import POLICIES
 from scheduling.objective import SLO
 
@@ -24,7 +24,7 @@ ARGS = {
     "max_num_batched_tokens": 256,
     # A sampled token may hang on less than 16 bits tell.
     "dtype": "float32",
-    "worker_cls": "replica.vllm_cpu_worker.MendedCpuWorker",
+    "worker_cls": "replica.vllm.cpu_worker.MendedCpuWorker",
 }
 CHAT = SLO(ttft_s=30.0, tpot_s=5.0, priority=2)
 

@@ -25,12 +25,12 @@ from replica.engine import (
     Resume,
     request_key,
 )
-from replica.local_model import local_model
-from replica.vllm_args import SchedulerSettings
-from replica.vllm_engine import VllmEngine
-from replica.vllm_setup import parse_arguments, prepare_environment
+from replica.scheduler.xargs import SchedulerSettings
+from replica.vllm.engine import VllmEngine
+from replica.vllm.local_model import local_model
+from replica.vllm.setup import parse_arguments, prepare_environment
 from replica.watchdog import FIRST_STEPS, Watchdog
-from router.prompt_prefix import prefix_of
+from router.request.prompt_prefix import prefix_of
 from scheduling.objective import SLO
 from scheduling.prefix import HELD_SLOTS, PrefixIndex
 from tests.known_profile import known_profile

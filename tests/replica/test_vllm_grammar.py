@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from replica.config import EngineConfig
 from replica.engine import EngineRequest, ResponseHead, ResponseTail
-from replica.local_model import local_model
-from replica.vllm_engine import VllmEngine
+from replica.vllm.engine import VllmEngine
+from replica.vllm.local_model import local_model
 from scheduling.objective import SLO
 from tests.known_profile import known_profile
 

@@ -11,8 +11,8 @@ import pytest
 
 from replica.config import EngineConfig
 from replica.engine import EngineRequest
-from replica.local_model import local_model
-from replica.vllm_engine import VllmEngine
+from replica.vllm.engine import VllmEngine
+from replica.vllm.local_model import local_model
 from scheduling.objective import SLO, TokenClock
 from simulation.metrics import TPOTMetric, stages
 from simulation.requests import Requests

@@ -23,8 +23,8 @@ from replica.engine import (
     ResponseTail,
     Resume,
 )
-from replica.transfer.config import TransferConfig
-from replica.vllm_engine import VllmEngine
+from replica.transfer_config import TransferConfig
+from replica.vllm.engine import VllmEngine
 from scheduling.objective import SLO
 from tests.known_profile import known_profile
 from tests.replica.attentive import attentive_model

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from replica.transfer.config import TransferConfig
-from replica.vllm_setup import transfer_argument
+from replica.transfer_config import TransferConfig
+from replica.vllm.setup import transfer_argument
 from scheduling.batching import POLICIES
 
 from .attentive import attentive_model

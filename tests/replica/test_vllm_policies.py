@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from replica.local_model import local_model
+from replica.vllm.local_model import local_model
 from scheduling.batching import POLICIES
 from scheduling.objective import SLO
 

@@ -8,9 +8,9 @@ import pytest
 
 from replica.config import EngineConfig, ReplicaConfig
 from replica.engine import EngineRequest, ResponseTail
-from replica.local_model import local_model
 from replica.server import Replica
-from replica.vllm_engine import VllmEngine
+from replica.vllm.engine import VllmEngine
+from replica.vllm.local_model import local_model
 from scheduling.objective import SLO
 from telemetry.config import TracingConfig
 from telemetry.tracing import Tracer

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica.engine import EngineDeadError, EngineInfo
-from replica.state_table import StateTable
+from replica.scheduler.state_table import StateTable
 from replica.watchdog import (
     FIRST_STEPS,
     LONGEST_STEPS,

@@ -36,15 +36,15 @@ from replica.engine import (
 from router.admin.overseer import Overseer
 from router.answer import ReplicaFailedError
 from router.api import make_api
-from router.catalog import Catalog
-from router.choices import CHOICES
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
+from router.dispatch.catalog import Catalog
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.models import Fleet, Fleets
 from router.errors import Reason
-from router.fleets import Fleet, Fleets
-from router.metrics import RouterMetrics
-from router.overload import Shedder
-from router.telemetry import Telemetry
+from router.ingress.load_shedding import Shedder
+from router.metrics.instruments import RouterMetrics
+from router.metrics.telemetry import Telemetry
+from router.serve.choices import CHOICES
 from scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
 

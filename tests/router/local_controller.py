@@ -17,7 +17,7 @@ from controller.messages import (
     Trouble,
 )
 from controller.metrics import samples_of
-from router.metrics import RouterMetrics
+from router.metrics.instruments import RouterMetrics
 from tests.controller.pushes import newer_push
 
 

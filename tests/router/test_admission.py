@@ -15,8 +15,8 @@ from replica.engine import EngineRequest, ResponseItem
 from router.answer import ReplicaFailedError
 from router.config import RouterConfig, ServiceClass
 from router.errors import RULES, ApiError, Reason
-from router.prompt_size import MAX_OUTPUT_TOKENS, output_limit
-from router.session import MAX_SESSION_CHARACTERS, session_of
+from router.request.prompt_size import MAX_OUTPUT_TOKENS, output_limit
+from router.request.session import MAX_SESSION_CHARACTERS, session_of
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,

@@ -18,9 +18,9 @@ from replica.engine import (
     request_key,
 )
 from router.answer import Answer, ReplicaFailedError
-from router.call import Call
 from router.errors import ApiError, Reason
-from router.prompt_size import PromptSize
+from router.request.call import Call
+from router.request.prompt_size import PromptSize
 from scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,

@@ -15,9 +15,9 @@ from router.batches.line_caller import Admitted, LineCaller
 from router.batches.lines import Line
 from router.batches.metrics import BatchMetrics
 from router.config import RouterConfig
-from router.rate_limits import RateLimiter
-from router.telemetry import Telemetry
-from router.trust import ANYONE
+from router.metrics.telemetry import Telemetry
+from router.tenancy.limits import ANYONE
+from router.tenancy.rate_limits import RateLimiter
 from tests.router.far_side import (
     CHAT_BODY,
     Behaviour,

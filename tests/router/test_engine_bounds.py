@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from router.config import RouterConfig
-from router.engine_bounds import (
+from router.errors import ApiError
+from router.request.engine_bounds import (
     MAX_ENTRIES,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PATTERN_CHARACTERS,
     MAX_SCHEMA_CHARACTERS,
     MAX_STOP_CHARACTERS,
 )
-from router.errors import ApiError
-from router.validation import check_body
+from router.request.validation import check_body
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY, Edge, FarSide, serve
 
 PATTERN = "a" * (MAX_PATTERN_CHARACTERS // 2)

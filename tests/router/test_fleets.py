@@ -22,13 +22,13 @@ from replica.engine import (
 )
 from router.answer import ReplicaFailedError
 from router.api import make_api
-from router.catalog import Catalog
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
+from router.dispatch.catalog import Catalog
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.models import Fleet, Fleets
 from router.errors import Reason
-from router.fleets import Fleet, Fleets
-from router.metrics import RouterMetrics
-from router.metrics_page import merged
+from router.metrics.instruments import RouterMetrics
+from router.metrics.page import merged
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, LocalPage, serve
 
 

@@ -27,16 +27,16 @@ from controller.config import ControllerConfig
 from replica.engine import EngineRequest, Progress, ResponseChunk, ResponseHead
 from router import wire
 from router.answer import ReplicaFailedError
-from router.call import Call
-from router.choices import CHOICES
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
+from router.dispatch.dispatcher import Dispatcher
 from router.errors import Reason
-from router.hint import Hint, NoReplicaError
-from router.hint_router import HintRouter
-from router.metrics import RouterMetrics
-from router.prompt_size import PromptSize
-from router.serve_replicas import ServeReplicas, ServeStream
+from router.metrics.instruments import RouterMetrics
+from router.request.call import Call
+from router.request.prompt_size import PromptSize
+from router.serve.choices import CHOICES
+from router.serve.hint import Hint, NoReplicaError
+from router.serve.replicas import ServeReplicas, ServeStream
+from router.serve.request_router import HintRouter
 from scheduling.objective import SLO
 from tests.controller.fleet import hello
 from tests.own_ray import own_ray
@@ -77,7 +77,7 @@ def deploy() -> None:
         graceful_shutdown_timeout_s=1,
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=RequestRouterConfig(
-            request_router_class="router.hint_router:HintRouter",
+            request_router_class="router.serve.request_router:HintRouter",
             request_router_kwargs={
                 "controller": CONTROLLER.model_dump(mode="json"),
             },

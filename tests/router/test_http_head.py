@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from router.config import RouterConfig
-from router.http_head import use_strict_heads
+from router.request.http_head import use_strict_heads
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, serve
 from tests.router.listening import listening
 

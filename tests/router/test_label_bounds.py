@@ -16,14 +16,14 @@ from controller.config import ControllerConfig
 from controller.metrics import MAX_PUSH_SAMPLES, samples_of
 from replica.config import EngineConfig
 from replica.metrics import ReplicaCollector
-from replica.simulated_engine import SimulatedEngine
+from replica.simulated.engine import SimulatedEngine
 from router import wire
-from router.client_names import MAX_NAMES, OTHERS
 from router.config import RouterConfig
-from router.gate import INFERENCE_PATHS
-from router.metrics import Outcome, RouterMetrics
-from router.trust import UNNAMED, Client
-from router.usage_metrics import OPERATIONS, PROVIDER
+from router.metrics.client_names import MAX_NAMES, OTHERS
+from router.metrics.instruments import Outcome, RouterMetrics
+from router.metrics.usage import OPERATIONS, PROVIDER
+from router.request.arrival import INFERENCE_PATHS
+from router.tenancy.limits import UNNAMED, Client
 from scheduling.objective import MAX_PRIORITY, SLO, TokenClock
 from tests.controller.fleet import Clock, hello
 from tests.controller.pushes import newer_push

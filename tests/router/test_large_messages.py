@@ -7,7 +7,7 @@ import pytest
 
 from deploy import ray_settings
 from router.errors import Reason
-from router.serve_replicas import failure_of
+from router.serve.replicas import failure_of
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, fail, serve
 
 _LIMIT = 64 << 10

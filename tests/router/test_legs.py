@@ -18,13 +18,13 @@ from replica.engine import (
     request_key,
 )
 from router.answer import ReplicaFailedError
-from router.call import Call
 from router.config import RouterConfig
-from router.dispatch import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S
+from router.dispatch.dispatcher import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S
+from router.dispatch.resumable import may_split
 from router.errors import ApiError, Reason
-from router.handover import may_split
-from router.hint import NO_REPLICA_WAIT_S
-from router.prompt_size import PromptSize
+from router.request.call import Call
+from router.request.prompt_size import PromptSize
+from router.serve.hint import NO_REPLICA_WAIT_S
 from scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from controller.messages import MetricsPush
 from controller.metrics import MetricsPusher, text_of
 from controller.metrics_hub import MetricsHub
-from router.metrics import Fallback, RouterMetrics
-from router.metrics_page import PAGE_PERIOD_S, ControllerMetricsPage, merged
+from router.metrics.instruments import Fallback, RouterMetrics
+from router.metrics.page import PAGE_PERIOD_S, ControllerMetricsPage, merged
 from tests.router.far_side import Clock
 
 

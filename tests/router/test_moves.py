@@ -10,11 +10,11 @@ import pytest
 from controller.messages import MAX_WAITS, FirstTokenWait, RouteDecision, RouteQuery, Tier
 from replica.engine import request_key
 from router.answer import ReplicaFailedError
-from router.call import Call
 from router.config import RouterConfig
+from router.dispatch.moves import Moves
 from router.errors import Reason
-from router.moves import Moves
-from router.prompt_size import PromptSize
+from router.request.call import Call
+from router.request.prompt_size import PromptSize
 from scheduling.job import STAYS
 from scheduling.objective import SLO
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide, answer, fail

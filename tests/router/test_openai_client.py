@@ -16,8 +16,8 @@ from pydantic import SecretStr
 
 from router.answer import ReplicaFailedError
 from router.config import RouterConfig
+from router.dispatch.service_tier import with_tier
 from router.errors import Reason
-from router.service_tier import with_tier
 from tests.router.far_side import Edge, FarSide, answer, fail, hang, serve, stall
 from tests.router.listening import listening
 

@@ -19,10 +19,18 @@ from starlette.types import Message
 from controller.messages import RouteDecision, RouteQuery, Tier
 from router.answer import ReplicaFailedError
 from router.config import RouterConfig, ServiceClass
-from router.destinations import FULL_FOR_S
+from router.dispatch.placement import FULL_FOR_S
 from router.errors import Reason
-from router.keys import ApiKey
-from router.overload import ALWAYS_PER_S, MAX_DELAY_S, MAX_HOLD_S, PERIOD_S, TICK_S, Pace, Shedder
+from router.ingress.load_shedding import (
+    ALWAYS_PER_S,
+    MAX_DELAY_S,
+    MAX_HOLD_S,
+    PERIOD_S,
+    TICK_S,
+    Pace,
+    Shedder,
+)
+from router.tenancy.keys import ApiKey
 from scheduling.job import UNATTAINABLE
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve
 from tests.router.virtual_time import VirtualTime, settle

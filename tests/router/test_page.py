@@ -16,10 +16,10 @@ from controller.config import ControllerConfig
 from controller.messages import RequestEnding, RouteQuery, Tier, Trouble, TroubleNotice
 from deploy.ray_settings import free_port
 from router.admin.overseer import Overseer
-from router.call import Call
 from router.config import RouterConfig
-from router.metrics import Outcome
-from router.prompt_size import PromptSize
+from router.metrics.instruments import Outcome
+from router.request.call import Call
+from router.request.prompt_size import PromptSize
 from scheduling.breaker import FAILURES
 from scheduling.objective import SLO, TokenClock
 from tests.controller.fleet import decode_row, delta, hello, waiting_row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.handover import prompt_slo
+from router.dispatch.resumable import prompt_slo
 from scheduling.objective import SLO
 
 

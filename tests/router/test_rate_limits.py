@@ -14,8 +14,8 @@ from controller.quotas import Quotas
 from replica.engine import ResponseItem, ResponseTail
 from router.answer import Answer, Attempt, ReplicaFailedError
 from router.errors import ApiError, Reason
-from router.rate_limits import NO_CHARGE, RateLimiter
-from router.trust import ANYONE, Caps, Client
+from router.tenancy.limits import ANYONE, Caps, Client
+from router.tenancy.rate_limits import NO_CHARGE, RateLimiter
 from tests.router.far_side import Clock
 
 

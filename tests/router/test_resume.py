@@ -24,17 +24,16 @@ from replica.engine import (
     ResponseTail,
     request_key,
 )
-from replica.simulated_engine import SimulatedEngine
-from replica.virtual_loop import VirtualLoop
+from replica.simulated.engine import SimulatedEngine
+from replica.simulated.virtual_loop import VirtualLoop
 from router.answer import Piece, ReplicaFailedError
-from router.call import Call
-from router.config import RouterConfig
+from router.config import RetryBudgetConfig, RouterConfig
+from router.dispatch.resumable import rest_of
+from router.dispatch.suspicion import CLEARED_S
+from router.dispatch.transcript import Transcript
 from router.errors import Reason
-from router.handover import rest_of
-from router.prompt_size import PromptSize
-from router.retry_budget import RetryBudgetConfig
-from router.suspicion import CLEARED_S
-from router.transcript import Transcript
+from router.request.call import Call
+from router.request.prompt_size import PromptSize
 from scheduling.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,

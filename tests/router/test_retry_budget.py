@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.retry_budget import RetryBudget, RetryBudgetConfig
+from router.config import RetryBudgetConfig
+from router.dispatch.retry_budget import RetryBudget
 from tests.router.far_side import Clock
 
 

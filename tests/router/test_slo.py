@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from router.config import RouterConfig, ServiceClass
 from router.errors import ApiError, Reason
-from router.slo import SloReader
+from router.request.slo import SloReader
 from router.wire import MAX_OBJECTIVE_MS
 from scheduling.objective import SLO
 

@@ -9,9 +9,9 @@ import yaml
 
 from deploy.config import parse_config
 from router.config import RouterConfig
+from router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
 from router.errors import RULES, Reason
-from router.slo import SloReader
-from router.waiting import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
+from router.request.slo import SloReader
 from scheduling.stages import MOST_STAGES, Stage
 from scheduling.tpot import TPOTAnchor
 from tests.documents import ROOT, marked, section

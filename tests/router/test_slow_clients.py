@@ -16,10 +16,10 @@ from pydantic import SecretStr
 from starlette.types import Message
 
 from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem, ResponseTail
-from replica.virtual_loop import VirtualLoop
+from replica.simulated.virtual_loop import VirtualLoop
 from router.config import RouterConfig
-from router.keys import ApiKey
-from router.slow_readers import PatientSend, StalledReaderError
+from router.ingress.slow_readers import PatientSend, StalledReaderError
+from router.tenancy.keys import ApiKey
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, stall
 from tests.router.virtual_time import VirtualTime, settle
 

@@ -23,11 +23,10 @@ from replica.engine import (
     request_key,
 )
 from router.answer import Attempt, ReplicaFailedError
-from router.config import RouterConfig
+from router.config import RetryBudgetConfig, RouterConfig
+from router.dispatch.stall_detector import ANSWER_S, ASK_EVERY_S, MAX_NAMES, SWEEP_S, StallWatch
 from router.errors import Reason
-from router.metrics import RouterMetrics
-from router.retry_budget import RetryBudgetConfig
-from router.stalls import ANSWER_S, ASK_EVERY_S, MAX_NAMES, SWEEP_S, StallWatch
+from router.metrics.instruments import RouterMetrics
 from scheduling.roles import Role
 from tests.router.far_side import Behaviour, Edge, FarController, FarSide
 from tests.router.test_resume import TOKENS, simulated, text, without_time_and_name

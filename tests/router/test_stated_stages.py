@@ -8,8 +8,8 @@ import pytest
 
 from router.config import RouterConfig, ServiceClass
 from router.errors import ApiError
-from router.slo import SloReader
-from router.trust import Caps
+from router.request.slo import SloReader
+from router.tenancy.limits import Caps
 from scheduling.objective import SLO
 from scheduling.stages import Stage
 

@@ -23,14 +23,14 @@ from replica.engine import (
 from replica.request_body import RequestBody
 from replica.response import MAX_BUFFERED_ITEMS
 from replica.server import Replica
-from replica.simulated_engine import SimulatedEngine
+from replica.simulated.engine import SimulatedEngine
 from replica.streams import server as server_module
 from replica.streams import wire
 from replica.streams.server import StreamServer
 from replica.streams.wire import WINDOW_BYTES, StreamEndpoint, cost
 from router.answer import ReplicaFailedError, ReplicaStream
 from router.errors import Reason
-from router.streams import Channels, ChannelStream
+from router.serve.streams import Channels, ChannelStream
 from scheduling.objective import SLO
 from scheduling.roles import Role
 from tests.replica.test_server import running

@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 
 from replica.engine import EngineRequest, ResponseHead, ResponseItem
 from router.answer import Attempt, ReplicaFailedError
-from router.call import Call
-from router.config import RouterConfig
-from router.engine_bounds import is_structured
-from router.errors import ApiError, Reason
-from router.metrics import RouterMetrics
-from router.prompt_size import PromptSize
-from router.retry_budget import RetryBudgetConfig
-from router.serve_replicas import failure_of
-from router.suspicion import (
+from router.config import RetryBudgetConfig, RouterConfig
+from router.dispatch.suspicion import (
     CLEARED_S,
     FEW,
     QUARANTINED_S,
@@ -30,7 +23,13 @@ from router.suspicion import (
     Case,
     Suspicion,
 )
-from router.trust import Client
+from router.errors import ApiError, Reason
+from router.metrics.instruments import RouterMetrics
+from router.request.call import Call
+from router.request.engine_bounds import is_structured
+from router.request.prompt_size import PromptSize
+from router.serve.replicas import failure_of
+from router.tenancy.limits import Client
 from scheduling.objective import SLO
 from tests.router.far_side import Behaviour, Clock, FarSide, serve
 from tests.router.test_resume import DIED

@@ -19,9 +19,9 @@ from router.batches.lines import Line
 from router.batches.metrics import BatchMetrics
 from router.config import RouterConfig
 from router.errors import Reason
-from router.rate_limits import RateLimiter
-from router.telemetry import Telemetry
-from router.trust import ANYONE
+from router.metrics.telemetry import Telemetry
+from router.tenancy.limits import ANYONE
+from router.tenancy.rate_limits import RateLimiter
 from scheduling.job import UNATTAINABLE
 from telemetry.config import LogsConfig, TracingConfig
 from telemetry.logs import JsonLines

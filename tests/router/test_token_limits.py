@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from replica.engine import Endpoint
 from router.config import RouterConfig
 from router.errors import ApiError
-from router.prompt_size import output_limit
-from router.token_limits import TokenLimits, output_to_expect
-from router.trust import NO_CAPS, Caps
+from router.request.prompt_size import output_limit
+from router.request.token_limits import TokenLimits, output_to_expect
+from router.tenancy.limits import NO_CAPS, Caps
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY
 
 BODIES: dict[Endpoint, dict[str, Any]] = {"chat": CHAT_BODY, "completions": COMPLETION_BODY}

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from deploy.config import SluiceConfig, parse_config
-from router.auth import KeyRing
 from router.config import RouterConfig, ServiceClass
 from router.errors import ApiError, Reason
-from router.keys import ApiKey, client_of
-from router.slo import Objective, SloReader
-from router.trust import ANYONE, Caps, Client
+from router.request.slo import Objective, SloReader
+from router.tenancy.auth import KeyRing
+from router.tenancy.keys import ApiKey, client_of
+from router.tenancy.limits import ANYONE, Caps, Client
 from scheduling.objective import SLO
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve
 

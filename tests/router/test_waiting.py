@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from controller.messages import RouteDecision, Tier
 from router.config import ServiceClass
+from router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S, Line
 from router.errors import ApiError, Reason
-from router.metrics import RouterMetrics
-from router.trust import ANYONE, Client
-from router.waiting import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S, Line
+from router.metrics.instruments import RouterMetrics
+from router.tenancy.limits import ANYONE, Client
 from tests.router.virtual_time import VirtualTime, settle
 
 PLACED = RouteDecision("a", "placed", Tier.GUARANTEED, 0.1)

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from replica.config import SimulatedEngineConfig
-from replica.local_scheduler import LocalScheduler
-from replica.simulated_core import SimulatedCore, SimulatedSequence
-from replica.state_table import StateTable
+from replica.scheduler.local_scheduler import LocalScheduler
+from replica.scheduler.state_table import StateTable
+from replica.simulated.core import SimulatedCore, SimulatedSequence
 from scheduling.batching import POLICIES, make_policy
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO

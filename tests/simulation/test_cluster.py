@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from controller.config import ControllerConfig
 from replica.config import ReplicaConfig
-from router import handover
 from router.config import RouterConfig
-from router.dispatch import RETRY_PAUSE_S
-from router.hint_router import NO_REPLICA_WAIT_S
+from router.dispatch import resumable as handover
+from router.dispatch.dispatcher import RETRY_PAUSE_S
+from router.serve.request_router import NO_REPLICA_WAIT_S
 from scheduling import routing
 from scheduling.admission import POLICIES as ADMISSIONS
 from scheduling.admission import make_policy as make_admission

@@ -26,7 +26,7 @@ from telemetry.logs import (
 
 @pytest.fixture
 def log() -> logging.Logger:
-    return logging.Logger("router.dispatch")
+    return logging.Logger("router.dispatch.dispatcher")
 
 
 def lines(logger: logging.Logger, formatter: logging.Formatter) -> io.StringIO:
@@ -51,7 +51,7 @@ def test_a_json_line_holds_the_request_its_fields_and_the_exception(log: logging
     assert entry == {
         "level": "error",
         "process": "router-1",
-        "logger": "router.dispatch",
+        "logger": "router.dispatch.dispatcher",
         "request_id": "abc",
         "message": "it failed",
         "ttft_ms": 1.5,

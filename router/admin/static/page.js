@@ -97,7 +97,7 @@ function failed(error) {
   const since = lastGood === null ? "" : ` What is shown is of ${new Date(lastGood).toLocaleTimeString()}.`;
   if (lastGood !== null) document.body.dataset.stale = "";
   if (error instanceof Refusal) {
-    const off = error.status === 404 ? "There is no admin API here: router.admin.access is off." : error.message;
+    const off = error.status === 404 ? "There is no admin API here: router.ingress.admin_access is off." : error.message;
     trouble(`${off}${since}`);
     status("stale", error.status === 503 ? "Controller silent" : "Refused");
   } else {

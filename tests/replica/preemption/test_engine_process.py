@@ -9,14 +9,15 @@ import psutil
 import pytest
 import pytest_asyncio
 
+import replica.preemption.variant  # noqa: F401 - it registers itself
 from replica.config import EngineConfig
 from replica.engine import EngineDeadError, EngineRequest, ResponseChunk, ResponseTail
-from replica.local_model import local_model
 from replica.preemption.support import check_preemption
-from replica.vllm_args import SchedulerSettings
-from replica.vllm_engine import VllmEngine
-from replica.vllm_setup import parse_arguments
-from replica.vllm_support import UnsupportedVllmError
+from replica.scheduler.xargs import SchedulerSettings
+from replica.vllm.engine import VllmEngine
+from replica.vllm.local_model import local_model
+from replica.vllm.setup import parse_arguments
+from replica.vllm.support import UnsupportedVllmError
 from scheduling.objective import SLO
 from tests.known_profile import known_profile
 from tests.replica.waiting import until

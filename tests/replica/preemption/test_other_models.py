@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.preemption_engine import PreemptiveEngine
 from benchmarks.preemption_trials import random_trials
-from replica.local_model import local_model
+from replica.vllm.local_model import local_model
 
 pytestmark = pytest.mark.vllm
 

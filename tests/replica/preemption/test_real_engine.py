@@ -12,7 +12,7 @@ from benchmarks.preemption import STOCK, WAYS, Bench, Prompts
 from benchmarks.preemption_engine import PreemptiveEngine
 from benchmarks.preemption_trials import nested_work, random_prompt, random_trials
 from benchmarks.stock_engine import StockEngine
-from replica.local_model import local_model
+from replica.vllm.local_model import local_model
 from scheduling.preemption import AgedShare
 
 pytestmark = pytest.mark.vllm

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.preemption.config import PreemptionConfig
 from replica.preemption.lanes import share_workspace
 from replica.preemption.reserve import (
     Need,
@@ -19,7 +18,8 @@ from replica.preemption.reserve import (
     left_for_cache,
     reserve_of,
 )
-from replica.vllm_args import SchedulerSettings
+from replica.preemption_config import PreemptionConfig
+from replica.scheduler.xargs import SchedulerSettings
 
 pytestmark = pytest.mark.vllm
 

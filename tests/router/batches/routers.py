@@ -14,7 +14,7 @@ from openai.types import Batch
 from pydantic import SecretStr
 
 from replica.engine import EngineRequest, ResponseItem
-from router.batches.config import BatchesConfig
+from router.batches_config import BatchesConfig
 from router.config import RouterConfig
 from tests.router.far_side import Edge, FarSide, serve
 from tests.router.listening import listening

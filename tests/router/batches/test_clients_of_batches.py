@@ -16,9 +16,9 @@ from router.batches.lines import Line
 from router.batches.metrics import BatchMetrics
 from router.batches.places import LinePlaces
 from router.batches.results import Reply
-from router.keys import ApiKey
-from router.rate_limits import RateLimiter
-from router.trust import Caps, Client
+from router.tenancy.keys import ApiKey
+from router.tenancy.limits import Caps, Client
+from router.tenancy.rate_limits import RateLimiter
 from tests.router.batches.routers import (
     KEY,
     OTHER_KEY,
@@ -177,7 +177,7 @@ async def test_lines_that_wait_for_their_rate_hold_up_no_other_client(tmp_path: 
 async def test_a_running_batch_follows_the_caps_of_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.auth.POLL_S", 0.01)
+    monkeypatch.setattr("router.tenancy.auth.POLL_S", 0.01)
     folder, path = tmp_path / "batches", tmp_path / "keys.yaml"
     monkeypatch.setattr("router.batches.line_caller.LONGEST_PAUSE_S", 0.01)
     path.write_text(f"- {{key: {KEY}, name: acme, tokens_per_minute: 0.001}}\n")
@@ -196,7 +196,7 @@ async def test_a_running_batch_follows_the_caps_of_its_key(
 async def test_the_batches_of_a_key_that_is_taken_away_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.auth.POLL_S", 0.01)
+    monkeypatch.setattr("router.tenancy.auth.POLL_S", 0.01)
     folder, path = tmp_path / "batches", tmp_path / "keys.yaml"
     path.write_text(f"- {{key: {KEY}, name: acme}}\n- other-key\n")
     side = FarSide(a=Held(1))

@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from router.batches.config import DAY_S, BatchesConfig
+from router.batches_config import DAY_S, BatchesConfig
 from router.config import RouterConfig
 from tests.router.batches.routers import (
     KEY,

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from router.answer import ReplicaFailedError
-from router.auth import KeyRing
-from router.batches.config import BatchesConfig
 from router.batches.disk import DiskThreads, try_lock, used_bytes, write_whole
 from router.batches.line_caller import FAILED_PAUSE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, LineCaller
 from router.batches.lines import (
@@ -37,9 +35,11 @@ from router.batches.results import Reply, ResultLog, answered
 from router.batches.run import BatchRun, Resources
 from router.batches.runner import Runner, _Running
 from router.batches.store import ERRORS, INPUT, OUTPUT, Store
+from router.batches_config import BatchesConfig
 from router.errors import ApiError, Reason
-from router.rate_limits import RateLimiter
-from router.trust import ANYONE
+from router.tenancy.auth import KeyRing
+from router.tenancy.limits import ANYONE
+from router.tenancy.rate_limits import RateLimiter
 from tests.router.batches.routers import URL, UnixClock, config, jsonl, line, serving, until
 from tests.router.far_side import Clock, Edge, FarSide, answer, fail, hang, serve
 
@@ -653,7 +653,7 @@ class DyingDisk(DiskThreads):
 KILLED = """
 import sys
 from pathlib import Path
-from router.batches.config import BatchesConfig
+from router.batches_config import BatchesConfig
 from router.batches.lines import Line
 from router.batches.results import Reply, ResultLog, answered
 from router.batches.store import ERRORS, OUTPUT, Store

@@ -14,8 +14,8 @@ import pytest
 from pydantic import SecretStr
 
 from controller.messages import Tier
-from router.batches.config import DAY_S
-from router.keys import ApiKey
+from router.batches_config import DAY_S
+from router.tenancy.keys import ApiKey
 from scheduling.objective import SLO
 from tests.router.batches.routers import (
     KEY,

@@ -1,0 +1,68 @@
+"""Preemption as a variant of the vLLM engine; importing this module registers it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from replica.scheduler.xargs import SchedulerSettings
+from replica.vllm.variants import register
+
+if TYPE_CHECKING:
+    from replica.preemption.scheduler import PreemptiveScheduler
+
+FACTORY = "replica.preemption.variant.make_scheduler"
+"""vLLM's name of :func:`make_scheduler`."""
+
+
+class PreemptionVariant:
+    """See :class:`~replica.vllm.variants.Variant`."""
+
+    name = "preemption"
+
+    def wanted(self, settings: SchedulerSettings) -> bool:
+        """Whether a granularity is configured."""
+        return settings.preemption.granularity != "off"
+
+    def arguments(self, ranks: int) -> dict[str, Any]:
+        """The arguments without which a running prefill cannot be preempted."""
+        from replica.preemption.support import executor
+
+        return {
+            "distributed-executor-backend": executor(ranks),
+            "async-scheduling": False,
+            "scheduler-cls": FACTORY,
+        }
+
+    def check(self, vllm_config: Any) -> None:
+        """Check that running prefills can be preempted.
+
+        Raises:
+            replica.vllm.support.UnsupportedVllmError: why not.
+        """
+        # It imports vLLM, which reads its settings from the environment then.
+        from replica.preemption.support import check_preemption
+
+        check_preemption(vllm_config)
+
+
+register(PreemptionVariant())
+
+
+def make_scheduler(vllm_config: Any, **kwargs: Any) -> PreemptiveScheduler:
+    """The scheduler for ``vllm_config``, in an engine core that runs rounds from now on.
+
+    Raises:
+        replica.vllm.support.UnsupportedVllmError: this vLLM or its configuration cannot preempt.
+        ValueError: ``additional_config["sluice"]`` is missing or wrong.
+    """
+    from replica.preemption.support import check_preemption
+    from replica.vllm.scheduler import prepare
+
+    prepare(vllm_config)
+    check_preemption(vllm_config)
+    # These rest on names of vLLM that were checked.
+    from replica.preemption import engine_loop
+    from replica.preemption.scheduler import PreemptiveScheduler
+
+    engine_loop.install()
+    return PreemptiveScheduler(vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,258 @@
+"""The latency model of an engine, measured when it starts: prompts of several lengths and decode
+batches of several sizes run through the real engine, and the step times that its scheduler sees are
+fitted. The result is kept on disk for the same model on the same hardware.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import platform
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from replica.config import EngineConfig
+from replica.scheduler.local_scheduler import DEFAULT_MODEL
+from replica.scheduler.state_table import StateTable
+from replica.scheduler.xargs import RequestArgs, to_xargs
+from scheduling.fit import fit
+from scheduling.latency_profile import LatencyProfile
+from scheduling.objective import SLO
+
+logger = logging.getLogger(__name__)
+
+_PROMPT_SHARES = (0.06, 0.25, 1.0, 0.5, 0.12)
+"""Prompt lengths, as shares of the batch's token limit."""
+
+_DECODE_BATCHES = ((1, 64), (8, 16), (2, 512), (24, 128), (4, 1024), (16, 400))
+"""Decode batches: (sequences, prompt tokens of each)."""
+
+_SLO = SLO(service_class="profile")
+"""A class of their own: the lengths of these outputs say nothing of those of clients."""
+
+_DECODE_STEPS = 12
+_ENOUGH_ROUNDS = 3
+
+
+async def latency_profile(llm: Any, table: StateTable, config: EngineConfig) -> LatencyProfile:
+    """The profile kept for this engine, or a new one.
+
+    A kept file that cannot be read is logged and replaced. If the time allowed
+    (``config.profile_budget_s``) is too short for a fit, the planner starts from a default model
+    and its online correction; nothing is kept then.
+    """
+    key = profile_key(llm.vllm_config, config)
+    path = profile_path(config.cache_dir, key)
+    kept = read_profile(path, key)
+    if kept is not None:
+        return kept
+    started_s = time.monotonic()
+    await measure(llm, table, config.profile_budget_s)
+    try:
+        model, report = fit(table.samples())
+    except ValueError as error:
+        logger.warning("no latency profile, planning starts from a default: %s", error)
+        return LatencyProfile.of(key, DEFAULT_MODEL, None)
+    profile = LatencyProfile.of(key, model, report)
+    logger.info(
+        "latency profile in %.1f s: %r, mean error %.1f %% over %d steps",
+        time.monotonic() - started_s,
+        model,
+        100 * report.mape,
+        report.samples,
+    )
+    write_profile(path, profile)
+    return profile
+
+
+def profile_key(vllm_config: Any, config: EngineConfig) -> str:
+    """What a profile depends on: model, engine, hardware, the limits of a batch, and the policy."""
+    import vllm
+
+    model = vllm_config.model_config
+    scheduler = vllm_config.scheduler_config
+    parallel = vllm_config.parallel_config
+    shape = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16]
+    parts = {
+        "model": config.model,
+        "model_config": shape,
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "eager": model.enforce_eager,
+        "vllm": vllm.__version__,
+        "device": _device_name(),
+        "threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "batch_tokens": scheduler.max_num_batched_tokens,
+        "sequences": scheduler.max_num_seqs,
+        "kv_dtype": str(vllm_config.cache_config.cache_dtype),
+        "block_tokens": vllm_config.cache_config.block_size,
+        "async": bool(scheduler.async_scheduling),
+        # It is measured under the policy, and is good for the batches that this one makes.
+        "policy": config.policy,
+    }
+    if config.preemption.granularity != "off":
+        parts["preemption"] = config.preemption.granularity
+    drafts = vllm_config.speculative_config
+    if drafts is not None:
+        parts["speculation"] = f"{drafts.method} {drafts.model} {drafts.num_speculative_tokens}"
+    if model.runner_type != "generate":
+        parts["runner"] = model.runner_type
+    if vllm_config.lora_config is not None:
+        parts["lora"] = vllm_config.lora_config.max_loras
+    return json.dumps(parts, sort_keys=True)
+
+
+def profile_path(cache_dir: Path, key: str) -> Path:
+    """Where the profile of ``key`` is kept."""
+    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+    return cache_dir.expanduser() / "profiles" / f"{digest}.json"
+
+
+def read_profile(path: Path, key: str) -> LatencyProfile | None:
+    """The kept profile, or ``None`` if there is none that can be used."""
+    try:
+        profile = LatencyProfile.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("the kept latency profile %s is refused and replaced: %s", path, error)
+        return None
+    if profile.key != key:
+        logger.warning("the kept latency profile %s is for something else; replaced", path)
+        return None
+    return profile
+
+
+def write_profile(path: Path, profile: LatencyProfile) -> None:
+    """Keep ``profile``. A directory that cannot be written costs a log line, not the start."""
+    try:
+        save_profile(path, profile)
+    except OSError as error:
+        logger.warning("the latency profile is not kept: %s", error)
+
+
+def save_profile(path: Path, profile: LatencyProfile) -> None:
+    """Write ``profile`` to ``path``, whole or not at all, also where power is lost.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In a directory of its own, which goes whatever happens.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
+        file = Path(directory) / path.name
+        with file.open("w", encoding="utf-8") as writing:
+            writing.write(profile.to_json())
+            writing.flush()
+            os.fsync(writing.fileno())
+        file.chmod(0o644)
+        file.replace(path)
+
+
+async def measure(llm: Any, table: StateTable, budget_s: float) -> None:
+    """Run the load for about ``budget_s`` seconds at most; the samples are in ``table`` then.
+
+    One prompt and one small batch come first and are not counted: first steps are slow.
+    """
+    load = _Load(llm)
+    try:
+        async with asyncio.timeout(budget_s):
+            await load.run(1, 32, 2)
+            await load.run(2, load.batch_tokens // 2, 2)
+            table.clear_samples()
+            for _ in range(_ENOUGH_ROUNDS):
+                async for _ in load.round():
+                    pass
+    except TimeoutError:
+        logger.debug("profiling used up its %.1f s", budget_s)
+
+
+class _Load:
+    """Random prompts, so that no prefix is found in a cache."""
+
+    def __init__(self, llm: Any) -> None:
+        config = llm.vllm_config
+        cache = config.cache_config
+        self.batch_tokens: int = config.scheduler_config.max_num_batched_tokens
+        self._sequences: int = config.scheduler_config.max_num_seqs
+        self._longest: int = config.model_config.max_model_len - 2 * _DECODE_STEPS
+        self._kv_tokens = int(cache.num_gpu_blocks * cache.block_size)
+        self._vocabulary: int = config.model_config.get_vocab_size()
+        self._llm = llm
+        self._chance = random.Random(0)
+        self._serial = 0
+
+    async def round(self) -> AsyncIterator[None]:
+        """Every prompt length and decode batch once, interleaved; then a mixed batch."""
+        for share, (sequences, tokens) in zip((*_PROMPT_SHARES, 0.5), _DECODE_BATCHES, strict=True):
+            await self.run(1, int(share * self.batch_tokens), 1)
+            yield
+            await self.run(sequences, tokens, _DECODE_STEPS)
+            yield
+        # Prefills of several chunks on a growing context, beside decodes.
+        decodes = asyncio.ensure_future(self.run(8, 64, 2 * _DECODE_STEPS))
+        try:
+            await self.run(2, 2 * self.batch_tokens, 1)
+            await decodes
+        finally:
+            decodes.cancel()
+        yield
+
+    async def run(self, sequences: int, prompt_tokens: int, output_tokens: int) -> None:
+        """Run a batch of equal requests to their end, as far as the engine can hold them."""
+        prompt_tokens = max(1, min(prompt_tokens, self._longest, self._kv_tokens // 2))
+        each = prompt_tokens + output_tokens
+        count = max(1, min(sequences, self._sequences, self._kv_tokens // (2 * each)))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(self._request(prompt_tokens, output_tokens))
+
+    async def _request(self, prompt_tokens: int, output_tokens: int) -> None:
+        from vllm import PoolingParams, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._serial += 1
+        low = min(16, self._vocabulary - 1)
+        prompt = {
+            "prompt_token_ids": self._chance.choices(range(low, self._vocabulary), k=prompt_tokens)
+        }
+        name = f"profile-{self._serial}"
+        xargs = to_xargs(RequestArgs(name, time.monotonic(), _SLO))
+        if self._llm.vllm_config.model_config.runner_type == "pooling":
+            task = self._llm.vllm_config.model_config.get_pooling_task(
+                await self._llm.get_supported_tasks()
+            )
+            pooling = PoolingParams(task=task, extra_kwargs=xargs)
+            async for _ in self._llm.encode(prompt, pooling, name):
+                pass
+            return
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=output_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=xargs,
+        )
+        async for _ in self._llm.generate(prompt, params, name):
+            pass
+
+
+def _device_name() -> str:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

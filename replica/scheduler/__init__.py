@@ -1,0 +1,1 @@
+"""The local scheduler that every engine shares, and the state table that it writes."""

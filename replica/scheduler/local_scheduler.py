@@ -1,0 +1,402 @@
+"""What every engine's scheduler does around a batch: plan it by policy, learn from its real time,
+and publish the state. The vLLM adapter and the simulated engine differ only in what they call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from replica.scheduler.speculation import DraftCounts, DraftTime
+from replica.scheduler.state_table import RowUpdate, StateTable, TableFullError
+from replica.transfer.counts import TransferCounts
+from scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
+from scheduling.batching.best_effort import longest_wait_s
+from scheduling.latency import LatencyModel, LinearLatency, StepSample
+from scheduling.length import TaskLengths
+from scheduling.objective import SLO
+from scheduling.request import QueueView
+from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
+from scheduling.step_correction import StepCorrection
+
+DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
+"""Planned with until a profile is known."""
+
+_BATCH_LOG_LINES = 100_000
+_NO_SLOT = -1
+_LEAST_STEP = 1 / 16
+_MOST_UNLEARNED = 64
+"""Disturbed steps in a row that teach nothing. More of them are how this engine runs."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """What the local scheduler knows of a live request that its engine does not.
+
+    ``name`` is the request's id in the fleet; engines have their own ids, and one API call can be
+    several engine requests. ``slot`` is its row of the state table, negative if it has none.
+    ``expected_tokens`` is the predicted length of its output, nan where nothing is known, and
+    ``most_tokens`` what it may not exceed. ``tenant`` says whose it is, and ``weight`` what that
+    one's share weighs; ``promised`` that its objective was promised. The engine sets when the first
+    and the latest token left, monotonic seconds.
+    """
+
+    name: str
+    slo: SLO
+    arrival_s: float
+    slot: int
+    most_tokens: int
+    expected_tokens: float
+    best_effort: bool = False
+    tenant: int = 0
+    weight: float = 1.0
+    promised: bool = False
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    def emitted(self, now_s: float) -> None:
+        """A token, or several at once, left the engine."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A batch that the engine is running. ``parts_s`` are the fixed part and the work of its
+    uncorrected prediction, ``preempted`` lists the requests that lost their KV, ``record`` is its
+    line in the batch log, ``checked`` the drafted tokens among its own, and
+    ``drafted`` the most that a model drafts in it for one request, ``None`` where no model does."""
+
+    started_s: float
+    plan: BatchPlan
+    work: StepSample
+    parts_s: tuple[float, float]
+    preempted: Sequence[str] = ()
+    record: dict[str, object] | None = None
+    checked: Mapping[str, int] = field(default_factory=dict)
+    drafted: int | None = None
+
+
+class BatchLog:
+    """Planned and run batches with their times as JSON lines, up to a bound; for tests and
+    diagnosis."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = path.open("w", encoding="utf-8", buffering=1)
+        self._lines = 0
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append one batch; nothing more is written after the bound, or an error.
+
+        It is called by the scheduler, so a full disk must not be the end of the engine.
+        """
+        if self._file is None:
+            return
+        line = json.dumps(record, separators=(",", ":")) + "\n"
+        try:
+            self._file.write(line)
+            self._lines += 1
+            if self._lines >= _BATCH_LOG_LINES:
+                self._close()
+        except OSError as error:
+            logger.warning("the batch log ends after %d batches: %s", self._lines, error)
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            # Closing writes what is left, and fails where writing did.
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+class LocalScheduler:
+    """Policy, latency model with its correction, and state table of one engine.
+
+    For each batch: :meth:`plan`, then :meth:`begin_step` with what the engine will really run, then
+    :meth:`end_step`. Batches end in the order in which they began. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        table: StateTable,
+        model: LatencyModel = DEFAULT_MODEL,
+        log: BatchLog | None = None,
+    ) -> None:
+        self.requests: dict[str, TrackedRequest] = {}
+        self.transfers = TransferCounts()
+        """Of prompts whose KV comes from another engine."""
+        self._policy = policy
+        self._table = table
+        self._base_model = model
+        self._model = model
+        self._correction = StepCorrection()
+        self._draft_time = DraftTime()
+        self.drafts = DraftCounts()
+        """What became of drafted tokens."""
+        self._lengths = TaskLengths()
+        self._log = log
+        self._steps = 0
+        self._mismatches = 0
+        self._preemptions = 0
+        self._evictions = 0
+        self._evicted_tokens = 0
+        self._best_effort_wait_s = 0.0
+        self._plan_seconds = 0.0
+        self._ratio_sum = 0.0
+        self._last_end_s = 0.0
+        self._rowless = 0
+        self._unlearned = 0
+
+    @property
+    def model(self) -> LatencyModel:
+        """The latency model in use, with its online correction and its head-room."""
+        return self._model
+
+    @property
+    def draft_s(self) -> float:
+        """Time in which a model drafts one token for every decode of a batch, as learned so far."""
+        return self._draft_time.seconds
+
+    def track(
+        self,
+        engine_id: str,
+        name: str,
+        key: int,
+        slo: SLO,
+        arrival_s: float,
+        prompt_tokens: int,
+        most_tokens: int,
+        best_effort: bool = False,
+        tenant: int = 0,
+        weight: float = 1.0,
+        promised: bool = False,
+    ) -> None:
+        """Begin to follow a new request, whose output has ``most_tokens`` at most.
+
+        If the table is full the request is planned like any other but has no row, so readers do not
+        see it: an accepted request must not fail because it cannot be watched.
+        """
+        try:
+            slot = self._table.allocate(key, slo, arrival_s, prompt_tokens, best_effort)
+        except TableFullError as error:
+            slot = _NO_SLOT
+            if self._rowless == 0:
+                logger.warning("%s; some requests are not in the state table", error)
+            self._rowless += 1
+        # The least of nan and a number is its first argument.
+        expected = min(self._lengths.predict(slo.service_class, prompt_tokens), most_tokens)
+        if most_tokens == 1:
+            expected = 1.0
+        self.requests[engine_id] = TrackedRequest(
+            name, slo, arrival_s, slot, most_tokens, expected, best_effort, tenant, weight, promised
+        )
+
+    def prolong(self, tracked: TrackedRequest, emitted_tokens: int) -> None:
+        """Expect more of a request that goes on after as many tokens as it was expected to have."""
+        lengths = self._lengths.distribution(tracked.slo.service_class)
+        if lengths is not None:
+            # By a least step, so that a request far beyond all others does not ask at every token.
+            longer = max(lengths.given(emitted_tokens), (1 + _LEAST_STEP) * emitted_tokens)
+            tracked.expected_tokens = min(longer, tracked.most_tokens)
+
+    def forget(self, engine_id: str, output_tokens: int | None = None) -> None:
+        """Stop following a request; unknown ids are ignored.
+
+        ``output_tokens`` is the length of its output where it ended by itself: outputs of its
+        service class are expected to be as long.
+        """
+        tracked = self.requests.pop(engine_id, None)
+        if tracked is None:
+            return
+        if not self.requests:
+            # No plan may come that would say so.
+            self._best_effort_wait_s = 0.0
+        if output_tokens is not None:
+            self._lengths.observe(tracked.slo.service_class, output_tokens)
+        if tracked.slot == _NO_SLOT:
+            self._rowless -= 1
+        else:
+            self._table.free(tracked.slot)
+
+    def refresh_model(self) -> None:
+        """Take over a model that was put into the table, and what was learned of the last step."""
+        changed = self._table.model_change()
+        if changed is not None:
+            self._base_model = changed
+            self._correction = StepCorrection()
+        learned = self._correction
+        self._model = self._base_model.corrected(learned.work, learned.fixed)
+
+    def plan(self, queue: QueueView, now_s: float, budget: BatchBudget) -> BatchPlan:
+        """Plan the next batch by the policy, with the corrected latency model."""
+        started = time.perf_counter()
+        self.refresh_model()
+        plan = self._policy.plan(queue, now_s, self._model, budget)
+        self._best_effort_wait_s = longest_wait_s(queue.table, now_s)
+        elapsed = time.perf_counter() - started
+        self._plan_seconds += elapsed
+        self._table.count("plan_histogram", bisect_left(PLAN_BUCKETS_S, elapsed))
+        return plan
+
+    def update(self, rows: Sequence[RowUpdate]) -> None:
+        """Write rows that changed outside a step."""
+        self._table.write([row for row in rows if row.slot != _NO_SLOT])
+
+    def publish(self, **summary: Any) -> None:
+        """Write further fields of the state table's summary."""
+        self._table.write((), **summary)
+
+    def count_evictions(self, plan: BatchPlan) -> None:
+        """The engine has preempted what ``plan`` evicts."""
+        self._evictions += len(plan.evicted)
+        self._evicted_tokens += plan.evicted_tokens
+
+    def begin_step(
+        self,
+        plan: BatchPlan,
+        ran: Sequence[tuple[str, int, int]],
+        now_s: float,
+        preempted: Sequence[str] = (),
+        checked: Mapping[str, int] | None = None,
+        drafted: int | None = None,
+        *,
+        fetched: Collection[str] = (),
+    ) -> StepInFlight:
+        """The engine starts a batch. ``ran`` holds (engine id, new tokens, computed before),
+        ``checked`` how many of the new tokens are drafted ones, for each request for which there
+        were some; ``drafted`` is that of :class:`StepInFlight`. ``fetched`` are planned requests
+        that run later, as the engine now fetches their KV.
+
+        A batch that was planned empty and is empty is no step: it is neither counted nor logged.
+        """
+        self._preemptions += len(preempted)
+        work = StepSample.of(
+            ((tokens, computed) for _, tokens, computed in ran), spec_steps=drafted or 0
+        )
+        # Without head-room: what is learned and published is how right the model is.
+        parts_s = self._model.parts_s(work)
+        planned = {
+            entry.request_id: entry.tokens
+            for entry in plan.entries
+            if entry.request_id not in fetched
+        }
+        if not ran and not planned:
+            return StepInFlight(now_s, plan, work, parts_s, preempted)
+        self._steps += 1
+        actual = {request_id: tokens for request_id, tokens, _ in ran}
+        if planned != actual:
+            self._mismatches += 1
+        # Made now, as requests that end with the batch are forgotten before it is over.
+        checked = {} if checked is None else checked
+        record = None
+        if self._log is not None:
+            record = self._record(plan, ran, now_s, preempted, checked)
+        return StepInFlight(now_s, plan, work, parts_s, preempted, record, checked, drafted)
+
+    def end_step(
+        self,
+        step: StepInFlight,
+        now_s: float,
+        updates: Sequence[RowUpdate],
+        waiting: int,
+        running: int,
+        free_blocks: int,
+        total_blocks: int,
+        seconds: float | None = None,
+        *,
+        disturbed: bool = False,
+    ) -> None:
+        """The engine finished ``step``: learn its time and publish the state.
+
+        A step that was ``disturbed`` by other work of the engine says nothing of its own length.
+
+        With two steps in flight the second one's time starts where the first ended, unless the
+        engine says how many ``seconds`` it took.
+        """
+        if seconds is None:
+            seconds = now_s - max(step.started_s, self._last_end_s)
+        self._last_end_s = now_s
+        if self._log is not None and step.record is not None:
+            self._log.write({**step.record, "seconds": seconds})
+        undrafted_s = self._correction.predicted_s(*step.parts_s)
+        drafting_s = self._draft_time.seconds * (step.drafted or 0)
+        predicted_s = undrafted_s + drafting_s
+        if step.work.new_tokens > 0 and seconds > 0:
+            ratio = seconds / predicted_s
+            self._ratio_sum += ratio
+            self._table.count("step_ratio_histogram", bisect_left(STEP_RATIO_BUCKETS, ratio))
+            self._unlearned = self._unlearned + 1 if disturbed else 0
+            disturbed = disturbed and self._unlearned <= _MOST_UNLEARNED
+        if step.work.new_tokens > 0 and seconds > 0 and not disturbed:
+            self._table.add_sample(step.work._replace(seconds=seconds))
+            self._correction.observe(*step.parts_s, seconds - drafting_s)
+            if step.drafted is not None:
+                self._draft_time.observe(undrafted_s, step.drafted, seconds)
+        if self._rowless:
+            updates = [update for update in updates if update.slot != _NO_SLOT]
+        # An empty batch says nothing of how long a step takes.
+        times = {
+            "step_started_s": step.started_s,
+            "last_step_s": seconds,
+            "predicted_step_s": predicted_s,
+        }
+        self._table.write(
+            updates,
+            updated_s=now_s,
+            **(times if step.work.new_tokens > 0 else {}),
+            correction=self._correction.work,
+            fixed_correction=self._correction.fixed,
+            step_spread=self._correction.spread,
+            steps=self._steps,
+            waiting=waiting,
+            running=running,
+            free_kv_blocks=free_blocks,
+            total_kv_blocks=total_blocks,
+            preemptions=self._preemptions,
+            evictions=self._evictions,
+            evicted_tokens=self._evicted_tokens,
+            best_effort_wait_s=self._best_effort_wait_s,
+            patience_s=self._policy.best_effort.patience_s,
+            plan_mismatches=self._mismatches,
+            plan_seconds_sum=self._plan_seconds,
+            step_ratio_sum=self._ratio_sum,
+            draft_s=self._draft_time.seconds,
+            **self.drafts.summary(),
+            **self.transfers.summary(),
+        )
+
+    def _record(
+        self,
+        plan: BatchPlan,
+        ran: Sequence[tuple[str, int, int]],
+        now_s: float,
+        preempted: Sequence[str],
+        checked: Mapping[str, int],
+    ) -> dict[str, object]:
+        def name(engine_id: str) -> str:
+            tracked = self.requests.get(engine_id)
+            return tracked.name if tracked is not None else engine_id
+
+        return {
+            "step": self._steps,
+            "now_s": now_s,
+            "predicted_s": plan.predicted_s,
+            "plan": [[name(entry.request_id), entry.tokens] for entry in plan.entries],
+            "ran": [[name(engine_id), tokens, computed] for engine_id, tokens, computed in ran],
+            "preempted": [name(engine_id) for engine_id in preempted],
+            "checked": {name(engine_id): drafts for engine_id, drafts in checked.items()},
+            "live": len(self.requests),
+        }

@@ -1,0 +1,141 @@
+"""Which chunks of prompts an engine holds in its prefix cache, kept for the replica's reports.
+
+A chunk (see :mod:`scheduling.prefix`) is tied to the last whole KV block before its end. It is held
+from the step that computes that block until the engine says that the block is gone. The engine
+evicts the end of a prefix before its beginning, so that one block stands for all before it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from replica.scheduler.state_table import StateTable
+from scheduling.prefix import HELD, HELD_SLOTS, PromptPrefix
+
+
+class _Mark(NamedTuple):
+    chunk: int
+    tokens: int
+
+
+class HeldPrefixes:
+    """The table of held chunks of one engine, written to its state table.
+
+    It has :data:`~scheduling.prefix.HELD_SLOTS` slots; a new chunk takes the place of the one whose
+    prompt came longest ago. What is not in the table is held for nothing, never the reverse: a
+    chunk is checked against the cache when it enters, and leaves with its block.
+
+    ``O(chunks)`` per request, and one dictionary access per removed block.
+
+    Args:
+        table: where to write.
+        is_cached: whether a block with this hash is in the engine's prefix cache.
+        block_tokens: tokens per KV block.
+        hash_tokens: tokens per block hash, of which ``block_tokens`` is a multiple.
+        slots: most chunks.
+    """
+
+    def __init__(
+        self,
+        table: StateTable,
+        is_cached: Callable[[bytes], bool],
+        block_tokens: int,
+        hash_tokens: int,
+        slots: int = HELD_SLOTS,
+    ) -> None:
+        self._table = table
+        self._is_cached = is_cached
+        self._block_tokens = block_tokens
+        self._hash_tokens = hash_tokens
+        self._free = list(range(slots - 1, -1, -1))
+        # Chunk -> its slot, the one that was seen longest ago first.
+        self._slots: OrderedDict[int, int] = OrderedDict()
+        # Chunk -> its block's hash, and the reverse.
+        self._block_of: dict[int, bytes] = {}
+        self._chunks_of: dict[bytes, set[int]] = {}
+        # By request, the last first.
+        self._pending: dict[str, list[_Mark]] = {}
+        self._changed: dict[int, _Mark] = {}
+
+    def begin(self, request_id: str, prefix: PromptPrefix, prompt_tokens: int) -> None:
+        """A request has come whose prompt begins with ``prefix``."""
+        tokens = prefix.chunk_tokens(prompt_tokens)
+        marks = [
+            _Mark(chunk, upto // self._block_tokens * self._block_tokens)
+            for chunk, upto in zip(prefix.hashes, tokens, strict=True)
+            if upto >= self._block_tokens
+        ]
+        if marks:
+            self._pending[request_id] = marks[::-1]
+
+    def computed(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> None:
+        """The first ``tokens`` tokens of a request are computed, with these block hashes.
+
+        A prompt that loses its blocks to a preemption and is computed again is not seen again; the
+        next one that begins alike is.
+        """
+        marks = self._pending.get(request_id)
+        if marks is None:
+            return
+        while marks and marks[-1].tokens <= tokens:
+            mark = marks.pop()
+            last = mark.tokens // self._hash_tokens - 1
+            # An engine without a prefix cache hashes no blocks.
+            if last < len(block_hashes) and self._is_cached(block_hashes[last]):
+                self._put(mark, block_hashes[last])
+        if not marks:
+            del self._pending[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """The request has left the engine; unknown ids are ignored."""
+        self._pending.pop(request_id, None)
+
+    def removed(self, block_hash: bytes) -> None:
+        """The engine removed a block from its cache; another with this hash may still be there."""
+        chunks = self._chunks_of.get(block_hash)
+        if chunks is None or self._is_cached(block_hash):
+            return
+        for chunk in list(chunks):
+            slot = self._slots.pop(chunk)
+            self._untie(chunk)
+            self._free.append(slot)
+            self._changed[slot] = _Mark(0, 0)
+
+    def cleared(self) -> None:
+        """The engine may have cleared its cache."""
+        for block_hash in list(self._chunks_of):
+            self.removed(block_hash)
+
+    def publish(self) -> None:
+        """Write what changed to the state table."""
+        if self._changed:
+            slots = np.fromiter(self._changed, np.int64)
+            self._table.write_held(slots, np.array(list(self._changed.values()), HELD))
+            self._changed.clear()
+
+    def _put(self, mark: _Mark, block_hash: bytes) -> None:
+        chunk = mark.chunk
+        slot = self._slots.pop(chunk, None)
+        if slot is not None:
+            self._untie(chunk)
+        elif self._free:
+            slot = self._free.pop()
+        else:
+            oldest, slot = self._slots.popitem(last=False)
+            self._untie(oldest)
+        self._slots[chunk] = slot
+        self._block_of[chunk] = block_hash
+        self._chunks_of.setdefault(block_hash, set()).add(chunk)
+        self._changed[slot] = mark
+
+    def _untie(self, chunk: int) -> None:
+        """Part a chunk from its block."""
+        block_hash = self._block_of.pop(chunk)
+        chunks = self._chunks_of[block_hash]
+        chunks.discard(chunk)
+        if not chunks:
+            del self._chunks_of[block_hash]

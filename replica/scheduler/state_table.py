@@ -1,0 +1,311 @@
+"""One engine's scheduler state in shared memory: written after every step, readable at any time.
+
+It holds a row per live request, a summary, and the chunks of prompts whose KV the engine has.
+
+One writer (the process that schedules) and any number of readers on the same host, without locks: a
+sequence number is odd while a write is under way, and a reader copies again if it changed, with a
+fence on either side of the copy (:mod:`replica.scheduler.memory_fence`). Writing costs microseconds
+and never waits, which a call into the engine between two steps could not promise. The table also
+carries the
+two small things that go the other way or pile up: the latency model that the scheduler should plan
+with, and the latest step samples for fitting it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from math import inf, nan
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replica.scheduler.memory_fence import reader_fence
+from scheduling.latency import FAMILIES, LatencyModel, StepSample
+from scheduling.objective import SLO
+from scheduling.prefix import HELD, HELD_SLOTS
+from scheduling.stages import later_of
+from scheduling.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
+
+SAMPLE_RING = 2048
+_MAGIC = 0x534C5549_43450007
+_READ_TRIES = 30
+_READ_TRIES_AT_ONCE = 10
+_READ_PAUSE_S = 0.001
+
+_SAMPLE_FIELDS = len(StepSample._fields)
+_MODELS = list(FAMILIES.values())
+_MOST_COEFFICIENTS = max(len(model.names) for model in _MODELS)
+
+_HEADER = np.dtype(
+    [
+        ("magic", "<i8"),
+        ("capacity", "<i8"),
+        ("sequence", "<i8"),
+        ("samples", "<i8"),
+        ("model_version", "<i8"),
+        ("family", "<i8"),
+        ("coefficients", "<f8", (_MOST_COEFFICIENTS,)),
+        ("headroom", "<f8"),
+        ("summary", SUMMARY),
+    ]
+)
+
+
+class RowUpdate(NamedTuple):
+    """The changing part of a live request's row; see :data:`scheduling.state.ROW`."""
+
+    slot: int
+    computed_tokens: int
+    pending_tokens: int
+    emitted_tokens: int
+    kv_blocks: int
+    running: bool
+    first_token_s: float | None
+    last_token_s: float | None
+    expected_tokens: float
+
+
+class TableFullError(RuntimeError):
+    """More live requests than the table has slots."""
+
+
+class StateTable:
+    """The table. Make it with :meth:`create`, join it from another process with :meth:`open`.
+
+    Args:
+        buffer: writable memory of :meth:`nbytes` bytes, zeroed for a new table.
+        capacity: slots, the most live requests.
+        clock: seconds, monotonic; the one that the writer's times are of.
+
+    Raises:
+        RuntimeError: this machine may exchange reads and writes, and its kernel has no fence.
+    """
+
+    def __init__(
+        self,
+        buffer: memoryview | mmap.mmap,
+        capacity: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        header = np.frombuffer(buffer, dtype=_HEADER, count=1)
+        offset = _HEADER.itemsize
+        samples = np.frombuffer(
+            buffer, dtype="<f8", count=SAMPLE_RING * _SAMPLE_FIELDS, offset=offset
+        )
+        self._samples = samples.reshape(SAMPLE_RING, _SAMPLE_FIELDS)
+        self._rows = np.frombuffer(
+            buffer, dtype=ROW, count=capacity, offset=offset + self._samples.nbytes
+        )
+        self._held = np.frombuffer(
+            buffer,
+            dtype=HELD,
+            count=HELD_SLOTS,
+            offset=offset + self._samples.nbytes + self._rows.nbytes,
+        )
+        self._header = header[0:1]
+        self._summary = self._header["summary"]
+        self._sequence = self._header["sequence"]
+        self._free = list(range(capacity - 1, -1, -1))
+        self._model_version = 0
+        self._clock = clock
+        self._fence = reader_fence()
+        self.capacity = capacity
+
+    @staticmethod
+    def nbytes(capacity: int) -> int:
+        """Memory of a table, bytes."""
+        samples = SAMPLE_RING * _SAMPLE_FIELDS * 8
+        rows = capacity * ROW.itemsize
+        return int(_HEADER.itemsize + samples + rows + HELD_SLOTS * HELD.itemsize)
+
+    @classmethod
+    def create(
+        cls,
+        capacity: int,
+        path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> StateTable:
+        """A new, empty table: in the file ``path`` (replaced) or, without one, in this process."""
+        if path is None:
+            table = cls(memoryview(bytearray(cls.nbytes(capacity))), capacity, clock)
+        else:
+            path.write_bytes(bytes(cls.nbytes(capacity)))
+            table = cls(_map(path), capacity, clock)
+        table._header["magic"] = _MAGIC
+        table._header["capacity"] = capacity
+        table._summary["correction"] = table._summary["fixed_correction"] = 1.0
+        return table
+
+    @classmethod
+    def open(cls, path: Path) -> StateTable:
+        """Join the table in ``path``.
+
+        Raises:
+            ValueError: the file is no table of this version.
+            OSError: it cannot be opened.
+        """
+        buffer = _map(path)
+        if len(buffer) < _HEADER.itemsize:
+            raise ValueError(f"{path} is no state table")
+        header = np.frombuffer(buffer, dtype=_HEADER, count=1)
+        capacity = int(header["capacity"][0])
+        if header["magic"][0] != _MAGIC or len(buffer) != cls.nbytes(capacity):
+            raise ValueError(f"{path} is no state table of this version")
+        return cls(buffer, capacity)
+
+    # The writer's side.
+
+    def allocate(
+        self, key: int, slo: SLO, arrival_s: float, prompt_tokens: int, best_effort: bool = False
+    ) -> int:
+        """Take a slot for a new, waiting request and return it.
+
+        Raises:
+            TableFullError: no slot is free.
+        """
+        if not self._free:
+            raise TableFullError(f"all {self.capacity} request slots are in use")
+        slot = self._free.pop()
+        later = later_of(slo.stages, 0)
+        self._begin()
+        self._rows[slot] = (
+            key,
+            arrival_s,
+            nan,
+            nan,
+            inf if slo.ttft_s is None else slo.ttft_s,
+            inf if slo.tpot_s is None else slo.tpot_s,
+            inf if slo.e2e_s is None else slo.e2e_s,
+            slo.priority,
+            prompt_tokens,
+            0,
+            prompt_tokens,
+            0,
+            0,
+            0,
+            best_effort,
+            later.stages,
+            later.tokens,
+            WAITING,
+        )
+        self._end()
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Give a slot back."""
+        self._begin()
+        self._rows["phase"][slot] = 0
+        self._end()
+        self._free.append(slot)
+
+    def idle(self, free_blocks: int, total_blocks: int) -> None:
+        """No step has run yet, but this is the KV that there is: without it, an engine that has
+        just started would look as if nothing could ever run there."""
+        self.write((), free_kv_blocks=free_blocks, total_kv_blocks=total_blocks)
+
+    def write(self, updates: Sequence[RowUpdate], **summary: float) -> None:
+        """Write changed rows and the named fields of the summary as one change."""
+        self._begin()
+        if updates:
+            columns = list(zip(*updates, strict=True))
+            slots = np.array(columns[0])
+            rows = self._rows
+            rows["computed_tokens"][slots] = columns[1]
+            rows["pending_tokens"][slots] = columns[2]
+            rows["emitted_tokens"][slots] = columns[3]
+            rows["kv_blocks"][slots] = columns[4]
+            rows["phase"][slots] = np.where(columns[5], RUNNING, WAITING)
+            rows["first_token_s"][slots] = np.array(columns[6], dtype=float)
+            rows["last_token_s"][slots] = np.array(columns[7], dtype=float)
+            rows["expected_tokens"][slots] = np.nan_to_num(columns[8])
+        for name, value in summary.items():
+            self._summary[name] = value
+        self._end()
+
+    def write_held(self, slots: NDArray[np.integer], held: np.ndarray) -> None:
+        """Write changed slots of the chunks that the engine holds: ``HELD[n]``, one per slot."""
+        self._begin()
+        self._held[slots] = held
+        self._end()
+
+    def count(self, histogram: str, bucket: int) -> None:
+        """Add one to a bucket of a histogram of the summary."""
+        self._summary[histogram][0, bucket] += 1
+
+    def add_sample(self, sample: StepSample) -> None:
+        """Keep a step sample; the oldest of ``SAMPLE_RING`` is overwritten."""
+        count = int(self._header["samples"][0])
+        self._samples[count % SAMPLE_RING] = sample
+        self._header["samples"] = count + 1
+
+    def model_change(self) -> LatencyModel | None:
+        """The latency model, uncorrected, if it was set since the last call."""
+        version = int(self._header["model_version"][0])
+        if version == self._model_version:
+            return None
+        self._model_version = version
+        self._fence()
+        header = self._header[0]
+        family = _MODELS[int(header["family"])]
+        model = family.of(header["coefficients"][: len(family.names)].tolist())
+        return model.with_headroom(float(header["headroom"]))
+
+    # The readers' side.
+
+    def read(self) -> EngineState:
+        """A consistent copy of all live rows and the summary. ``O(capacity)``, microseconds.
+
+        It may block its thread, an event loop's perhaps, for about 20 ms and no longer.
+
+        Raises:
+            RuntimeError: the writer stopped in the middle of a write for that long. It is dead,
+                or the machine so busy that it lost its core for as long: ask again to be sure.
+        """
+        for attempt in range(_READ_TRIES):
+            before = int(self._sequence[0])
+            if before % 2 == 0:
+                self._fence()
+                slots = np.flatnonzero(self._rows["phase"]).astype(np.int32)
+                rows = self._rows[slots]
+                summary = self._summary[0].copy()
+                held = self._held.copy()
+                self._fence()
+                if int(self._sequence[0]) == before:
+                    return EngineState(self._clock(), slots, rows, summary, held)
+            if attempt >= _READ_TRIES_AT_ONCE:
+                # A write takes microseconds, unless the machine has taken the writer off its core.
+                time.sleep(_READ_PAUSE_S)
+        raise RuntimeError("the state table is stuck in a write: its engine is gone, or stalled")
+
+    def set_model(self, model: LatencyModel) -> None:
+        """Have the scheduler plan with ``model`` from its next step on. Its head-room is kept, its
+        correction is not: the scheduler learns its own."""
+        coefficients = model.coefficients
+        self._header["family"] = _MODELS.index(type(model))
+        self._header["coefficients"][0, : len(coefficients)] = coefficients
+        self._header["headroom"] = model.headroom
+        self._header["model_version"] += 1
+
+    def samples(self) -> list[StepSample]:
+        """The latest step samples, in no order."""
+        count = min(int(self._header["samples"][0]), SAMPLE_RING)
+        return [StepSample(*(float(value) for value in row)) for row in self._samples[:count]]
+
+    def clear_samples(self) -> None:
+        """Forget all step samples."""
+        self._header["samples"] = 0
+
+    def _begin(self) -> None:
+        self._sequence += 1
+
+    def _end(self) -> None:
+        self._sequence += 1
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)

@@ -1,0 +1,202 @@
+"""How a request's objective travels through vLLM: flat keys in ``SamplingParams.extra_args``.
+
+vLLM's OpenAI layer takes them as ``vllm_xargs`` (strings and numbers only) and hands them to the
+scheduler unchanged, in another process. The settings of that scheduler travel in
+``additional_config``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from replica.preemption_config import PreemptionConfig
+from scheduling.batching import BestEffortOptions
+from scheduling.objective import SLO
+from scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, PromptPrefix
+
+CONFIG_KEY = "sluice"
+KEY_PREFIX = "sluice_"
+ID = "sluice_id"
+ARRIVAL_S = "sluice_arrival_s"
+TTFT_S = "sluice_ttft_s"
+TPOT_S = "sluice_tpot_s"
+E2E_S = "sluice_e2e_s"
+PRIORITY = "sluice_priority"
+SERVICE_CLASS = "sluice_class"
+BEST_EFFORT = "sluice_best_effort"
+PROMISED = "sluice_promised"
+TENANT = "sluice_tenant"
+WEIGHT = "sluice_weight"
+PROMPT_PREFIX = "sluice_prefix"
+
+_PROMPT_PREFIX = re.compile(rf"([0-9a-f]{{1,15}}),((?:[0-7][0-9a-f]{{15}}){{1,{MAX_CHUNKS}}})")
+
+_TENANT = re.compile(r"[0-7]?[0-9a-f]{1,15}")
+
+_OBJECTIVES = ((TTFT_S, "ttft_s"), (TPOT_S, "tpot_s"), (E2E_S, "e2e_s"))
+
+
+class RequestArgs(NamedTuple):
+    """What Sluice adds to an engine request.
+
+    Attributes:
+        request_id: the request's id in the fleet, shared by all sequences of one API call.
+        arrival_s: when the edge received it, on the host's monotonic clock.
+        slo: its objective.
+        best_effort: nothing was promised to it.
+        prefix: how its prompt begins.
+        tenant: whose it is, a 63-bit hash. weight: of the tenant's share, > 0.
+        promised: its objective was promised.
+    """
+
+    request_id: str
+    arrival_s: float
+    slo: SLO
+    best_effort: bool = False
+    prefix: PromptPrefix = NO_PREFIX
+    tenant: int = 0
+    weight: float = 1.0
+    promised: bool = False
+
+
+def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
+    """The keys of ``args``; an objective that is not stated has none."""
+    xargs: dict[str, str | int | float] = {
+        ID: args.request_id,
+        ARRIVAL_S: args.arrival_s,
+        PRIORITY: args.slo.priority,
+        SERVICE_CLASS: args.slo.service_class,
+    }
+    for key, field in _OBJECTIVES:
+        value = getattr(args.slo, field)
+        if value is not None:
+            xargs[key] = value
+    if args.best_effort:
+        xargs[BEST_EFFORT] = 1
+    if args.promised:
+        xargs[PROMISED] = 1
+    if args.tenant:
+        # As text: what reads the keys may hold numbers as floats.
+        xargs[TENANT], xargs[WEIGHT] = f"{args.tenant:x}", args.weight
+    if args.prefix.hashes:
+        hashes = "".join(f"{chunk:016x}" for chunk in args.prefix.hashes)
+        xargs[PROMPT_PREFIX] = f"{args.prefix.size:x},{hashes}"
+    return xargs
+
+
+def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -> RequestArgs:
+    """Read the keys back. Without any (direct use of the engine) the request has no objective, the
+    id ``default_id`` and arrives at ``now_s``; so it does for each key that is missing.
+
+    Raises:
+        ValueError: a key holds what :func:`to_xargs` cannot have written.
+    """
+    given = {key: value for key, value in (xargs or {}).items() if key.startswith(KEY_PREFIX)}
+    if not given:
+        return RequestArgs(default_id, now_s, SLO())
+    request_id = given.pop(ID, default_id)
+    service_class = given.pop(SERVICE_CLASS, "standard")
+    for key, value in ((ID, request_id), (SERVICE_CLASS, service_class)):
+        if not isinstance(value, str):
+            raise ValueError(f"{key} must be a string, got {value!r}")
+    arrival_s = _number(ARRIVAL_S, given.pop(ARRIVAL_S, now_s))
+    priority = given.pop(PRIORITY, 1)
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"{PRIORITY} must be an integer, got {priority!r}")
+    best_effort, promised = (_flag(key, given.pop(key, 0)) for key in (BEST_EFFORT, PROMISED))
+    tenant, weight = _tenant(given.pop(TENANT, "0")), _number(WEIGHT, given.pop(WEIGHT, 1.0))
+    if weight <= 0:
+        raise ValueError(f"{WEIGHT} must be above 0, got {weight}")
+    prefix = _prompt_prefix(given.pop(PROMPT_PREFIX, None))
+    ttft_s, tpot_s, e2e_s = (
+        _number(key, given.pop(key)) if key in given else None for key, _ in _OBJECTIVES
+    )
+    if given:
+        raise ValueError(f"unknown keys: {', '.join(sorted(given))}")
+    slo = SLO(ttft_s, tpot_s, e2e_s, priority, service_class)
+    arrival_s = min(arrival_s, now_s)
+    return RequestArgs(request_id, arrival_s, slo, best_effort, prefix, tenant, weight, promised)
+
+
+def _flag(key: str, value: Any) -> bool:
+    if value not in (0, 1):
+        raise ValueError(f"{key} must be 0 or 1, got {value!r}")
+    return bool(value == 1)
+
+
+def reserved_keys(xargs: Mapping[str, Any] | None) -> list[str]:
+    """Keys of a client's own extra arguments that only Sluice may set."""
+    return sorted(key for key in xargs or {} if key.startswith(KEY_PREFIX))
+
+
+def _tenant(value: Any) -> int:
+    if not isinstance(value, str) or not _TENANT.fullmatch(value):
+        raise ValueError(f"{TENANT} must be a hash of 63 bits in hexadecimal, got {value!r}")
+    return int(value, 16)
+
+
+def _prompt_prefix(value: Any) -> PromptPrefix:
+    if value is None:
+        return NO_PREFIX
+    match = _PROMPT_PREFIX.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(
+            f"{PROMPT_PREFIX} must be a size and 1 to {MAX_CHUNKS} hashes of 63 bits in hexadecimal"
+        )
+    size, digits = int(match[1], 16), match[2]
+    hashes = tuple(int(digits[at : at + 16], 16) for at in range(0, len(digits), 16))
+    if 0 in hashes:
+        raise ValueError(f"{PROMPT_PREFIX} must not have a hash of 0")
+    if size < CHUNK_ENDS[len(hashes) - 1]:
+        raise ValueError(f"{PROMPT_PREFIX} has more chunks than a prompt of size {size}")
+    return PromptPrefix(hashes, size)
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise ValueError(f"{key} must be a finite number of seconds, got {value!r}")
+    return float(value)
+
+
+class SchedulerSettings(BaseModel):
+    """What the scheduler inside the engine is told, in ``additional_config["sluice"]``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    state_table: Path = Field(description="File of the state table; it exists already.")
+    policy: str = Field(description="Batch policy.")
+    policy_options: dict[str, Any] = Field(default_factory=dict, description="Its options.")
+    best_effort: BestEffortOptions = Field(
+        default_factory=BestEffortOptions, description="How best-effort requests are served."
+    )
+    preemption: PreemptionConfig = Field(
+        default_factory=PreemptionConfig, description="Whether running prefills are preempted."
+    )
+    batch_log: Path | None = Field(default=None, description="File of the batch log.")
+    cpu_core: int | None = Field(
+        default=None, ge=0, description="Core that the scheduling thread is pinned to."
+    )
+
+    def to_additional_config(self) -> dict[str, Any]:
+        """The value of vLLM's ``additional_config``."""
+        return {CONFIG_KEY: self.model_dump(mode="json")}
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Any) -> SchedulerSettings:
+        """Read it back.
+
+        Raises:
+            ValueError: it is missing or wrong.
+        """
+        given = additional_config.get(CONFIG_KEY) if isinstance(additional_config, dict) else None
+        if not isinstance(given, dict):
+            raise ValueError(
+                f"additional_config must hold {CONFIG_KEY!r}: a mapping with state_table and policy"
+            )
+        return cls.model_validate(given)

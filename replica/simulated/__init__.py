@@ -1,0 +1,1 @@
+"""An engine of simulated steps, for fleets larger than this machine."""

@@ -1,0 +1,436 @@
+"""An engine with a latency model in place of a GPU, in real time.
+
+It runs the same policies on the same snapshots as the vLLM engine, through the same local
+scheduler, and speaks the same API. Prompts are not read but measured, and outputs are made up
+(:mod:`replica.openai_format`); only the time that a step takes is modelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from replica.config import EngineConfig, SimulatedEngineConfig
+from replica.engine import (
+    EVENT_STREAM,
+    EngineDeadError,
+    EngineInfo,
+    EngineRequest,
+    Handoff,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+    request_key,
+    table_capacity,
+)
+from replica.openai_format import Call, RequestError, ResponseWriter, models_body, parse_call
+from replica.resume import check_resume
+from replica.scheduler.local_scheduler import BatchLog, LocalScheduler
+from replica.scheduler.state_table import StateTable
+from replica.simulated.core import SimulatedCore, SimulatedSequence, Transfer
+from replica.transfer.requests import check_transfer
+from scheduling.batching import make_policy
+from scheduling.latency import LinearLatency
+from scheduling.latency_profile import LatencyProfile
+from scheduling.state import EngineState
+
+logger = logging.getLogger(__name__)
+
+_MAX_LAG_S = 0.01
+"""How far the engine may be behind its deadlines and still catch up. Timers are late by about a
+millisecond, which must not add up; a stall of the machine must not be replayed as a burst."""
+
+_MIN_TOKEN_S = 1e-7
+"""Least time per token to plan with: a free token would let a planner promise anything."""
+
+
+class _LiveCall:
+    """An API call in the engine: how many tokens each choice has, and who waits for them.
+
+    Only counts are kept for a consumer, so one that is slow costs no memory and gets larger chunks.
+    """
+
+    __slots__ = (
+        "aborted",
+        "emitted",
+        "first_choice_s",
+        "left",
+        "prefill_only",
+        "progress",
+        "received_s",
+        "request_id",
+        "resumable",
+        "resume",
+        "sequences",
+        "started_s",
+        "stream",
+    )
+
+    def __init__(self, request: EngineRequest, call: Call, received_s: float) -> None:
+        self.request_id = request.request_id
+        self.prefill_only = request.prefill_only
+        self.stream = call.stream and not request.prefill_only
+        self.received_s = received_s
+        self.sequences: list[SimulatedSequence] = []
+        self.resumable = request.resumable and call.choices == 1
+        self.resume = request.resume
+        self.emitted = [request.resumed_tokens] * call.choices
+        self.left = call.choices
+        self.first_choice_s: list[float] = []
+        self.started_s: float | None = None
+        self.progress = asyncio.Event()
+        self.aborted = False
+
+
+class SimulatedEngine:
+    """An engine without a model; see :class:`replica.engine.Engine`.
+
+    Sequences share no KV, also not those of one prompt. The model is at most as long as the KV
+    holds. KV that another engine hands over is a name for the prompt, and takes time to come; one
+    that is not this prompt's cannot be had.
+
+    Args:
+        config: ``config.simulated`` is the truth; the planner knows it exactly, unless
+            ``config.latency_profile`` gives it other beliefs.
+        replica_id: names its batch log.
+        max_live_requests: API calls at once, at four sequences each; beyond that, 503.
+        clock: seconds, monotonic.
+
+    Raises:
+        ValueError: the latency profile is not one.
+        OSError: the latency profile cannot be read, or the batch log not be written.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        replica_id: str,
+        max_live_requests: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        profile = _profile(config)
+        self._clock = clock
+        self._table = StateTable.create(table_capacity(max_live_requests), clock=clock)
+        log = None
+        if config.batch_log is not None:
+            log = BatchLog(config.batch_log / f"{replica_id}.jsonl")
+        scheduler = LocalScheduler(
+            make_policy(config.policy, config.policy_options, config.best_effort),
+            self._table,
+            profile.model.with_headroom(config.headroom),
+            log,
+        )
+        self._replica_id = replica_id
+        self._config = config.simulated
+        self._scheduler = scheduler
+        self._core = SimulatedCore(config.simulated, scheduler, self._table)
+        self._info = EngineInfo(
+            model=config.served_model_name or config.model,
+            policy=config.policy,
+            max_model_tokens=self._core.max_model_tokens,
+            max_batch_tokens=config.simulated.max_batch_tokens,
+            max_sequences=config.simulated.max_sequences,
+            kv_blocks=config.simulated.kv_blocks,
+            block_tokens=config.simulated.block_tokens,
+            profile=profile,
+        )
+        self._calls: set[_LiveCall] = set()
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loop_task: asyncio.Task[None] | None = None
+        self._dead: str | None = "it was not started"
+        self._now_s = 0.0
+        self._turned_s = 0.0
+        self._moves = asyncio.Event()
+        self._moves.set()
+
+    async def start(self) -> EngineInfo:
+        """Begin to run steps."""
+        if self._loop_task is None:
+            self._dead = None
+            self._loop_task = asyncio.create_task(self._run(), name="simulated-engine")
+        return self._info
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        """Serve one request; a refusal also ends with a tail."""
+        await self.check_health()
+        received_s = self._clock()
+        try:
+            check_transfer(request)
+            check_resume(request)
+            call = parse_call(
+                request.endpoint, request.body, self._info.model, self._info.max_model_tokens
+            )
+            live = self._submit(call, request, received_s)
+        except RequestError as error:
+            yield ResponseHead(error.status, "application/json")
+            yield ResponseChunk(error.body())
+            yield ResponseTail(0, 0)
+            return
+        try:
+            response_id = request.resume.response_id if request.resume else request.request_id
+            writer = ResponseWriter(call, response_id, self._info.model, int(time.time()))
+            if live.prefill_only:
+                respond = self._prefill(live, self._handoff(call, request))
+            elif live.stream:
+                respond = self._stream(live, writer)
+            else:
+                respond = self._respond(live, writer)
+            async for item in respond:
+                yield item
+            if not live.aborted and not live.prefill_only:
+                offsets = () if live.stream else tuple(live.first_choice_s)
+                prompt_tokens = sum(prompt.tokens for prompt in call.prompts)
+                queued_s = _queued_s(live)
+                yield ResponseTail(prompt_tokens, sum(live.emitted), offsets, queued_s)
+        finally:
+            self._drop(live)
+
+    def _submit(self, call: Call, request: EngineRequest, received_s: float) -> _LiveCall:
+        limit = self._table.capacity
+        if self._core.queued + call.choices > limit:
+            message = f"The engine has room for {limit} sequences at once. Try again later."
+            raise RequestError(message, None, 503, "ServiceUnavailableError")
+        live = _LiveCall(request, call, received_s)
+        arrival_s = received_s - request.waited_s
+        key = request_key(request.request_id)
+        transfer = self._transfer(call, request, received_s)
+        resumed = request.resumed_tokens
+        if resumed > call.max_tokens:
+            raise RequestError(f"{resumed} tokens were sent of {call.max_tokens}.", None)
+        if resumed == call.max_tokens:
+            live.left = 0
+            live.progress.set()
+        for choice in range(live.left):
+            sequence = self._core.submit(
+                request.request_id,
+                key,
+                request.slo,
+                arrival_s,
+                call.prompts[choice // call.n].tokens + resumed,
+                1 if live.prefill_only else call.max_tokens - resumed,
+                live,
+                choice,
+                request.best_effort,
+                transfer,
+                live.prefill_only,
+                request.tenant,
+                request.weight,
+                request.promised,
+            )
+            live.sequences.append(sequence)
+        self._calls.add(live)
+        self._idle.clear()
+        self._work.set()
+        return live
+
+    def _transfer(self, call: Call, request: EngineRequest, now_s: float) -> Transfer | None:
+        """When the KV that another engine has of the prompt is here; ``None``: never."""
+        handoff = request.handoff
+        if handoff is None:
+            return None
+        if call.choices != 1 or handoff._replace(replica_id=self._replica_id) != self._handoff(
+            call, request
+        ):
+            self._scheduler.transfers.failed()
+            return None
+        tokens = handoff.prompt_tokens
+        seconds = self._config.transfer_s + tokens * self._config.transfer_token_s
+        return Transfer(now_s, now_s + seconds)
+
+    def _handoff(self, call: Call, request: EngineRequest) -> Handoff:
+        (prompt,) = call.prompts
+        params = {"model": self._info.model, "prompt": prompt.seed}
+        return Handoff(self._replica_id, params, prompt.tokens + request.resumed_tokens)
+
+    async def _prefill(self, live: _LiveCall, handoff: Handoff) -> AsyncIterator[ResponseItem]:
+        await self._progress(live)
+        if not live.aborted:
+            yield ResponseHead(200, "application/json")
+            tokens = handoff.prompt_tokens
+            yield ResponseTail(tokens, 0, queued_s=_queued_s(live), handoff=handoff)
+
+    async def _stream(self, live: _LiveCall, writer: ResponseWriter) -> AsyncIterator[ResponseItem]:
+        yield ResponseHead(200, EVENT_STREAM)
+        opening = writer.opening()
+        if opening:
+            yield ResponseChunk(opening)
+        sent = [0] * len(live.emitted)
+        for tokens in filter(None, live.resume.chunks if live.resume else ()):
+            yield self._chunk(live, writer, 0, sent[0], sent[0] + tokens)
+            sent[0] += tokens
+        unfinished = True
+        while unfinished:
+            await self._progress(live)
+            unfinished = live.left > 0
+            for choice, emitted in enumerate(live.emitted):
+                start = sent[choice]
+                if emitted > start:
+                    sent[choice] = emitted
+                    yield self._chunk(live, writer, choice, start, emitted)
+            if live.aborted:
+                return
+        yield ResponseChunk(writer.closing())
+
+    def _chunk(
+        self, live: _LiveCall, writer: ResponseWriter, choice: int, start: int, stop: int
+    ) -> ResponseChunk:
+        """Tokens ``start`` to ``stop`` of a choice; a token's id is its place."""
+        ids = tuple(range(start, stop)) if live.resumable else ()
+        return ResponseChunk(writer.delta(choice, start, stop), 0 if choice else stop - start, ids)
+
+    async def _respond(
+        self, live: _LiveCall, writer: ResponseWriter
+    ) -> AsyncIterator[ResponseItem]:
+        await self._progress(live)
+        if not live.aborted:
+            yield ResponseHead(200, "application/json")
+            yield ResponseChunk(writer.body(), live.emitted[0])
+
+    async def _progress(self, live: _LiveCall) -> None:
+        await live.progress.wait()
+        live.progress.clear()
+        if live.left and not live.aborted:
+            await self.check_health()
+
+    def _emit(self, sequence: SimulatedSequence) -> None:
+        live: _LiveCall = sequence.owner
+        live.emitted[sequence.choice] += 1
+        if not sequence.live:
+            live.left -= 1
+        if live.stream or not live.left:
+            live.progress.set()
+        if not live.stream and not sequence.choice:
+            live.first_choice_s.append(self._now_s - live.received_s)
+
+    def _drop(self, live: _LiveCall) -> None:
+        if live.left:
+            now_s = self._clock()
+            for sequence in live.sequences:
+                self._core.abort(sequence, now_s)
+        self._calls.discard(live)
+        if not self._calls:
+            self._idle.set()
+
+    async def _run(self) -> None:
+        """Run steps; deadlines are absolute, so that late timers do not add up."""
+        core = self._core
+        try:
+            deadline_s = self._clock()
+            while True:
+                if not core.live:
+                    await self._await_work()
+                    deadline_s = self._clock()
+                now_s = self._turned_s = self._clock()
+                deadline_s = max(deadline_s, now_s - _MAX_LAG_S)
+                step = core.begin(now_s)
+                if step is None:
+                    continue
+                for sequence, _ in step.ran:
+                    if sequence.owner.started_s is None:
+                        sequence.owner.started_s = now_s
+                deadline_s += step.seconds
+                # Also yields to the other tasks when there is nothing to wait for.
+                await asyncio.sleep(max(0.0, deadline_s - self._clock()))
+                await self._moves.wait()
+                self._now_s = self._clock()
+                core.complete(step, self._now_s, self._emit)
+        except Exception:
+            logger.exception("the simulated engine failed")
+            self._die("it failed; its log says why")
+
+    async def _await_work(self) -> None:
+        """Until a sequence may be able to run."""
+        self._work.clear()
+        arrival_s = self._core.next_arrival_s()
+        if arrival_s is None:
+            await self._work.wait()
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, arrival_s - self._clock())):
+                await self._work.wait()
+
+    def _die(self, reason: str) -> None:
+        self._dead = reason
+        for live in self._calls:
+            live.progress.set()
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its response ends without a tail."""
+        for live in tuple(self._calls):
+            if live.request_id == request_id and live.left:
+                live.aborted = True
+                self._drop(live)
+                live.progress.set()
+
+    def state(self) -> EngineState:
+        """The scheduler's state as of its last step."""
+        return self._table.read()
+
+    def waits_since_s(self) -> float | None:
+        """Since when the oldest call that could run waits, or the engine for its step."""
+        received = [sequence.owner.received_s for sequence in self._core.live.values()]
+        return max(min(received), self._turned_s) if received else None
+
+    async def pulse(self) -> None:
+        """Return when the engine moves."""
+        await self._moves.wait()
+
+    def stand_still(self) -> None:
+        """End no step until :meth:`move_on`, as an engine whose device hangs."""
+        self._moves.clear()
+
+    def move_on(self) -> None:
+        """End the step that stands still, and go on."""
+        self._moves.set()
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body."""
+        return models_body(self._info.model, self._info.max_model_tokens, int(time.time()))
+
+    async def check_health(self) -> None:
+        """Return if the engine runs.
+
+        Raises:
+            EngineDeadError: it failed, was stopped, or was not started.
+        """
+        if self._dead is not None:
+            raise EngineDeadError(f"the simulated engine is dead: {self._dead}")
+
+    async def drain(self) -> None:
+        """Wait until no request is live."""
+        while self._calls:
+            await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Stop running steps; live requests end with an error. Idempotent."""
+        task, self._loop_task = self._loop_task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            self._die("it was stopped")
+
+
+def _queued_s(live: _LiveCall) -> float:
+    """From its arrival to its first batch."""
+    return 0.0 if live.started_s is None else live.started_s - live.received_s
+
+
+def _profile(config: EngineConfig) -> LatencyProfile:
+    if config.latency_profile is not None:
+        return LatencyProfile.from_json(config.latency_profile.read_text(encoding="utf-8"))
+    truth: SimulatedEngineConfig = config.simulated
+    model = LinearLatency(
+        truth.step_s,
+        max(truth.token_s, _MIN_TOKEN_S),
+        truth.context_token_s,
+        truth.quadratic_s,
+    )
+    return LatencyProfile.of("simulated", model, None)

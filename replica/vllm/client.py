@@ -1,0 +1,386 @@
+"""vLLM's asynchronous engine client, watched: which output tokens passed, when, and for which API
+call. vLLM's OpenAI layer sits on top of it and does not notice.
+"""
+
+# vLLM's classes are untyped here, so their subclasses are, too.
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from replica.engine import ResponseChunk, Resume
+from replica.grammar.bound import TOO_COSTLY
+from replica.grammar.check import GrammarCheck, structural_tags
+from replica.openai_format import RequestError
+from replica.scheduler.xargs import ID
+from replica.vllm.reasoning import end_among
+from replica.vllm.resume import AT_ONCE, may_go_on, repeat, rest_of
+
+CURRENT_CALL: ContextVar[ApiCall | None] = ContextVar("CURRENT_CALL", default=None)
+"""The API call that this task serves, where vLLM's requests do not say it."""
+
+
+class AbortedError(ValueError):
+    """The request was aborted before it reached the engine."""
+
+
+@dataclass(slots=True)
+class ApiCall:
+    """One API call on its way through the engine. Its first prompt's first choice is the one whose
+    tokens are followed one by one.
+
+    Attributes:
+        received_s: when it reached the replica, monotonic.
+        engine_ids: ids of its engine requests, one a prompt.
+        prompt_tokens: of all its prompts. output_tokens: of all its choices.
+        cached_tokens: of its prompts, in the engine's prefix cache.
+        unsent_tokens: of the first choice, that are in no response chunk yet.
+        offsets_s: of the first choice's tokens of a plain response, seconds after ``received_s``.
+        failure: what ended one of its engine requests other than a client's mistake.
+        refusal: why its grammar is not allowed, if it is not.
+        aborted: it was stopped from outside.
+        trace: the W3C trace context for vLLM's own span; empty: it makes none.
+        xargs: Sluice's arguments of its engine requests.
+        transfer: vLLM's parameters of the hand-over of its prompt's KV, to this engine or from it;
+            ``None``: nothing is handed over.
+        prefill_only: the engine computes its prompt and no more than a token, which nobody sees.
+        offer: what the engine says of the KV that it keeps of its prompt.
+        stats: vLLM's times of its first prompt, where vLLM keeps them.
+        resumable: its chunks tell the tokens, as far as another engine could go on from them.
+        unsent_groups: the tokens of :attr:`unsent_tokens` where they are told, by the outputs of
+            the engine that they came in.
+        resume: what its client has already. repeated: the outputs that that was, made again.
+        prompt_logprobs: log probabilities that its prompts so far ask for, of their own tokens.
+        ends: tokens with which its reasoning ends, where one of its stages ends with that.
+        reasoned: with so many tokens of the first choice it has ended; 0: it has not.
+        unsent_reasoned: the same of :attr:`unsent_tokens`.
+    """
+
+    received_s: float
+    engine_ids: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    unsent_tokens: int = 0
+    offsets_s: list[float] = field(default_factory=list)
+    failure: BaseException | None = None
+    refusal: RequestError | None = None
+    aborted: bool = False
+    trace: Mapping[str, str] = field(default_factory=dict)
+    xargs: Mapping[str, str | int | float] = field(default_factory=dict)
+    transfer: Mapping[str, Any] | None = None
+    prefill_only: bool = False
+    offer: Mapping[str, Any] | None = None
+    stats: Any = None
+    resumable: bool = False
+    unsent_groups: list[tuple[int, ...]] = field(default_factory=list)
+    resume: Resume | None = None
+    repeated: list[Any] = field(default_factory=list)
+    prompt_logprobs: int = 0
+    ends: frozenset[int] = frozenset()
+    reasoned: int = 0
+    unsent_reasoned: int = 0
+
+    def chunks(self, event: bytes) -> list[ResponseChunk]:
+        """``event`` with the tokens that came since the last one. Each output of the engine is a
+        chunk of its own where tokens are told: another engine repeats them in the same steps."""
+        tokens, self.unsent_tokens = self.unsent_tokens, 0
+        groups, self.unsent_groups = self.unsent_groups, []
+        reasoned, self.unsent_reasoned = self.unsent_reasoned, 0
+        if not groups:
+            return [ResponseChunk(event, tokens, reasoned=reasoned)]
+        chunks = []
+        for place, group in enumerate(groups, 1):
+            own = reasoned if 0 < reasoned <= len(group) else 0
+            data = event if place == len(groups) else b""
+            chunks.append(ResponseChunk(data, len(group), group, own))
+            reasoned -= len(group)
+        return chunks
+
+    @property
+    def queued_s(self) -> float | None:
+        """Seconds from ``received_s`` to its first batch, where vLLM tells."""
+        scheduled_s = getattr(self.stats, "scheduled_ts", 0.0)
+        return max(0.0, scheduled_s - self.received_s) if scheduled_s else None
+
+
+class WatchedLLM(AsyncLLM):
+    """``AsyncLLM`` that keeps :class:`ApiCall` records.
+
+    Attributes:
+        calls: the live API calls by their id in the fleet.
+        waits: since when each live engine request waits for its next output, monotonic seconds;
+            nothing waits while its consumer is slow.
+        max_prompt_logprobs: most log probabilities of prompt tokens of one call; 0: none.
+        grammars: tries the grammar of a call first, where that is configured.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls: dict[str, ApiCall] = {}
+        self.grammars: GrammarCheck | None = None
+        self.waits: dict[int, float] = {}
+        self.max_prompt_logprobs = inf
+        super().__init__(*args, **kwargs)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As ``AsyncLLM.generate``, with the call's record kept.
+
+        A plain response is asked for step by step, as its tokens' times are not known otherwise;
+        its consumer still gets it in one piece.
+        """
+        call = self.calls.get((sampling_params.extra_args or {}).get(ID, ""))
+        plain = sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
+        if call is not None:
+            if call.aborted:
+                raise AbortedError("the request was aborted")
+            self._check_prompt_logprobs(call, prompt, sampling_params)
+            await self._check_grammar(call, sampling_params)
+            if call.resume is not None:
+                # That of its first attempt; this engine may still know it by that.
+                request_id = f"{request_id}.{call.xargs[ID]}"
+            call.engine_ids.append(request_id)
+            call.resumable = call.resumable and may_go_on(sampling_params)
+            if call.trace and self.observability_config.otlp_traces_endpoint is not None:
+                kwargs["trace_headers"] = call.trace
+            if plain:
+                sampling_params = copy(sampling_params)
+                sampling_params.output_kind = RequestOutputKind.CUMULATIVE
+            if call.transfer is not None:
+                sampling_params = _with_transfer(sampling_params, call)
+        source = super().generate(prompt, sampling_params, request_id, *args, **kwargs)
+        first = call is not None and len(call.engine_ids) == 1
+        watched = source if call is None else _watch(source, call, plain, first)
+        async with aclosing(self._timed(source, watched)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _check_prompt_logprobs(self, call: ApiCall, prompt: Any, params: Any) -> None:
+        """Refuse a call that asks for too many log probabilities, all its prompts together.
+
+        Raises:
+            ValueError: it does.
+        """
+        each = params.prompt_logprobs
+        if each is None:
+            return
+        if not self.max_prompt_logprobs:
+            raise ValueError(
+                "prompt_logprobs, and logprobs with echo, are not available from an engine that "
+                "serves LoRA adapters on CPUs."
+            )
+        if each < 0:
+            each = self.vllm_config.model_config.get_vocab_size()
+        tokens = len(prompt["prompt_token_ids"])
+        call.prompt_logprobs += (each + 1) * tokens * params.n
+        if call.prompt_logprobs > self.max_prompt_logprobs:
+            raise ValueError(
+                f"prompt_logprobs: {each + 1} log probabilities for each of {tokens} prompt tokens "
+                f"and {params.n} choices bring this request to {call.prompt_logprobs}; allowed are "
+                f"{self.max_prompt_logprobs}. Ask for fewer, or send a shorter prompt."
+            )
+
+    async def check_tags(self, body: Mapping[str, Any]) -> None:
+        """Return if the structural tags of an API body may be read here: vLLM does so on the event
+        loop, while it reads the body.
+
+        Raises:
+            RequestError: they may not.
+        """
+        if self.grammars is None:
+            return
+        for tag in structural_tags(body):
+            await self.grammars.check(StructuredOutputsParams(structural_tag=tag), frozenset())
+
+    async def _check_grammar(self, call: ApiCall, sampling_params: Any) -> None:
+        """Return if the engine may take the request.
+
+        Raises:
+            RequestError: not with this grammar.
+        """
+        params = sampling_params.structured_outputs
+        if self.grammars is None or params is None or call.prefill_only:
+            return
+        try:
+            stops = frozenset(sampling_params.all_stop_token_ids or ())
+            await self.grammars.check(params, stops)
+        except RequestError as error:
+            call.refusal = error
+            raise
+
+    async def _add_request(
+        self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
+    ) -> None:
+        """As ``AsyncLLM._add_request``; a stream that is resumed starts behind what was sent."""
+        params = request.sampling_params
+        call = self.calls.get(((params and params.extra_args) or {}).get(ID, ""))
+        if call is None or call.resume is None or not call.resume.token_ids:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+            return
+        rest = rest_of(request, call.resume.token_ids, call.prefill_only)
+        if call.prefill_only:
+            await super()._add_request(rest, prompt, parent_req, index, queue)
+            return
+        processor = self.output_processor
+        processor.add_request(request, prompt, parent_req, index, queue)
+        most = self.vllm_config.model_config.max_model_len
+        call.repeated = await repeat(processor, request, queue, call.resume, most)
+        if processor.has_request(request.request_id):
+            await self.engine_core.add_request_async(rest)
+        elif queue.output is None:  # it has ended; an abort has said so already
+            queue.put(call.repeated.pop())
+
+    async def encode(
+        self, prompt: Any, pooling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As ``AsyncLLM.encode``, with the call's record kept. What it computes counts as one
+        output token, when it is there: the first input's is the one that is timed."""
+        call = CURRENT_CALL.get()
+        if call is not None:
+            if call.aborted:
+                raise AbortedError("the request was aborted")
+            call.engine_ids.append(request_id)
+            # Shared by all prompts of a call.
+            pooling_params = pooling_params.clone()
+            pooling_params.extra_kwargs = {**(pooling_params.extra_kwargs or {}), **call.xargs}
+        source = super().encode(prompt, pooling_params, request_id, *args, **kwargs)
+        watched = (
+            source if call is None else _watch_encoded(source, call, len(call.engine_ids) == 1)
+        )
+        async with aclosing(self._timed(source, watched)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _timed(self, source: Any, watched: Any) -> AsyncGenerator[Any, None]:
+        """Pass on the outputs of ``watched``, which is around ``source``; see :attr:`waits`."""
+        key = id(source)
+        try:
+            while True:
+                self.waits[key] = time.monotonic()
+                output = await anext(watched, None)
+                del self.waits[key]
+                if output is None:
+                    return
+                yield output
+        finally:
+            self.waits.pop(key, None)
+            await watched.aclose()
+            await source.aclose()
+
+
+async def _watch(
+    source: Any, call: ApiCall, plain: bool, first_prompt: bool
+) -> AsyncGenerator[Any, None]:
+    """Pass on the outputs of one engine request, counted; of a plain one only the last, whole."""
+    counted: dict[int, int] = {}
+    finished: dict[int, Any] = {}
+    try:
+        async for latest in source:
+            _check_bound(latest, call)
+            # What is repeated is made before the first output that is new.
+            repeated, call.repeated = call.repeated, []
+            for number, output in enumerate((*repeated, latest), 1):
+                if number % AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                _count(output, call, plain, first_prompt, counted)
+                if not plain:
+                    yield output
+                    continue
+                finished |= {c.index: c for c in output.outputs if c.finish_reason is not None}
+                if output.finished:
+                    output.outputs = [finished[index] for index in sorted(finished)]
+                    yield output
+    except Exception as error:
+        call.failure = error
+        raise
+
+
+def _check_bound(output: Any, call: ApiCall) -> None:
+    """Return unless the engine has stopped a request because of its grammar's time.
+
+    Raises:
+        RequestError: it has.
+    """
+    if any(choice.stop_reason == TOO_COSTLY for choice in output.outputs):
+        call.refusal = RequestError(
+            "The grammar or schema of this request is costly: the engine took too long to follow "
+            "it, and stopped the request.",
+            None,
+        )
+        raise call.refusal
+
+
+def _count(
+    output: Any, call: ApiCall, plain: bool, first_prompt: bool, counted: dict[int, int]
+) -> None:
+    """Take in an output. ``counted`` are the tokens of its request before it, by choice."""
+    if not counted:
+        call.prompt_tokens += len(output.prompt_token_ids or ())
+        call.cached_tokens += output.num_cached_tokens or 0
+        if first_prompt:
+            call.stats = output.metrics
+    if first_prompt and output.kv_transfer_params:
+        call.offer = output.kv_transfer_params
+    for choice in output.outputs:
+        before = counted.get(choice.index, 0)
+        # Cumulative outputs repeat the tokens before, deltas do not.
+        new = len(choice.token_ids) - (before if plain else 0)
+        counted[choice.index] = before + new
+        call.output_tokens += new
+        if first_prompt and choice.index == 0:
+            if call.ends and not call.reasoned:
+                ended = end_among(choice.token_ids[before if plain else 0 :], call.ends)
+                if ended:
+                    call.reasoned = before + ended
+                    call.unsent_reasoned = call.unsent_tokens + ended
+            call.unsent_tokens += new
+            if plain:
+                call.offsets_s += [time.monotonic() - call.received_s] * new
+            elif call.resumable and new:
+                call.unsent_groups.append(tuple(choice.token_ids))
+
+
+def _with_transfer(sampling_params: Any, call: ApiCall) -> Any:
+    """The parameters of a request whose KV comes from another engine, or is for one."""
+    sampling_params = copy(sampling_params)
+    extra = sampling_params.extra_args or {}
+    # The engine makes notes in it.
+    sampling_params.extra_args = {**extra, "kv_transfer_params": dict(call.transfer or {})}
+    if call.prefill_only:
+        # Its token is thrown away, so nothing must be made of it.
+        sampling_params.max_tokens = 1
+        sampling_params.min_tokens = 0
+        sampling_params.stop = []
+        sampling_params.detokenize = False
+        sampling_params.logprobs = None
+        sampling_params.structured_outputs = None
+    return sampling_params
+
+
+async def _watch_encoded(source: Any, call: ApiCall, first: bool) -> AsyncGenerator[Any, None]:
+    """Pass on the output of one prompt that is encoded, counted."""
+    try:
+        async for output in source:
+            if output.finished:
+                call.prompt_tokens += len(output.prompt_token_ids or ())
+                call.cached_tokens += output.num_cached_tokens or 0
+                call.output_tokens += 1
+                if first:
+                    call.offsets_s.append(time.monotonic() - call.received_s)
+            yield output
+    except Exception as error:
+        call.failure = error
+        raise

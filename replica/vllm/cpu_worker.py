@@ -1,0 +1,123 @@
+"""vLLM's worker on CPUs, with four faults of 0.29 to 0.32 mended.
+
+Seeds: vLLM samples for every request of a batch, also for one whose prompt goes on in the next
+batch, and drops that token. Where such a request has a seed, its generator is then moved back by
+the offset of one draw. A generator on the CPU has no offset: the call raises, which ends the
+engine. Preempted requests, whose tokens are computed again in chunks, end it likewise.
+
+Temperatures with speculation: they are spread over the tokens to check by a function that writes
+them into a copy of the result. So a batch in which any request samples is divided by whatever the
+memory held, and the text of greedy requests in it is wrong, too. And a batch in which nothing was
+drafted and some request has a ``top_k`` ends the engine, as no row has a largest one.
+
+Ranks of log probabilities: a function of one line is compiled, by torch's inductor and the C++
+compiler, when the first request asks for log probabilities. That step takes 20 to 40 s. vLLM
+compiles it to save the memory of a GPU.
+"""
+
+# vLLM's classes are untyped here, so their subclasses are, too.
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.sample import rejection_sampler, sampler
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from replica.vllm.support import UnsupportedVllmError
+
+_CONSTRAIN = getattr(rejection_sampler, "apply_sampling_constraints", None)
+
+
+class MendedCpuWorker(CPUWorker):
+    """Draws from a request's own generator only where the token counts, and with its temperature.
+
+    vLLM loads it in every process that computes, by its argument ``worker_cls``.
+    """
+
+    def init_device(self) -> None:
+        """Make the model runner.
+
+        Raises:
+            UnsupportedVllmError: it lacks what is used here.
+        """
+        mend_rejection_sampler()
+        mend_token_ranks()
+        super().init_device()
+        runner = self.model_runner
+        if not self.use_v2_model_runner and not (
+            hasattr(runner, "discard_request_mask") and hasattr(runner.input_batch, "generators")
+        ):
+            raise UnsupportedVllmError("vLLM's model runner lacks discard_request_mask, generators")
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample for the batch. Requests whose token will be dropped have no generator meanwhile:
+        nothing is drawn from it, and nothing is to be taken back."""
+        if self.use_v2_model_runner:  # its random numbers depend on seed and position alone
+            return super().sample_tokens(grammar_output)
+        generators = self.model_runner.input_batch.generators
+        dropped = self.model_runner.discard_request_mask.np
+        unused = {row: generators.pop(row) for row in list(generators) if dropped[row]}
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            generators.update(unused)
+
+
+def mend_rejection_sampler() -> None:
+    """Replace what is faulty in vLLM's check of drafted tokens, in this process.
+
+    Raises:
+        UnsupportedVllmError: it is not there.
+    """
+    if _CONSTRAIN is None or not hasattr(rejection_sampler, "expand_batch_to_tokens"):
+        raise UnsupportedVllmError(
+            "vLLM's rejection sampler lacks expand_batch_to_tokens or apply_sampling_constraints"
+        )
+    rejection_sampler.expand_batch_to_tokens = spread
+    rejection_sampler.apply_sampling_constraints = _constrained
+
+
+def mend_token_ranks() -> None:
+    """Have vLLM compute the ranks of log probabilities without a compiler, in this process. A
+    version that computes them elsewhere is left as it is."""
+    if hasattr(sampler, "batched_count_greater_than"):
+        sampler.batched_count_greater_than = token_ranks
+
+
+def token_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """How many of each row of ``logprobs``, ``[n, vocabulary]``, are at least the row's value, of
+    ``[n, 1]``: ``int64[n]``."""
+    # Ones and zeros are summed as floats, which takes a tenth of the time that booleans take.
+    at_least = torch.empty(logprobs.shape, dtype=torch.float32)
+    return torch.ge(logprobs, values, out=at_least).sum(-1).to(torch.int64)
+
+
+def _constrained(logits: torch.Tensor, *others: Any) -> torch.Tensor:
+    """vLLM's function, where there is anything."""
+    if not len(logits) or _CONSTRAIN is None:
+        return logits
+    constrained: torch.Tensor = _CONSTRAIN(logits, *others)
+    return constrained
+
+
+def spread(
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    tokens: int,
+    replace_from: float = 0,
+    replace_to: float = 0,
+) -> torch.Tensor:
+    """Each request's value for each of its tokens to check, ``[tokens]``.
+
+    Args:
+        values: by request, ``[n]``.
+        ends: where each one's tokens end, ``[n]``, ascending.
+        tokens: of all.
+        replace_from: this value becomes ``replace_to``.
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+    values = torch.where(values == replace_from, replace_to, values)
+    return torch.repeat_interleave(values, counts, output_size=tokens)

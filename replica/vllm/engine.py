@@ -1,0 +1,499 @@
+"""Real inference: vLLM with Sluice's scheduler in it, behind the engine contract.
+
+Requests go through vLLM's own OpenAI serving layer, so chat templates, tools, log probabilities,
+structured output and error messages are vLLM's. vLLM is imported when an engine starts, not before:
+its environment must be set first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from replica.config import EngineConfig
+from replica.engine import (
+    EVENT_STREAM,
+    UNSCHEDULED,
+    Endpoint,
+    EngineDeadError,
+    EngineInfo,
+    EngineRequest,
+    Handoff,
+    ResponseChunk,
+    ResponseHead,
+    ResponseItem,
+    ResponseTail,
+    chunks_of,
+    table_capacity,
+)
+from replica.openai_format import RequestError
+from replica.private_dir import private_dir
+from replica.profiling.profiler import latency_profile
+from replica.profiling.warm_up import warm_up
+from replica.resume import check_resume
+from replica.scheduler.state_table import StateTable
+from replica.scheduler.xargs import RequestArgs, SchedulerSettings, reserved_keys, to_xargs
+from replica.transfer.requests import check_transfer, refuse_transfer_fields
+from replica.vllm.local_model import local_model
+from replica.vllm.reasoning import reasoning_ends
+from replica.vllm.serving import Serving, event_bytes, response_bytes
+from replica.vllm.setup import (
+    Launched,
+    client_error_types,
+    launch,
+    max_prompt_logprobs,
+    parse_arguments,
+    prepare_environment,
+)
+from scheduling.latency_profile import LatencyProfile
+from scheduling.state import EngineState
+
+if TYPE_CHECKING:
+    from replica.vllm.client import ApiCall
+
+logger = logging.getLogger(__name__)
+
+_NOT_STARTED = "the vLLM engine is not running"
+
+
+class VllmEngine:
+    """See :class:`replica.engine.Engine`.
+
+    Args:
+        config: which model, policy and vLLM arguments.
+        replica_id: names its batch log.
+        max_live_requests: most API calls at once; the state table holds several rows for each.
+        cpu_core: where it computes on CPUs and ``config.pin_cpu`` is set, the core for it.
+        traced: keep the times that spans are made of; it costs some time of each step.
+
+    Raises:
+        ValueError: an argument that vLLM does not know, or that is Sluice's to set.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        replica_id: str,
+        max_live_requests: int,
+        cpu_core: int | None = None,
+        traced: bool = False,
+    ) -> None:
+        self._config = config
+        self._replica_id = replica_id
+        self._cpu_core = cpu_core if config.pin_cpu else None
+        self._traced = traced
+        self._table_capacity = table_capacity(max_live_requests)
+        self._table = StateTable.create(self._table_capacity)
+        self._llm: Any = None
+        self._servings: dict[Endpoint, Serving] = {}
+        self._models: Any = None
+        self._reasoning_ends: frozenset[int] = frozenset()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> EngineInfo:
+        """Load the model, use every feature once, measure the step time if no profile is known, and
+        be ready.
+
+        Raises:
+            ValueError: a vLLM argument is wrong, or the explicit latency profile is.
+            OSError: the explicit latency profile cannot be read.
+            RuntimeError: the engine did not start; its log says why.
+            EngineDeadError: it died at the first use of a feature.
+        """
+        config = self._config
+        explicit = None
+        if config.latency_profile is not None:
+            text = config.latency_profile.expanduser().read_text(encoding="utf-8")
+            explicit = LatencyProfile.from_json(text)
+        if config.model == "local":
+            model = str(await asyncio.to_thread(local_model, config.cache_dir))
+        else:
+            model = config.model
+        name = config.served_name
+        started_s = time.monotonic()
+        launched = await self._launch(model, name)
+        self._llm = launched.llm
+        self._llm.max_prompt_logprobs = max_prompt_logprobs(
+            config.max_prompt_logprobs, self._llm.vllm_config
+        )
+        self._servings = launched.servings
+        self._models = launched.models
+        self._reasoning_ends = reasoning_ends(launched.llm)
+        logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
+        await warm_up(self, name, config.adapters)
+        self._table.clear_samples()
+        return await self._describe(name, explicit)
+
+    async def _launch(self, model: str, name: str) -> Launched:
+        config = self._config
+        log = config.batch_log
+        preemption = config.preemption.granularity != "off"
+        prepare_environment(model, config.pin_cpu, preemption)
+        # Once both processes have the table mapped it needs no name, so it cannot be left behind.
+        with private_dir(_shared_memory()) as directory:
+            path = directory / "state"
+            self._table = StateTable.create(self._table_capacity, path)
+            settings = SchedulerSettings(
+                state_table=path,
+                policy=config.policy,
+                policy_options=config.policy_options,
+                best_effort=config.best_effort,
+                preemption=config.preemption,
+                batch_log=None if log is None else log / f"{self._replica_id}.jsonl",
+                cpu_core=self._cpu_core,
+            )
+            arguments = parse_arguments(
+                config.vllm_args, model, name, settings, self._traced, config.transfer
+            )
+            return await launch(arguments, config.grammar_check_s)
+
+    async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:
+        vllm_config = self._llm.vllm_config
+        scheduler = vllm_config.scheduler_config
+        max_model_tokens = vllm_config.model_config.max_model_len
+        blocks = vllm_config.cache_config.num_gpu_blocks
+        block_tokens = vllm_config.cache_config.block_size
+        profile = explicit or await latency_profile(self._llm, self._table, self._config)
+        self._table.set_model(profile.model.with_headroom(self._config.headroom))
+        return EngineInfo(
+            model=name,
+            policy=self._config.policy,
+            max_model_tokens=max_model_tokens,
+            max_batch_tokens=scheduler.max_num_batched_tokens,
+            max_sequences=scheduler.max_num_seqs,
+            kv_blocks=blocks,
+            block_tokens=block_tokens,
+            profile=profile,
+            preempts=self._config.preemption.granularity != "off",
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+        """Serve one request; a refusal also ends with a tail, an aborted request without.
+
+        The head waits for the first piece of the response: a request whose engine dies before has
+        sent nothing, and can be served elsewhere.
+        """
+        if self._llm is None:
+            raise EngineDeadError(_NOT_STARTED)
+        from replica.vllm.client import ApiCall
+
+        call = ApiCall(
+            time.monotonic(),
+            trace=request.trace,
+            resumable=request.resumable,
+            resume=request.resume,
+            ends=self._ends_of(request),
+        )
+        try:
+            serving = self._serving_of(request.endpoint)
+            await self._llm.check_tags(request.body)
+            body = self._parse(request, serving, call)
+        except RequestError as error:
+            for item in _refusal(error.status, error.body()):
+                yield item
+            return
+        self._llm.calls[request.request_id] = call
+        self._idle.clear()
+        pieces = self._respond(serving, body, call)
+        ended = False
+        try:
+            async for item in pieces:
+                yield item
+            ended = True
+        finally:
+            await self._leave(request.request_id, call, pieces, ended)
+
+    def _ends_of(self, request: EngineRequest) -> frozenset[int]:
+        """With which tokens the reasoning ends, where a stage of the request ends with it."""
+        asks = any(not stage.tokens for stage in request.slo.stages[:-1])
+        return self._reasoning_ends if asks else frozenset()
+
+    def _serving_of(self, endpoint: Endpoint) -> Serving:
+        """What serves ``endpoint``.
+
+        Raises:
+            RequestError: the model does not offer it.
+        """
+        serving = self._servings.get(endpoint)
+        if serving is None:
+            offered = ", ".join(sorted(self._servings))
+            raise RequestError(
+                f"The model {self._config.served_name!r} does not offer {endpoint}; it offers "
+                f"{offered}.",
+                "model",
+                404,
+                "NotFoundError",
+            )
+        return serving
+
+    def _parse(self, request: EngineRequest, serving: Serving, call: ApiCall) -> Any:
+        """The body as vLLM's own request type, with Sluice's arguments in it.
+
+        Raises:
+            RequestError: the body is not allowed.
+        """
+        check_transfer(request)
+        check_resume(request)
+        body = dict(request.body)
+        if request.prefill_only:
+            body.pop("stream_options", None)
+            body["stream"] = False
+        if request.request_id in self._llm.calls:
+            raise RequestError(f"request id {request.request_id!r} is in use", None, 409)
+        if body.get("use_beam_search"):
+            raise RequestError("Beam search is not supported.", "use_beam_search")
+        extra = body.get("vllm_xargs")
+        if extra is not None and not isinstance(extra, dict):
+            raise RequestError("vllm_xargs must be an object.", "vllm_xargs")
+        refuse_transfer_fields(extra or {})
+        reserved = reserved_keys(extra)
+        if reserved:
+            raise RequestError(
+                f"vllm_xargs holds keys that are reserved: {', '.join(reserved)}.", "vllm_xargs"
+            )
+        args = RequestArgs(
+            request.request_id,
+            call.received_s - request.waited_s,
+            request.slo,
+            request.best_effort,
+            request.prefix,
+            request.tenant,
+            request.weight,
+            request.promised,
+        )
+        call.xargs = to_xargs(args)
+        call.prefill_only = request.prefill_only
+        call.transfer = _transfer(request)
+        if serving.generates:
+            body["vllm_xargs"] = {**(extra or {}), **call.xargs}
+        if request.endpoint not in UNSCHEDULED:
+            prefix = "resp_" if request.endpoint == "responses" else ""
+            resume = request.resume
+            body["request_id"] = prefix + (resume.response_id if resume else request.request_id)
+        try:
+            return serving.body.validate_python(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            field = ".".join(str(part) for part in first["loc"]) or None
+            message = first["msg"].removeprefix("Value error, ")
+            raise RequestError(f"{field}: {message}" if field else message, field) from error
+        except client_error_types() as error:
+            raise RequestError(str(error), getattr(error, "parameter", None)) from error
+        except (AttributeError, KeyError, TypeError) as error:
+            # vLLM's own checks run on the raw body and trip over values of a wrong type.
+            raise RequestError(f"The body is malformed: {error}", None) from error
+
+    async def _respond(
+        self, serving: Serving, body: Any, call: ApiCall
+    ) -> AsyncIterator[ResponseItem]:
+        from replica.vllm.client import CURRENT_CALL
+
+        CURRENT_CALL.set(call)
+        response = await self._create(serving.layer, serving.create(body, None), call)
+        if call.refusal is not None and not call.aborted:
+            # vLLM's own words would be those of an internal error.
+            for item in _refusal(call.refusal.status, call.refusal.body()):
+                yield item
+            return
+        if call.offer is not None and call.prefill_only:
+            if not call.aborted:
+                for item in self._handed_over(call):
+                    yield item
+            return
+        error = getattr(response, "error", None)
+        if error is not None:
+            if not call.aborted:
+                for item in _refusal(int(error.code), response.model_dump_json().encode()):
+                    yield item
+            return
+        if call.prefill_only and not call.aborted:
+            for item in self._handed_over(call):
+                yield item
+            return
+        if hasattr(response, "__aiter__"):
+            async for item in self._stream(response, call):
+                yield item
+        elif not call.aborted:
+            yield ResponseHead(200, "application/json")
+            # In a thread, as one with many numbers takes a while.
+            data = await asyncio.to_thread(response_bytes, response)
+            for chunk in chunks_of(data, call.unsent_tokens):
+                yield chunk
+        if not call.aborted:
+            yield ResponseTail(
+                call.prompt_tokens,
+                call.output_tokens,
+                tuple(call.offsets_s),
+                call.queued_s,
+                cached_tokens=call.cached_tokens,
+                reasoned=call.reasoned if call.offsets_s else 0,
+            )
+
+    def _handed_over(self, call: ApiCall) -> tuple[ResponseItem, ...]:
+        """The answer to a request for its prompt only. What the layer made of it is of no use."""
+        handoff = Handoff(self._replica_id, call.offer or {}, call.prompt_tokens)
+        return (
+            ResponseHead(200, "application/json"),
+            ResponseTail(call.prompt_tokens, 0, (), call.queued_s, handoff, call.cached_tokens),
+        )
+
+    async def _create(self, serving: Any, creation: Any, call: ApiCall) -> Any:
+        """vLLM's response, or its error response.
+
+        Raises:
+            EngineDeadError: the engine died.
+            CancelledError: this task was cancelled; vLLM turns that into an error response.
+        """
+        try:
+            response = await creation
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if call.prefill_only and call.offer is not None:
+                # It wanted more of the answer than a prompt has; the prompt is computed.
+                return None
+            self._raise_if_dead(error)
+            response = serving.create_error_response(error)
+            if int(response.error.code) >= 500:
+                logger.exception("a request failed in vLLM")
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        if call.failure is not None:
+            self._raise_if_dead(call.failure)
+        return response
+
+    async def _stream(self, response: Any, call: ApiCall) -> AsyncIterator[ResponseItem]:
+        """vLLM's server-sent events, unchanged."""
+        begun = False
+        try:
+            async for event in response:
+                if call.failure is not None:
+                    # What follows is vLLM's own description of the failure.
+                    self._raise_if_dead(call.failure)
+                if not begun:
+                    if call.refusal is not None:
+                        yield ResponseHead(call.refusal.status, "application/json")
+                        yield ResponseChunk(call.refusal.body())
+                        return
+                    begun = True
+                    yield ResponseHead(200, EVENT_STREAM)
+                for chunk in call.chunks(event_bytes(event)):
+                    yield chunk
+        finally:
+            await response.aclose()
+
+    def _raise_if_dead(self, error: BaseException) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+        if self._llm is None:
+            raise EngineDeadError("the vLLM engine was stopped") from error
+        if isinstance(error, VllmEngineDeadError) or self._llm.errored:
+            raise EngineDeadError(f"the vLLM engine died: {error}") from error
+
+    async def _leave(self, request_id: str, call: ApiCall, pieces: Any, ended: bool) -> None:
+        """Close what is open of a call, and stop its work in the engine if it did not end."""
+        try:
+            await pieces.aclose()
+            if not ended and call.engine_ids and self._llm is not None and not self._llm.errored:
+                await self._llm.abort(call.engine_ids)
+        finally:
+            if self._llm is not None:
+                self._llm.calls.pop(request_id, None)
+            if self._llm is None or not self._llm.calls:
+                self._idle.set()
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its response ends without a tail. Unknown ids are ignored."""
+        call = self._llm.calls.get(request_id) if self._llm is not None else None
+        if call is not None:
+            call.aborted = True
+            if call.engine_ids:
+                await self._llm.abort(call.engine_ids)
+
+    def state(self) -> EngineState:
+        """The scheduler's state as of its last step."""
+        return self._table.read()
+
+    def waits_since_s(self) -> float | None:
+        """Since when the request waits that has waited longest for its next output."""
+        return None if self._llm is None else min(self._llm.waits.values(), default=None)
+
+    async def pulse(self) -> None:
+        """Return when the engine's process has answered a question that changes nothing.
+
+        Raises:
+            EngineDeadError: the engine is not running.
+        """
+        if self._llm is None:
+            raise EngineDeadError(_NOT_STARTED)
+        # Answered by the loop that runs the steps, and by nothing beside it.
+        await self._llm.is_sleeping()
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body."""
+        if self._models is None:
+            raise EngineDeadError(_NOT_STARTED)
+        listing = await self._models.show_available_models()
+        body: dict[str, Any] = listing.model_dump(mode="json")
+        return body
+
+    async def check_health(self) -> None:
+        """Return if the engine is alive.
+
+        Raises:
+            EngineDeadError: it died.
+        """
+        llm = self._llm
+        if llm is None:
+            raise EngineDeadError(_NOT_STARTED)
+        if llm.errored:
+            raise EngineDeadError("the vLLM engine died; its log says why")
+
+    async def drain(self) -> None:
+        """Wait until no request is live."""
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Stop the engine process; live requests end with an error. Idempotent."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+            # vLLM's own shutdown leaves those who wait for an output waiting.
+            llm.output_processor.propagate_error(VllmEngineDeadError())
+            if llm.grammars is not None:
+                llm.grammars.stop()
+            # In this thread, though it takes seconds: beside a running event loop vLLM would take
+            # its own shutdown for the engine's death, and log it as such.
+            llm.shutdown()
+
+
+def _transfer(request: EngineRequest) -> dict[str, Any] | None:
+    """What vLLM is told of a request's KV."""
+    if request.handoff is not None:
+        return {**request.handoff.params, "do_remote_prefill": True, "do_remote_decode": False}
+    if request.prefill_only:
+        return {"do_remote_prefill": False, "do_remote_decode": True}
+    return None
+
+
+def _shared_memory() -> Path | None:
+    """Where files live in memory, if there is such a place; else the default is used."""
+    path = Path("/dev/shm")
+    return path if path.is_dir() else None
+
+
+def _refusal(status: int, body: bytes) -> tuple[ResponseItem, ...]:
+    return (
+        ResponseHead(status, "application/json"),
+        ResponseChunk(body),
+        ResponseTail(0, 0),
+    )

@@ -1,0 +1,451 @@
+"""Sluice's KV connector for vLLM: the KV of a finished prompt, over plain TCP.
+
+The engine that computed a prompt copies its blocks to host memory in the step that ends it, and
+gives the blocks back; its workers hold the copy for the one that goes on. That one asks for the
+blocks that its own prefix cache lacks while it runs other requests; vLLM calls this an asynchronous
+load. Where the KV does not come, for whatever reason, vLLM computes the prompt itself.
+
+vLLM loads this module by ``kv_connector_module_path``, once for its scheduler and once in each
+worker. What it rests on was read in ``KVConnectorBase_V1`` of vLLM 0.29 to 0.32.
+"""
+
+# vLLM's classes are untyped here, so their subclasses are, too.
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.utils.network_utils import get_ip
+
+from replica.transfer.blocks import BlockLayers, UnsupportedLayoutError
+from replica.transfer.client import MemoryLimit, fetch
+from replica.transfer.offer import Offer, prompt_digest
+from replica.transfer.server import TransferServer
+from replica.transfer.store import KeptPrompts
+from replica.transfer.wire import Handle, TransferError
+from replica.transfer_config import TransferConfig
+from replica.vllm.support import WITH_TRANSFER, check_version
+
+logger = logging.getLogger(__name__)
+
+CONFIG_KEY = "sluice"
+_FETCHERS = 8
+"""Prompts whose KV a worker fetches at once."""
+
+_ANY_ADDRESS = "0.0.0.0"  # what vLLM says where it finds none
+
+
+@dataclass(frozen=True)
+class WorkerAddress(KVConnectorHandshakeMetadata):
+    """Where one worker gives KV away, and what its KV is like."""
+
+    host: str
+    port: int
+    layout: bytes
+
+
+@dataclass(frozen=True)
+class Load:
+    """Fetch the KV of ``request_id``: the offer's blocks from ``first`` on into ``block_ids``."""
+
+    request_id: str
+    offer: Offer
+    first: int
+    block_ids: list[int]
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Save:
+    """Keep the KV in ``block_ids``, which is complete after this step, under ``handle``."""
+
+    handle: Handle
+    block_ids: list[int]
+
+
+@dataclass
+class StepTransfers(KVConnectorMetadata):
+    """What the scheduler tells the workers with a step."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+
+class TcpConnector(KVConnectorBase_V1):
+    """See :mod:`replica.vllm.kv_connector`. One object is either the scheduler's or a worker's."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config.get(CONFIG_KEY, {})
+        config = TransferConfig.model_validate(given)
+        check_kv_cache(kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = _SchedulerSide(vllm_config, config)
+        else:
+            self._worker = _WorkerSide(vllm_config, kv_cache_config, config)
+
+    # In the scheduler.
+
+    def read_blocks_by(self, block_ids: Callable[[str], Sequence[Sequence[int]]]) -> None:
+        """Say how the blocks of a request are found; without it nothing is handed over."""
+        self._scheduler.block_ids = block_ids
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, WorkerAddress]) -> None:
+        """Called once, with the address of each worker by rank."""
+        self._scheduler.workers = [metadata[rank] for rank in sorted(metadata)]
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond those could be fetched."""
+        tokens: int = self._scheduler.fetchable(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Called when a request is admitted: with tokens, their load begins."""
+        self._scheduler.admit(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepTransfers:
+        """What the workers are to do with this step."""
+        return self._scheduler.step(scheduler_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The blocks are free at once: what is handed over was copied. Also the offer, if any."""
+        return False, self._scheduler.finish(request)
+
+    # In a worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Called once, with the tensors."""
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> WorkerAddress | None:
+        """Where this worker gives KV away."""
+        return self._worker.address
+
+    def bind_connector_metadata(self, connector_metadata: StepTransfers) -> None:
+        """Called before each step. Loads begin here and not in :meth:`start_load_kv`, which some
+        versions of vLLM call only after the step's computation: nothing in the step reads or
+        writes the blocks that they fill."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads run beside the steps."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """No step waits for a load."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Layers are kept together, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Called after each step's computation."""
+        self._worker.save(self._get_connector_metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads have ended, well or not."""
+        return None, self._worker.take_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that loads have left unfilled."""
+        return self._worker.take_failed()
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        if self.role == KVConnectorRole.WORKER:
+            self._worker.close()
+
+
+class _SchedulerSide:
+    """Decides what is kept and what is fetched."""
+
+    def __init__(self, vllm_config: Any, config: TransferConfig) -> None:
+        self.block_ids: Callable[[str], Sequence[Sequence[int]]] | None = None
+        self.workers: list[WorkerAddress] = []
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._block = vllm_config.cache_config.block_size
+        self._timeout_s = config.timeout_s
+        self._wanted: dict[str, Offer] = {}
+        self._prefills: dict[str, Any] = {}
+        self._offers: dict[str, Offer] = {}
+        self._next = StepTransfers()
+
+    def fetchable(self, request: Any, computed: int) -> int:
+        offer = self._offer(request)
+        if offer is None:
+            return 0
+        # The last token is computed here, for what follows it.
+        tokens: int = request.num_prompt_tokens - 1 - computed
+        return max(0, tokens)
+
+    def _offer(self, request: Any) -> Offer | None:
+        """The KV that a request was handed, if it is its own."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return None
+        offer = self._wanted.get(request.request_id)
+        if offer is None:
+            try:
+                offer = Offer.of(params)
+            except ValueError as error:
+                logger.warning("a prompt is computed here, as its hand-over is wrong: %s", error)
+            else:
+                reason = self._unfit(offer, request)
+                if reason:
+                    logger.warning("a prompt is computed here: %s", reason)
+                    offer = None
+            if offer is None:
+                params["do_remote_prefill"] = False
+            else:
+                self._wanted[request.request_id] = offer
+        return offer
+
+    def _unfit(self, offer: Offer, request: Any) -> str | None:
+        if not self.workers or offer.layout != self.workers[0].layout:
+            return "the KV on offer is of another model or layout"
+        if len(offer.addresses) != self._ranks:
+            return "the KV on offer lies on another number of workers"
+        digest = prompt_digest(request)
+        if digest != offer.prompt or offer.prompt_tokens != request.num_prompt_tokens:
+            return "the KV on offer is that of other tokens"
+        return None
+
+    def admit(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_decode"):
+            self._prefills[request.request_id] = request
+        offer = self._wanted.pop(request.request_id, None)
+        if offer is None:
+            return
+        # Its blocks may be taken from it later; then it is computed here.
+        params["do_remote_prefill"] = False
+        if external_tokens == 0:
+            # All of it is here. Whoever keeps it lets it go in time.
+            return
+        tokens = request.num_prompt_tokens - 1
+        first = (tokens - external_tokens) // self._block
+        last = -(-tokens // self._block)
+        self._next.loads.append(
+            Load(
+                request.request_id,
+                offer,
+                first,
+                list(blocks.get_block_ids()[0][first:last]),
+                time.monotonic() + self._timeout_s,
+            )
+        )
+
+    def step(self, scheduler_output: Any) -> StepTransfers:
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self._prefills.get(request_id)
+            if request is None or request.num_computed_tokens + tokens < request.num_prompt_tokens:
+                continue
+            del self._prefills[request_id]
+            self._offer_of(request)
+        step, self._next = self._next, StepTransfers()
+        return step
+
+    def _offer_of(self, request: Any) -> None:
+        """The step ends this request's prompt: have its KV kept."""
+        tokens = request.num_prompt_tokens
+        blocks = -(-(tokens - 1) // self._block)
+        digest = prompt_digest(request)
+        if digest is None or self.block_ids is None or not self.workers or not blocks:
+            return
+        handle = Handle.new()
+        self._offers[request.request_id] = Offer(
+            tuple((worker.host, worker.port) for worker in self.workers),
+            self.workers[0].layout,
+            handle,
+            tokens,
+            digest,
+        )
+        ids = list(self.block_ids(request.request_id)[0][:blocks])
+        self._next.saves.append(Save(handle, ids))
+
+    def finish(self, request: Any) -> dict[str, Any] | None:
+        self._prefills.pop(request.request_id, None)
+        self._wanted.pop(request.request_id, None)
+        offer = self._offers.pop(request.request_id, None)
+        return None if offer is None else offer.to_params()
+
+
+class _WorkerSide:
+    """Keeps KV for others, and fetches it from them."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: TransferConfig) -> None:
+        self.address: WorkerAddress | None = None
+        self._vllm_config = vllm_config
+        self._blocks = kv_cache_config.num_blocks
+        self._config = config
+        self._kept = KeptPrompts(config.max_bytes, config.keep_s)
+        self._incoming = MemoryLimit(config.max_bytes)
+        self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="kv-fetch")
+        self._lock = threading.Lock()
+        self._finished: set[str] = set()
+        self._failed: set[int] = set()
+        self._told_failed: set[int] = set()
+        self._layers: BlockLayers | None = None
+        self._server: TransferServer | None = None
+        self._rank = 0
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        self._rank = get_tensor_model_parallel_rank()
+        self._layers = BlockLayers(kv_caches, self._blocks)
+        layout = self._layers.digest(model_facts(self._vllm_config))
+        host = self._config.host or get_ip()
+        if host == _ANY_ADDRESS:
+            host = "127.0.0.1"
+        self._server = TransferServer(self._kept, layout, host, self._config.timeout_s)
+        self.address = WorkerAddress(host, self._server.port, layout)
+        logger.info("KV of prompts is handed over at %s, port %d", host, self._server.port)
+
+    def begin(self, step: StepTransfers) -> None:
+        for load in step.loads:
+            self._fetchers.submit(self._load, load)
+
+    def save(self, step: StepTransfers) -> None:
+        for save in step.saves:
+            try:
+                self._keep(save)
+            except Exception:
+                # The other side can compute the prompt; nobody's step is to end for that.
+                logger.exception("the KV of a prompt is not kept")
+
+    def _keep(self, save: Save) -> None:
+        assert self._layers is not None
+        blocks = len(save.block_ids)
+        # What cannot be kept need not be copied.
+        fits = self._kept.has_room(blocks * sum(self._layers.block_bytes))
+        if not (fits and self._kept.keep(save.handle, self._layers.read(save.block_ids), blocks)):
+            logger.warning(
+                "the KV of a prompt is not kept: transfer.max_bytes is %d", self._config.max_bytes
+            )
+
+    def _load(self, load: Load) -> None:
+        assert self._layers is not None
+        ids, sizes = load.block_ids, self._layers.block_bytes
+        failed: set[int] = set()
+        try:
+            with self._incoming.taken(len(ids) * sum(sizes), load.deadline_s):
+                source = load.offer.source(self._rank)
+                layers = fetch(source, load.first, len(ids), sizes, load.deadline_s)
+                self._layers.write(ids, layers)
+        except Exception as error:
+            failed.update(ids)
+            # Whatever it was, the prompt can be computed.
+            logger.warning(
+                "a prompt is computed here, as its KV did not come: %s",
+                error,
+                exc_info=not isinstance(error, TransferError),
+            )
+        with self._lock:
+            # Both at once: blocks without their request would be taken for valid.
+            self._failed |= failed
+            self._finished.add(load.request_id)
+
+    def take_finished(self) -> set[str] | None:
+        with self._lock:
+            self._told_failed, self._failed = self._failed, set()
+            finished, self._finished = self._finished, set()
+        return finished or None
+
+    def take_failed(self) -> set[int]:
+        """Those of the requests that :meth:`take_finished` has just told: vLLM asks for both in
+        turn, and a load may end in between."""
+        return self._told_failed
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
+
+
+def check_model(vllm_config: Any) -> None:
+    """Check, before an engine is started, that the KV of its model can be moved if it is to be.
+
+    Raises:
+        UnsupportedLayoutError: why it cannot.
+        UnsupportedVllmError: this vLLM is not one that it was tried on.
+    """
+    transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+    if transfer is None or transfer.kv_connector != TcpConnector.__name__:
+        return
+    check_version(vllm.__version__, WITH_TRANSFER, "engine.transfer")
+    rules = (
+        (model.runner_type == "generate", "a model that generates no text"),
+        (not model.use_mla, "a model with multi-head latent attention"),
+        (not model.is_hybrid, "a model with layers other than attention"),
+        (not model.is_attention_free, "a model without attention"),
+        (not model.is_encoder_decoder, "an encoder-decoder model"),
+    )
+    for kept, kind in rules:
+        if not kept:
+            raise UnsupportedLayoutError(f"engine.transfer: the KV of {kind} cannot be handed over")
+
+
+def check_kv_cache(kv_cache_config: Any) -> None:
+    """Check that the KV cache is one that can be moved.
+
+    Raises:
+        UnsupportedLayoutError: why it cannot.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise UnsupportedLayoutError(
+            f"the KV of a model with {len(groups)} groups of layers cannot be handed over"
+        )
+    kind = type(groups[0].kv_cache_spec).__name__
+    if kind != "FullAttentionSpec":
+        raise UnsupportedLayoutError(
+            f"only the KV of plain attention can be handed over, not {kind}"
+        )
+
+
+def model_facts(vllm_config: Any) -> dict[str, Any]:
+    """What KV depends on beside the tokens and the shapes of the layers."""
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    # On CPUs keys may be packed as the processor's instructions want them.
+    processor = None
+    if current_platform.is_cpu():
+        able = torch.cpu.get_capabilities()
+        processor = sorted(name for name, value in able.items() if value is True)
+    return {
+        "vllm": vllm.__version__,
+        "model": model.model,
+        "revision": model.revision,
+        "quantization": model.quantization,
+        "config": model.hf_config.to_dict(),
+        "dtype": model.dtype,
+        # Several kinds of 8 bits are stored as the same type.
+        "kv": vllm_config.cache_config.cache_dtype,
+        "block": vllm_config.cache_config.block_size,
+        "ranks": vllm_config.parallel_config.tensor_parallel_size,
+        "processor": processor,
+    }

@@ -1,0 +1,116 @@
+"""Going on in vLLM with a stream that another replica began.
+
+vLLM's OpenAI layer serves the original body. What the client has of the answer goes through vLLM's
+output processor once more, in the same steps as before, so that text, stop strings and the layer's
+parsers are where they were and the same events are made; the engine itself gets the prompt with
+those tokens behind it and computes the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.metrics.stats import IterationStats
+
+from replica.engine import Resume
+from replica.scheduler.xargs import KEY_PREFIX
+
+AT_ONCE = 32
+"""Outputs that are made again before others get their turn: some milliseconds."""
+
+_ZERO = ("presence_penalty", "frequency_penalty", "bad_words")
+_UNSET = (
+    "structured_outputs",
+    "thinking_token_budget",
+    "repetition_detection",
+    "logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+)
+"""Sampling parameters that depend on which tokens are output, and tokens of the prompt would not
+count; or that ask for more of an output token than the token."""
+_TRANSFER = ("kv_transfer_params", "ec_transfer_params")
+
+
+def may_go_on(params: Any) -> bool:
+    """Whether another engine could go on with what is sampled by these parameters.
+
+    The rest is as valid an output as the whole would have been; only at temperature 0 it is the
+    same one, as the state of the random numbers is lost.
+    """
+    own = (key.startswith(KEY_PREFIX) or key in _TRANSFER for key in params.extra_args or ())
+    return (
+        params.n == 1
+        and not any(getattr(params, name, None) for name in _ZERO)
+        and all(getattr(params, name, None) is None for name in _UNSET)
+        and all(own)
+    )
+
+
+async def repeat(
+    processor: Any, request: Any, queue: Any, resume: Resume, max_model_tokens: int
+) -> list[Any]:
+    """Make the outputs again that ``resume`` tells of, for a request that ``processor`` has just
+    taken. Where they are all that there is to it, or it was aborted meanwhile, ``processor`` has
+    forgotten it afterwards.
+
+    The event loop gets its turns between: there may be thousands, and of many requests at once.
+    """
+    outputs: list[Any] = []
+    end = 0
+    for number, tokens in enumerate(filter(None, resume.chunks), 1):
+        start, end = end, end + tokens
+        output = EngineCoreOutput(request.request_id, list(resume.token_ids[start:end]))
+        stats = None
+        if end == len(resume.token_ids):
+            output.finish_reason, output.stop_reason = _end_of(
+                request, resume.token_ids, max_model_tokens
+            )
+        state = processor.request_states[request.request_id]
+        if output.finish_reason is not None and state.stats is not None:
+            stats = IterationStats()
+        processor.process_outputs([output], time.monotonic(), stats)
+        made = queue.get_nowait()
+        if made is not None:
+            outputs.append(made)
+        if not processor.has_request(request.request_id):
+            return outputs
+        # Its prompt is still to be computed.
+        state.is_prefilling = True
+        if number % AT_ONCE == 0:
+            await asyncio.sleep(0)
+            if not processor.has_request(request.request_id):
+                return outputs
+    return outputs
+
+
+def rest_of(request: Any, token_ids: Sequence[int], prefill_only: bool) -> Any:
+    """The request for an engine that has to go on behind ``token_ids``."""
+    rest, params = copy(request), copy(request.sampling_params)
+    rest.prompt_token_ids = [*request.prompt_token_ids, *token_ids]
+    if not prefill_only:
+        params.max_tokens -= len(token_ids)
+        params.min_tokens = max(0, params.min_tokens - len(token_ids))
+    rest.sampling_params = params
+    return rest
+
+
+def _end_of(
+    request: Any, token_ids: Sequence[int], max_model_tokens: int
+) -> tuple[FinishReason | None, int | None]:
+    """Why the output ended with these tokens, if it did, as vLLM's scheduler decides it. Stop
+    strings are the output processor's."""
+    params, last = request.sampling_params, token_ids[-1]
+    if last == params.eos_token_id:
+        return FinishReason.STOP, None
+    if last in (params.stop_token_ids or ()):
+        return FinishReason.STOP, last
+    tokens = len(request.prompt_token_ids) + len(token_ids)
+    if len(token_ids) >= params.max_tokens or tokens >= max_model_tokens:
+        return FinishReason.LENGTH, None
+    return None, None

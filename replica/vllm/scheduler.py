@@ -1,0 +1,448 @@
+"""Sluice's batch plans inside stock vLLM.
+
+vLLM's own ``schedule()`` stays as it is: it allocates, preempts and builds the batch. Around one
+call of it, this adapter sorts its queues by the plan, takes the requests that the plan leaves out
+of the waiting queues, and caps each request's tokens through one small hook. So outputs are those
+of stock vLLM, only their order and chunks are ours.
+
+All of it rests on names that vLLM does not promise to keep. They are listed and checked at start,
+in :mod:`replica.vllm.support`. The engine runs this module in its core process, named by
+``scheduler_cls="replica.vllm.scheduler.make_scheduler"``.
+"""
+
+# vLLM's classes are untyped here, so their subclasses are, too.
+# mypy: disable-error-code="misc, has-type"
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from replica.engine import request_key
+from replica.grammar.bound import bound_grammars
+from replica.parent_watch import end_with_parent
+from replica.scheduler.local_scheduler import BatchLog, LocalScheduler, StepInFlight
+from replica.scheduler.prefix_index import HeldPrefixes
+from replica.scheduler.state_table import RowUpdate, StateTable
+from replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
+from replica.transfer.incoming import IncomingKv, hands_over
+from replica.vllm.drafts import PlannedDrafts
+from replica.vllm.gc_control import GarbageCollector
+from replica.vllm.kv_events import PooledBlocks
+from replica.vllm.prefix_lookup import PrefixHits
+from replica.vllm.support import (
+    UnsupportedVllmError,
+    check_config,
+    check_vllm,
+    hook_name,
+    second_queue_name,
+)
+from replica.vllm.views import RequestViews
+from scheduling.batching import BatchBudget, BatchPlan, make_policy
+from scheduling.batching.warm_up import warm_up
+from scheduling.objective import SLO
+from scheduling.request import QueueView, RequestView
+
+logger = logging.getLogger(__name__)
+
+_EMPTY = BatchPlan.empty()
+_UNPLANNED = 1 << 30
+_KEPT = _UNPLANNED - 1
+_ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+# The mixin is typed as what it is mixed into; vLLM's types are not followed by the type checker.
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class PlanMixin(_Base):
+    """Carries out batch plans in the scheduler that it is mixed into.
+
+    ``O(live requests)`` per step, beside the policy's own cost.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
+        super().__init__(*args, **kwargs)
+        settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
+        started_s = time.monotonic()
+        warm_up(settings.policy, settings.policy_options)
+        logger.info("policy loaded in %.1f s", time.monotonic() - started_s)
+        log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
+        table = StateTable.open(settings.state_table)
+        self._local = LocalScheduler(
+            make_policy(settings.policy, settings.policy_options, settings.best_effort),
+            table,
+            log=log,
+        )
+        bound_grammars(self.structured_output_manager)
+        self._names: set[str] = set()
+        self._caps: dict[str, int] | None = None
+        self._in_flight: dict[int, StepInFlight] = {}
+        self._busy_until_s = 0.0
+        self._stalled = False
+        self._queues = (self.waiting, getattr(self, second_queue_name()))
+        self._pool = self.kv_cache_manager.block_pool
+        # With several groups of layers, each takes a block of its own for the same tokens.
+        self._groups = max(1, len(self.kv_cache_config.kv_cache_groups))
+        self._hits = PrefixHits(self.kv_cache_manager, self._groups, self.block_size)
+        self._incoming = IncomingKv(self, self._local.transfers)
+        if hasattr(self.connector, "read_blocks_by"):
+            self.connector.read_blocks_by(self.kv_cache_manager.get_block_ids)
+        blocks = PooledBlocks(self._pool)
+        table.idle(self._pool.get_num_free_blocks(), self._pool.num_gpu_blocks)
+        self._held = HeldPrefixes(table, blocks.holds, self.block_size, self._pool.hash_block_size)
+        blocks.tell_removed(self._held.removed)
+        self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
+        most: int | None = getattr(self, "max_num_active_reqs", None)  # from 0.32
+        self._most_running: int = self.max_num_running_reqs if most is None else most
+        speculates = self.vllm_config.speculative_config is not None
+        self._drafts = PlannedDrafts(self) if speculates else None
+        self._request_views = RequestViews(
+            self, self._local, self._hits, self._incoming, self._drafts
+        )
+        self._garbage = GarbageCollector()
+        if hook_name() == "_mamba_block_aligned_split":
+            self._enable_old_hook()
+
+    # What vLLM calls.
+
+    def add_request(self, request: Request) -> None:
+        """Take a new request, and read its objective."""
+        super().add_request(request)
+        request_id = request.request_id
+        if request_id in self._local.requests:
+            return
+        args = _request_args(request)
+        # The first sequence of an API call has the call's name, so that its key is known outside.
+        name = args.request_id
+        if name in self._names:
+            name = f"{name}:{request_id}"
+        self._names.add(name)
+        self._local.track(
+            request_id,
+            name,
+            request_key(name),
+            args.slo,
+            args.arrival_s,
+            request.num_prompt_tokens,
+            request.max_tokens,
+            args.best_effort,
+            args.tenant,
+            args.weight,
+            args.promised,
+        )
+        self._held.begin(request_id, args.prefix, request.num_prompt_tokens)
+        if self._incoming.begin(request):
+            # Whoever reads the table must not take it for a prefill.
+            tracked = self._local.requests[request_id]
+            computed, expected = request.num_prompt_tokens - 1, tracked.expected_tokens
+            row = RowUpdate(tracked.slot, computed, 1, 0, 0, False, None, None, expected)
+            self._local.update([row])
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        tracked = self._local.requests.get(request.request_id)
+        if tracked is not None:
+            self._names.discard(tracked.name)
+            ended = request.status in _ENDED_BY_ITSELF and not hands_over(request)
+            self._local.forget(request.request_id, request.num_output_tokens if ended else None)
+            self._hits.forget(request.request_id)
+            self._held.forget(request.request_id)
+            self._incoming.forget(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan the next batch, and have vLLM build it.
+
+        With nothing to plan, an empty plan, or a plan of which nothing could run, stock scheduling
+        decides the (next) step, so that live requests always make progress.
+        """
+        now_s = time.monotonic()
+        # The batch begins when those before it are through.
+        start_s = max(now_s, self._busy_until_s) if self._in_flight else now_s
+        views = self._views()
+        queue = QueueView(views)
+        plan = self._plan(views, queue, start_s) if views else _EMPTY
+        self._garbage.before_batch(queue, plan.predicted_s)
+        planned = bool(plan.entries) and not self._stalled
+        drafts = self._drafts
+        if planned:
+            if drafts is not None:
+                drafts.planned(plan.entries)
+            output = self._schedule_planned(plan, *args, **kwargs)
+        else:
+            output = super().schedule(*args, **kwargs)
+        ran = [
+            (request_id, tokens, self.requests[request_id].num_computed_tokens - tokens)
+            for request_id, tokens in output.num_scheduled_tokens.items()
+        ]
+        fetched = self._incoming.note_started(now_s)
+        if fetched:
+            self._local.update(self._updates(fetched))
+        # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
+        # freed less than was counted, as others share its blocks, is followed by the next one.
+        evicted = planned and len(plan.evicted) > 0
+        self._stalled = len(plan) > 0 and not ran and not evicted and not fetched
+        # With those that were evicted before the call.
+        preempted = tuple(output.preempted_req_ids or ())
+        step = self._local.begin_step(
+            plan,
+            ran,
+            time.monotonic(),
+            preempted,
+            None if drafts is None else drafts.checked(output),
+            None if drafts is None else drafts.drafted,
+            fetched=fetched,
+        )
+        self._in_flight[id(output)] = step
+        self._busy_until_s = max(step.started_s, start_s) + plan.predicted_s
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Take the result of a batch, learn its time, and publish the new state."""
+        self._note_computed(scheduler_output)
+        step = self._in_flight.pop(id(scheduler_output))
+        if self._drafts is not None:
+            self._drafts.learn(step.checked, model_runner_output, self._local)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._held.publish()
+        now_s = time.monotonic()
+        for client in outputs.values():
+            for output in client.outputs:
+                tracked = self._local.requests.get(output.request_id)
+                if tracked is not None and output.new_token_ids:
+                    tracked.emitted(now_s)
+        disturbed = self._incoming.under_way
+        loaded = self._incoming.note_ended(now_s)
+        changed = [*scheduler_output.num_scheduled_tokens, *step.preempted, *loaded]
+        running, waiting = self.get_request_counts()
+        self._local.end_step(
+            step,
+            now_s,
+            self._updates(changed),
+            waiting,
+            running,
+            self._pool.get_num_free_blocks(),
+            self._pool.num_gpu_blocks,
+            self._seconds_of(scheduler_output),
+            disturbed=disturbed,
+        )
+        return outputs
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Clear the prefix cache, if nobody uses it."""
+        cleared: bool = super().reset_prefix_cache(*args, **kwargs)
+        self._held.cleared()
+        self._held.publish()
+        return cleared
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        self._garbage.stop()
+        super().shutdown()
+
+    def _reserve_prefill_lookahead(self, request: Request, computed: int, tokens: int) -> int:
+        """Called by ``schedule()`` for every request: its new tokens (from vLLM 0.28)."""
+        granted: int = super()._reserve_prefill_lookahead(request, computed, tokens)
+        return self._capped(request, granted)
+
+    def _mamba_block_aligned_split(
+        self, request: Request, tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        """Called by ``schedule()`` for every request (up to vLLM 0.27, once switched on)."""
+        if hook_name() == "_mamba_block_aligned_split":
+            return self._capped(request, tokens)
+        granted: int = super()._mamba_block_aligned_split(request, tokens, *args, **kwargs)
+        return granted
+
+    # How the plan is made and carried out.
+
+    def _plan(self, views: list[RequestView], queue: QueueView, start_s: float) -> BatchPlan:
+        """The next batch, by the policy."""
+        return self._local.plan(queue, start_s, self._budget(views))
+
+    def _seconds_of(self, scheduler_output: Any) -> float | None:
+        """How long a batch took, where the time between two calls does not say so."""
+        return None
+
+    def _enable_old_hook(self) -> None:
+        """Up to 0.27 the only hook is the one for models with state-space layers."""
+        if self.need_mamba_block_aligned_split:
+            raise UnsupportedVllmError(
+                "models with aligned Mamba state need vLLM 0.28 or later: "
+                f"{vllm.__version__} has no free hook for token caps"
+            )
+        self.need_mamba_block_aligned_split = True
+
+    def _capped(self, request: Request, tokens: int) -> int:
+        if self._caps is None:
+            return tokens
+        return min(tokens, self._caps.get(request.request_id, 0))
+
+    def _views(self) -> list[RequestView]:
+        """Every request that could run now, in order of arrival at the engine."""
+        return self._request_views.collect(self._busy_until_s)
+
+    def _budget(self, views: list[RequestView]) -> BatchBudget:
+        unseen = len(self.running) - sum(view.running for view in views)
+        tokens, drafts = self.max_num_scheduled_tokens, self._drafts
+        if drafts is not None:
+            tokens = drafts.tokens(tokens, min(len(views), self._most_running))
+        return BatchBudget(
+            tokens=tokens,
+            sequences=self._most_running - unseen,
+            kv_blocks=self._pool.get_num_free_blocks() // self._groups,
+            block_tokens=self.block_size,
+            reserve_prompt=self._reserve_prompt,
+            lookahead_tokens=0 if drafts is None else drafts.lookahead,
+            draft_s=self._local.draft_s,
+        )
+
+    def _schedule_planned(self, plan: BatchPlan, *args: Any, **kwargs: Any) -> Any:
+        """One stock ``schedule()`` that sees the plan's requests first, and caps them.
+
+        A cap of 0 makes vLLM pass over a running request, but stop at a waiting one. So running
+        requests that are left out stay in the list, at its end, where they can be preempted, and
+        waiting ones are hidden for the call. Requests that wait for something other than a place
+        (a grammar, remote KV) must stay visible: vLLM looks there whether they are ready. Those
+        whose KV is known to be there wait for a place like others.
+        """
+        self._evict(plan)
+        rank = {entry.request_id: position for position, entry in enumerate(plan.entries)}
+        # Those are the last to be preempted of what the plan leaves out.
+        rank.update(dict.fromkeys(plan.kept_ids, _KEPT))
+
+        def key(request: Request) -> tuple[int, float]:
+            return rank.get(request.request_id, _UNPLANNED), request.arrival_time
+
+        blocked = self._is_blocked_waiting_status
+        hidden: list[tuple[Any, list[Request]]] = []
+        self.running.sort(key=key)
+        for queue in self._queues:
+            if not queue:
+                continue
+            shown: list[Request] = []
+            rest: list[Request] = []
+            for request in queue:
+                visible = request.request_id in rank or (
+                    blocked(request.status) and not self._incoming.arrived(request)
+                )
+                (shown if visible else rest).append(request)
+            queue.clear()
+            queue.extend(sorted(shown, key=key))
+            hidden.append((queue, rest))
+        self._caps = dict(plan.entries)
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self._caps = None
+            for queue, rest in hidden:
+                queue.extend(rest)
+
+    def _note_computed(self, scheduler_output: Any) -> None:
+        """Before a batch's requests may leave: their blocks are filled, and cached by now."""
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._held.computed(request_id, request.num_computed_tokens, request.block_hashes)
+
+    def _evict(self, plan: BatchPlan) -> None:
+        """Preempt what the plan evicts as vLLM preempts within a step: output in flight is still
+        delivered, and the request does not run again before."""
+        for request_id in plan.evicted_ids:
+            request = self.requests[request_id]
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+        self._local.count_evictions(plan)
+
+    def _updates(self, request_ids: list[str]) -> list[RowUpdate]:
+        """Rows of the requests that are still alive."""
+        updates = []
+        for request_id in request_ids:
+            tracked = self._local.requests.get(request_id)
+            if tracked is None:
+                continue
+            request = self.requests[request_id]
+            computed = request.num_computed_tokens
+            promised = request.num_output_placeholders
+            running = request.status == RequestStatus.RUNNING
+            updates.append(
+                RowUpdate(
+                    tracked.slot,
+                    computed,
+                    max(1, request.num_tokens + promised - computed),
+                    request.num_output_tokens + promised,
+                    -(-computed // self.block_size),
+                    running,
+                    tracked.first_token_s,
+                    tracked.last_token_s,
+                    tracked.expected_tokens,
+                )
+            )
+        return updates
+
+
+def _request_args(request: Request) -> RequestArgs:
+    if request.pooling_params is not None:
+        extra = request.pooling_params.extra_kwargs
+    else:
+        extra = request.sampling_params.extra_args if request.sampling_params else None
+    now_s = time.monotonic()
+    try:
+        return from_xargs(extra, request.request_id, now_s)
+    except ValueError as error:
+        # Only direct use of the engine gets here. An exception would end the whole engine.
+        logger.warning("request %s runs without an objective: %s", request.request_id, error)
+        return RequestArgs(request.request_id, now_s, SLO())
+
+
+class SloScheduler(PlanMixin, Scheduler):
+    """For engines that wait for each batch."""
+
+
+class SloAsyncScheduler(PlanMixin, AsyncScheduler):
+    """For engines that schedule a batch while the one before it runs."""
+
+
+def pin_thread(core: int) -> None:
+    """Pin this thread."""
+    allowed = os.sched_getaffinity(0)
+    if core in allowed:
+        os.sched_setaffinity(0, {core})
+    else:
+        logger.warning("not pinned to core %d: this process may use %s", core, sorted(allowed))
+
+
+def prepare(vllm_config: Any) -> None:
+    """Check vLLM and its configuration, and pin this thread where it is to be.
+
+    Raises:
+        UnsupportedVllmError: this vLLM or its configuration cannot carry out plans.
+        ValueError: ``additional_config["sluice"]`` is missing or wrong.
+    """
+    check_vllm()
+    check_config(vllm_config)
+    settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
+    if settings.cpu_core is not None:
+        # On CPUs this thread also runs the model.
+        pin_thread(settings.cpu_core)
+
+
+def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncScheduler:
+    """The scheduler for ``vllm_config``; vLLM's ``scheduler_cls`` may be such a factory.
+
+    Raises:
+        UnsupportedVllmError, ValueError: see :func:`prepare`.
+    """
+    prepare(vllm_config)
+    kind = SloAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SloScheduler
+    return kind(vllm_config=vllm_config, **kwargs)

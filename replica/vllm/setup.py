@@ -1,0 +1,343 @@
+"""How vLLM is started: environment, arguments, engine and its OpenAI serving layer."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llvmlite.binding import ffi  # type: ignore[import-untyped]
+
+from replica.engine import Endpoint
+from replica.private_dir import SOCKETS_VARIABLE, make_private_dir
+from replica.scheduler.speculation import with_all_lengths
+from replica.scheduler.xargs import SchedulerSettings
+from replica.transfer_config import TransferConfig
+from replica.vllm.serving import Serving, servings
+from replica.vllm.variants import STOCK_SCHEDULER, variant_of
+
+RESERVED_ARGUMENTS = frozenset(
+    {
+        "additional-config",
+        "api-key",
+        "api-server-count",
+        "config",
+        "grpc",
+        "headless",
+        "host",
+        "model",
+        "model-tag",
+        "port",
+        "scheduler-cls",
+        "scheduling-policy",
+        "served-model-name",
+        "uds",
+    }
+)
+"""vLLM arguments that Sluice sets, or that have no meaning under it."""
+
+_TRANSFER = "kv-transfer-config"
+
+_SHORTHANDS = frozenset({"spec-method", "spec-model", "spec-tokens"})
+"""vLLM's arguments for parts of its speculative configuration."""
+
+_MAX_REASON = 500
+"""Most characters of vLLM's reason for refusing its arguments that are told."""
+
+_CPU_KV_BYTES = 256 << 20
+"""KV cache on CPUs unless stated; vLLM would take a share of all memory."""
+
+
+class Launched(NamedTuple):
+    """A started engine with vLLM's OpenAI serving layer on it."""
+
+    llm: Any
+    models: Any
+    servings: dict[Endpoint, Serving]
+
+
+def prepare_environment(model: str, one_thread: bool, preemption: bool = False) -> None:
+    """Set what vLLM and its libraries read from the environment, for this process and the engine's.
+
+    Args:
+        model: path or hub id; with a path, nothing is looked up on the network.
+        one_thread: on CPUs, compute with one thread.
+        preemption: prefills are preempted, which needs vLLM's first model runner.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if SOCKETS_VARIABLE not in os.environ:
+        # Once for the process, as vLLM reads it once.
+        sockets = make_private_dir()
+        atexit.register(shutil.rmtree, sockets, ignore_errors=True)
+        os.environ[SOCKETS_VARIABLE] = str(sockets)
+    if Path(model).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if preemption:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if _on_cpu():
+        if one_thread:
+            os.environ["OMP_NUM_THREADS"] = "1"
+        # Without it vLLM puts the model into one more process, behind one more queue.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def survive_module_scan() -> None:
+    """Have vLLM's scan of all loaded modules pass over numba's. It must be called before an engine
+    starts in a process that has loaded compiled policies; importing this module does.
+
+    vLLM 0.32 on CPUs looks for ``__dict__`` at everything in every module and takes what it finds
+    for a dictionary. llvmlite's library handle claims to have every attribute, and answers with a C
+    function: so it gets a dictionary under that name.
+    """
+    functions = getattr(ffi.lib, "_fntab", None)
+    if isinstance(functions, dict):
+        functions.setdefault("__dict__", {})
+
+
+# An engine's process first imports the main module of the one that started it, with compiled
+# policies perhaps; nothing else of ours runs there before the scan.
+survive_module_scan()
+
+
+def parse_arguments(
+    given: dict[str, Any],
+    model: str,
+    served_name: str,
+    settings: SchedulerSettings,
+    keep_times: bool = False,
+    transfer: TransferConfig | None = None,
+) -> Any:
+    """vLLM's parsed arguments from those ``given``, by command-line name without dashes.
+
+    Args:
+        keep_times: have vLLM note of each request when it was first scheduled.
+        transfer: how the KV of prompts is handed over; ``None``: it is not.
+
+    Raises:
+        ValueError: an argument that vLLM refuses, or that is reserved.
+    """
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # older versions
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+
+    arguments = {name.replace("_", "-"): value for name, value in given.items()}
+    reserved = sorted(RESERVED_ARGUMENTS & arguments.keys())
+    if reserved:
+        raise ValueError(f"vllm_args may not hold {', '.join(reserved)}: Sluice sets them itself")
+    variant = variant_of(settings)
+    needed = variant.arguments(_ranks(arguments)) if variant is not None else {}
+    for name, value in needed.items():
+        if variant is not None and arguments.get(name, value) != value:
+            raise ValueError(f"vllm_args: with {variant.name}, {name} must be {value}")
+    arguments |= _speculation_arguments(arguments)
+    if transfer is not None:
+        if arguments.get(_TRANSFER) is not None:
+            raise ValueError(f"vllm_args may not hold {_TRANSFER}: set engine.transfer")
+        arguments[_TRANSFER] = transfer_argument(transfer)
+    if _on_cpu():
+        arguments = _cpu_defaults(arguments) | arguments
+    arguments |= {
+        "model": model,
+        "served-model-name": served_name,
+        "scheduler-cls": STOCK_SCHEDULER,
+        "scheduling-policy": "fcfs",
+        "additional-config": settings.to_additional_config(),
+        # vLLM's own tracing fails without its times.
+        "disable-log-stats": None if keep_times or "otlp-traces-endpoint" in arguments else True,
+        **needed,
+    }
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            parser = make_arg_parser(FlexibleArgumentParser())
+            return parser.parse_args(_command_line(arguments))
+    except SystemExit as error:
+        reason = _reason(errors.getvalue()) or "see `vllm serve --help`"
+        raise ValueError(f"vLLM refuses its arguments (vllm_args): {reason}") from error
+
+
+def _reason(text: str) -> str:
+    """What is wrong, of all that the parser writes: its usage comes before, links after."""
+    told = text.rpartition(" error: ")[2].partition("For further information")[0]
+    return " ".join(told.split())[:_MAX_REASON]
+
+
+async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
+    """Start the engine process and the serving layer on it.
+
+    Args:
+        grammar_check_s: CPU time of each part of a grammar's trial, seconds; 0: none is tried.
+
+    Raises:
+        replica.vllm.support.UnsupportedVllmError: this vLLM, or its configuration, cannot carry
+            out batch plans.
+        ValueError: an impossible configuration.
+        RuntimeError: the engine process did not start.
+    """
+    from starlette.datastructures import State
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from replica.grammar.check import GrammarCheck
+    from replica.vllm.client import WatchedLLM
+    from replica.vllm.kv_connector import check_model
+    from replica.vllm.support import check_config, check_vllm
+
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    except ImportError:  # before 0.29
+        from vllm.entrypoints.openai.api_server import init_app_state
+
+    check_vllm()
+    context = UsageContext.OPENAI_API_SERVER
+    engine_args = AsyncEngineArgs.from_cli_args(arguments)
+    vllm_config = engine_args.create_engine_config(usage_context=context)
+    # The engine process checks, too, but its reasons end up in its log only.
+    check_config(vllm_config)
+    settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
+    variant = variant_of(settings)
+    if variant is not None:
+        variant.check(vllm_config)
+    check_model(vllm_config)
+    grammars = None
+    if grammar_check_s > 0 and _has_grammars(vllm_config):
+        grammars = GrammarCheck(vllm_config, grammar_check_s)
+        grammars.start()  # while the engine loads
+    try:
+        llm = WatchedLLM.from_vllm_config(
+            vllm_config=vllm_config,
+            usage_context=context,
+            disable_log_stats=engine_args.disable_log_stats,
+        )
+    except BaseException:
+        if grammars is not None:
+            grammars.stop()
+        raise
+    llm.grammars = grammars
+    state = State()
+    await init_app_state(llm, state, arguments, supported_tasks=await llm.get_supported_tasks())
+    return Launched(llm, state.openai_serving_models, servings(state))
+
+
+def _has_grammars(vllm_config: Any) -> bool:
+    """Whether the engine makes grammars, and this vLLM lets them be tried beside it."""
+    from vllm import SamplingParams
+
+    model = vllm_config.model_config
+    return (
+        model.runner_type == "generate"
+        and not model.skip_tokenizer_init
+        and hasattr(SamplingParams, "_validate_structured_outputs")
+    )
+
+
+def client_error_types() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a client's mistakes."""
+    import vllm.exceptions
+
+    # Up to 0.27 or so they are all ValueErrors.
+    return (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
+
+
+def max_prompt_logprobs(configured: int, vllm_config: Any) -> int:
+    """Most log probabilities of prompt tokens in one answer; 0 where they would end the engine.
+
+    vLLM's LoRA layers on CPUs expect logits of sampled tokens alone, and those of a prompt's tokens
+    end the engine.
+    """
+    return 0 if vllm_config.lora_config is not None and _on_cpu() else configured
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """vLLM arguments under which the plan can choose how many drafted tokens are checked."""
+    shorthands = sorted(_SHORTHANDS & given.keys())
+    if shorthands:
+        raise ValueError(f"vllm_args: use speculative-config in place of {', '.join(shorthands)}")
+    if given.get("speculative-config") is None:
+        return {}
+    if given.get("async-scheduling"):
+        raise ValueError("vllm_args: with speculative-config, async-scheduling must be False")
+    try:
+        config = with_all_lengths(given["speculative-config"])
+    except ValueError as error:
+        raise ValueError(f"vllm_args: {error}") from error
+    return {"speculative-config": config, "async-scheduling": False}
+
+
+def transfer_argument(transfer: TransferConfig) -> dict[str, Any]:
+    """vLLM's configuration of the hand-over: every engine gives KV away and takes it.
+
+    Raises:
+        ValueError: the connector cannot run here.
+    """
+    shared = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    has_nixl = importlib.util.find_spec("nixl") is not None
+    if transfer.connector == "nixl" and not has_nixl:
+        raise ValueError("engine.transfer.connector is nixl, but its package is not installed")
+    if transfer.connector == "nixl" or (
+        transfer.connector == "auto" and has_nixl and not _on_cpu()
+    ):
+        _prepare_nixl(transfer)
+        return {"kv_connector": "NixlConnector", **shared}
+    return {
+        "kv_connector": "TcpConnector",
+        "kv_connector_module_path": "replica.vllm.kv_connector",
+        "kv_connector_extra_config": {"sluice": transfer.model_dump(mode="json")},
+        **shared,
+    }
+
+
+def _prepare_nixl(transfer: TransferConfig) -> None:
+    """Where an engine tells others how to read its memory: NIXL takes it from the environment."""
+    from vllm.utils.network_utils import get_ip, get_open_port
+
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", transfer.host or get_ip())
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(get_open_port()))
+
+
+def _ranks(given: dict[str, Any]) -> int:
+    return int(given.get("tensor-parallel-size", 1))
+
+
+def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "enforce-eager": True,
+        "kv-cache-memory-bytes": _CPU_KV_BYTES,
+        "worker-cls": "replica.vllm.cpu_worker.MendedCpuWorker",
+    }
+    if _ranks(given) == 1:
+        defaults["distributed-executor-backend"] = "uni"
+    return defaults
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _command_line(arguments: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list | tuple):
+            words += [f"--{name}", *map(_word, value)]
+        else:
+            words += [f"--{name}", _word(value)]
+    return words

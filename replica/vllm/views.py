@@ -1,0 +1,150 @@
+"""vLLM's requests as a batch policy sees them."""
+
+from __future__ import annotations
+
+from math import nan
+from typing import Any
+
+from vllm.v1.request import Request, RequestStatus
+
+from replica.scheduler.local_scheduler import LocalScheduler, TrackedRequest
+from replica.transfer.incoming import IncomingKv
+from replica.vllm.drafts import PlannedDrafts
+from replica.vllm.prefix_lookup import PrefixHits
+from scheduling.request import RequestView
+
+_COULD_RUN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class RequestViews:
+    """Makes the views of a scheduler's requests.
+
+    What the prefix cache holds of a waiting request counts as computed, and so does what another
+    engine hands over of it. Of a running one all blocks count as its own: those that it shares come
+    free only with their last user, so where a plan draws on them vLLM may have to preempt more than
+    was planned.
+
+    Args:
+        scheduler: vLLM's.
+        local: what is known of the requests beside.
+        hits: of the prefix cache. incoming: KV from other engines.
+        drafts: what is drafted for decodes; ``None``: nothing ever is.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        local: LocalScheduler,
+        hits: PrefixHits,
+        incoming: IncomingKv,
+        drafts: PlannedDrafts | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._local = local
+        self._hits = hits
+        self._incoming = incoming
+        self._drafts = drafts
+        self._block = scheduler.block_size
+        self._longest = scheduler.max_model_len - 1
+
+    def collect(self, busy_until_s: float) -> list[RequestView]:
+        """Every request that could run now, in order of arrival at the engine.
+
+        Args:
+            busy_until_s: when the batches in flight are through.
+        """
+        self._hits.begin_pass()
+        if self._drafts is not None:
+            self._drafts.begin_pass()
+        views = []
+        for request_id, request in self._scheduler.requests.items():
+            running = request.status == RequestStatus.RUNNING
+            if not running and not self._could_run(request):
+                continue
+            computed, held = self._computed(request, running)
+            promised = request.num_output_placeholders
+            pending = request.num_tokens + promised - computed
+            if running:
+                pending = min(pending, self._longest - computed)
+                if pending <= 0 or _ends_in_flight(request):
+                    continue
+            tracked = self._local.requests[request_id]
+            drafted, acceptance = 0, nan
+            if self._drafts is not None and running:
+                held = self._drafts.held_blocks(request_id)
+                if pending == 1:
+                    drafted, acceptance = self._drafted(request, tracked)
+            emitted = request.num_output_tokens + promised
+            if emitted >= tracked.expected_tokens:
+                self._local.prolong(tracked, emitted)
+            first_s, last_s = tracked.first_token_s, tracked.last_token_s
+            if promised:
+                # They leave when the batches in flight are through.
+                last_s = busy_until_s
+                first_s = last_s if first_s is None else first_s
+            views.append(
+                RequestView(
+                    request_id,
+                    tracked.slo,
+                    tracked.arrival_s,
+                    request.num_prompt_tokens,
+                    computed,
+                    pending,
+                    emitted,
+                    first_s,
+                    held,
+                    running,
+                    last_s,
+                    tracked.expected_tokens,
+                    tracked.best_effort,
+                    drafted,
+                    acceptance,
+                    tracked.tenant,
+                    tracked.weight,
+                    tracked.promised,
+                )
+            )
+        return views
+
+    def _could_run(self, request: Request) -> bool:
+        """Of one that does not run."""
+        if request.status in _COULD_RUN:
+            return not _has_stale_output(request)
+        return self._incoming.arrived(request)
+
+    def _computed(self, request: Request, running: bool) -> tuple[int, int]:
+        """The tokens that need not be computed, and the blocks that it has."""
+        computed = request.num_computed_tokens
+        if running:
+            return computed, -(-computed // self._block)
+        if computed == 0:
+            tokens, blocks = self._hits.of(request)
+            if self._incoming.awaits(request, tokens):
+                tokens = request.num_tokens - 1
+            return tokens, blocks
+        # Its KV came from another engine. The last token is always computed, for its logits.
+        return min(computed, request.num_tokens - 1), -(-computed // self._block)
+
+    def _drafted(self, request: Request, tracked: TrackedRequest) -> tuple[int, float]:
+        """How many tokens were drafted for a decode, and how likely one is accepted."""
+        assert self._drafts is not None
+        drafted = self._drafts.offer(request)
+        rate = self._local.drafts.rates.rate(tracked.slo.service_class) if drafted else nan
+        return drafted, rate
+
+
+def _ends_in_flight(request: Request) -> bool:
+    """The step in flight yields its last token; vLLM skips it, too."""
+    promised = request.num_output_placeholders
+    if not promised:
+        return False
+    last = request.num_prompt_tokens + request.max_tokens
+    ends: bool = request.num_computed_tokens + 2 - promised >= last
+    return ends
+
+
+def _has_stale_output(request: Request) -> bool:
+    """Preempted with output in flight that is still to be delivered: vLLM (from 0.27.1) does not
+    resume it before. Older ones cannot: that output is there before the next batch but one."""
+    stale: int = getattr(request, "num_stale_output_tokens", 0)
+    return stale > 0 and not getattr(request, "drop_stale_output", False)

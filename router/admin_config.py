@@ -1,0 +1,56 @@
+"""Who may use the admin API and the live page."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address, without a port, is this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class AdminConfig(BaseModel):
+    """The admin API under `/admin/v1` and the live page at `/ui`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    access: Literal["off", "key", "open"] = Field(
+        default="key",
+        description="`off`: there is no admin API and no page; `key`: one of these keys opens "
+        "them, and without any nothing does; `open`: no key, only with `sluice serve` on a "
+        "loopback `router.host`.",
+    )
+    keys: tuple[KeyEntry, ...] = Field(
+        default=(),
+        max_length=100,
+        description="Keys that open the admin API and nothing else; API keys do not open it.",
+    )
+    keys_file: KeyFile | None = Field(
+        default=None,
+        description="Absolute path of a YAML list of more such keys, on every node with a router. "
+        "It is read again when it changes.",
+    )
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> AdminConfig:
+        check_entries(self.keys, (), "admin.keys")
+        check_bare(self.keys, "admin.keys")
+        if self.access != "key" and (self.keys or self.keys_file is not None):
+            raise ValueError(f"admin.access is {self.access}, so admin keys would open nothing")
+        return self
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a key is configured that opens the admin API."""
+        return bool(self.keys) or self.keys_file is not None

@@ -1,0 +1,489 @@
+"""One attempt at a call: the controller's decision, the replica that computes the prompt where
+that is another one, and the one that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from controller.messages import Tier, Trouble
+from replica.engine import EVENT_STREAM, EngineRequest, Progress, ResponseChunk, request_key
+from router.answer import (
+    Attempt,
+    MovedError,
+    NobodyTakesError,
+    Piece,
+    ReplicaFailedError,
+    ReplicaStream,
+)
+from router.dispatch.moves import Moves
+from router.dispatch.placement import Controller, Destination, Destinations
+from router.dispatch.resumable import may_split, prompt_slo, rest_of
+from router.dispatch.stall_detector import StallWatch
+from router.dispatch.suspicion import Case, Suspicion
+from router.dispatch.transcript import Transcript
+from router.errors import ApiError, Reason
+from router.metrics.instruments import Fallback, Leg, RouterMetrics
+from router.request.call import Call
+from router.serve.choices import CHOICES
+from router.serve.direct import DirectAnswer
+from scheduling.prefix import NO_PREFIX
+from scheduling.roles import Role
+from telemetry.tracing import Kind, Span
+
+_BUSY = 503
+_NOT_RESUMED = (Reason.INTERNAL, "Another replica did not go on with the stream.")
+_UNTRACED: Mapping[str, str] = {}
+
+
+class Replicas(Protocol):
+    """The way to the replicas, in pools by their roles."""
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """The pools that there are, in the order in which they are to be asked to serve a request
+        whole: mixed, decode, prefill. At least one."""
+
+    def generate(
+        self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
+    ) -> ReplicaStream:
+        """Send a request to ``target`` in the pool of ``role``, one of :attr:`roles`; or where that
+        is ``None`` or unknown to any replica of that pool, if possible none of ``avoid``.
+
+        The stream fails with ``NO_REPLICA`` where the pool has none; another pool is asked next.
+        """
+
+    async def progress(
+        self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
+    ) -> Progress:
+        """See :class:`~router.dispatch.stall_detector.Askable`."""
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body of any replica, drained ones included.
+
+        Raises:
+            ReplicaFailedError: none answered.
+        """
+
+    async def check(self) -> None:
+        """Return if a replica that takes requests answers.
+
+        Raises:
+            ReplicaFailedError: none does.
+        """
+
+
+@dataclass(slots=True)
+class Course:
+    """What has become of a call so far.
+
+    Attributes:
+        transcript: what its client has of the stream; ``None`` where that cannot be resumed.
+        attempts: made so far, the one under way included.
+        failed: replicas that have failed it.
+        empty: pools that had nobody for it when they were last asked.
+        in_vain: attempts that found a pool empty or were moved: neither counts as a failed one.
+        promises: attempts whose objective was guaranteed at the replica that they were sent to.
+        granted: the attempt under way is given up for another one, which the budget has paid for.
+        case: what it has to do with lost replicas.
+        verdict: why there must be no further attempt, if it is to blame for that.
+        direct: how HAProxy learns where to fetch the stream; ``None``: it goes through here.
+        moved: it has left a replica that was going to miss its first token, which it does once.
+        moves_to: where it goes next, because of that.
+    """
+
+    call: Call
+    transcript: Transcript | None
+    attempts: int = 0
+    failed: list[str] = field(default_factory=list)
+    empty: set[Role] = field(default_factory=set)
+    granted: bool = False
+    in_vain: int = 0
+    promises: int = 0
+    case: Case = field(default_factory=Case)
+    verdict: ReplicaFailedError | None = None
+    direct: DirectAnswer | None = None
+    moved: bool = False
+    moves_to: Destination | None = None
+
+    @property
+    def moved_id(self) -> str:
+        """The id of the attempt that is made where it moves to."""
+        return f"{self.call.request_id}-moved"
+
+    @property
+    def made(self) -> int:
+        """The attempts that were not in vain."""
+        return self.attempts - self.in_vain
+
+
+class Legs:
+    """Makes attempts. One per router process.
+
+    Args:
+        stalls: watches over them.
+        suspicion: which calls may be why replicas are lost.
+        leave: whether an attempt may be given up for another one, which is then granted.
+        clock: monotonic seconds; the one of :attr:`~router.request.call.Call.received_s`.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        replicas: Replicas,
+        destinations: Destinations,
+        metrics: RouterMetrics,
+        stalls: StallWatch,
+        suspicion: Suspicion,
+        leave: Callable[[Course, Attempt], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._moves = Moves(clock)
+        controller.on_push(self._moves.waits, self._moves.missing)
+        self._controller = controller
+        self._replicas = replicas
+        self._destinations = destinations
+        self._metrics = metrics
+        self._stalls = stalls
+        self._suspicion = suspicion
+        self._leave = leave
+        self._clock = clock
+        self._splits = {"prefill", "decode"} <= set(replicas.roles)
+
+    @property
+    def has_pools(self) -> bool:
+        """Whether there are several."""
+        return len(self._replicas.roles) > 1
+
+    def whole(self, course: Course) -> list[Role]:
+        """The pools that may still serve the call whole, in their order."""
+        return [role for role in self._replicas.roles if role not in course.empty]
+
+    async def attempt(self, course: Course) -> Attempt:
+        """Make the next attempt: an event stream has sent its first new bytes when this returns,
+        and any other response is complete. It may be a refusal of the engine.
+
+        Each attempt has its own id: an engine may still hold the last one, and the ledger could
+        take the release of the last one for that of this one. Cancelling it stops all of it.
+
+        Raises:
+            ReplicaFailedError: it failed. Who failed it is noted.
+            MovedError: it was given up for one at :attr:`Course.moves_to`.
+            ApiError: the objective cannot be promised, and the call may not be served without.
+        """
+        course.attempts += 1
+        call, transcript = course.call, course.transcript
+        request_id = call.request_id
+        moves_to, course.moves_to = course.moves_to, None
+        if moves_to is not None:
+            request_id = course.moved_id
+        elif course.attempts > 1:
+            request_id += f"-{course.attempts}"
+        resume = transcript.begin(request_id) if transcript is not None else None
+        if resume is not None:
+            call = rest_of(call, len(resume.token_ids), self._clock() - call.received_s)
+        destination = moves_to or await self._find(course, call, request_id, resume is not None)
+        if destination.tier is Tier.GUARANTEED:
+            course.promises += 1
+        span = None
+        if call.span is not None:
+            span = call.span.child("attempt", Kind.CLIENT)
+            span.set(sluice__attempt=course.attempts, sluice__hint=destination.replica_id)
+        request = EngineRequest(
+            request_id,
+            call.endpoint,
+            call.body,
+            call.slo if destination.planned is None else call.slo.with_times(destination.planned),
+            self._clock() - call.received_s,
+            call.best_effort or destination.tier is Tier.BEST_EFFORT,
+            call.prefix if resume is None else NO_PREFIX,
+            _UNTRACED if span is None else span.context,
+            resume=resume,
+            resumable=transcript is not None,
+            confirm=course.case.suspected,
+            tenant=call.client.tenant,
+            weight=call.client.caps.weight,
+            direct_patience_s=_patience_s(course, destination.replica_id),
+            promised=destination.tier is Tier.GUARANTEED,
+        )
+        call.charge.sent()
+        if destination.prefill_id is None:
+            return await self._answer(course, request, destination, span)
+        first = await self._prefill(course, request, destination, span)
+        if first.head.status >= 400:
+            if resume is not None:
+                raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
+            return first
+        if first.head.replica_id not in ("", destination.prefill_id):
+            # What was promised of the one is not promised of the other.
+            if destination.tier is Tier.GUARANTEED:
+                course.promises -= 1
+            destination = destination._replace(
+                prefill_id=first.head.replica_id, tier=None, predicted_ttft_s=None
+            )
+        handoff = first.tail.handoff if first.tail is not None else None
+        waited_s = self._clock() - call.received_s
+        request = replace(request, waited_s=waited_s, handoff=handoff)
+        answer = await self._answer(course, request, destination, span)
+        answer.prefill = first
+        return answer
+
+    async def _find(self, course: Course, call: Call, request_id: str, begun: bool) -> Destination:
+        """See :meth:`Destinations.find`; with a span of its own, the wait in a line included."""
+        key, prefill_key = request_key(request_id), 0
+        if self._splits and not course.empty & {"prefill", "decode"} and may_split(call):
+            prefill_key = request_key(_prefill_id(request_id))
+        if call.span is None:
+            return await self._destinations.find(call, key, course.failed, prefill_key, begun)
+        span = call.span.child("decision")
+        try:
+            found = await self._destinations.find(call, key, course.failed, prefill_key, begun)
+            predicted_s = found.predicted_ttft_s
+            span.set(
+                sluice__replica=found.replica_id,
+                sluice__prefill_replica=found.prefill_id,
+                sluice__tier=found.tier and found.tier.value,
+                sluice__predicted_ttft_ms=None if predicted_s is None else 1000 * predicted_s,
+            )
+            return found
+        except ApiError as error:
+            span.set(error__type=error.reason.value)
+            raise
+        finally:
+            span.end()
+
+    async def _prefill(
+        self, course: Course, request: EngineRequest, destination: Destination, span: Span | None
+    ) -> Attempt:
+        """Have the prompt computed by the replica that was chosen for it.
+
+        Raises:
+            ReplicaFailedError: it failed.
+        """
+        started_s = self._clock()
+        own_id = _prefill_id(request.request_id)
+        slo = prompt_slo(request.slo, destination.handover_s)
+        leg = replace(
+            request,
+            request_id=own_id,
+            slo=slo,
+            prefill_only=True,
+            resumable=False,
+            direct_patience_s=None,
+        )
+        own_span = None
+        if span is not None:
+            own_span = span.child("prefill", Kind.CLIENT)
+            own_span.set(sluice__hint=destination.prefill_id)
+            leg = replace(leg, trace=own_span.context)
+        try:
+            first = await self._send(course, leg, destination.prefill_id, "prefill", own_span)
+        except BaseException as error:
+            self._controller.release(request_key(request.request_id))
+            _end(span, error)
+            raise
+        first.close()
+        refused = first.head.status >= 400
+        if refused:
+            self._controller.release(request_key(own_id))
+            self._controller.release(request_key(request.request_id))
+            _end(span, None)
+        else:
+            self._metrics.leg(Leg.PREFILL, self._clock() - started_s)
+            if self._has_moved(first, destination.prefill_id):
+                self._controller.release(request_key(own_id))
+        return first
+
+    async def _answer(
+        self, course: Course, request: EngineRequest, destination: Destination, span: Span | None
+    ) -> Attempt:
+        """Have the call answered by the replica that was chosen, or by any.
+
+        Raises:
+            ReplicaFailedError: it failed.
+        """
+        started_s = self._clock()
+        target, key = destination.replica_id, request_key(request.request_id)
+        rest = self.whole(course) or list(self._replicas.roles)
+        role = destination.role if target is not None and destination.role in rest else rest[0]
+        take = course.transcript.take if course.transcript is not None else None
+        attempt = await self._send(course, request, target, role, span, take)
+        if destination.prefill_id is not None:
+            self._note_handover(attempt, self._clock() - started_s)
+            attempt.prefill_id = destination.prefill_id
+        if self._has_moved(attempt, target):
+            self._controller.release(key)
+            if destination.tier is Tier.GUARANTEED:
+                course.promises -= 1
+            return attempt
+        if attempt.head.status >= 400:
+            self._controller.release(key)
+        if destination.tier is Tier.GUARANTEED:
+            attempt.tier = Tier.GUARANTEED
+            attempt.predicted_ttft_s = destination.predicted_ttft_s
+        return attempt
+
+    async def _send(
+        self,
+        course: Course,
+        request: EngineRequest,
+        target: str | None,
+        role: Role,
+        span: Span | None,
+        take: Callable[[ResponseChunk], Piece] | None = None,
+    ) -> Attempt:
+        """Send a request to one replica, and wait until its answer has begun.
+
+        Raises:
+            ReplicaFailedError: it failed. Its reservation is given up, and who failed is noted.
+        """
+        async with self._suspicion.trial(course.case, target):
+            return await self._begin(course, request, target, role, span, take)
+
+    async def _begin(
+        self,
+        course: Course,
+        request: EngineRequest,
+        target: str | None,
+        role: Role,
+        span: Span | None,
+        take: Callable[[ResponseChunk], Piece] | None,
+    ) -> Attempt:
+        """See :meth:`_send`."""
+        stream = self._replicas.generate(request, target, course.failed, role)
+
+        key = request_key(request.request_id)
+
+        def close() -> None:
+            stream.cancel()
+            self._moves.forget(key)
+            CHOICES.forget(request.request_id)
+            self._stalls.forget(attempt)
+            self._suspicion.ended(attempt)
+            self._controller.release(key)
+
+        attempt = Attempt(
+            request.request_id,
+            stream,
+            target,
+            role,
+            request.waited_s,
+            close,
+            span,
+            take,
+            self._clock,
+        )
+        self._stalls.watch(attempt, partial(self._leave, course, attempt))
+        self._suspicion.sent(course.case, attempt)
+        CHOICES.expect(request.request_id, attempt.sent_to)
+        if target is not None and _may_move(course, request):
+            move = partial(self._move, course, attempt, target)
+            self._moves.watch(key, target, course.call, move)
+        try:
+            await attempt.begin()
+            CHOICES.forget(request.request_id)
+            self._moves.forget(key)
+            if attempt.head.status == _BUSY:
+                raise ReplicaFailedError(Reason.REPLICAS_FULL, "Every replica tried is full.")
+            if request.resume is not None and not request.prefill_only:
+                _check_resumed(course, attempt)
+        except BaseException as error:
+            if isinstance(error, ReplicaFailedError):
+                if error.reason is Reason.NO_REPLICA:
+                    course.empty.add(role)
+                    course.in_vain += 1
+                self.note_failure(course, attempt, error)
+            close()
+            attempt.end_span(_name_of(error))
+            raise
+        return attempt
+
+    async def _move(self, course: Course, attempt: Attempt, replica_id: str) -> None:
+        """Give up an attempt that is going to be late at ``replica_id``, if another replica can
+        promise what is left of the objective and nothing has come of it meanwhile."""
+        call, key = course.call, request_key(course.moved_id)
+        found = await self._destinations.elsewhere(call, key, course.failed, replica_id)
+        if found is None:
+            return
+        if attempt.opened or not attempt.give_up(MovedError()):
+            self._controller.release(key)
+            return
+        course.moved, course.moves_to = True, found
+        course.in_vain += 1
+
+    def drop(self, course: Course) -> None:
+        """A call ended: nothing goes where it was about to move."""
+        if course.moves_to is not None:
+            self._controller.release(request_key(course.moved_id))
+
+    def note_failure(self, course: Course, attempt: Attempt, failure: ReplicaFailedError) -> None:
+        """A replica has failed a call. To be called before the attempt is closed."""
+        course.verdict = self._suspicion.judge(course.call, course.case, attempt, failure)
+        replica_id = attempt.place
+        if replica_id is None:
+            return
+        course.failed.append(replica_id)
+        if failure.dead:
+            self._controller.replica_gone([replica_id])
+        elif isinstance(failure, NobodyTakesError):
+            return
+        elif failure.reason is Reason.REPLICA_FAILED and not failure.hung:
+            self._controller.troubled(replica_id, Trouble.FAILED)
+
+    def _has_moved(self, attempt: Attempt, target: str | None) -> bool:
+        """Whether another replica serves than the one that was chosen: none will confirm the
+        reservation, and what was promised there is not promised here."""
+        moved = target is not None and attempt.head.replica_id not in ("", target)
+        if moved:
+            self._metrics.fallback(Fallback.MOVED)
+        return moved
+
+    def _note_handover(self, attempt: Attempt, seconds: float) -> None:
+        """From the prompt's end to the first token, or to its bytes where they stream."""
+        if attempt.tail is not None and attempt.tail.token_offsets_s:
+            seconds = attempt.tail.token_offsets_s[0]
+        elif attempt.tail is not None and attempt.head.media_type != EVENT_STREAM:
+            return
+        self._metrics.leg(Leg.HANDOVER, seconds)
+
+
+def _may_move(course: Course, request: EngineRequest) -> bool:
+    """Whether an attempt may be given up for one at a replica that is earlier. Once, and neither
+    one of two replicas that serve a call together, nor what may be why replicas are lost."""
+    whole = not request.prefill_only and request.handoff is None and request.resume is None
+    stated = course.call.slo.ttft_s is not None
+    return request.promised and stated and whole and not (course.moved or course.case.suspected)
+
+
+def _patience_s(course: Course, replica_id: str | None) -> float | None:
+    return None if course.direct is None else course.direct.patience_s(replica_id)
+
+
+def _prefill_id(request_id: str) -> str:
+    return f"{request_id}.prefill"
+
+
+def _check_resumed(course: Course, attempt: Attempt) -> None:
+    """Refuse an answer that is not the rest of what was sent.
+
+    Raises:
+        ReplicaFailedError: it is not.
+    """
+    repeated = course.transcript is not None and course.transcript.repeated
+    if attempt.head.status != 200 or attempt.head.media_type != EVENT_STREAM or not repeated:
+        raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
+
+
+def _name_of(error: BaseException) -> str:
+    if isinstance(error, MovedError):
+        return "moved"
+    return error.reason.value if isinstance(error, ReplicaFailedError) else "cancelled"
+
+
+def _end(span: Span | None, error: BaseException | None) -> None:
+    if span is not None:
+        if error is not None:
+            span.fail(_name_of(error))
+        span.end()

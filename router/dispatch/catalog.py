@@ -1,0 +1,73 @@
+"""What replicas say of themselves, kept for a moment: the list of models, and whether any of them
+takes requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from router.answer import ReplicaFailedError
+from router.dispatch.attempt import Replicas
+from router.dispatch.recent import Answer, Recent
+from router.errors import ApiError, Reason
+
+TTL_S = 1.0
+"""How long an answer, or its failure, is kept, seconds."""
+
+TIMEOUT_S = 2.0
+"""Longest wait for a replica, seconds."""
+
+
+class Catalog:
+    """Asks at most one replica at a time for each of both, however many clients ask."""
+
+    def __init__(self, replicas: Replicas, clock: Callable[[], float] = time.monotonic) -> None:
+        self._models = Recent(lambda: _asked(replicas.models()), TTL_S, clock)
+        self._ready = Recent(lambda: _asked(replicas.check()), TTL_S, clock)
+        self._longest: int | None = None
+
+    async def models(self) -> dict[str, Any]:
+        """The OpenAI list-models body.
+
+        Raises:
+            ApiError: 503, no replica answered.
+        """
+        return await self._models.get()
+
+    async def check(self) -> None:
+        """Return if a replica takes requests.
+
+        Raises:
+            ApiError: 503, none does: each is drained, or away.
+        """
+        await self._ready.get()
+
+    async def exceeded(self, tokens: int) -> int | None:
+        """The most tokens that an engine takes, where a prompt of ``tokens`` exceeds them; ``None``
+        where it does not, or that is not known. A prompt that seems too long is judged by a new
+        answer of a replica: an update may have brought engines that take more."""
+        if self._longest is None or tokens > self._longest:
+            with contextlib.suppress(ApiError):
+                lengths = [entry.get("max_model_len") for entry in (await self.models())["data"]]
+                self._longest = max(filter(None, lengths), default=None)
+        return self._longest if self._longest is not None and tokens > self._longest else None
+
+
+async def _asked(question: Awaitable[Answer]) -> Answer:
+    """What a replica says.
+
+    Raises:
+        ApiError: 503, none answered.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await question
+    except TimeoutError:
+        raise ApiError(
+            Reason.NO_REPLICA, f"No replica answered within {TIMEOUT_S:g} seconds."
+        ) from None
+    except ReplicaFailedError as failure:
+        raise ApiError(Reason.NO_REPLICA, f"No replica serves: {failure}") from failure

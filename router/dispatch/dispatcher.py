@@ -1,0 +1,293 @@
+"""From a validated call to an open response, and on to its end: attempts, while they fail.
+
+What has been sent to the client decides what is left to do: nothing, and the call is made again on
+another replica; some of a stream, and another replica goes on with it where that is possible. An
+event stream counts as open when it holds its first bytes, any other response when it is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+
+from controller.messages import LateNotice, RequestEnding
+from replica.engine import EVENT_STREAM
+from router.answer import Answer, Attempt, MovedError, NobodyTakesError, ReplicaFailedError
+from router.config import RouterConfig
+from router.dispatch.attempt import Course, Legs, Replicas
+from router.dispatch.placement import Controller, Destinations
+from router.dispatch.resumable import NOT_RESUMABLE, may_resume
+from router.dispatch.retry_budget import RetryBudget
+from router.dispatch.stall_detector import StallWatch
+from router.dispatch.suspicion import Suspicion
+from router.dispatch.transcript import Transcript
+from router.errors import ApiError, Reason
+from router.ingress.slow_readers import StalledReaderError
+from router.metrics.instruments import Outcome, RouterMetrics, StreamWay
+from router.request.call import Call
+from router.request.prompt_size import TokenEstimator, outputs_of
+from router.serve.direct import DirectAnswer
+from router.serve.hint import NO_REPLICA_WAIT_S
+from scheduling.objective import TokenClock
+
+RETRY_PAUSE_S = 0.02
+"""Pause before the second attempt, doubled before each later one: time for the news of a dead
+replica to arrive, and a brake on a failure that hits every replica."""
+
+EMPTY_POOLS_PAUSE_S = 0.25
+"""Pause before pools that were all found empty are asked again."""
+
+
+class Dispatcher:
+    """Opens responses. One per router process.
+
+    Args:
+        clock: monotonic seconds; the one of :attr:`Call.received_s`.
+        pause: waits for that many seconds.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        replicas: Replicas,
+        metrics: RouterMetrics,
+        config: RouterConfig,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self.clock = clock
+        self._destinations = Destinations(controller, metrics, config, clock, pause)
+        stalls = StallWatch(replicas, controller, metrics, config.stall_after_s, clock)
+        self._suspicion = Suspicion(metrics, clock)
+        self._legs = Legs(
+            controller,
+            replicas,
+            self._destinations,
+            metrics,
+            stalls,
+            self._suspicion,
+            self._leave,
+            clock,
+        )
+        self._controller = controller
+        self._budget = RetryBudget(config.retry_budget, clock)
+        self._metrics = metrics
+        self._max_attempts = config.max_attempts
+        self._pause = pause
+        # When all pools were first and last found empty, without an answer in between.
+        self._empty_since_s = self._last_empty_s = float("-inf")
+
+    @property
+    def estimator(self) -> TokenEstimator:
+        """Learns from answers how long prompts are."""
+        return self._destinations.estimator
+
+    async def open(self, call: Call, direct: DirectAnswer | None = None) -> Answer:
+        """Send ``call`` to a replica, and to another while attempts fail. Where it is answered by a
+        stream that HAProxy can fetch from the replica, ``direct`` knows so.
+
+        Cancelling it stops the attempt under way.
+
+        Raises:
+            ApiError: every attempt failed, and it tells of the last one; or the objective cannot be
+                promised and the call may not be served without; or the call is quarantined.
+        """
+        case = self._suspicion.open(call)
+        transcript = Transcript() if may_resume(call) else None
+        course = Course(call, transcript, case=case, direct=direct)
+        try:
+            attempt = await self._attempts(course)
+        except BaseException as error:
+            self._legs.drop(course)
+            self._count_unanswered(course, isinstance(error, asyncio.CancelledError))
+            if isinstance(error, ReplicaFailedError):
+                raise ApiError(error.reason, str(error)) from error
+            raise
+        if direct is not None and attempt.head.fetch:
+            direct.began(attempt)
+        else:
+            course.direct = None
+        if attempt.head.media_type == EVENT_STREAM:
+            fetched = course.direct is not None
+            self._metrics.stream(StreamWay.DIRECT if fetched else StreamWay.ROUTER)
+        if call.scheduled:
+            self._metrics.admission.admitted(call.slo.service_class, attempt.tier)
+        resume = partial(self._resume, course)
+        return Answer(attempt, resume, promised=course.promises > 0, moved=course.moved)
+
+    def _count_unanswered(self, course: Course, left: bool) -> None:
+        """A call whose answer has not begun ended early; ``left``: its client left."""
+        if course.promises:
+            call = course.call
+            slo = call.slo
+            if left and not call.body.get("stream"):
+                # Its first token may have left the engine in time: only the whole answer is sent.
+                slo = replace(slo, ttft_s=None)
+            clock = TokenClock(slo, call.received_s)
+            self._metrics.admission.ended(clock, None, not left, self.clock(), course.moved)
+
+    def ended(
+        self,
+        call: Call,
+        seen: TokenClock,
+        outcome: Outcome,
+        reason: Reason | None,
+        now_s: float,
+        replica_id: str = "",
+        kept: bool | None = None,
+    ) -> None:
+        """Tell the controller how a call ended. Does not wait.
+
+        Args:
+            seen: its tokens.
+            reason: of an error.
+            replica_id, kept: see :class:`RequestEnding`.
+        """
+        if not call.scheduled:
+            return
+        missed = seen.missed(now_s) if outcome is Outcome.OK else ()
+        self._controller.ended(
+            RequestEnding(
+                call.request_id,
+                outcome.value,
+                missed,
+                seen.tokens,
+                seen.ttft_s,
+                seen.tpot_s,
+                seen.e2e_s(now_s),
+                "" if reason is None else reason.value,
+                call.slo.service_class,
+                call.client.tenant,
+                call.output_tokens // outputs_of(call.endpoint, call.body),
+                replica_id,
+                kept,
+                seen.judged_s(now_s) if call.slo.stages else None,
+            )
+        )
+
+    def progressed(self, call: Call, seen: TokenClock) -> None:
+        """Tell the controller what a promised call's answer misses while it goes on; ``seen`` are
+        the tokens that have come. Does not wait."""
+        ttft_s, tpot_s, _ = seen.judged_s(self.clock())
+        late = call.slo.late(ttft_s, tpot_s, seen.tokens)
+        if late != (None, None):
+            self._controller.late(LateNotice(call.request_id, *late))
+
+    async def _attempts(self, course: Course) -> Attempt:
+        """The first attempt that does not fail.
+
+        Raises:
+            ReplicaFailedError: none is left; it is the last one's.
+            ApiError: see :meth:`open`.
+        """
+        while True:
+            try:
+                attempt = await self._legs.attempt(course)
+            except MovedError:
+                self._count_first(course)
+            except ReplicaFailedError as failure:
+                self._count_first(course)
+                await self._before_the_next(course, failure)
+            else:
+                self._last_empty_s = float("-inf")
+                self._count_first(course)
+                return attempt
+
+    def _count_first(self, course: Course) -> None:
+        """A call that was refused before it reached a replica gives no right to retries."""
+        if course.attempts == 1:
+            self._budget.count_request()
+
+    async def _before_the_next(self, course: Course, failure: ReplicaFailedError) -> None:
+        """Return when another attempt may be made.
+
+        Raises:
+            ReplicaFailedError: there must be none.
+        """
+        if course.verdict is not None:
+            raise course.verdict from failure
+        if failure.reason is Reason.NO_REPLICA:
+            if not self._legs.whole(course):
+                await self._wait_for_pools(course, failure)
+            return
+        granted, course.granted = course.granted, False
+        if not granted and self._spent(course):
+            raise failure
+        if not failure.retry:
+            raise failure
+        if not granted and not self._budget.take():
+            self._metrics.retries_refused.inc()
+            raise failure
+        self._metrics.retries.inc()
+        await self._pause(RETRY_PAUSE_S * 2 ** (course.made - 1))
+
+    async def _wait_for_pools(self, course: Course, failure: ReplicaFailedError) -> None:
+        """Return when pools that were all empty may be asked again: together they get the time
+        that a single one gives requests itself, counted from when they were first found empty.
+
+        Raises:
+            ReplicaFailedError: they have been empty for too long.
+        """
+        now_s = self.clock()
+        if now_s - self._last_empty_s > NO_REPLICA_WAIT_S:
+            self._empty_since_s = now_s
+        self._last_empty_s = now_s
+        if not self._legs.has_pools or now_s - self._empty_since_s >= NO_REPLICA_WAIT_S:
+            raise failure
+        await self._pause(EMPTY_POOLS_PAUSE_S)
+        course.empty.clear()
+
+    def _spent(self, course: Course) -> bool:
+        """Whether it has had its attempts."""
+        return course.made >= self._max_attempts
+
+    def _leave(self, course: Course, attempt: Attempt) -> bool:
+        """Whether ``attempt``, whose replica hangs, is to be given up: for another one, which is
+        then granted, or for good where it may be the cause. What cannot go on elsewhere waits: its
+        replica may come back."""
+        if self._suspicion.ends_when_hung(course.call):
+            return True
+        transcript = course.transcript
+        begun = attempt.opened or (transcript is not None and transcript.begun)
+        if begun and not (transcript is not None and transcript.resumable and attempt.told):
+            return False
+        if self._spent(course) or not self._budget.take():
+            return False
+        course.granted = True
+        return True
+
+    async def _resume(
+        self, course: Course, broken: Attempt, failure: ReplicaFailedError
+    ) -> Attempt:
+        """An attempt that goes on with a stream that broke off.
+
+        Raises:
+            ReplicaFailedError: none does.
+            NotReportedError, StalledReaderError: nobody takes the stream any more.
+        """
+        broken.end_span(failure.reason.value)
+        self._legs.note_failure(course, broken, failure)
+        broken.close()
+        if isinstance(failure, NobodyTakesError) and failure.stalled:
+            raise StalledReaderError from failure
+        direct, course.direct = course.direct, None
+        if direct is not None:
+            got = await direct.broken()
+            if not got.counts:
+                self._metrics.stream(StreamWay.UNFETCHED)
+            if course.transcript is not None:
+                course.transcript.told(*got)
+        if course.verdict is not None:
+            raise course.verdict from failure
+        if course.transcript is None or not course.transcript.resumable:
+            raise ReplicaFailedError(failure.reason, f"{failure} {NOT_RESUMABLE}") from failure
+        await self._before_the_next(course, failure)
+        try:
+            attempt = await self._attempts(course)
+        except ApiError:  # nobody takes it as it is
+            raise failure from None
+        self._metrics.resumes.inc()
+        return attempt

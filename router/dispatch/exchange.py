@@ -1,0 +1,270 @@
+"""One call as an ASGI response: from dispatch to the last byte, or until the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from replica.engine import EVENT_STREAM
+from router import wire
+from router.answer import Answer, Piece, ReplicaFailedError
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.service_tier import with_tier
+from router.errors import ApiError, Reason
+from router.ingress.slow_readers import PatientSend, StalledReaderError
+from router.metrics.instruments import Outcome, RouterMetrics
+from router.metrics.telemetry import Telemetry
+from router.request.call import Call
+from router.serve.direct import STREAM_HEADER, DirectAnswer, NotReportedError
+from scheduling.job import Tier
+from scheduling.stage_clock import clock_of
+
+_NOTHING = Piece(b"", 0)
+
+
+class DisconnectGuard:
+    """Cancels the block inside it when the client leaves, and then ends it without an exception.
+
+    Serve's tuned mode and plain ASGI servers differ in whether they cancel a handler whose client
+    left; with this every phase is covered, also the wait for the first token. ``receive`` must
+    belong to a request whose body was read.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.disconnected = False
+
+    async def __aenter__(self) -> DisconnectGuard:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._watch = asyncio.create_task(self._wait())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self._watch.cancel()
+        if not self.disconnected:
+            return False
+        ours_alone = self._task.uncancel() <= self._cancelling
+        return ours_alone and kind is asyncio.CancelledError
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = True
+        self._task.cancel()
+
+
+class Exchange(Response):
+    """Serves one call and accounts for it, however it ends.
+
+    Args:
+        stalled_reader_s: the client is dropped when it takes nothing for so long, seconds.
+        direct: where HAProxy can fetch a stream from the replica.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        telemetry: Telemetry,
+        stalled_reader_s: float,
+        direct: DirectAnswer | None = None,
+    ) -> None:
+        self._stalled_reader_s = stalled_reader_s
+        self._direct = direct
+        self._call = call
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._telemetry = telemetry
+        self._error: ApiError | None = None
+        self._clock = clock_of(call.slo, call.received_s)
+        self._answer: Answer | None = None
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer over ASGI."""
+        outcome = Outcome.FAILED
+        try:
+            with PatientSend(send, self._stalled_reader_s) as patient:
+                outcome = await self._serve(scope, receive, patient)
+        except StalledReaderError:
+            self._metrics.stalled_readers.inc()
+            outcome = Outcome.CANCELLED
+        # The second is how a server says that nobody is there to send to.
+        except (NotReportedError, OSError):
+            outcome = Outcome.CANCELLED
+        except asyncio.CancelledError:
+            outcome = Outcome.CANCELLED
+            raise
+        finally:
+            if self._answer is not None:
+                self._answer.close()
+            if self._direct is not None:
+                self._direct.close()
+            self._count(outcome)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: PatientSend) -> Outcome:
+        # The guard ends before the last message: a server reports the end of a complete response
+        # as a disconnect too.
+        guard = DisconnectGuard(receive)
+        error: ApiError | None = None
+        async with guard:
+            try:
+                self._answer = await self._dispatcher.open(self._call, self._direct)
+            except ApiError as failure:
+                error = failure
+            else:
+                if self._answer.head.media_type == EVENT_STREAM:
+                    error = await self._stream(self._answer, send)
+        if guard.disconnected:
+            return Outcome.CANCELLED
+        self._error = error
+        if self._answer is None:
+            assert error is not None
+            self._metrics.admission.refused(error.reason, self._call.slo.service_class)
+            await error.response(self._own_headers())(scope, receive, send)
+            return Outcome.of_status(error.rule.status)
+        if self._answer.head.media_type == EVENT_STREAM:
+            last = error.event() if error is not None else b""
+            if self._direct is not None and self._answer.head.fetch:
+                await send.wait(self._direct.end(last))
+                last = b""
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+            self._learn(self._answer)
+            return Outcome.OK if error is None else Outcome.FAILED
+        return await self._whole(self._answer, scope, receive, send)
+
+    async def _stream(self, answer: Answer, send: PatientSend) -> ApiError | None:
+        """Hand on the pieces of an event stream. Returns the error that broke it, if one did."""
+        headers = self._own_headers() | {
+            "content-type": f"{EVENT_STREAM}; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+        if answer.head.fetch:
+            headers[STREAM_HEADER] = answer.head.fetch
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": answer.head.status, "headers": raw})
+        observe_gap = self._metrics.usage.gap(self._call.slo.service_class)
+        tier = (self._call.endpoint, self._call.service_tier)
+        try:
+            async for piece in answer:
+                reasoned = piece.reasoned
+                for tokens, at_s in piece.sent or ((self._tokens_in(piece), None),):
+                    gap_s = self._emit(tokens, at_s, reasoned)
+                    reasoned -= tokens
+                    if gap_s is not None:
+                        observe_gap(gap_s)
+                if piece.sent:
+                    continue
+                if self._direct is not None and answer.head.fetch:
+                    await send.wait(self._direct.send(piece.data))
+                    continue
+                data = with_tier(piece.data, *tier, streams=True)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except ReplicaFailedError as failure:
+            self._emit(self._tokens_in(_NOTHING))
+            reason = Reason.STREAM_BROKEN
+            if failure.reason is Reason.REQUEST_SUSPECTED:
+                reason = failure.reason
+            return ApiError(reason, f"The stream broke off after it had begun: {failure}")
+        return None
+
+    async def _whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> Outcome:
+        """Send a response that is complete."""
+        body = b"".join([piece.data async for piece in answer])
+        tail = answer.tail
+        if tail is not None and answer.head.status < 400:
+            reached_s = self._call.received_s + answer.waited_s
+            for place, offset_s in enumerate(tail.token_offsets_s, 1):
+                self._emit(1, reached_s + offset_s, int(place == tail.reasoned))
+        if answer.head.status < 400:
+            body = with_tier(body, self._call.endpoint, self._call.service_tier, streams=False)
+        response = Response(
+            body,
+            answer.head.status,
+            headers=self._own_headers(),
+            media_type=answer.head.media_type,
+        )
+        await response(scope, receive, send)
+        self._learn(answer)
+        return Outcome.of_status(answer.head.status)
+
+    def _emit(self, tokens: int, now_s: float | None = None, reasoned: int = 0) -> float | None:
+        """Count tokens, see :meth:`TokenClock.emit`. Returns the seconds since the last ones, if
+        there were any."""
+        clock, last_s = self._clock, self._clock.last_token_s
+        at_s = self._dispatcher.clock() if now_s is None else now_s
+        told = clock.tokens.bit_length()
+        clock.emit(tokens, at_s, reasoned)
+        promised = self._answer is not None and self._answer.promised
+        if promised and clock.tokens.bit_length() > told:
+            # At the first token, and then each time that there are twice as many.
+            self._dispatcher.progressed(self._call, clock)
+        if last_s is None and clock.ttft_s is not None:
+            self._metrics.first_token(self._call.slo.service_class, clock.ttft_s)
+        return at_s - last_s if tokens and last_s is not None else None
+
+    def _tokens_in(self, piece: Piece) -> int:
+        """How many have come with it, or with what the client has got before without our knowing:
+        a replica that fails reports no more of what it has sent."""
+        if self._direct is None or not self._direct.is_broken:
+            return piece.tokens
+        self._direct.tokens += piece.tokens
+        return max(0, self._direct.tokens - self._clock.tokens)
+
+    def _learn(self, answer: Answer) -> None:
+        if answer.tail is not None and answer.tail.prompt_tokens > 0:
+            self._dispatcher.estimator.learn(self._call.prompt, answer.tail.prompt_tokens)
+
+    def _count(self, outcome: Outcome) -> None:
+        call, metrics, answer = self._call, self._metrics, self._answer
+        now_s = self._dispatcher.clock()
+        metrics.ended(call.endpoint, self._clock, outcome, now_s, call.client)
+        metrics.usage.ended(call, self._clock, outcome.error, answer, now_s)
+        reason = self._error.reason if self._error is not None else None
+        self._telemetry.ended(call, self._clock, outcome, reason, answer, now_s)
+        metrics.admission.clamped(call.client.name, call.clamped)
+        streams = bool(call.body.get("stream"))
+        sent = self._clock.tokens * (call.body.get("n") or 1) if streams else None
+        call.charge.close(answer, sent, left=outcome is Outcome.CANCELLED)
+        kept = None
+        if answer is not None and answer.promised and outcome is not Outcome.CLIENT_ERROR:
+            failed = outcome not in (Outcome.OK, Outcome.CANCELLED)
+            kept = metrics.admission.ended(
+                self._clock, answer.predicted_ttft_s, failed, now_s, answer.moved
+            )
+        replica_id = "" if answer is None else answer.head.replica_id
+        self._dispatcher.ended(call, self._clock, outcome, reason, now_s, replica_id, kept)
+
+    def _own_headers(self) -> dict[str, str]:
+        call, answer = self._call, self._answer
+        headers = {wire.CLASS_HEADER: call.slo.service_class} if call.scheduled else {}
+        if call.clamped:
+            changes = [f"{field}={value}" for field, value in call.clamped.items()]
+            headers[wire.CLAMPED_HEADER] = ", ".join(changes)
+        if answer is None:
+            return headers
+        if answer.head.replica_id:
+            headers[wire.REPLICA_HEADER] = answer.head.replica_id
+        if answer.prefill_id is not None:
+            headers[wire.PREFILL_REPLICA_HEADER] = answer.prefill_id
+        if call.scheduled:
+            headers[wire.ADMISSION_HEADER] = answer.tier.value
+        if answer.predicted_ttft_s is not None:
+            headers[wire.PREDICTED_TTFT_HEADER] = f"{answer.predicted_ttft_s * 1000:.1f}"
+        ttft_s = call.slo.of_stage(0).ttft_s
+        if answer.tier is Tier.GUARANTEED and ttft_s is not None:
+            headers[wire.PROMISED_TTFT_HEADER] = f"{ttft_s * 1000:.1f}"
+        return headers

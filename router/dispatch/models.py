@@ -1,0 +1,160 @@
+"""The models behind the endpoint: for each one its replicas, as a router sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from router.dispatch.catalog import Catalog
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.recent import Answer
+from router.errors import ApiError, Reason, shown
+from router.metrics.instruments import RouterMetrics
+
+
+class Fleet(NamedTuple):
+    """The replicas of one model.
+
+    Attributes:
+        model: the name that requests use.
+        dispatcher: opens responses of its replicas.
+        catalog: what its replicas serve.
+        metrics: of its requests.
+        adapters: names of its LoRA adapters, which requests use in place of the model's.
+    """
+
+    model: str
+    dispatcher: Dispatcher
+    catalog: Catalog
+    metrics: RouterMetrics
+    adapters: Sequence[str] = ()
+
+
+class Fleets:
+    """Every fleet by the names that requests use. One per router process.
+
+    Args:
+        fleets: at least one.
+        edge: what is counted before a request's model is known. With a single fleet it may be that
+            one's metrics.
+
+    Raises:
+        ValueError: there is none, or two share a name.
+    """
+
+    def __init__(self, fleets: Sequence[Fleet], edge: RouterMetrics) -> None:
+        self.edge = edge
+        self._fleets = tuple(fleets)
+        self._by_name: dict[str, Fleet] = {}
+        for fleet in self._fleets:
+            for name in (fleet.model, *fleet.adapters):
+                if name in self._by_name:
+                    raise ValueError(f"two models or adapters are called {name!r}")
+                self._by_name[name] = fleet
+        if not self._fleets:
+            raise ValueError("there must be at least one model")
+
+    def __iter__(self) -> Iterator[Fleet]:
+        return iter(self._fleets)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Monotonic seconds, the same for all fleets."""
+        return self._fleets[0].dispatcher.clock
+
+    def of(self, model: str | None, allowed: Collection[str] | None = None) -> Fleet:
+        """The fleet that serves ``model``, the name of a model or of an adapter. ``None`` is the
+        only model, where there is one. Names that are not ``allowed`` are as if unknown.
+
+        Raises:
+            ApiError: 404; there is no such model. 400; there are several, and none is named.
+        """
+        if model is None and len(self._fleets) == 1:
+            model = self._fleets[0].model
+        if model is None:
+            raise ApiError(
+                Reason.INVALID_VALUE, "model must be given: several are served here.", "model"
+            )
+        fleet = self._by_name.get(model)
+        if fleet is None or (allowed is not None and model not in allowed):
+            raise _no_model(model)
+        return fleet
+
+    async def exceeded(self, model: Any, tokens: int) -> int | None:
+        """The most tokens that an engine of ``model`` takes, where a prompt of ``tokens`` exceeds
+        them; ``None`` where it does not, that is not known, or there is no such model."""
+        if model is None and len(self._fleets) == 1:
+            model = self._fleets[0].model
+        fleet = self._by_name.get(model) if isinstance(model, str) else None
+        return None if fleet is None else await fleet.catalog.exceeded(tokens)
+
+    async def models(self, allowed: Collection[str] | None = None) -> dict[str, Any]:
+        """The OpenAI list-models body: of every fleet of which a replica answers, without those
+        that are not ``allowed``.
+
+        Raises:
+            ApiError: 503, no replica of any model answered.
+        """
+        found, failed = await self._ask(lambda fleet: fleet.catalog.models())
+        if not found:
+            raise next(iter(failed.values()))
+        entries = [entry for body in found.values() for entry in body["data"]]
+        if allowed is not None:
+            entries = [entry for entry in entries if entry["id"] in allowed]
+        return {"object": "list", "data": entries}
+
+    async def model(self, name: str, allowed: Collection[str] | None = None) -> dict[str, Any]:
+        """The OpenAI body of one model or adapter.
+
+        Raises:
+            ApiError: 404, there is none of this name, or it is not ``allowed``. 503, no replica of
+                it answered.
+        """
+        listed = (await self.of(name, allowed).catalog.models())["data"]
+        found = next((entry for entry in listed if entry["id"] == name), None)
+        if found is None:  # an adapter that its replicas do not list
+            raise _no_model(name)
+        entry: dict[str, Any] = found
+        return entry
+
+    async def health(self) -> dict[str, Any]:
+        """Whether requests are taken: ``status`` is ``ok``, or ``degraded`` with the names of the
+        models whose replicas take none.
+
+        Raises:
+            ApiError: 503, no model's replicas take any.
+        """
+        found, failed = await self._ask(lambda fleet: fleet.catalog.check())
+        if not found:
+            raise next(iter(failed.values()))
+        return {"status": "degraded", "unavailable": list(failed)} if failed else {"status": "ok"}
+
+    async def _ask(
+        self, question: Callable[[Fleet], Coroutine[Any, Any, Answer]]
+    ) -> tuple[dict[str, Answer], dict[str, ApiError]]:
+        """Each fleet's answer, or why it has none, by its model's name. All are asked at once: of
+        several that are away, each would take its time.
+
+        Raises:
+            Exception: what a question raises besides ``ApiError``.
+        """
+        answers = await asyncio.gather(*map(question, self._fleets), return_exceptions=True)
+        found: dict[str, Answer] = {}
+        failed: dict[str, ApiError] = {}
+        for fleet, answer in zip(self._fleets, answers, strict=True):
+            if isinstance(answer, ApiError):
+                failed[fleet.model] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found[fleet.model] = answer
+        return found, failed
+
+
+def _no_model(name: str) -> ApiError:
+    return ApiError(
+        Reason.MODEL_NOT_FOUND,
+        f"The model {shown(name)} does not exist; GET /v1/models lists those that do.",
+        "model",
+    )

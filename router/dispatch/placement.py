@@ -1,0 +1,304 @@
+"""Where a call goes and what it is promised: the controller's decision, and what its class makes of
+a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
+from typing import NamedTuple, Protocol
+
+from controller.messages import (
+    FirstTokenWait,
+    LateNotice,
+    RequestEnding,
+    RouteDecision,
+    RouteQuery,
+    Tier,
+    Trouble,
+)
+from router.config import RouterConfig
+from router.dispatch.admission_queue import Line, may_wait
+from router.errors import ApiError, Reason
+from router.metrics.instruments import Fallback, RouterMetrics
+from router.request.call import Call
+from router.request.prompt_size import TokenEstimator
+from scheduling.job import UNATTAINABLE
+from scheduling.objective import Times
+from scheduling.roles import Role
+
+_ANY_TIER = frozenset(Tier)
+_GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})
+_BEST_EFFORT_ONLY = frozenset({Tier.BEST_EFFORT})
+
+
+FULL_FOR_S = 5.0
+"""Longest time for which a class counts as without capacity by one decision, seconds."""
+
+
+class Controller(Protocol):
+    """What the router needs of the controller's client."""
+
+    async def route(self, query: RouteQuery) -> RouteDecision | None:
+        """The decision, or ``None`` where the controller does not answer in time."""
+
+    def release(self, key: int) -> None:
+        """The request does not run where it was placed. Returns at once."""
+
+    def replica_gone(self, replica_ids: Sequence[str]) -> None:
+        """These replicas serve nothing any more. Returns at once."""
+
+    def troubled(self, replica_id: str, trouble: Trouble) -> None:
+        """This replica has failed a request, or stands still. Returns at once."""
+
+    def ended(self, ending: RequestEnding) -> None:
+        """A request that was placed has ended. Returns at once."""
+
+    def late(self, notice: LateNotice) -> None:
+        """A promised response is late while it goes on. Returns at once."""
+
+    def on_push(
+        self,
+        waits: Callable[[], Sequence[FirstTokenWait]],
+        missing: Callable[[Sequence[int]], None],
+    ) -> None:
+        """From now on ask about the requests that ``waits`` names, once a second or so, and hand
+        the keys of those that are going to miss their first tokens to ``missing``."""
+
+
+class Destination(NamedTuple):
+    """Where a call goes.
+
+    Attributes:
+        replica_id: the controller's choice; ``None``: Serve's.
+        tier: as the controller decided. ``None``: it did not, because it is away or admission is
+            off; then the call is served like a promised one, and nothing is promised.
+        predicted_ttft_s: from the call's arrival to its first token, where that was promised.
+        role: of that replica.
+        prefill_id: the replica that computes the prompt first; ``None``: the one that answers.
+        handover_s: predicted time from the end of that to the first token.
+        planned: TTFT, TPOT and end-to-end time by which the replica is to work, where something was
+            promised; see :class:`~scheduling.job.RouteDecision`.
+    """
+
+    replica_id: str | None = None
+    tier: Tier | None = None
+    predicted_ttft_s: float | None = None
+    role: Role = "mixed"
+    prefill_id: str | None = None
+    handover_s: float = 0.0
+    planned: Times | None = None
+
+    @classmethod
+    def of(cls, decision: RouteDecision) -> Destination:
+        """Where the controller decided that it goes."""
+        return cls(
+            decision.replica_id,
+            decision.tier,
+            decision.predicted_ttft_s,
+            decision.role,
+            decision.prefill_id,
+            decision.handover_s,
+            decision.planned,
+        )
+
+
+class Destinations:
+    """Finds them by asking the controller. One per router process.
+
+    Args:
+        clock: monotonic seconds; the one of :attr:`~router.request.call.Call.received_s`.
+        pause: waits for that many seconds.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        metrics: RouterMetrics,
+        config: RouterConfig,
+        clock: Callable[[], float],
+        pause: Callable[[float], Awaitable[object]],
+    ) -> None:
+        self.estimator = TokenEstimator()
+        self._controller = controller
+        self._metrics = metrics
+        self._clock = clock
+        classes = config.classes.items()
+        self._promised_only = {
+            name for name, entry in classes if entry.when_unattainable != "best_effort"
+        }
+        self._full_until_s: dict[str, float] = {}
+        self._lines = {
+            name: Line(name, entry, metrics.admission, clock, pause)
+            for name, entry in classes
+            if entry.when_unattainable == "queue"
+        }
+
+    async def find(
+        self,
+        call: Call,
+        key: int,
+        failed: Sequence[str],
+        prefill_key: int = 0,
+        begun: bool = False,
+    ) -> Destination:
+        """Where ``call`` goes under this key, but to none of ``failed`` by the controller's choice.
+
+        Args:
+            prefill_key: the key of its prompt's computation, where another replica may do that.
+            begun: some of the answer is sent already: it is served, promised or not.
+
+        Raises:
+            ApiError: 429; no replica can promise its objective, and it may not be served without.
+        """
+        if not call.scheduled:
+            return Destination()
+        decision = await self._decide(call, key, failed, prefill_key, begun)
+        if decision is None:
+            self._metrics.fallback(Fallback.NO_ANSWER)
+            return Destination(tier=Tier.BEST_EFFORT if self._full_s(call) > 0 else None)
+        if decision.over_share:
+            self._metrics.admission.over_share(call.client.name)
+        if decision.reason == UNATTAINABLE:
+            raise _refusal(call, decision)
+        if decision.replica_id is None:
+            self._metrics.fallback(Fallback.NO_DECISION)
+            return Destination()
+        return self._but_failed(decision, key, prefill_key, failed)
+
+    async def elsewhere(
+        self, call: Call, key: int, failed: Sequence[str], replica_id: str
+    ) -> Destination | None:
+        """Where a promised call, which ``replica_id`` has and is going to miss, goes under this
+        key, with what is left of its objective promised there; ``None``: it stays."""
+        decision = await self._ask(call, key, failed, 0, _GUARANTEED_ONLY, replica_id)
+        if decision is None or decision.tier is not Tier.GUARANTEED:
+            return None
+        return Destination.of(decision)
+
+    def _note(self, call: Call, decision: RouteDecision) -> None:
+        """Remember that there is no capacity to promise to the class.
+
+        A promise does not end that: under overload they come between refusals, and each would be a
+        way in for all that the controller does not answer in time then.
+        """
+        refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None
+        asked = call.slo.stated and not call.best_effort and not decision.over_share
+        if asked and (refused or decision.tier is Tier.BEST_EFFORT):
+            for_s = min(max(decision.room_s or 0.0, 1.0), FULL_FOR_S)
+            self._full_until_s[call.slo.service_class] = self._clock() + for_s
+
+    def _full_s(self, call: Call) -> float:
+        """For how long its class still counts as without capacity, seconds."""
+        return self._full_until_s.get(call.slo.service_class, -inf) - self._clock()
+
+    def _but_failed(
+        self, decision: RouteDecision, key: int, prefill_key: int, failed: Sequence[str]
+    ) -> Destination:
+        """The decision without the replicas that have failed the call."""
+        replica_id, prefill_id = decision.replica_id, decision.prefill_id
+        if replica_id not in failed and prefill_id not in failed:
+            return Destination.of(decision)
+        self._metrics.fallback(Fallback.REPEATED)
+        # What was promised there is promised nowhere else.
+        tier = None if decision.tier is Tier.GUARANTEED else decision.tier
+        if prefill_id is not None:
+            self._controller.release(prefill_key)
+        if replica_id not in failed:
+            return Destination(replica_id, tier, role=decision.role)
+        self._controller.release(key)
+        return Destination(tier=tier)
+
+    async def _decide(
+        self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
+    ) -> RouteDecision | None:
+        """The controller's decision, where the class queues after a wait in line.
+
+        Raises:
+            ApiError: 429; it waited for too long.
+        """
+        tiers = self._tiers(call, begun)
+
+        async def ask() -> RouteDecision | None:
+            decision = await self._ask(call, key, failed, prefill_key, tiers)
+            if decision is not None:
+                self._note(call, decision)
+                return decision
+            # While the controller has just said that there is no capacity, silence is no reason to
+            # serve what it would not promise: who asks often enough would get in by a late answer.
+            left_s = self._full_s(call)
+            if left_s > 0 and tiers == _GUARANTEED_ONLY:
+                return RouteDecision(None, UNATTAINABLE, retry_after_s=left_s, room_s=left_s)
+            return None
+
+        line = self._lines.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
+        if line is None:
+            return await ask()
+        refused = None
+        # Who comes while others wait stands behind them, and has not asked yet.
+        if len(line) == 0:
+            refused = await ask()
+            if refused is None or not may_wait(refused):
+                return refused
+        ttft_s, _, e2e_s, _ = call.slo.columns
+        return await line.wait(ask, call.received_s + min(ttft_s, e2e_s), refused, call.client)
+
+    def _tiers(self, call: Call, begun: bool) -> frozenset[Tier]:
+        if call.best_effort:
+            return _BEST_EFFORT_ONLY
+        if begun:
+            return _ANY_TIER
+        # Without an objective there is nothing to promise, whatever the class wants.
+        promised_only = call.slo.stated and call.slo.service_class in self._promised_only
+        return _GUARANTEED_ONLY if promised_only else _ANY_TIER
+
+    async def _ask(
+        self,
+        call: Call,
+        key: int,
+        failed: Sequence[str],
+        prefill_key: int,
+        tiers: frozenset[Tier],
+        moves_from: str = "",
+    ) -> RouteDecision | None:
+        """The decision as of now, its predicted TTFT counted from the call's arrival."""
+        asked_s = self._clock()
+        waited_s = asked_s - call.received_s
+        query = RouteQuery(
+            key,
+            call.slo,
+            self.estimator.estimate(call.prompt),
+            waited_s,
+            tiers,
+            call.output_tokens,
+            call.session,
+            call.prefix.hashes,
+            call.request_id,
+            prefill_key,
+            tuple(failed),
+            call.client.tenant,
+            call.client.caps.weight,
+            call.client_request_id,
+            moves_from,
+        )
+        decision = await self._controller.route(query)
+        self._metrics.decision_s.observe(self._clock() - asked_s)
+        if decision is None or decision.predicted_ttft_s is None:
+            return decision
+        return decision._replace(predicted_ttft_s=waited_s + decision.predicted_ttft_s)
+
+
+def _refusal(call: Call, decision: RouteDecision) -> ApiError:
+    name = call.slo.service_class
+    if decision.over_share:
+        return ApiError(
+            Reason.OVER_SHARE,
+            "This API key has its share of what can be promised, other keys ask for theirs, and "
+            f"the class {name} is not served without a promise.",
+            retry_after_s=decision.retry_after_s,
+        )
+    when = "now" if decision.retry_after_s is not None else "even when it is idle"
+    return ApiError(
+        Reason.SLO_UNATTAINABLE,
+        f"No replica can hold the objective {when}, and the class {name} is not served without.",
+        retry_after_s=decision.retry_after_s,
+    )

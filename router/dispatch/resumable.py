@@ -1,0 +1,95 @@
+"""Which calls more than one replica may serve: by turns, or one after the other has died.
+
+What an engine alone knows is not asked here: where its output cannot be gone on with, it does not
+tell the tokens (:attr:`~replica.engine.EngineRequest.resumable`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from router.request.call import Call
+from router.request.prompt_size import PromptSize
+from scheduling.objective import SLO
+
+_WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
+_TEXT = ("text", "input_text", "output_text", "refusal")
+
+NOT_RESUMABLE = (
+    "No other replica can go on with such a stream: several choices, log probabilities, structured "
+    "output, penalties or the like depend on more than the tokens that were sent."
+)
+"""What a client is told whose stream ends with its replica."""
+
+LEAST_SHARE = 0.1
+"""Of the time to the first token, what is left for the computation of the prompt at the least."""
+
+
+def may_split(call: Call) -> bool:
+    """Whether one replica may compute its prompt and another one the rest. ``O(messages)``.
+
+    Not where the prompt's own computation is part of the answer, nor with media: their features
+    would have to be handed over, too.
+    """
+    body = call.body
+    whole = any(_is_set(body.get(name)) for name in _WHOLE)
+    return _is_single(call) and not whole and _is_text(body)
+
+
+def may_resume(call: Call) -> bool:
+    """Whether its stream may go on elsewhere. ``O(1)``."""
+    return bool(call.body.get("stream")) and not call.body.get("echo") and _is_single(call)
+
+
+def prompt_slo(slo: SLO, handover_s: float) -> SLO:
+    """The objective of a prompt's computation, where the first token comes ``handover_s`` after it:
+    its end is due so much earlier, if that leaves any time."""
+    if slo.ttft_s is None:
+        return slo
+    ttft_s = max(slo.ttft_s - handover_s, LEAST_SHARE * slo.ttft_s)
+    return replace(slo, ttft_s=ttft_s, stages=())
+
+
+def rest_of(call: Call, tokens: int, waited_s: float) -> Call:
+    """What is left of a call whose client has so many output tokens: they are part of the prompt.
+
+    Its first token is the next one, due when the objective says or, as a replica has failed and
+    that may have passed, as soon as that of a new request. Of stages, the tightest pace is kept to
+    the end.
+
+    Args:
+        waited_s: the call's age.
+    """
+    slo, prompt = call.slo, call.prompt
+    if slo.ttft_s is not None:
+        due_s = slo.ttft_s + tokens * slo.tpot_s if slo.tpot_s is not None else 0.0
+        slo = replace(slo, ttft_s=max(due_s, waited_s + slo.ttft_s))
+    if slo.stages:
+        slo = replace(slo, stages=())
+    left = max(1, call.output_tokens - tokens) if call.output_tokens else 0
+    size = PromptSize(prompt.characters, prompt.tokens + tokens)
+    return replace(call, slo=slo, prompt=size, output_tokens=left)
+
+
+def _is_single(call: Call) -> bool:
+    """One output of one prompt."""
+    body = call.body
+    if call.endpoint not in ("chat", "completions") or (body.get("n") or 1) > 1:
+        return False
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return call.endpoint == "chat" or not several
+
+
+def _is_set(value: object) -> bool:
+    # Zero log probabilities are some: that of the token itself.
+    return value is not None and value is not False
+
+
+def _is_text(body: dict[str, object]) -> bool:
+    messages = body.get("messages")
+    contents = [m.get("content") for m in messages] if isinstance(messages, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(
+        isinstance(p, str) or (isinstance(p, dict) and p.get("type") in _TEXT) for p in parts
+    )

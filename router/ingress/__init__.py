@@ -1,0 +1,1 @@
+"""What a request meets before its body is read: keys, limits on concurrency, load shedding."""

@@ -1,0 +1,36 @@
+"""Which pages of other sites may call the API from a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette._utils import get_route_path
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router import wire
+from router.ingress.access import is_for_operators
+
+
+class Cors:
+    """ASGI middleware around the gate, because a browser's question before the request carries no
+    key. It never allows cookies, nor anything that is for operators.
+
+    Args:
+        origins: such as ``https://app.example``; ``*``: any.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._shared = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=wire.RESPONSE_HEADERS,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a browser's question, or let the request on."""
+        shared = scope["type"] == "http" and not is_for_operators(get_route_path(scope))
+        await (self._shared if shared else self._app)(scope, receive, send)

@@ -1,0 +1,164 @@
+"""What the edge counts of promises: made, kept, refused and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from router.errors import RULES, Reason
+from router.metrics.client_names import ClientNames
+from router.wire import NO_CLASS
+from scheduling.objective import TokenClock
+from scheduling.routing.base import Tier
+
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 3, 5, 10)
+WAIT_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 30, 60, 300)
+
+_REFUSING = (403, 429, 503)
+
+
+class AdmissionMetrics:
+    """Metrics of admission, in ``registry``. ``clients`` label those that count clients."""
+
+    def __init__(self, registry: CollectorRegistry, clients: ClientNames) -> None:
+        self._clients = clients
+        self._admissions = cache(
+            Counter(
+                "sluice_admissions",
+                "Requests that a replica answered, by whether their objective was promised.",
+                ["class", "admission"],
+                registry=registry,
+            ).labels
+        )
+        self._refusals = cache(
+            Counter(
+                "sluice_refusals",
+                "Requests that were refused with 403, 429 or 503, by the error's code.",
+                ["class", "reason"],
+                registry=registry,
+            ).labels
+        )
+        self._promises = cache(
+            Counter(
+                "sluice_promises",
+                "Promised requests: kept if all that they stated was met and the answer did not "
+                "fail.",
+                ["class", "outcome"],
+                registry=registry,
+            ).labels
+        )
+        self._moved = cache(
+            Counter(
+                "sluice_promises_moved",
+                "Of these, requests that left a replica that was going to miss their first token "
+                "for another one that promised it.",
+                ["class", "outcome"],
+                registry=registry,
+            ).labels
+        )
+        self._missed = cache(
+            Counter(
+                "sluice_promises_missed",
+                "Missed promises by what was missed: each stated objective, or failed.",
+                ["class", "objective"],
+                registry=registry,
+            ).labels
+        )
+        self._ttft_ratio = cache(
+            Histogram(
+                "sluice_ttft_ratio",
+                "Real time to first token of promised requests over its predicted median.",
+                ["class"],
+                buckets=RATIO_BUCKETS,
+                registry=registry,
+            ).labels
+        )
+        self.line_length = Gauge(
+            "sluice_line_requests",
+            "Requests that wait at the router until their objective can be promised.",
+            ["class"],
+            registry=registry,
+        )
+        self.line_wait_s = Histogram(
+            "sluice_line_wait_seconds",
+            "How long requests waited at the router, however that ended.",
+            ["class"],
+            buckets=WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        self._over_share = cache(
+            Counter(
+                "sluice_over_share",
+                "Requests that were not promised their objective because their client had its "
+                "share of what could be promised.",
+                ["client"],
+                registry=registry,
+            ).labels
+        )
+        self._clamped = cache(
+            Counter(
+                "sluice_clamped",
+                "Requests in which an API key's caps changed a field of the objective.",
+                ["client", "field"],
+                registry=registry,
+            ).labels
+        )
+
+    def admitted(self, service_class: str, tier: Tier) -> None:
+        """Count a request that a replica answers."""
+        self._admissions(service_class, tier.value).inc()
+
+    def refused(self, reason: Reason, service_class: str = NO_CLASS) -> None:
+        """Count a request that the router did not serve. Other mistakes of the client than asking
+        for too much are no refusals."""
+        if RULES[reason].status in _REFUSING:
+            self._refusals(service_class, reason.value).inc()
+
+    def over_share(self, client: str) -> None:
+        """Count a request that ``client`` was not promised because it has its share."""
+        self._over_share(self._clients.label(client)).inc()
+
+    def clamped(self, client: str, fields: Iterable[str]) -> None:
+        """Count what the caps of ``client`` changed in a request."""
+        for field in fields:
+            self._clamped(self._clients.label(client), field).inc()
+
+    def ended(
+        self,
+        clock: TokenClock,
+        predicted_ttft_s: float | None,
+        failed: bool,
+        now_s: float,
+        moved: bool = False,
+    ) -> bool | None:
+        """Count a promised request that ended at ``now_s``. Returns whether the promise was kept;
+        ``None`` where that does not show.
+
+        It is kept if the answer did not fail and all that the request stated was met: TTFT, TPOT
+        and end to end. Of a client that left, what it had until then counts; one that left without
+        a token and before its deadlines shows nothing. ``moved``: see
+        :class:`~router.answer.Answer`.
+        """
+        slo, ttft_s = clock.slo, clock.ttft_s
+        service_class = slo.service_class
+        if ttft_s is not None and predicted_ttft_s is not None and predicted_ttft_s > 0:
+            self._ttft_ratio(service_class).observe(ttft_s / predicted_ttft_s)
+        if failed:
+            missed: tuple[str, ...] = ("failed",)
+        elif ttft_s is not None:
+            missed = clock.missed(now_s)
+        else:
+            waited_s = now_s - clock.arrival_s
+            due_s = {"ttft": slo.columns[0], "e2e": slo.columns[2]}
+            missed = tuple([name for name in due_s if waited_s > due_s[name]])
+            if not missed:
+                return None
+        outcome = "missed" if missed else "kept"
+        self._promises(service_class, outcome).inc()
+        if moved:
+            self._moved(service_class, outcome).inc()
+        for objective in missed:
+            self._missed(service_class, objective).inc()
+        return not missed

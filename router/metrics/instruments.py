@@ -1,0 +1,317 @@
+"""What the edge counts.
+
+Every label is bounded: classes by configuration, priorities 1 to 10, clients by
+:mod:`router.metrics.client_names`.
+"""
+
+from __future__ import annotations
+
+import enum
+from functools import cache
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
+
+from replica.engine import Endpoint
+from router.errors import RULES, Reason
+from router.metrics.admission import AdmissionMetrics
+from router.metrics.client_names import ClientNames
+from router.metrics.usage import UsageMetrics
+from router.tenancy.limits import ANYONE, Client
+from router.wire import NO_CLASS
+from scheduling.objective import TokenClock
+
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 300)
+TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
+DECISION_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+class Outcome(enum.StrEnum):
+    """How a request ended."""
+
+    OK = "ok"
+    CLIENT_ERROR = "client_error"
+    """The client's mistake: a 4xx of the router or of the engine."""
+    REFUSED = "refused"
+    """No room, no promise or no replica: a 429 or 503 before anything was served."""
+    FAILED = "failed"
+    """A replica's or our own failure: a 5xx, or an error event in a stream."""
+    CANCELLED = "cancelled"
+    """The client left."""
+
+    @classmethod
+    def of_status(cls, status: int) -> Outcome:
+        """How a request ended that was answered with this status."""
+        if status < 400:
+            return cls.OK
+        if status in (429, 503):
+            return cls.REFUSED
+        return cls.CLIENT_ERROR if status < 500 else cls.FAILED
+
+    @property
+    def error(self) -> str:
+        """The kind of error: its name, or empty where the request was served."""
+        return "" if self is Outcome.OK else self.value
+
+
+class Fallback(enum.StrEnum):
+    """Why a request went by Serve's own balancing and not by the controller's decision."""
+
+    NO_ANSWER = "no_answer"
+    """The controller did not answer in time."""
+    NO_DECISION = "no_decision"
+    """The controller knows no replica, as just after its restart."""
+    REPEATED = "repeated"
+    """It chose a replica that had just failed this request."""
+    MOVED = "moved"
+    """Serve did not know the chosen replica, or that one had no room."""
+
+
+class Way(enum.StrEnum):
+    """How a call goes to a replica."""
+
+    CONNECTION = "connection"
+    """Over the router's own connection to it."""
+    HANDLE = "handle"
+    """Over Serve's handle."""
+
+
+class StreamWay(enum.StrEnum):
+    """How an event stream goes from its replica to the client."""
+
+    DIRECT = "direct"
+    """HAProxy fetches it from the replica."""
+    ROUTER = "router"
+    """Through the router's process."""
+    UNFETCHED = "unfetched"
+    """It was to be fetched from the replica and could not be: from another one, by the router."""
+
+
+class Leg(enum.StrEnum):
+    """A part of the way of a request whose prompt another replica computes."""
+
+    PREFILL = "prefill"
+    """Until the prompt is computed, the way there and the wait included."""
+    HANDOVER = "handover"
+    """From then to the first token."""
+
+
+class RouterMetrics:
+    """The edge's metrics, in a registry of their own.
+
+    The latency metrics are those of :class:`~scheduling.objective.TokenClock`: tokens of the first
+    choice, when their bytes are handed to the socket; for a plain response, when they left the
+    engine. A cancelled request counts in none of the attainment metrics, and one without an
+    objective does not count in ``sluice_slo_requests``.
+    """
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        # The library looks a series up by its labels under a lock, and each request has dozens.
+        # There are no more entries here than series there.
+        self._requests = cache(
+            Counter(
+                "sluice_requests",
+                "Requests that ended, by service class, outcome and endpoint.",
+                ["class", "outcome", "endpoint"],
+                registry=registry,
+            ).labels
+        )
+        self._ttft = cache(
+            Histogram(
+                "sluice_ttft_seconds",
+                "Time to first token at the edge.",
+                ["class"],
+                buckets=TTFT_BUCKETS_S,
+                registry=registry,
+            ).labels
+        )
+        self._tpot = cache(
+            Histogram(
+                "sluice_tpot_seconds",
+                "Time per output token after the first, at the edge, by the class's anchor.",
+                ["class"],
+                buckets=TPOT_BUCKETS_S,
+                registry=registry,
+            ).labels
+        )
+        by_worth = ["class", "priority"]
+        self._slo_requests = cache(
+            Counter(
+                "sluice_slo_requests", "Requests with an objective.", by_worth, registry=registry
+            ).labels
+        )
+        self._attained = cache(
+            Counter(
+                "sluice_attained",
+                "Requests that met their objectives.",
+                by_worth,
+                registry=registry,
+            ).labels
+        )
+        self._gain = cache(
+            Counter(
+                "sluice_tdg_gain", "Token deadline gain earned.", by_worth, registry=registry
+            ).labels
+        )
+        self._ideal_gain = cache(
+            Counter(
+                "sluice_tdg_ideal",
+                "Token deadline gain had every token been in time.",
+                by_worth,
+                registry=registry,
+            ).labels
+        )
+        self.decision_s = Histogram(
+            "sluice_edge_decision_seconds",
+            "Wait of the edge for the controller's decision.",
+            buckets=DECISION_BUCKETS_S,
+            registry=registry,
+        )
+        self._fallbacks = cache(
+            Counter(
+                "sluice_fallback",
+                "Requests that went by Serve's own balancing, by reason.",
+                ["reason"],
+                registry=registry,
+            ).labels
+        )
+        self._sent = Counter(
+            "sluice_replica_calls",
+            "Calls sent to replicas, by the way that they went.",
+            ["way"],
+            registry=registry,
+        )
+        self._streams = cache(
+            Counter(
+                "sluice_streams",
+                "Event streams that began, by their way to the client.",
+                ["way"],
+                registry=registry,
+            ).labels
+        )
+        self.retries = Counter(
+            "sluice_retries", "Attempts after a first one that failed.", registry=registry
+        )
+        self.retries_refused = Counter(
+            "sluice_retries_refused",
+            "Attempts that were not made because the retry budget was spent.",
+            registry=registry,
+        )
+        self.resumes = Counter(
+            "sluice_resumes",
+            "Streams that another replica went on with after theirs had failed.",
+            registry=registry,
+        )
+        self.given_up = Counter(
+            "sluice_given_up_attempts",
+            "Attempts that were given up because their replica stood still, or had lost them.",
+            registry=registry,
+        )
+        self.quarantined_requests = Counter(
+            "sluice_quarantined_requests",
+            "Requests ended or refused because replicas were lost while they served them.",
+            registry=registry,
+        )
+        self._legs = cache(
+            Histogram(
+                "sluice_leg_seconds",
+                "Time of requests whose prompt another replica computes, by part of their way.",
+                ["leg"],
+                buckets=TTFT_BUCKETS_S,
+                registry=registry,
+            ).labels
+        )
+        self.in_flight = Gauge(
+            "sluice_in_flight_requests", "Requests inside the edge.", registry=registry
+        )
+        self.held_bytes = Gauge(
+            "sluice_held_body_bytes", "Bytes of request bodies inside the edge.", registry=registry
+        )
+        self.held_refusals = Gauge(
+            "sluice_held_refusals", "Refusals that wait for their turn.", registry=registry
+        )
+        self.loop_delay_s = Histogram(
+            "sluice_loop_delay_seconds",
+            "How late the router's event loop runs what is due, 20 times a second.",
+            buckets=DECISION_BUCKETS_S,
+            registry=registry,
+        )
+        self.stalled_readers = Counter(
+            "sluice_stalled_readers",
+            "Streams that were ended because their client took nothing of them.",
+            registry=registry,
+        )
+        self._by_client = cache(
+            Counter(
+                "sluice_client_requests",
+                "Requests that ended, by the name of their API key and outcome.",
+                ["client", "outcome"],
+                registry=registry,
+            ).labels
+        )
+        self._clients = ClientNames()
+        self.admission = AdmissionMetrics(registry, self._clients)
+        self.usage = UsageMetrics(registry, self._clients)
+
+    @property
+    def of_the_edge(self) -> tuple[Collector, ...]:
+        """Those of a whole router, whatever the model."""
+        return (self.in_flight, self.held_bytes, self.held_refusals, self.loop_delay_s)
+
+    def sent(self, way: Way) -> None:
+        """A call was sent to a replica."""
+        self._sent.labels(way.value).inc()
+
+    def stream(self, way: StreamWay) -> None:
+        """An event stream goes this way to its client."""
+        self._streams(way.value).inc()
+
+    def fallback(self, reason: Fallback) -> None:
+        """Count a request that did not go where the controller said."""
+        self._fallbacks(reason.value).inc()
+
+    def leg(self, leg: Leg, seconds: float) -> None:
+        """Observe a part of the way of a request."""
+        self._legs(leg.value).observe(seconds)
+
+    def first_token(self, service_class: str, ttft_s: float) -> None:
+        """Observe a first token."""
+        self._ttft(service_class).observe(ttft_s)
+
+    def refused(self, endpoint: Endpoint, reason: Reason, client: Client = ANYONE) -> None:
+        """Count a request that was refused before its class was known."""
+        self._ended_early(endpoint, Outcome.of_status(RULES[reason].status), client)
+        self.admission.refused(reason)
+
+    def left_early(self, endpoint: Endpoint, client: Client) -> None:
+        """Count a request whose client left before its class was known."""
+        self._ended_early(endpoint, Outcome.CANCELLED, client)
+
+    def _ended_early(self, endpoint: Endpoint, outcome: Outcome, client: Client) -> None:
+        self._requests(NO_CLASS, outcome.value, endpoint).inc()
+        self._by_client(self._clients.label(client.name), outcome.value).inc()
+
+    def ended(
+        self,
+        endpoint: Endpoint,
+        clock: TokenClock,
+        outcome: Outcome,
+        now_s: float,
+        client: Client = ANYONE,
+    ) -> None:
+        """Count a request that ended, with what ``clock`` saw of it."""
+        slo = clock.slo
+        self._requests(slo.service_class, outcome.value, endpoint).inc()
+        self._by_client(self._clients.label(client.name), outcome.value).inc()
+        if clock.tpot_s is not None:
+            self._tpot(slo.service_class).observe(clock.tpot_s)
+        if outcome in (Outcome.CANCELLED, Outcome.CLIENT_ERROR):
+            return
+        worth = (slo.service_class, str(slo.priority))
+        self._gain(*worth).inc(clock.gain)
+        self._ideal_gain(*worth).inc(clock.ideal_gain)
+        if slo.stated:
+            self._slo_requests(*worth).inc()
+            if outcome is Outcome.OK and clock.attained(now_s):
+                self._attained(*worth).inc()

@@ -1,0 +1,34 @@
+"""What is known of an inference request before its body is read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from replica.engine import Endpoint
+from router.request.body import HeldBytes
+from router.tenancy.limits import ANYONE, Client
+
+INFERENCE_PATHS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+BATCH_PATHS = tuple(path for path in INFERENCE_PATHS if path.startswith("/v1/"))
+"""Those that a batch may be for."""
+
+
+class Arrival(NamedTuple):
+    """What the ingress middleware notes of a request, in the scope's state as ``arrival``.
+
+    ``held`` counts the bytes of its body for as long as it is inside. ``client_request_id`` is the
+    client's own id of it, see :mod:`router.request.client_request_id`.
+    """
+
+    request_id: str
+    received_s: float
+    client: Client = ANYONE
+    held: HeldBytes | None = None
+    client_request_id: str = ""

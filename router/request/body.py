@@ -1,0 +1,234 @@
+"""Reading a request body: bounded in bytes, time, depth and parts, and strictly JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import msgspec
+from prometheus_client import Gauge
+from starlette.requests import Request
+
+from replica.request_body import RequestBody
+from router.errors import ApiError, Reason, invalid
+from router.request.large_body import PIECE_BYTES, parse_in_pieces
+from router.tenancy.limits import Client
+
+MAX_DEPTH = 64
+"""Deepest nesting of a body."""
+
+MAX_PARTS = 100_000
+"""Most lists, objects and keys of objects in a body. They cost far more time and memory than their
+bytes; plain values, such as token ids, are not counted."""
+
+BODY_TIMEOUT_S = 30.0
+"""Longest time that a client may take to send its body, seconds."""
+
+
+class BodyBudget:
+    """How many bytes of bodies one router may have in memory. A client may have as many as it
+    leaves to others, times its weight where that is above 1: half of all where it is alone, a third
+    where another one has as many, and so on.
+
+    Args:
+        gauge: shows how many there are.
+    """
+
+    def __init__(self, max_bytes: int, gauge: Gauge) -> None:
+        self._max_bytes = max_bytes
+        self._gauge = gauge
+        self._of_client: Counter[str] = Counter()
+        self.held = 0
+
+    def take(self, client: Client, size: int) -> None:
+        """So many more bytes have come.
+
+        Raises:
+            ApiError: 503, there is no room for them; 429, the client has its part.
+        """
+        if self.held + size > self._max_bytes:
+            raise ApiError(
+                Reason.ROUTER_FULL,
+                f"The router holds request bodies of {self._max_bytes} bytes, which is its limit.",
+            )
+        # Or one that sends much keeps everybody else out.
+        left = self._max_bytes - self.held - size
+        own = self._of_client[client.owner]
+        part = max(1.0, 1.0 / client.caps.weight)  # a low weight must not forbid long bodies
+        if not client.may_hold(own + size - 1, left, part):
+            raise ApiError(
+                Reason.CLIENT_FULL,
+                f"The router holds request bodies of {own} bytes with this API key, and {size} "
+                f"bytes more would leave too little of its {self._max_bytes} bytes to others.",
+            )
+        self._change(client, size)
+
+    def give_back(self, client: Client, size: int) -> None:
+        """So many bytes are gone."""
+        self._change(client, -size)
+        if not self._of_client[client.owner]:
+            del self._of_client[client.owner]
+
+    def _change(self, client: Client, size: int) -> None:
+        self.held += size
+        self._of_client[client.owner] += size
+        self._gauge.inc(size)
+
+
+class HeldBytes:
+    """The bytes of one body of ``client``, which are given back at the end of the block."""
+
+    def __init__(self, budget: BodyBudget, client: Client) -> None:
+        self._budget = budget
+        self._client = client
+        self._size = 0
+
+    def __enter__(self) -> HeldBytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.give_back(self._client, self._size)
+
+    def add(self, size: int) -> None:
+        """So many more bytes have come.
+
+        Raises:
+            ApiError: 503 or 429, there is no room for them.
+        """
+        self._budget.take(self._client, size)
+        self._size += size
+
+
+async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = None) -> bytes:
+    """The request's body, counted in ``held`` as it comes.
+
+    Refused: more than ``max_bytes`` (counted while reading, so also without ``Content-Length``),
+    another media type than JSON, an encoding, and a client that is slow.
+
+    Raises:
+        ApiError: 400, 413, 415, or 503 or 429 where there is no room for it.
+        starlette.requests.ClientDisconnect: the client left.
+    """
+    _check_headers(request, max_bytes)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read(request, max_bytes, held)
+    except TimeoutError:
+        raise ApiError(
+            Reason.BODY_TOO_SLOW,
+            f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} seconds.",
+        ) from None
+
+
+def parse_object(raw: bytes) -> RequestBody:
+    """The JSON object in ``raw``. ``O(len(raw))``.
+
+    Refused: more than :data:`MAX_DEPTH` levels or :data:`MAX_PARTS` parts, text that is not UTF-8,
+    ``NaN`` and infinities, and half surrogate pairs, which no tokenizer takes.
+
+    Raises:
+        ApiError: 400.
+    """
+    brackets = raw.count(b"[") + raw.count(b"{")
+    if brackets + raw.count(b":") > MAX_PARTS:
+        _check_parts(raw)
+    try:
+        if len(raw) <= PIECE_BYTES:
+            body = RequestBody.parse(raw)
+        else:
+            body = RequestBody(parse_in_pieces(raw), raw)
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeDecodeError:
+        raise _bad_json("it is not UTF-8") from None
+    except msgspec.DecodeError as error:
+        raise _bad_json(str(error)) from None
+    # Few brackets cannot nest deeply, so most bodies need no walk.
+    if brackets > MAX_DEPTH:
+        _check_depth(body)
+    return body
+
+
+def check_plain(request: Request) -> None:
+    """Refuse a body that is packed.
+
+    Raises:
+        ApiError: 415.
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise ApiError(
+            Reason.UNSUPPORTED_MEDIA,
+            "content-encoding is not supported: send the body as it is.",
+            "content-encoding",
+        )
+
+
+def announces_more(request: Request, max_bytes: int) -> bool:
+    """Whether ``Content-Length`` is over ``max_bytes``."""
+    length = request.headers.get("content-length", "")
+    # Twenty digits are more than any limit; converting millions of them would cost.
+    return length.isdecimal() and (len(length) > 20 or int(length) > max_bytes)
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    media_type = request.headers.get("content-type", "application/json")
+    if media_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            Reason.UNSUPPORTED_MEDIA, "content-type must be application/json.", "content-type"
+        )
+    check_plain(request)
+    if announces_more(request, max_bytes):
+        raise _too_large(max_bytes)
+
+
+async def _read(request: Request, max_bytes: int, held: HeldBytes | None) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        if held is not None:
+            held.add(len(chunk))
+        if chunk:  # the last one is empty, and to join it would copy a body that came whole
+            chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _check_parts(raw: bytes) -> None:
+    """Count the marks again, outside of strings: a long text may hold any number of them."""
+    strings_and_rest = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    rest = b"".join(strings_and_rest[::2])
+    if rest.count(b"[") + rest.count(b"{") + rest.count(b":") > MAX_PARTS:
+        raise invalid(
+            "The request body has too many lists, objects and keys; allowed: "
+            f"{MAX_PARTS} of them together."
+        )
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _bad_json(why: str) -> ApiError:
+    return ApiError(Reason.INVALID_JSON, f"The request body is not a JSON object: {why}.")
+
+
+def _too_deep() -> ApiError:
+    return invalid(f"The request body is nested too deeply; allowed: {MAX_DEPTH} levels.")
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(Reason.TOO_LARGE, f"The request body is too large; allowed: {max_bytes} bytes.")

@@ -1,0 +1,131 @@
+"""The names of a prompt's beginning, see :mod:`scheduling.prefix`, from its text or token ids.
+
+What a prompt becomes in the engine depends on more than its text: on the model, the tools, the
+template. All of that goes in before the text, so that prompts share a hash only where their tokens
+begin alike. Where it is not known in which order a template renders, the order here is the one that
+claims less: tools come first, as some templates render them there.
+
+The hashes are not keyed: they go to the controller and the replicas and no further. What a client
+could learn by probing, it learns from any prefix cache's response times; the field ``cache_salt``
+keeps prompts apart in vLLM's cache, and so it does here.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import takewhile
+from typing import Any
+
+from replica.engine import Endpoint
+from router.request.prompt_size import MEDIA_TOKENS, messages_of
+from scheduling.prefix import CHUNK_ENDS, MAX_CHUNKS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
+
+_SALT = "cache_salt"
+_SETTINGS = (
+    "model",
+    _SALT,
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "tool_choice",
+    "reasoning",
+)
+"""Fields that change what all of a prompt is rendered to."""
+
+_UNREADABLE = ("prompt_embeds", "truncate_prompt_tokens")
+"""Fields with which a prompt does not begin with its text."""
+
+_READABLE: tuple[Endpoint, ...] = ("chat", "completions", "responses")
+
+_MEDIUM_UNITS = MEDIA_TOKENS * TOKEN_UNITS
+
+
+def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
+    """Hash the beginning of a validated body's prompt.
+
+    There is nothing to hash in a prompt that is shorter than a chunk, and in a call with several
+    prompts. ``O(characters)`` up to the last of :data:`~scheduling.prefix.CHUNK_ENDS`.
+    """
+    if endpoint not in _READABLE or any(body.get(field) is not None for field in _UNREADABLE):
+        return NO_PREFIX
+    settings = {field: body[field] for field in _SETTINGS if body.get(field) is not None}
+    hasher = blake2b(json.dumps([endpoint, settings]).encode(), digest_size=8)
+    if endpoint == "chat":
+        return _of_texts(hasher, list(_chat_texts(body)))
+    if endpoint == "responses":
+        return _of_texts(hasher, list(_chat_texts({**body, "messages": messages_of(body)})))
+    prompt = body["prompt"]
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return _of_texts(hasher, [prompt])
+    return _of_tokens(hasher, prompt) if isinstance(prompt[0], int) else NO_PREFIX
+
+
+def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
+    """``body`` with a ``cache_salt`` that only ``owner`` can have, whatever it was before: KV of
+    its prompts serves nobody else. A salt that is no text is left for the engine to refuse."""
+    salt = body.get(_SALT)
+    if salt is not None and not isinstance(salt, str):
+        return body
+    text = json.dumps([owner, salt]).encode()
+    return {**body, _SALT: blake2b(text, digest_size=16, person=b"sluice-salt").hexdigest()}
+
+
+def _chat_texts(body: dict[str, Any]) -> Iterator[str | None]:
+    """The texts of a conversation in order; ``None`` for a medium."""
+    if body.get("tools"):
+        yield json.dumps(body["tools"], ensure_ascii=False)
+    for message in body["messages"]:
+        content = message.get("content")
+        rest = {key: value for key, value in message.items() if key not in ("content", "role")}
+        # A text that holds zeros can look like two messages; all that comes of it is a wrong guess.
+        yield f"\0{message.get('role')}\0{json.dumps(rest, ensure_ascii=False) if rest else ''}\0"
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
+            elif part is not None:
+                yield None
+
+
+def _of_texts(hasher: blake2b, texts: list[str | None]) -> PromptPrefix:
+    """Nothing from the first medium on is hashed: its tokens are not in the body."""
+    size = sum(_MEDIUM_UNITS if text is None else len(text) for text in texts)
+    hashes: list[int] = []
+    position = 0
+    for text in texts:
+        if text is None or len(hashes) == MAX_CHUNKS:
+            break
+        begin = 0
+        while len(hashes) < MAX_CHUNKS and CHUNK_ENDS[len(hashes)] <= position + len(text):
+            end = CHUNK_ENDS[len(hashes)] - position
+            hasher.update(text[begin:end].encode())
+            hashes.append(_digest(hasher))
+            begin = end
+        if len(hashes) < MAX_CHUNKS:
+            hasher.update(text[begin:].encode())
+        position += len(text)
+    return PromptPrefix(tuple(hashes), size)
+
+
+def _of_tokens(hasher: blake2b, ids: list[int]) -> PromptPrefix:
+    size = len(ids) * TOKEN_UNITS
+    hashes: list[int] = []
+    begin = 0
+    for end in takewhile(lambda end: end <= size, CHUNK_ENDS):
+        chunk = ids[begin // TOKEN_UNITS : end // TOKEN_UNITS]
+        hasher.update(array("I", chunk).tobytes())
+        hashes.append(_digest(hasher))
+        begin = end
+    return PromptPrefix(tuple(hashes), size)
+
+
+def _digest(hasher: blake2b) -> int:
+    """63 bits of everything so far; 0 would mean no chunk."""
+    return int.from_bytes(hasher.digest(), "big") >> 1 or 1

@@ -1,0 +1,265 @@
+"""The objective of a request, from what the client stated, its service class and its key's caps.
+
+Precedence, field by field: the body's ``slo`` object, the ``x-slo-*`` headers, their
+``x-llm-d-slo-*`` aliases, the service class. The class itself: ``slo.class``, ``x-slo-class``,
+``service_tier``, the configured default.
+
+Stages, which only a body states, take the place of any TTFT and TPOT beside them but those of the
+body itself: stating both is a contradiction.
+
+Every stated value is checked, also one that another overrides. JSON ``null`` is the same as
+leaving the field out. The caps hold what applies in the end, see
+:class:`~router.tenancy.limits.Leash`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from router import wire
+from router.config import RouterConfig
+from router.errors import ApiError, invalid, shown
+from router.request.stages import FIELD as STAGES_FIELD
+from router.request.stages import StatedStage, read_stages
+from router.tenancy.limits import NO_CAPS, Caps, Leash
+from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
+
+# As many digits as a float of that range is written with, so that a client may send what it has.
+_NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,20})?")
+_INTEGER = re.compile(r"[0-9]{1,12}")
+_ALLOWED_MS = f"a number of milliseconds from {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:.0f}"
+_ALLOWED = {
+    wire.TTFT: _ALLOWED_MS,
+    wire.TPOT: _ALLOWED_MS,
+    wire.E2E: _ALLOWED_MS,
+    wire.PRIORITY: f"an integer from {MIN_PRIORITY} to {MAX_PRIORITY}",
+}
+
+_Milliseconds = Annotated[
+    float, Field(ge=MIN_OBJECTIVE_MS, le=MAX_OBJECTIVE_MS, allow_inf_nan=False)
+]
+
+
+class _Stated(BaseModel):
+    """What one source (body, headers or aliases) states. Strict: no text for a number."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    ttft_ms: _Milliseconds | None = None
+    tpot_ms: _Milliseconds | None = None
+    e2e_ms: _Milliseconds | None = None
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
+    service_class: str | None = Field(default=None, alias=wire.CLASS)
+
+
+_NOTHING = _Stated()
+_HEADER_FIELDS = {name: (0, field) for field, name in wire.SLO_HEADERS.items()} | {
+    name: (1, field) for field, name in wire.SLO_HEADER_ALIASES.items()
+}
+
+
+_BODY_NAMES = {key: f"{wire.SLO_FIELD}.{key}" for key in wire.SLO_HEADERS}
+_BODY_KEYS = (*wire.SLO_HEADERS, wire.STAGES)
+
+
+class Objective(NamedTuple):
+    """What applies to a request, and what its key's caps changed in that, and to what."""
+
+    slo: SLO
+    clamped: Mapping[str, str]
+
+
+class _Sources(NamedTuple):
+    """What the client stated, the source that wins first."""
+
+    body: _Stated
+    headers: _Stated
+    aliases: _Stated
+
+    def first(self, field: str) -> tuple[Any, str | None]:
+        """The value of ``field`` and how the client called it; nothing if none was stated."""
+        attribute = "service_class" if field == wire.CLASS else field
+        names = (_BODY_NAMES, wire.SLO_HEADERS, wire.SLO_HEADER_ALIASES)
+        for source, name in zip(self, names, strict=True):
+            value = getattr(source, attribute)
+            if value is not None:
+                return value, name[field]
+        return None, None
+
+
+class SloReader:
+    """Reads objectives by one configuration of classes."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._classes = config.classes
+        self._default_class = config.default_class
+        self._class_of_tier = {
+            tier: name for name, entry in config.classes.items() for tier in entry.service_tiers
+        }
+
+    def read(
+        self,
+        body: Mapping[str, Any],
+        headers: Iterable[tuple[bytes, bytes]],
+        caps: Caps = NO_CAPS,
+    ) -> Objective:
+        """The objective of a request with this body and these raw headers (lower-case names).
+
+        Raises:
+            ApiError: 400; the message names the field and what is allowed. 403: ``caps`` are to be
+                refused beyond, and it states more.
+        """
+        stated, stages = self._stated(body.get(wire.SLO_FIELD))
+        sources = _Sources(stated, *self._from_headers(headers))
+        tier_class = self._of_tier(body.get(wire.SERVICE_TIER_FIELD))
+        class_name, said_in = sources.first(wire.CLASS)
+        if class_name is None and tier_class is not None:
+            class_name, said_in = tier_class, wire.SERVICE_TIER_FIELD
+        leash = Leash(caps)
+        class_name = leash.service_class(class_name or self._default_class, said_in)
+        defaults = self._classes[class_name]
+        priority, said_in = sources.first(wire.PRIORITY)
+        priority = leash.priority(priority or defaults.priority, said_in)
+
+        def seconds(field: str, preset_ms: float | None) -> float | None:
+            value_ms, said_in = sources.first(field)
+            value_ms = leash.objective_ms(
+                field, preset_ms if value_ms is None else value_ms, said_in
+            )
+            return None if value_ms is None else value_ms / 1000
+
+        if stages:
+            slo = SLO.of_stages(
+                [
+                    stage.stage(f"{STAGES_FIELD}[{place}]", leash.objective_ms)
+                    for place, stage in enumerate(stages)
+                ],
+                seconds(wire.E2E, defaults.e2e_ms),
+                priority,
+                class_name,
+                defaults.tpot_anchor,
+            )
+            return Objective(slo, leash.clamped)
+        slo = SLO(
+            ttft_s=seconds(wire.TTFT, defaults.ttft_ms),
+            tpot_s=seconds(wire.TPOT, defaults.tpot_ms),
+            e2e_s=seconds(wire.E2E, defaults.e2e_ms),
+            priority=priority,
+            service_class=class_name,
+            tpot_anchor=defaults.tpot_anchor,
+        )
+        return Objective(slo, leash.clamped)
+
+    def tier_of(self, service_class: str) -> str | None:
+        """OpenAI's name for a class: the first of its tiers but ``auto``, which says that another
+        one is chosen. ``None`` where it has none."""
+        tiers = self._classes[service_class].service_tiers
+        return next((tier for tier in tiers if tier != "auto"), None)
+
+    def _stated(self, value: Any) -> tuple[_Stated, tuple[StatedStage, ...]]:
+        if value is None:
+            return _NOTHING, ()
+        if not isinstance(value, dict):
+            raise invalid(
+                f"{wire.SLO_FIELD} must be an object with any of {_names(_BODY_KEYS)}, "
+                f"got {shown(value)}",
+                wire.SLO_FIELD,
+            )
+        # At most one key more than are known is looked at, however many there are.
+        for key in value:
+            if key not in _BODY_KEYS:
+                raise invalid(
+                    f"{wire.SLO_FIELD} has the unknown key {shown(key)}; allowed: "
+                    f"{_names(_BODY_KEYS)}",
+                    wire.SLO_FIELD,
+                )
+        stages = read_stages(value.get(wire.STAGES))
+        for key in (wire.TTFT, wire.TPOT) if stages else ():
+            if value.get(key) is not None:
+                raise invalid(
+                    f"{_BODY_NAMES[key]} and {STAGES_FIELD} contradict each other; state {key} in "
+                    "the stages",
+                    _BODY_NAMES[key],
+                )
+        rest = {key: each for key, each in value.items() if key != wire.STAGES}
+        return self._checked(rest, _BODY_NAMES), stages
+
+    def _from_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[_Stated, _Stated]:
+        """What the headers and what their aliases state. One pass over the headers."""
+        found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        for raw_name, raw_value in headers:
+            name = raw_name.decode("latin-1")
+            known = _HEADER_FIELDS.get(name)
+            if known is None:
+                if name.startswith(wire.SLO_HEADER_PREFIX):
+                    raise invalid(
+                        f"{shown(name)} is not a known header; allowed: "
+                        f"{_names(wire.SLO_HEADERS.values())}",
+                        name[:64],
+                    )
+                continue
+            source, field = known
+            if field in found[source]:
+                raise invalid(f"{name} must be given once, got it several times", name)
+            found[source][field] = _parsed(field, name, raw_value.decode("latin-1"))
+        if not found[0] and not found[1]:
+            return _NOTHING, _NOTHING
+        return (
+            self._checked(found[0], wire.SLO_HEADERS),
+            self._checked(found[1], wire.SLO_HEADER_ALIASES),
+        )
+
+    def _checked(self, values: dict[str, Any], names: Mapping[str, str]) -> _Stated:
+        """``values`` by field, validated; ``names`` says how the client calls each field."""
+        try:
+            stated = _Stated.model_validate(values)
+        except ValidationError as error:
+            raise self._refusal(error, values, names) from None
+        class_name = stated.service_class
+        if class_name is not None and class_name not in self._classes:
+            raise invalid(self._class_message(names[wire.CLASS], class_name), names[wire.CLASS])
+        return stated
+
+    def _refusal(
+        self, error: ValidationError, values: dict[str, Any], names: Mapping[str, str]
+    ) -> ApiError:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = str(first["loc"][0])
+        if field == wire.CLASS:
+            return invalid(self._class_message(names[field], values[field]), names[field])
+        return invalid(
+            f"{names[field]} must be {_ALLOWED[field]}, got {shown(values[field])}", names[field]
+        )
+
+    def _class_message(self, name: str, value: object) -> str:
+        return f"{name} must be one of {_names(self._classes)}, got {shown(value)}"
+
+    def _of_tier(self, tier: Any) -> str | None:
+        if tier is None:
+            return None
+        if not isinstance(tier, str) or tier not in self._class_of_tier:
+            allowed = f"one of {_names(self._class_of_tier)}" if self._class_of_tier else "left out"
+            raise invalid(
+                f"{wire.SERVICE_TIER_FIELD} must be {allowed}, got {shown(tier)}",
+                wire.SERVICE_TIER_FIELD,
+            )
+        return self._class_of_tier[tier]
+
+
+def _parsed(field: str, name: str, text: str) -> object:
+    """The value of a header as JSON would have it. Only plain decimal numbers are taken."""
+    if field == wire.CLASS:
+        return text
+    if field == wire.PRIORITY and _INTEGER.fullmatch(text):
+        return int(text)
+    if field != wire.PRIORITY and _NUMBER.fullmatch(text):
+        return float(text)
+    raise invalid(f"{name} must be {_ALLOWED[field]}, got {shown(text)}", name)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,133 @@
+"""How long prompt and output of one request may be, by the limits of the router and of its key."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any, Final
+
+from replica.engine import Endpoint
+from router.config import RouterConfig
+from router.errors import ApiError, Reason, invalid, shown
+from router.request.prompt_size import MEDIA_TOKENS, output_limit
+from router.tenancy.limits import Caps
+
+CHARACTERS_PER_TOKEN: Final = 4
+"""What a token of text counts as, whatever the tokenizer: a client can tell beforehand."""
+
+UNSTATED_OUTPUT_TOKENS: Final = 512
+"""Expected of an output of which nothing says how long it may get."""
+
+_PROMPT_FIELDS: Final = (
+    "messages",
+    "prompt",
+    "tokens",
+    "input",
+    "instructions",
+    "suffix",
+    "tools",
+    "functions",
+    "documents",
+    "chat_template_kwargs",
+)
+"""Everything that a chat template may put into the prompt, and tokens to be decoded."""
+
+_PROMPTS: Final = ("prompt", "messages", "input", "tokens")
+"""Those that a refusal names."""
+
+_MEDIA: Final = frozenset(
+    ("image_url", "input_image", "image_pil", "audio_url", "input_audio", "video_url")
+)
+_OUTPUT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "chat": ("max_completion_tokens", "max_tokens"),
+    "completions": ("max_tokens",),
+    "responses": ("max_output_tokens",),
+}
+"""Endpoints that generate, and their fields for how much; the first one that is given counts."""
+
+
+def output_to_expect(endpoint: Endpoint, most: int) -> int:
+    """Output tokens to be ready for, where a request may have at most ``most``; 0 is no limit."""
+    return most or (UNSTATED_OUTPUT_TOKENS if endpoint in _OUTPUT_FIELDS else 0)
+
+
+class TokenLimits:
+    """Holds bodies to the limits. What a key allows is no more than what the router does."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._prompt = config.max_prompt_tokens
+        self._output = config.max_output_tokens
+
+    def hold(
+        self, endpoint: Endpoint, body: dict[str, Any], caps: Caps
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The validated ``body`` as it may be served, and what was changed in it, and to what.
+
+        ``O(body)`` where prompts are limited, else ``O(1)``.
+
+        Raises:
+            ApiError: 400, the prompt is too long, or there are more choices than output tokens.
+                403, more output is asked for, and the key's caps refuse that.
+        """
+        most = _least(self._prompt, caps.max_prompt_tokens)
+        if most is not None:
+            _check_prompt(body, most)
+        most = _least(self._output, caps.max_output_tokens)
+        fields = _OUTPUT_FIELDS.get(endpoint)
+        if most is None or fields is None:
+            return body, {}
+        return _hold_output(endpoint, body, fields, most, caps)
+
+
+def _hold_output(
+    endpoint: Endpoint, body: dict[str, Any], fields: tuple[str, ...], most: int, caps: Caps
+) -> tuple[dict[str, Any], dict[str, str]]:
+    asked = output_limit(endpoint, body)
+    if 0 < asked <= most:
+        return body, {}
+    stated = [field for field in fields if body.get(field) is not None]
+    each = most // (output_limit(endpoint, {**body, **dict.fromkeys(fields, 1)}) or 1)
+    if stated and caps.beyond == "refuse" and asked > most:
+        raise ApiError(
+            Reason.NOT_PERMITTED,
+            f"{stated[0]} must be at most {each} with this API key and so many choices, "
+            f"got {shown(body[stated[0]])}",
+            stated[0],
+        )
+    if each < 1:
+        raise invalid(f"a request may ask for at most {most} choices over all its prompts", "n")
+    held = {field: min(body[field], each) for field in stated} or {fields[0]: each}
+    return {**body, **held}, {field: str(value) for field, value in held.items()}
+
+
+def _check_prompt(body: dict[str, Any], most: int) -> None:
+    characters = tokens = 0
+    level: list[Any] = [body[field] for field in _PROMPT_FIELDS if field in body]
+    while level:
+        value = level.pop()
+        if isinstance(value, str):
+            characters += len(value)
+        elif isinstance(value, dict):
+            kind = value.get("type")
+            if isinstance(kind, str) and kind in _MEDIA:
+                tokens += MEDIA_TOKENS
+                # What else stands beside the medium is text that may be read, too.
+                value = {name: part for name, part in value.items() if name not in _MEDIA}
+            level.extend(value.values())
+            characters += sum(map(len, value))
+        elif isinstance(value, list):
+            if value and all(type(entry) is int for entry in value):
+                tokens += len(value)
+            else:
+                level.extend(value)
+    tokens += ceil(characters / CHARACTERS_PER_TOKEN)
+    if tokens > most:
+        raise invalid(
+            f"the prompt has about {tokens} tokens, a token for each {CHARACTERS_PER_TOKEN} "
+            f"characters of text; allowed are {most}",
+            next((field for field in _PROMPTS if body.get(field)), None),
+        )
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    given = [limit for limit in (one, other) if limit is not None]
+    return min(given, default=None)

@@ -1,0 +1,270 @@
+"""The light check of an OpenAI body before an engine sees it.
+
+It refuses what would be unsafe, what bounds the work of one request, and what the router itself
+relies on. All else is left to the engine, whose own 4xx answers pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from replica.engine import Endpoint
+from router import wire
+from router.errors import ApiError, invalid, shown
+from router.request.engine_bounds import check_media, check_options
+from router.wire import MAX_TOKENS
+
+MAX_CHOICES = 16
+"""Most choices (``n``) of a prompt."""
+
+MAX_PROMPTS = 128
+"""Most prompts of one completion request."""
+
+MAX_INPUTS = 2048
+"""Most inputs of one embeddings request, as OpenAI allows."""
+
+MAX_MESSAGES = 4096
+"""Most messages of one chat request, and most items of one response's input."""
+
+MAX_CONTENT_PARTS = 16_384
+"""Most content parts of one chat request, over all its messages."""
+
+_SLICE = 1 << 16
+"""Token ids that are checked in one call."""
+
+_ENGINE_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+_SERVER_FIELDS = {
+    "request_id": "the server makes it; see the response header " + wire.REQUEST_ID_HEADER,
+    "priority": f"state {wire.SLO_FIELD}.{wire.PRIORITY} instead",
+}
+_NOT_KEPT = {
+    "background": "the answer comes with the request; leave it out",
+    "conversation": "nothing is kept between requests; send the whole conversation as input",
+    "previous_response_id": "no response is kept; send the whole conversation as input",
+    "prompt": "no prompts are kept here; send it as instructions and input",
+    "previous_input_messages": "send the whole conversation as input",
+}
+"""Fields of responses that need state which outlives a request."""
+
+_ARGS_FIELD = "vllm_xargs"
+_RESERVED_ARGS_PREFIX = "sluice"
+
+_Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None
+_COUNT = f"an integer from 1 to {MAX_TOKENS}"
+_ALLOWED = {
+    "model": "a string of 1 to 512 characters",
+    "stream": "true or false",
+    "n": f"an integer from 1 to {MAX_CHOICES}",
+    "max_tokens": _COUNT,
+    "max_completion_tokens": _COUNT,
+    "max_output_tokens": _COUNT,
+    "encoding_format": "float or base64",
+}
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class _Any(BaseModel):
+    """The fields that all endpoints share and the router relies on."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: _Name
+
+
+class _Generate(_Any):
+    stream: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: _Count = None
+    max_completion_tokens: _Count = None
+    max_output_tokens: _Count = None
+
+
+class _Embed(_Any):
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class _Tokens(_Any):
+    model: _Name | None = None  # type: ignore[assignment]
+
+
+def check_body(endpoint: Endpoint, body: dict[str, Any], fetch_media: bool = False) -> None:
+    """Refuse a body that no engine should see.
+
+    ``O(messages)`` or ``O(prompt tokens)``, and ``O(options)``.
+
+    Args:
+        fetch_media: whether engines may fetch media from addresses in it.
+
+    Raises:
+        ApiError: 400; the message names the field and what is allowed.
+    """
+    _check_internal(body)
+    try:
+        _FIELDS.get(endpoint, _Generate).model_validate(body)
+    except ValidationError as error:
+        raise _refusal(error, body) from None
+    _CHECKS[endpoint](body)
+    check_options(body)
+    if not fetch_media:
+        _check_media(body)
+
+
+def engine_body(body: dict[str, Any]) -> dict[str, Any]:
+    """``body`` without the fields that are the router's own."""
+    own = (wire.SLO_FIELD, wire.SERVICE_TIER_FIELD, *_SERVER_FIELDS)
+    return {name: value for name, value in body.items() if name not in own}
+
+
+def _check_media(body: dict[str, Any]) -> None:
+    for name in ("messages", "input"):
+        given = body.get(name)
+        if isinstance(given, list):
+            # Most messages are text, and need no walk.
+            messages = [message for message in given if isinstance(message, dict)]
+            check_media([m for m in messages if not isinstance(m.get("content"), str)], name)
+
+
+def _check_internal(body: dict[str, Any]) -> None:
+    for name in _ENGINE_FIELDS:
+        if body.get(name) is not None:
+            raise invalid(f"{name} is for the server's own use; leave it out", name)
+    for name, why in _SERVER_FIELDS.items():
+        if body.get(name) is not None:
+            raise invalid(f"{name} cannot be set: {why}", name)
+    extra = body.get(_ARGS_FIELD)
+    if extra is None:
+        return
+    if not isinstance(extra, dict):
+        raise invalid(f"{_ARGS_FIELD} must be an object, got {shown(extra)}", _ARGS_FIELD)
+    for key in extra:
+        if key.lower().startswith(_RESERVED_ARGS_PREFIX) or key in _ENGINE_FIELDS:
+            raise invalid(
+                f"{_ARGS_FIELD} must not have the key {shown(key)}: it is for the server's own use",
+                _ARGS_FIELD,
+            )
+
+
+def _refusal(error: ValidationError, body: dict[str, Any]) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = str(first["loc"][0])
+    got = shown(body[name]) if name in body else "nothing"
+    return invalid(f"{name} must be {_ALLOWED[name]}, got {got}", name)
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise invalid(
+            f"messages must be a list of at least one message, got {shown(messages)}", "messages"
+        )
+    if len(messages) > MAX_MESSAGES:
+        raise invalid(
+            f"messages must be at most {MAX_MESSAGES} messages, got {len(messages)}", "messages"
+        )
+    for index, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str) or not role:
+            raise invalid(
+                f"messages[{index}] must be an object with a role, which is a string", "messages"
+            )
+    _check_parts(messages, "messages")
+
+
+def _check_parts(messages: list[dict[str, Any]], name: str) -> None:
+    contents = [message.get("content") for message in messages]
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    if parts > MAX_CONTENT_PARTS:
+        raise invalid(
+            f"{name} must have at most {MAX_CONTENT_PARTS} content parts together, got {parts}",
+            name,
+        )
+
+
+def _check_response(body: dict[str, Any]) -> None:
+    for name, why in _NOT_KEPT.items():
+        if body.get(name):
+            raise invalid(f"{name} is not supported: {why}", name)
+    given = body.get("input")
+    if isinstance(given, str):
+        return
+    if not isinstance(given, list) or not given or not all(isinstance(i, dict) for i in given):
+        raise invalid(
+            f"input must be a string or a list of at least one object, got {shown(given)}", "input"
+        )
+    if len(given) > MAX_MESSAGES:
+        raise invalid(f"input must be at most {MAX_MESSAGES} items, got {len(given)}", "input")
+    _check_parts(given, "input")
+
+
+def _check_embeddings(body: dict[str, Any]) -> None:
+    if body.get("input") is None and body.get("messages") is not None:
+        _check_messages(body["messages"])
+    else:
+        _check_prompt(body.get("input"), "input", MAX_INPUTS)
+
+
+def _check_tokenize(body: dict[str, Any]) -> None:
+    if body.get("prompt") is None:
+        _check_messages(body.get("messages"))
+    elif not isinstance(body["prompt"], str):
+        raise invalid(f"prompt must be a string, got {shown(body['prompt'])}", "prompt")
+
+
+def _check_detokenize(body: dict[str, Any]) -> None:
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list) or (tokens and not _are_token_ids(tokens)):
+        raise invalid(
+            f"tokens must be a list of token ids (integers from 0 to {MAX_TOKENS})", "tokens"
+        )
+
+
+_FIELDS: dict[Endpoint, type[_Any]] = {
+    "embeddings": _Embed,
+    "tokenize": _Tokens,
+    "detokenize": _Tokens,
+}
+_CHECKS: dict[Endpoint, Callable[[dict[str, Any]], None]] = {
+    "chat": lambda body: _check_messages(body.get("messages")),
+    "completions": lambda body: _check_prompt(body.get("prompt"), "prompt", MAX_PROMPTS),
+    "responses": _check_response,
+    "embeddings": _check_embeddings,
+    "tokenize": _check_tokenize,
+    "detokenize": _check_detokenize,
+}
+
+
+def _check_prompt(prompt: Any, name: str, most: int) -> None:
+    """A prompt is text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return
+    if isinstance(prompt, list) and prompt:
+        if isinstance(prompt[0], int):
+            if _are_token_ids(prompt):
+                return
+        elif len(prompt) > most:
+            raise invalid(f"{name} must be at most {most} {name}s, got {len(prompt)}", name)
+        elif all(isinstance(entry, str) for entry in prompt) or all(
+            isinstance(entry, list) and _are_token_ids(entry) for entry in prompt
+        ):
+            return
+    raise invalid(
+        f"{name} must be a string, a list of strings, a list of token ids "
+        f"(integers from 0 to {MAX_TOKENS}) or a list of lists of token ids; none may be an "
+        "empty list",
+        name,
+    )
+
+
+def _are_token_ids(values: list[Any]) -> bool:
+    # There may be millions: built-in functions, and other threads get a turn between the slices.
+    slices = (values[begin : begin + _SLICE] for begin in range(0, len(values), _SLICE))
+    return bool(values) and all(map(_are_few_token_ids, slices))
+
+
+def _are_few_token_ids(values: list[Any]) -> bool:
+    # type() rather than isinstance(): JSON's true is an int to Python.
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKENS

@@ -1,0 +1,253 @@
+"""Streams that flow from a replica to the client without passing through this process.
+
+HAProxy asks a router as ever, and says that it can fetch a stream by itself (:data:`EDGE_HEADER`).
+The answer's head then names the place (:data:`STREAM_HEADER`). Its body is empty and ends with the
+stream: if the client leaves, HAProxy closes that connection, and the call ends as ever. The replica
+reports what it has sent. Where the stream breaks, or cannot be fetched, HAProxy says what the
+client has (:data:`BROKEN_PATH`), and the rest is the answer to that: it comes from another replica
+and passes through this process.
+``deploy/direct/relay.lua`` is the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.answer import Attempt, NobodyTakesError
+from router.errors import ApiError, Reason
+
+EDGE_HEADER: Final = "x-sluice-edge"
+"""Request: ``direct`` where who asks can fetch a stream. Clients cannot send it through HAProxy;
+one that does without HAProxy gets no more than its own stream."""
+
+STREAM_HEADER: Final = "x-sluice-stream"
+"""Response: ``HOST:PORT TICKET`` of a stream to fetch."""
+
+TICKET_HEADER: Final = "x-sluice-ticket"
+BYTES_HEADER: Final = "x-sluice-bytes"
+CREATED_HEADER: Final = "x-sluice-created"
+
+REPORT_S: Final = 10.0
+"""How long HAProxy has to tell what the client has of a stream that broke, seconds."""
+
+UNFETCHED_S: Final = 60.0
+"""For how long streams of a replica go through this process after one could not be fetched."""
+
+MAX_REPORT_BYTES: Final = 8 << 20
+"""Longest report: a stream of 131,072 tokens in chunks of one takes a fifth of it."""
+
+_CHUNK = re.compile(rb"(\d{1,9})((?:,\d{1,10})*);")
+_CREATED = re.compile(r'"created": ?\d{1,20}')
+
+
+class NotReportedError(Exception):
+    """HAProxy does not say what the client has of a stream that broke: nobody takes it any more."""
+
+
+class Got(NamedTuple):
+    """What a client has of a stream.
+
+    Attributes:
+        counts: the output tokens of each chunk.
+        token_ids: in all chunks, as far as the replica tells them.
+        sent_bytes: in all.
+        created: the date in them, as :class:`~router.dispatch.transcript.Transcript` finds it.
+    """
+
+    counts: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    sent_bytes: int
+    created: bytes
+
+
+class DirectAnswer:
+    """A stream that HAProxy fetches, and its rest where it breaks.
+
+    Args:
+        answers: knows those of this process.
+        patience_s: how long its client may take nothing, seconds.
+    """
+
+    def __init__(self, answers: DirectAnswers, patience_s: float) -> None:
+        self._answers = answers
+        self._patience_s = patience_s
+        self._name = self._ticket = ""
+        self._attempt: Attempt | None = None
+        self._got: asyncio.Future[Got] | None = None
+        self._over: asyncio.Future[None] | None = None
+        self._send: Send | None = None
+        self.claimed = False
+        """HAProxy is about to tell that it broke."""
+        self.is_broken = False
+        """HAProxy has told so."""
+        self.tokens = 0
+        """Output tokens that the client has of a stream that broke."""
+
+    def patience_s(self, replica_id: str | None) -> float | None:
+        """How long the client may take nothing, seconds; ``None`` where streams of this replica
+        cannot be fetched, as far as is known."""
+        return self._patience_s if self._answers.possible(replica_id) else None
+
+    def began(self, attempt: Attempt) -> None:
+        """HAProxy is told where to fetch the stream of an attempt."""
+        loop = asyncio.get_running_loop()
+        self._ticket = attempt.head.fetch.rpartition(" ")[2]
+        self._name = self._ticket.partition(".")[0]
+        self._attempt = attempt
+        self._got, self._over = loop.create_future(), loop.create_future()
+        self._answers.expect(self._name, self)
+
+    async def broken(self) -> Got:
+        """What the client has of the stream, which broke.
+
+        Raises:
+            NotReportedError: nobody says it.
+        """
+        assert self._got is not None and self._attempt is not None
+        try:
+            async with asyncio.timeout(REPORT_S):
+                got = await asyncio.shield(self._got)
+        except TimeoutError:
+            raise NotReportedError from None
+        self.is_broken, self.tokens = True, sum(got.counts)
+        if not got.counts:
+            self._answers.unfetched(self._attempt.head.replica_id)
+        return got
+
+    async def send(self, data: bytes) -> None:
+        """Hand on more of a stream that broke."""
+        assert self._send is not None
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, last: bytes) -> None:
+        """There is no more than ``last``, which is empty unless the stream broke."""
+        if self._send is not None:
+            await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def close(self) -> None:
+        """Nothing more comes. Idempotent."""
+        self._answers.forget(self._name)
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
+
+    def opens(self, ticket: str) -> bool:
+        """Whether ``ticket`` is that of the stream, of which nobody has told yet that it broke."""
+        same = hmac.compare_digest(self._ticket.encode(), ticket.encode())
+        return same and not self.claimed
+
+    async def report(self, got: Got, send: Send) -> None:
+        """HAProxy tells of a break, and takes the rest by ``send``. Returns when it has it."""
+        assert self._got is not None and self._over is not None and self._attempt is not None
+        self._send = send
+        headers = [(b"transfer-encoding", b"chunked")]  # so that a rest that is cut looks so
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._got.set_result(got)
+        # Where the attempt has not failed: the connection between HAProxy and the replica has.
+        self._attempt.give_up(NobodyTakesError())
+        await asyncio.shield(self._over)
+
+
+class DirectAnswers:
+    """Those of a router's process, by the names of their tickets.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._answers: dict[str, DirectAnswer] = {}
+        self._unfetched: dict[str, float] = {}
+
+    def possible(self, replica_id: str | None) -> bool:
+        """Whether streams of a replica can be fetched, as far as is known."""
+        if replica_id is None or replica_id not in self._unfetched:
+            return True
+        if self._clock() < self._unfetched[replica_id]:
+            return False
+        del self._unfetched[replica_id]
+        return True
+
+    def unfetched(self, replica_id: str) -> None:
+        """A stream of this replica could not be fetched."""
+        now_s = self._clock()
+        kept = {name: until_s for name, until_s in self._unfetched.items() if now_s < until_s}
+        self._unfetched = {**kept, replica_id: now_s + UNFETCHED_S}
+
+    def expect(self, name: str, answer: DirectAnswer) -> None:
+        """HAProxy has the ticket of this name."""
+        self._answers[name] = answer
+
+    def forget(self, name: str) -> None:
+        """The ticket is void. Unknown ones are ignored."""
+        self._answers.pop(name, None)
+
+    async def broken(self, request: Request) -> Response:
+        """HAProxy tells of a break.
+
+        Raises:
+            ApiError: 404, the ticket is unknown. 400, the report is malformed. 413, it is too long.
+        """
+        ticket = request.headers.get(TICKET_HEADER, "")
+        name = ticket.partition(".")[0]
+        if name not in self._answers or not self._answers[name].opens(ticket):
+            raise ApiError(Reason.NOT_FOUND, "There is no such stream.")
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_REPORT_BYTES:
+                raise ApiError(Reason.TOO_LARGE, "The report is too long.")
+        got = parse_report(bytes(body), request.headers)
+        # It may be over by now.
+        answer = self._answers.get(name)
+        if answer is None or not answer.opens(ticket):
+            raise ApiError(Reason.NOT_FOUND, "There is no such stream.")
+        answer.claimed = True
+        return _Rest(answer, got)
+
+
+class _Rest(Response):
+    """The rest of a stream that broke."""
+
+    def __init__(self, answer: DirectAnswer, got: Got) -> None:
+        self._answer = answer
+        self._got = got
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer over ASGI."""
+        await self._answer.report(self._got, send)
+
+
+def parse_report(body: bytes, headers: Mapping[str, str]) -> Got:
+    """A report of a break.
+
+    Raises:
+        ApiError: 400, it is malformed.
+    """
+    sent_bytes, created = headers.get(BYTES_HEADER, ""), headers.get(CREATED_HEADER, "")
+    if not re.fullmatch(r"\d{1,15}", sent_bytes, re.ASCII):
+        raise ApiError(Reason.INVALID_VALUE, f"{BYTES_HEADER} must be a number.")
+    if created and not _CREATED.fullmatch(created):
+        raise ApiError(Reason.INVALID_VALUE, f"{CREATED_HEADER} must be a date as in an event.")
+    counts: list[int] = []
+    token_ids: list[int] = []
+    end = 0
+    while found := _CHUNK.match(body, end):
+        ids = [int(token) for token in found[2].split(b",")[1:]]
+        if len(ids) not in (0, int(found[1])) or max(ids, default=0) >= 1 << 32:
+            break
+        counts.append(int(found[1]))
+        token_ids += ids
+        end = found.end()
+    if end != len(body):
+        raise ApiError(Reason.INVALID_VALUE, "The report must be chunks: TOKENS[,TOKEN ...];")
+    return Got(tuple(counts), tuple(token_ids), int(sent_bytes), created.encode())

@@ -1,0 +1,256 @@
+"""Serve's request router for the replicas: it sends a request where the controller said.
+
+The decision is made elsewhere; this only maps a hint to a replica of Serve. Delivery, rejection by
+a full replica, draining and the death of replicas stay Serve's.
+
+Serve builds one of these in every process that holds a handle to the replicas, from a pickle that
+holds this module by value: globals here would be copies, and a class defined here another class
+than the one that is imported elsewhere. So all that is shared is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from ray.serve._private.common import ReplicaID
+from ray.serve._private.request_router.common import PendingRequest
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve._private.request_router.replica_wrapper import RunningReplica
+
+from controller.client import ControllerClient, fleet_name
+from controller.config import ControllerConfig
+from replica.engine import EngineRequest
+from router import wire
+from router.serve import choices
+from router.serve.hint import NO_REPLICA_WAIT_S, DrainedError, Hint, NoReplicaError
+
+_log = logging.getLogger(__name__)
+
+
+class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
+    """Hint first, power of two choices otherwise.
+
+    - The hinted replica is taken at once, outside Serve's queue of pending requests, so that a full
+      replica delays nobody else's request. A replica that rejects a request for being full sends it
+      through Serve's queue, to any other.
+    - Without a hint, or with one that names no running replica, it is Serve's own choice.
+    - A replica that an operator has closed is chosen by a hint only. Where there are closed ones
+      and no hint, it is the least loaded of the others by this process's count, and where there are
+      no others the request fails. The same holds for one that is quarantined as long as there are
+      others.
+    - Where there is no replica at all requests wait for a while, counted from when the last one
+      went, and then they fail. Where the model has other pools of replicas they also fail where all
+      here have failed them already.
+    - Replicas that leave or die are told to the controller.
+
+    ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and,
+    if wanted, ``key`` (of the model, where the application has several), ``no_replica_wait_s`` and
+    ``other_pools``.
+    """
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Called by Serve once, with ``request_router_kwargs``, on the router's event loop."""
+        self._by_unique_id: dict[str, RunningReplica] = {}
+        self._probed: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._no_replica_wait_s = float(kwargs.get("no_replica_wait_s", NO_REPLICA_WAIT_S))
+        self._other_pools = bool(kwargs.get("other_pools"))
+        self._changed = asyncio.Event()
+        self._none_since_s = asyncio.get_running_loop().time()
+        # Now and not when it is first needed: an old process must not look after the controller
+        # when a newer version has replaced it. In a thread, because it blocks.
+        self._client = asyncio.ensure_future(
+            asyncio.to_thread(
+                ControllerClient,
+                fleet_name(self.app_name, kwargs.get("key")),
+                ControllerConfig.model_validate(kwargs["controller"]),
+            )
+        )
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Ranks of candidates: the hinted replica, then Serve's own two."""
+        others: list[list[RunningReplica]] = await super().choose_replicas(
+            candidate_replicas, pending_request
+        )
+        hint = _hint_of(pending_request)
+        shunned = self._shunned(hint)
+        if shunned:
+            open_ = [_but(shunned, rank) for rank in others]
+            rest = self._least_loaded_but(shunned)
+            others = [*filter(None, open_), *([[rest]] if rest is not None else [])]
+        hinted = self._hinted(hint)
+        return others if hinted is None else [[hinted], *others]
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Serve asks for the replica of a request. Everything unexpected ends in Serve's own way:
+        an exception here would fail the request."""
+        chosen = await self._choice_for(pending_request, is_retry)
+        request = pending_request.args[0] if pending_request.args else None
+        if isinstance(request, EngineRequest):
+            # By its module: the object itself would be pickled with this class, and be another one.
+            choices.CHOICES.made(request.request_id, chosen.replica_id.unique_id)
+        return chosen
+
+    async def _choice_for(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica:
+        """The replica of a request.
+
+        Raises:
+            NoReplicaError: there is none for it.
+        """
+        if not self._by_unique_id:
+            await self._wait_for_replica()
+        hint = _hint_of(pending_request)
+        if not is_retry:
+            hinted = self._hinted(hint)
+            if hinted is not None:
+                return hinted
+        if hint.closed and self._least_loaded_but(hint.closed) is None:
+            raise DrainedError("Every replica is drained.")
+        tried = (*hint.avoid, *self._shunned(hint))
+        if self._other_pools and self._least_loaded_but(tried) is None:
+            raise NoReplicaError("Every replica of this pool has failed the request.")
+        choice = super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        return await self._while_there_are_replicas(choice)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve's list of running replicas changed; draining ones are no longer in it."""
+        before = set(self._by_unique_id)
+        super().update_replicas(replicas)
+        self._by_unique_id = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._note_change(len(before))
+        self._report_gone(sorted(before - set(self._by_unique_id)))
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A call or a probe found the replica dead."""
+        super().on_replica_actor_died(replica_id)
+        if self._by_unique_id.pop(replica_id.unique_id, None) is not None:
+            self._note_change(len(self._by_unique_id) + 1)
+            self._report_gone([replica_id.unique_id])
+
+    def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
+        """A call could not reach the replica. Over gRPC a dead one looks the same, so ask Ray,
+        which can tell; the probe calls :meth:`on_replica_actor_died`."""
+        super().on_replica_actor_unavailable(replica_id)
+        replica = self._by_unique_id.get(replica_id.unique_id)
+        if replica is not None and replica_id.unique_id not in self._probed:
+            self._probed.add(replica_id.unique_id)
+            self._start(self._probe(replica))
+
+    def _hinted(self, hint: Hint) -> RunningReplica | None:
+        hinted = self._by_unique_id.get(hint.target) if hint.target is not None else None
+        shunned = self._shunned(hint)
+        if hinted is not None or not (hint.avoid or shunned):
+            return hinted
+        others = self._least_loaded_but((*hint.avoid, *shunned))
+        if others is not None or self._other_pools:
+            return others
+        # One that has just failed the request is better than one that gets none.
+        return self._least_loaded_but(shunned) if shunned else None
+
+    def _shunned(self, hint: Hint) -> tuple[str, ...]:
+        """The replicas that get requests by a target only: the closed ones, and as long as others
+        are left the quarantined ones."""
+        both = (*hint.closed, *hint.quarantined)
+        if hint.quarantined and self._least_loaded_but(both) is None:
+            return hint.closed
+        return both
+
+    def _least_loaded_but(self, avoid: Sequence[str]) -> RunningReplica | None:
+        """By this process's own count. ``O(replicas)``, on retries and while any is closed."""
+        rest = [replica for name, replica in self._by_unique_id.items() if name not in avoid]
+        cache = self.replica_queue_len_cache
+        return min(rest, key=lambda replica: cache.get(replica.replica_id) or 0, default=None)
+
+    async def _wait_for_replica(self) -> None:
+        """Return when there is a replica.
+
+        Raises:
+            NoReplicaError: there has been none for too long.
+        """
+        try:
+            while not self._by_unique_id:
+                async with asyncio.timeout_at(self._none_since_s + self._no_replica_wait_s):
+                    await self._changed.wait()
+        except TimeoutError:
+            raise NoReplicaError(
+                f"There has been no replica for {self._no_replica_wait_s:g} seconds."
+            ) from None
+
+    async def _while_there_are_replicas(
+        self, choice: Coroutine[Any, Any, RunningReplica]
+    ) -> RunningReplica:
+        """Serve's own choice, which would wait for ever once the last replica has died.
+
+        Raises:
+            NoReplicaError: there was none for too long.
+        """
+        chosen = asyncio.ensure_future(choice)
+        given_up = asyncio.ensure_future(self._until_none_appears())
+        try:
+            await asyncio.wait((chosen, given_up), return_when=asyncio.FIRST_COMPLETED)
+            if not chosen.done():
+                given_up.result()
+            return await chosen
+        finally:
+            chosen.cancel()
+            given_up.cancel()
+
+    async def _until_none_appears(self) -> None:
+        """Watch the replicas.
+
+        Raises:
+            NoReplicaError: there was none for too long.
+        """
+        while True:
+            await self._wait_for_replica()
+            await self._changed.wait()
+
+    def _note_change(self, before: int) -> None:
+        """Wake who waits for other replicas. There were so many ``before``."""
+        if before and not self._by_unique_id:
+            self._none_since_s = asyncio.get_running_loop().time()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _probe(self, replica: RunningReplica) -> None:
+        try:
+            await self._probe_queue_lens([replica], 0)
+        finally:
+            self._probed.discard(replica.replica_id.unique_id)
+
+    async def _tell_gone(self, unique_ids: Sequence[str]) -> None:
+        (await asyncio.shield(self._client)).replica_gone(unique_ids)
+
+    def _report_gone(self, unique_ids: Sequence[str]) -> None:
+        if unique_ids:
+            self._start(self._tell_gone(unique_ids))
+
+    def _start(self, work: Any) -> None:
+        """Run ``work`` beside everything else; a failure is logged and changes nothing."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.warning("a notice of the request router failed", exc_info=task.exception())
+
+
+def _hint_of(pending_request: PendingRequest | None) -> Hint:
+    if pending_request is None:
+        return Hint()
+    return Hint.parse(pending_request.kwargs.get(wire.TARGET_KWARG))
+
+
+def _but(closed: Sequence[str], rank: Sequence[RunningReplica]) -> list[RunningReplica]:
+    return [replica for replica in rank if replica.replica_id.unique_id not in closed]

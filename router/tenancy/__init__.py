@@ -1,0 +1,1 @@
+"""API keys, and the limits and rate limits of each tenant."""
