@@ -131,7 +131,7 @@ class SpeculatingEngine(OneEngine):
             "enable_prefix_caching": False,
             "enforce_eager": True,
             "distributed_executor_backend": "uni",
-            "worker_cls": "replica.vllm.cpu_worker.MendedCpuWorker",
+            "worker_cls": "replica.vllm.cpu_worker.PatchedCpuWorker",
         }
         self._llm = LLM(
             model=str(model),

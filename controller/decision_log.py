@@ -18,8 +18,8 @@ from controller.endings import Endings
 from scheduling.admission.base import Promises
 from scheduling.admission.constraint import Constraint
 from scheduling.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
-from scheduling.pairs import Second
-from scheduling.placement import Weighed
+from scheduling.pairs import DecodeChoice
+from scheduling.placement import DecisionInputs
 from scheduling.routing.base import RoutingPolicy
 
 DECISIONS = 256
@@ -60,10 +60,10 @@ class Entry(NamedTuple):
     decided_s: float
     took_s: float
     asked: int
-    weighed: Weighed | None
+    weighed: DecisionInputs | None
 
 
-_Fields = tuple[RouteQuery, RouteDecision, float, float, int, Weighed | None]
+_Fields = tuple[RouteQuery, RouteDecision, float, float, int, DecisionInputs | None]
 """Those of an :class:`Entry`."""
 
 
@@ -84,14 +84,14 @@ class DecisionLog:
         # The fields of entries by key, the latest last, and up to twice as many as are wanted.
         # Bare tuples and a bare dict, because decisions wait for this.
         self._entries: dict[int, _Fields] = {}
-        self._weighed: Weighed | None = None
+        self._weighed: DecisionInputs | None = None
         self.endings = Endings()
         """How the requests ended."""
 
     def __len__(self) -> int:
         return min(self._limit, len(self._entries))
 
-    def weigh(self, weighed: Weighed) -> None:
+    def weigh(self, weighed: DecisionInputs) -> None:
         """What the decision under way is made from; :meth:`note` follows."""
         self._weighed = weighed
 
@@ -244,7 +244,9 @@ class DecisionLog:
             first = cannot
         return f"{first}: served as best effort, where least work is ahead."
 
-    def _compare(self, told: dict[str, Any], decision: RouteDecision, weighed: Weighed) -> None:
+    def _compare(
+        self, told: dict[str, Any], decision: RouteDecision, weighed: DecisionInputs
+    ) -> None:
         """Add the chosen replica and the best of the others, each with its figures."""
         job, promises = weighed.job, weighed.promises
         names = [weighed.ids[row] for row in job.rows.tolist()]
@@ -265,7 +267,7 @@ class DecisionLog:
         if chosen is not None:
             told["chosen"] = _figures(weighed, names, chosen)
 
-    def _second(self, weighed: Weighed, second: Second) -> dict[str, Any]:
+    def _second(self, weighed: DecisionInputs, second: DecodeChoice) -> dict[str, Any]:
         """Who would go on if one of the replicas computes the prompt only, and the best of the
         others, each with its figures."""
         job, promises = second.job, second.promises
@@ -288,7 +290,7 @@ class DecisionLog:
             "others_left_out": len(names) - len(places) - 1,
         }
 
-    def _why_not(self, decision: RouteDecision, weighed: Weighed, place: int) -> str:
+    def _why_not(self, decision: RouteDecision, weighed: DecisionInputs, place: int) -> str:
         if _is_trial(decision, weighed):
             return _TRIAL
         if decision.tier is Tier.BEST_EFFORT:
@@ -318,7 +320,7 @@ def _not_guaranteed(entry: Entry) -> str | None:
     return Constraint(promises.binds[promises.wait_s.argmin()]).name.lower()
 
 
-def _constraints(weighed: Weighed | None) -> dict[str, int]:
+def _constraints(weighed: DecisionInputs | None) -> dict[str, int]:
     """At how many replicas each constraint forbade a promise."""
     if weighed is None or weighed.promises is None:
         return {}
@@ -327,7 +329,7 @@ def _constraints(weighed: Weighed | None) -> dict[str, int]:
     return {Constraint(bound).name.lower(): count for bound, count in found.most_common()}
 
 
-def _bound(weighed: Weighed) -> str:
+def _bound(weighed: DecisionInputs) -> str:
     """What forbade it, in brackets: of one constraint its name, of several at how many replicas."""
     found = [
         (_CONSTRAINTS[Constraint[name.upper()]], n) for name, n in _constraints(weighed).items()
@@ -343,7 +345,7 @@ def _cannot(promises: Promises | None, place: int) -> str:
     return f"{_CANNOT}: {_CONSTRAINTS[Constraint(promises.binds[place])]}"
 
 
-def _is_trial(decision: RouteDecision, weighed: Weighed) -> bool:
+def _is_trial(decision: RouteDecision, weighed: DecisionInputs) -> bool:
     """Whether the request goes to a replica in quarantine, to see what becomes of it."""
     tried = {weighed.ids[row] for row in weighed.untried}
     return bool(tried & {decision.replica_id, decision.prefill_id})
@@ -354,7 +356,7 @@ def _moved(replica_id: str) -> str:
     return f"Its first token was going to be late at {replica_id}. " if replica_id else ""
 
 
-def _able(weighed: Weighed | None) -> int | None:
+def _able(weighed: DecisionInputs | None) -> int | None:
     return None if weighed is None else _count(weighed.promises)
 
 
@@ -363,7 +365,7 @@ def _count(promises: Promises | None) -> int | None:
     return None if promises is None else int(promises.holds.sum())
 
 
-def _figures(weighed: Weighed, names: list[str], place: int) -> dict[str, Any]:
+def _figures(weighed: DecisionInputs, names: list[str], place: int) -> dict[str, Any]:
     """What was known of the replica at a place."""
     job, promises, ahead_s = weighed.job, weighed.promises, weighed.ahead_s
     return {

@@ -21,18 +21,18 @@ from starlette.routing import Route
 from replica.engine import Endpoint
 from router import wire
 from router.admin.api import admin_routes
-from router.admin.overseer import Overseer
 from router.admin.page import page_routes
+from router.admin.service import AdminService
 from router.batches.service import batch_routes
 from router.config import RouterConfig
-from router.dispatch.exchange import Exchange
-from router.dispatch.models import Fleets
+from router.dispatch.models import ModelRegistry
+from router.dispatch.response import CallResponse
 from router.errors import ApiError, Reason, shown
 from router.ingress.access import METRICS_PATH, OPEN_PATH, ROOT_PATH, Access
 from router.ingress.admin_access import PAGE_PATH
 from router.ingress.cors import Cors
 from router.ingress.load_shedding import Pause, Shedder
-from router.ingress.middleware import Gate
+from router.ingress.middleware import IngressMiddleware
 from router.metrics.page import Page
 from router.metrics.telemetry import Telemetry
 from router.openapi import PATH, document
@@ -49,13 +49,13 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 def make_api(
     config: RouterConfig,
-    fleets: Fleets,
+    fleets: ModelRegistry,
     page: Page,
     lifespan: Lifespan | None = None,
     unix_clock: Callable[[], float] = time.time,
     share: Share | None = None,
     telemetry: Telemetry | None = None,
-    overseer: Overseer | None = None,
+    admin_service: AdminService | None = None,
     shedder: Shedder | None = None,
     pause: Pause = asyncio.sleep,
 ) -> FastAPI:
@@ -65,7 +65,7 @@ def make_api(
         shedder: turns requests away; by default it goes by the delay of the event loop.
         pause: waits for that many seconds, as refusals do.
         share: the way to the other routers' use of rate limits.
-        overseer: the way to the controllers, for the admin API; without it there is none.
+        admin_service: the way to the controllers, for the admin API; without it there is none.
         unix_clock: Unix seconds, which files and batches expire by.
         telemetry: logs and traces requests; by default it logs them all.
 
@@ -112,7 +112,7 @@ def make_api(
         direct = None
         if request.headers.get(EDGE_HEADER) == "direct" and call.service_tier is None:
             direct = DirectAnswer(answers, config.stalled_reader_s)
-        return Exchange(
+        return CallResponse(
             call, fleet.dispatcher, fleet.metrics, telemetry, config.stalled_reader_s, direct
         )
 
@@ -140,7 +140,7 @@ def make_api(
     async def broken(request: Request) -> Response:
         return await answers.broken(request)
 
-    has_page = access.admin.on and overseer is not None
+    has_page = access.admin.on and admin_service is not None
 
     @api.get(ROOT_PATH)
     async def root() -> dict[str, Any]:
@@ -169,13 +169,13 @@ def make_api(
         return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     api.include_router(APIRouter(lifespan=_running(access.watch, limiter.run, shedder.watch)))
-    if access.admin.on and overseer is not None:
-        api.include_router(admin_routes(overseer))
+    if access.admin.on and admin_service is not None:
+        api.include_router(admin_routes(admin_service))
         api.include_router(page_routes())
     api.include_router(batch_routes(config, fleets, access.api, limiter, unix_clock, telemetry))
     _add_error_handlers(api)
     api.add_middleware(
-        Gate,
+        IngressMiddleware,
         config=config,
         metrics=metrics,
         access=access,

@@ -14,12 +14,12 @@ from ray.serve.handle import DeploymentHandle
 from controller.client import ControllerClient, fleet_name
 from controller.config import ControllerConfig
 from controller.metrics import MetricsPusher
-from router.admin.overseer import Overseer
+from router.admin.service import AdminService
 from router.api import make_api
 from router.config import RouterConfig
 from router.dispatch.catalog import Catalog
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.models import Fleet, Fleets
+from router.dispatch.models import Model, ModelRegistry
 from router.metrics.instruments import RouterMetrics
 from router.metrics.page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
 from router.metrics.telemetry import Telemetry
@@ -67,7 +67,7 @@ class _Part:
         serve_replicas = ServeReplicas(
             pools, lambda: self.client.closed, lambda: self.client.quarantined, metrics.sent
         )
-        self.fleet = Fleet(
+        self.fleet = Model(
             model.name,
             Dispatcher(self.client, serve_replicas, metrics, config),
             Catalog(serve_replicas),
@@ -128,12 +128,12 @@ class Router:
             if tracer is not None:
                 await asyncio.to_thread(tracer.shutdown)
 
-        fleets = Fleets([part.fleet for part in parts], edge)
+        fleets = ModelRegistry([part.fleet for part in parts], edge)
         told = Telemetry(telemetry.logs, tracer)
-        overseer = Overseer({part.fleet.model: part.client for part in parts})
+        admin_service = AdminService({part.fleet.model: part.client for part in parts})
         share = parts[0].client.share_quotas
         self._api = make_api(
-            config, fleets, page, lifespan, share=share, telemetry=told, overseer=overseer
+            config, fleets, page, lifespan, share=share, telemetry=told, admin_service=admin_service
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -14,7 +14,7 @@ HANDOVER_STEPS = 2.0
 under way, and the first of its own."""
 
 
-class Second(NamedTuple):
+class DecodeChoice(NamedTuple):
     """The replica that would go on with a request whose prompt another one computes.
 
     Attributes:
@@ -58,7 +58,7 @@ class Second(NamedTuple):
         return self.promises.binds[self.promises.wait_s.argmin()]  # type: ignore[no-any-return]
 
 
-def together(job: Job, promises: Promises, second: Second) -> Promises:
+def together(job: Job, promises: Promises, second: DecodeChoice) -> Promises:
     """What is promised to the client, where ``promises`` are those of the replicas that begin: of a
     pair what both can, and times up to the first token."""
     holds, wait_s, binds = promises.holds, promises.wait_s, promises.binds

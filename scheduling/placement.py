@@ -34,7 +34,7 @@ from scheduling.ledger import Reservation
 from scheduling.objective import SLO
 from scheduling.output_lengths import OutputLength, OutputLengths
 from scheduling.pacing import shared_out
-from scheduling.pairs import HANDOVER_STEPS, Second, together
+from scheduling.pairs import HANDOVER_STEPS, DecodeChoice, together
 from scheduling.retry_after import RetryAfter
 from scheduling.roles import ROLES
 from scheduling.routing.base import RoutingPolicy
@@ -44,7 +44,7 @@ MOST_AWAITED_S = 600.0
 """Longest time for which a reservation waits for another replica to compute the prompt, seconds."""
 
 
-class Weighed(NamedTuple):
+class DecisionInputs(NamedTuple):
     """What a decision was made from. Nothing in it changes later, so it may be kept.
 
     Attributes:
@@ -64,11 +64,11 @@ class Weighed(NamedTuple):
     known: int
     promises: Promises | None
     ahead_s: Floats | None
-    second: Second | None = None
+    second: DecodeChoice | None = None
     untried: frozenset[int] = frozenset()
 
 
-Witness = Callable[[Weighed], None]
+Witness = Callable[[DecisionInputs], None]
 
 
 class Placer:
@@ -159,7 +159,7 @@ class Placer:
         if wanted is not None:
             planned = self._plan(stated, now_s)
             query = self._shared_out(query, planned, rows)
-        second: Second | None = None
+        second: DecodeChoice | None = None
         if fleet.has_roles:
             rows, seconds = self._by_role(query, rows)
             if seconds is not None:
@@ -214,7 +214,7 @@ class Placer:
 
     def _second(
         self, query: RouteQuery, rows: Ints, now_s: float, admission: AdmissionPolicy | None
-    ) -> Second:
+    ) -> DecodeChoice:
         """Who would go on, of ``rows``."""
         fleet = self._fleet
         job = self._job(query, rows, now_s, moved=True)
@@ -230,12 +230,12 @@ class Placer:
         figures = fleet.figures[able.rows[chosen]]
         step_s = figures[FIXED_S] + figures[DECODE_S] + able.work_s[chosen]
         handover_s = fleet.transfer.seconds(query.prompt_tokens) + HANDOVER_STEPS * step_s
-        return Second(job, promises, int(places[chosen]), float(handover_s))
+        return DecodeChoice(job, promises, int(places[chosen]), float(handover_s))
 
     def _decide(
         self,
         job: Job,
-        second: Second | None,
+        second: DecodeChoice | None,
         admission: AdmissionPolicy | None,
         stated: SLO,
         planned: SLO,
@@ -251,7 +251,7 @@ class Placer:
     def _promise(
         self,
         job: Job,
-        second: Second | None,
+        second: DecodeChoice | None,
         admission: AdmissionPolicy,
         stated: SLO,
         planned: SLO,
@@ -316,7 +316,7 @@ class Placer:
         self,
         job: Job,
         promises: Promises,
-        second: Second | None,
+        second: DecodeChoice | None,
         admission: AdmissionPolicy,
         reserve_tokens: float,
     ) -> Promises:
@@ -333,7 +333,7 @@ class Placer:
         self,
         job: Job,
         promises: Promises,
-        second: Second | None,
+        second: DecodeChoice | None,
         over_share: bool = False,
     ) -> RouteDecision:
         query, wait_s = job.query, float(promises.wait_s.min())
@@ -358,7 +358,7 @@ class Placer:
         return decision._replace(retry_after_s=told_s, room_s=room_s)
 
     def _best_effort(
-        self, job: Job, second: Second | None, promises: Promises | None = None
+        self, job: Job, second: DecodeChoice | None, promises: Promises | None = None
     ) -> RouteDecision:
         ahead_s = self._ahead_s(job)
         self._tell(job, promises, ahead_s, second)
@@ -376,12 +376,16 @@ class Placer:
         return ahead_s
 
     def _tell(
-        self, job: Job, promises: Promises | None, ahead_s: Floats | None, second: Second | None
+        self,
+        job: Job,
+        promises: Promises | None,
+        ahead_s: Floats | None,
+        second: DecodeChoice | None,
     ) -> None:
         if self._witness is not None:
             fleet = self._fleet
             ids, untried = fleet.ids, fleet.untried
-            self._witness(Weighed(job, ids, len(fleet), promises, ahead_s, second, untried))
+            self._witness(DecisionInputs(job, ids, len(fleet), promises, ahead_s, second, untried))
 
     def _choose(self, job: Job) -> int:
         chosen = self._untried(job)
@@ -409,7 +413,7 @@ class Placer:
         query: RouteQuery,
         rows: Ints,
         now_s: float,
-        second: Second | None = None,
+        second: DecodeChoice | None = None,
         moved: bool = False,
     ) -> Job:
         """The query on ``rows``, of which the prefill replicas would compute its prompt for
@@ -433,7 +437,7 @@ class Placer:
         self,
         job: Job,
         chosen: int,
-        second: Second | None,
+        second: DecodeChoice | None,
         tier: Tier | None = None,
         ttft_s: float | None = None,
     ) -> RouteDecision:

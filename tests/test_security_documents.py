@@ -11,7 +11,7 @@ from router.config import RouterConfig
 from router.request.token_limits import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
 from router.tenancy.auth import POLL_S
 from router.tenancy.keys import WEAK_CHARACTERS, ApiKey, client_of, parse_keys
-from router.tenancy.limits import Caps, Client
+from router.tenancy.limits import Client, TenantLimits
 from router.tenancy.rate_limits import EXCHANGE_S, RateLimiter
 from tests.documents import ROOT, marked, section
 
@@ -50,12 +50,12 @@ def test_the_figures_are_those_of_the_code() -> None:
     assert f"{UNSTATED_OUTPUT_TOKENS} where nothing says how many" in text
     assert f"a token for each {CHARACTERS_PER_TOKEN} characters" in text
     assert EXCHANGE_S == 1 and "through the controller once a second" in text
-    assert Caps().burst_s == 60 and "a minute's by default" in text
+    assert TenantLimits().burst_s == 60 and "a minute's by default" in text
 
 
 def test_the_headers_of_rate_limits_are_those_that_are_sent() -> None:
     documented = re.findall(r"`(x-ratelimit-[a-z-]+)`", section(PAGE, "Rate limits"))
-    caps = Caps(requests_per_minute=1, tokens_per_minute=1)
+    caps = TenantLimits(requests_per_minute=1, tokens_per_minute=1)
     sent = RateLimiter().headers(Client("a", "name-a", caps))
     assert sorted(documented) == sorted(name.decode() for name, _ in sent)
 

@@ -31,7 +31,7 @@ from replica.vllm.support import UnsupportedVllmError
 _CONSTRAIN = getattr(rejection_sampler, "apply_sampling_constraints", None)
 
 
-class MendedCpuWorker(CPUWorker):
+class PatchedCpuWorker(CPUWorker):
     """Draws from a request's own generator only where the token counts, and with its temperature.
 
     vLLM loads it in every process that computes, by its argument ``worker_cls``.

@@ -318,7 +318,7 @@ def _cpu_defaults(given: dict[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "enforce-eager": True,
         "kv-cache-memory-bytes": _CPU_KV_BYTES,
-        "worker-cls": "replica.vllm.cpu_worker.MendedCpuWorker",
+        "worker-cls": "replica.vllm.cpu_worker.PatchedCpuWorker",
     }
     if _ranks(given) == 1:
         defaults["distributed-executor-backend"] = "uni"

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
-from router.admin.overseer import FEW_DECISIONS, FORCE, MAX_DECISIONS, Overseer
+from router.admin.service import FEW_DECISIONS, FORCE, MAX_DECISIONS, AdminService
 from router.errors import invalid, shown
 from router.ingress.admin_access import ADMIN_PREFIX
 from router.request.arrival import Arrival
@@ -25,19 +25,19 @@ _log = logging.getLogger(__name__)
 _REPLICA_ID = re.compile(r"[!-~]{1,256}")
 
 
-def admin_routes(overseer: Overseer) -> APIRouter:
+def admin_routes(admin_service: AdminService) -> APIRouter:
     """The endpoints."""
     routes = APIRouter(prefix=f"{ADMIN_PREFIX}v1")
 
     @routes.get("/fleet", response_model=None)
     async def fleet(request: Request) -> JSONResponse:
         _check_parameters(request, ())
-        return _answer(await overseer.fleet())
+        return _answer(await admin_service.fleet())
 
     @routes.get("/decisions", response_model=None)
     async def decisions(request: Request) -> JSONResponse:
         _check_parameters(request, ("limit", "request_id"))
-        found = await overseer.decisions(_limit(request), _request_id(request))
+        found = await admin_service.decisions(_limit(request), _request_id(request))
         return _answer({"decisions": found})
 
     @routes.post("/replicas/{replica_id}/drain", response_model=None)
@@ -54,7 +54,7 @@ def admin_routes(overseer: Overseer) -> APIRouter:
         _check_parameters(request, parameters)
         if not _REPLICA_ID.fullmatch(replica_id):
             raise invalid(f"{shown(replica_id)} is no replica's id", "replica_id")
-        told = await overseer.drain(replica_id, to, _force(request))
+        told = await admin_service.drain(replica_id, to, _force(request))
         arrival: Arrival = request.state.arrival
         _log.warning(
             "replica %s was %s by the admin key %s, with %d requests left",

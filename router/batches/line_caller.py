@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 from replica.engine import Endpoint
 from replica.request_body import RequestBody
 from router.answer import Answer
-from router.batches.lines import Line
+from router.batches.lines import BatchRequest
 from router.batches.metrics import BatchMetrics
 from router.batches.results import Reply
 from router.config import RouterConfig
-from router.dispatch.models import Fleet, Fleets
+from router.dispatch.models import Model, ModelRegistry
 from router.dispatch.service_tier import with_tier
 from router.errors import ApiError, Reason, invalid
 from router.metrics.instruments import Outcome
@@ -58,9 +58,9 @@ _log = logging.getLogger(__name__)
 class Admitted(NamedTuple):
     """A checked line that its client's rates have let in. It is to be run, or dropped."""
 
-    line: Line
+    line: BatchRequest
     call: Call
-    fleet: Fleet
+    fleet: Model
     client: Callable[[], Client]
 
     def drop(self) -> None:
@@ -79,7 +79,7 @@ class LineCaller:
     def __init__(
         self,
         config: RouterConfig,
-        fleets: Fleets,
+        fleets: ModelRegistry,
         limiter: RateLimiter,
         batch_metrics: BatchMetrics,
         pause: Callable[[float], Any] = asyncio.sleep,
@@ -95,7 +95,9 @@ class LineCaller:
         self._pause = pause
         self._telemetry = telemetry or Telemetry()
 
-    async def admit(self, line: Line, url: str, client: Callable[[], Client]) -> Admitted | Reply:
+    async def admit(
+        self, line: BatchRequest, url: str, client: Callable[[], Client]
+    ) -> Admitted | Reply:
         """Wait until ``line`` is let in at the rates of its client, and check it. It counts in
         them once, however often it will be tried.
 
@@ -153,7 +155,7 @@ class LineCaller:
                 return reply
             await self._pause(_pause_s(FAILED_PAUSE_S, failures))
 
-    def _arrival(self, client: Client, line: Line) -> Arrival:
+    def _arrival(self, client: Client, line: BatchRequest) -> Arrival:
         theirs = noted(line.custom_id)
         return Arrival(uuid.uuid4().hex, self._fleets.clock(), client, client_request_id=theirs)
 
@@ -171,10 +173,12 @@ class LineCaller:
         except Exception as error:
             return _failed(error, arrival)
 
-    def _check(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> Call:
+    def _check(self, line: BatchRequest, endpoint: Endpoint, arrival: Arrival) -> Call:
         return self._reader.make(RequestBody.of(line.body), (), endpoint, arrival)
 
-    async def _call(self, line: Line, endpoint: Endpoint, arrival: Arrival) -> tuple[Call, Fleet]:
+    async def _call(
+        self, line: BatchRequest, endpoint: Endpoint, arrival: Arrival
+    ) -> tuple[Call, Model]:
         """The checked call, and who serves it.
 
         Raises:
@@ -196,7 +200,7 @@ class LineCaller:
             raise
         return replace(call, best_effort=True), fleet
 
-    async def _serve(self, call: Call, fleet: Fleet) -> Reply:
+    async def _serve(self, call: Call, fleet: Model) -> Reply:
         """The reply of a replica. It counts as a request that ended, unless there was no room.
 
         Raises:

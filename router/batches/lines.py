@@ -21,7 +21,7 @@ SLICE_BYTES: Final = 1 << 20
 """A slice ends with the line that reaches either."""
 
 
-class Line(NamedTuple):
+class BatchRequest(NamedTuple):
     """One request of a batch. Nothing was checked of ``body``; ``size`` is that of the whole line,
     bytes."""
 
@@ -90,7 +90,7 @@ def check_lines(path: Path, url: str, max_lines: int, max_line_bytes: int) -> Ch
     return Checked(total, tuple(faults))
 
 
-def parse_line(raw: bytes, url: str, max_bytes: int) -> Line:
+def parse_line(raw: bytes, url: str, max_bytes: int) -> BatchRequest:
     """The request in ``raw``, of a batch that is for ``url``.
 
     Raises:
@@ -123,13 +123,13 @@ def parse_line(raw: bytes, url: str, max_bytes: int) -> Line:
     body = value.get("body")
     if not isinstance(body, dict):
         raise LineError("invalid_body", f"body must be an object, got {shown(body)}.", "body")
-    return Line(custom_id, body, len(raw))
+    return BatchRequest(custom_id, body, len(raw))
 
 
-def slices(path: Path, url: str, max_line_bytes: int) -> Generator[list[Line], None, None]:
+def slices(path: Path, url: str, max_line_bytes: int) -> Generator[list[BatchRequest], None, None]:
     """The requests of an input that was checked, some at a time. Closes the file at its end."""
     with path.open("rb") as file:
-        lines: list[Line] = []
+        lines: list[BatchRequest] = []
         size = 0
         for _, raw in _numbered(file, max_line_bytes):
             lines.append(parse_line(raw, url, max_line_bytes))

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from router.batches.disk import open_private, write_all
-from router.batches.lines import Line
+from router.batches.lines import BatchRequest
 
 
 class Reply(NamedTuple):
@@ -42,7 +42,7 @@ class Result(NamedTuple):
     text: bytes
 
 
-def answered(line: Line, reply: Reply) -> Result:
+def answered(line: BatchRequest, reply: Reply) -> Result:
     """The result of a line that got a reply, be it an error. ``O(len(reply.body))``."""
     try:
         body = json.loads(reply.body)
@@ -54,12 +54,12 @@ def answered(line: Line, reply: Reply) -> Result:
     return _result(line, reply.status < 400, {"response": response, "error": None})
 
 
-def not_run(line: Line, code: str, message: str) -> Result:
+def not_run(line: BatchRequest, code: str, message: str) -> Result:
     """The result of a line that has no response."""
     return _result(line, False, {"response": None, "error": {"code": code, "message": message}})
 
 
-def _result(line: Line, ok: bool, fields: dict[str, Any]) -> Result:
+def _result(line: BatchRequest, ok: bool, fields: dict[str, Any]) -> Result:
     entry = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **fields}
     # Escaped, as an answer may hold half of a surrogate pair, which has no bytes of its own.
     return Result(line.custom_id, ok, json.dumps(entry, separators=(",", ":")).encode() + b"\n")

@@ -12,7 +12,7 @@ from math import inf
 
 from router.batches.disk import DiskThreads, Lock
 from router.batches.line_caller import Admitted, LineCaller
-from router.batches.lines import Line, check_lines, slices
+from router.batches.lines import BatchRequest, check_lines, slices
 from router.batches.metrics import BatchMetrics, LineOutcome
 from router.batches.places import LinePlaces
 from router.batches.records import BatchRecord, Status
@@ -152,7 +152,7 @@ class BatchRun:
                         if not log.has(line.custom_id):
                             await self._begin(line, log, group)
 
-    async def _begin(self, line: Line, log: ResultLog, group: asyncio.TaskGroup) -> None:
+    async def _begin(self, line: BatchRequest, log: ResultLog, group: asyncio.TaskGroup) -> None:
         # First, and one line at a time: lines that wait for their client's rate take no place from
         # other clients' lines, and there is one of them to a batch.
         admitted = await self._resources.caller.admit(
@@ -184,7 +184,7 @@ class BatchRun:
             reply = await self._resources.caller.run(admitted)
         await self._keep(admitted.line, reply, log)
 
-    async def _keep(self, line: Line, reply: Reply, log: ResultLog) -> None:
+    async def _keep(self, line: BatchRequest, reply: Reply, log: ResultLog) -> None:
         ok = await self._resources.disk.run(_write, log, line, reply)
         self._resources.metrics.line(LineOutcome.OK if ok else LineOutcome.ERROR)
 
@@ -246,7 +246,7 @@ class BatchRun:
                     missing += 1
         return missing
 
-    def _slices(self) -> Generator[list[Line], None, None]:
+    def _slices(self) -> Generator[list[BatchRequest], None, None]:
         path = self._resources.store.path(self._record, INPUT)
         return slices(path, self._record.endpoint, self._resources.max_line_bytes)
 
@@ -258,11 +258,11 @@ class BatchRun:
         await self._resources.disk.run(self._resources.store.save, record)
 
 
-def _write(log: ResultLog, line: Line, reply: Reply) -> bool:
+def _write(log: ResultLog, line: BatchRequest, reply: Reply) -> bool:
     result = answered(line, reply)
     log.add(result)
     return result.ok
 
 
-def _next(pending: Iterator[list[Line]]) -> list[Line]:
+def _next(pending: Iterator[list[BatchRequest]]) -> list[BatchRequest]:
     return next(pending, [])

@@ -19,7 +19,7 @@ from router.batches.run import Resources
 from router.batches.runner import Runner
 from router.batches.store import Store
 from router.config import RouterConfig
-from router.dispatch.models import Fleets
+from router.dispatch.models import ModelRegistry
 from router.errors import ApiError, Reason
 from router.metrics.telemetry import Telemetry
 from router.tenancy.auth import KeyRing
@@ -30,7 +30,7 @@ _METHODS = ["GET", "POST", "DELETE"]
 
 def batch_routes(
     config: RouterConfig,
-    fleets: Fleets,
+    fleets: ModelRegistry,
     keys: KeyRing,
     limiter: RateLimiter,
     now: Callable[[], float] = time.time,

@@ -54,7 +54,7 @@ class _Place:
         self.called.set()
 
 
-class Line:
+class AdmissionQueue:
     """The requests of one class that wait: each client's in the order in which they came, and
     clients in turns.
 

@@ -19,13 +19,13 @@ from router.answer import (
     ReplicaStream,
 )
 from router.dispatch.moves import Moves
-from router.dispatch.placement import Controller, Destination, Destinations
+from router.dispatch.placement import Controller, Placement, PlacementClient
 from router.dispatch.resumable import may_split, prompt_slo, rest_of
-from router.dispatch.stall_detector import StallWatch
+from router.dispatch.stall_detector import StallDetector
 from router.dispatch.suspicion import Case, Suspicion
 from router.dispatch.transcript import Transcript
 from router.errors import ApiError, Reason
-from router.metrics.instruments import Fallback, Leg, RouterMetrics
+from router.metrics.instruments import Fallback, Phase, RouterMetrics
 from router.request.call import Call
 from router.serve.choices import CHOICES
 from router.serve.direct import DirectAnswer
@@ -76,7 +76,7 @@ class Replicas(Protocol):
 
 
 @dataclass(slots=True)
-class Course:
+class CallState:
     """What has become of a call so far.
 
     Attributes:
@@ -106,7 +106,7 @@ class Course:
     verdict: ReplicaFailedError | None = None
     direct: DirectAnswer | None = None
     moved: bool = False
-    moves_to: Destination | None = None
+    moves_to: Placement | None = None
 
     @property
     def moved_id(self) -> str:
@@ -119,7 +119,7 @@ class Course:
         return self.attempts - self.in_vain
 
 
-class Legs:
+class Attempts:
     """Makes attempts. One per router process.
 
     Args:
@@ -133,18 +133,18 @@ class Legs:
         self,
         controller: Controller,
         replicas: Replicas,
-        destinations: Destinations,
+        placements: PlacementClient,
         metrics: RouterMetrics,
-        stalls: StallWatch,
+        stalls: StallDetector,
         suspicion: Suspicion,
-        leave: Callable[[Course, Attempt], bool],
+        leave: Callable[[CallState, Attempt], bool],
         clock: Callable[[], float],
     ) -> None:
         self._moves = Moves(clock)
         controller.on_push(self._moves.waits, self._moves.missing)
         self._controller = controller
         self._replicas = replicas
-        self._destinations = destinations
+        self._placements = placements
         self._metrics = metrics
         self._stalls = stalls
         self._suspicion = suspicion
@@ -157,11 +157,11 @@ class Legs:
         """Whether there are several."""
         return len(self._replicas.roles) > 1
 
-    def whole(self, course: Course) -> list[Role]:
+    def whole(self, state: CallState) -> list[Role]:
         """The pools that may still serve the call whole, in their order."""
-        return [role for role in self._replicas.roles if role not in course.empty]
+        return [role for role in self._replicas.roles if role not in state.empty]
 
-    async def attempt(self, course: Course) -> Attempt:
+    async def attempt(self, state: CallState) -> Attempt:
         """Make the next attempt: an event stream has sent its first new bytes when this returns,
         and any other response is complete. It may be a refusal of the engine.
 
@@ -170,76 +170,76 @@ class Legs:
 
         Raises:
             ReplicaFailedError: it failed. Who failed it is noted.
-            MovedError: it was given up for one at :attr:`Course.moves_to`.
+            MovedError: it was given up for one at :attr:`CallState.moves_to`.
             ApiError: the objective cannot be promised, and the call may not be served without.
         """
-        course.attempts += 1
-        call, transcript = course.call, course.transcript
+        state.attempts += 1
+        call, transcript = state.call, state.transcript
         request_id = call.request_id
-        moves_to, course.moves_to = course.moves_to, None
+        moves_to, state.moves_to = state.moves_to, None
         if moves_to is not None:
-            request_id = course.moved_id
-        elif course.attempts > 1:
-            request_id += f"-{course.attempts}"
+            request_id = state.moved_id
+        elif state.attempts > 1:
+            request_id += f"-{state.attempts}"
         resume = transcript.begin(request_id) if transcript is not None else None
         if resume is not None:
             call = rest_of(call, len(resume.token_ids), self._clock() - call.received_s)
-        destination = moves_to or await self._find(course, call, request_id, resume is not None)
-        if destination.tier is Tier.GUARANTEED:
-            course.promises += 1
+        placement = moves_to or await self._find(state, call, request_id, resume is not None)
+        if placement.tier is Tier.GUARANTEED:
+            state.promises += 1
         span = None
         if call.span is not None:
             span = call.span.child("attempt", Kind.CLIENT)
-            span.set(sluice__attempt=course.attempts, sluice__hint=destination.replica_id)
+            span.set(sluice__attempt=state.attempts, sluice__hint=placement.replica_id)
         request = EngineRequest(
             request_id,
             call.endpoint,
             call.body,
-            call.slo if destination.planned is None else call.slo.with_times(destination.planned),
+            call.slo if placement.planned is None else call.slo.with_times(placement.planned),
             self._clock() - call.received_s,
-            call.best_effort or destination.tier is Tier.BEST_EFFORT,
+            call.best_effort or placement.tier is Tier.BEST_EFFORT,
             call.prefix if resume is None else NO_PREFIX,
             _UNTRACED if span is None else span.context,
             resume=resume,
             resumable=transcript is not None,
-            confirm=course.case.suspected,
+            confirm=state.case.suspected,
             tenant=call.client.tenant,
             weight=call.client.caps.weight,
-            direct_patience_s=_patience_s(course, destination.replica_id),
-            promised=destination.tier is Tier.GUARANTEED,
+            direct_patience_s=_patience_s(state, placement.replica_id),
+            promised=placement.tier is Tier.GUARANTEED,
         )
         call.charge.sent()
-        if destination.prefill_id is None:
-            return await self._answer(course, request, destination, span)
-        first = await self._prefill(course, request, destination, span)
+        if placement.prefill_id is None:
+            return await self._answer(state, request, placement, span)
+        first = await self._prefill(state, request, placement, span)
         if first.head.status >= 400:
             if resume is not None:
                 raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
             return first
-        if first.head.replica_id not in ("", destination.prefill_id):
+        if first.head.replica_id not in ("", placement.prefill_id):
             # What was promised of the one is not promised of the other.
-            if destination.tier is Tier.GUARANTEED:
-                course.promises -= 1
-            destination = destination._replace(
+            if placement.tier is Tier.GUARANTEED:
+                state.promises -= 1
+            placement = placement._replace(
                 prefill_id=first.head.replica_id, tier=None, predicted_ttft_s=None
             )
         handoff = first.tail.handoff if first.tail is not None else None
         waited_s = self._clock() - call.received_s
         request = replace(request, waited_s=waited_s, handoff=handoff)
-        answer = await self._answer(course, request, destination, span)
+        answer = await self._answer(state, request, placement, span)
         answer.prefill = first
         return answer
 
-    async def _find(self, course: Course, call: Call, request_id: str, begun: bool) -> Destination:
-        """See :meth:`Destinations.find`; with a span of its own, the wait in a line included."""
+    async def _find(self, state: CallState, call: Call, request_id: str, begun: bool) -> Placement:
+        """See :meth:`PlacementClient.find`; with a span of its own, the wait in a line included."""
         key, prefill_key = request_key(request_id), 0
-        if self._splits and not course.empty & {"prefill", "decode"} and may_split(call):
+        if self._splits and not state.empty & {"prefill", "decode"} and may_split(call):
             prefill_key = request_key(_prefill_id(request_id))
         if call.span is None:
-            return await self._destinations.find(call, key, course.failed, prefill_key, begun)
+            return await self._placements.find(call, key, state.failed, prefill_key, begun)
         span = call.span.child("decision")
         try:
-            found = await self._destinations.find(call, key, course.failed, prefill_key, begun)
+            found = await self._placements.find(call, key, state.failed, prefill_key, begun)
             predicted_s = found.predicted_ttft_s
             span.set(
                 sluice__replica=found.replica_id,
@@ -255,7 +255,7 @@ class Legs:
             span.end()
 
     async def _prefill(
-        self, course: Course, request: EngineRequest, destination: Destination, span: Span | None
+        self, state: CallState, request: EngineRequest, placement: Placement, span: Span | None
     ) -> Attempt:
         """Have the prompt computed by the replica that was chosen for it.
 
@@ -264,7 +264,7 @@ class Legs:
         """
         started_s = self._clock()
         own_id = _prefill_id(request.request_id)
-        slo = prompt_slo(request.slo, destination.handover_s)
+        slo = prompt_slo(request.slo, placement.handover_s)
         leg = replace(
             request,
             request_id=own_id,
@@ -276,10 +276,10 @@ class Legs:
         own_span = None
         if span is not None:
             own_span = span.child("prefill", Kind.CLIENT)
-            own_span.set(sluice__hint=destination.prefill_id)
+            own_span.set(sluice__hint=placement.prefill_id)
             leg = replace(leg, trace=own_span.context)
         try:
-            first = await self._send(course, leg, destination.prefill_id, "prefill", own_span)
+            first = await self._send(state, leg, placement.prefill_id, "prefill", own_span)
         except BaseException as error:
             self._controller.release(request_key(request.request_id))
             _end(span, error)
@@ -291,13 +291,13 @@ class Legs:
             self._controller.release(request_key(request.request_id))
             _end(span, None)
         else:
-            self._metrics.leg(Leg.PREFILL, self._clock() - started_s)
-            if self._has_moved(first, destination.prefill_id):
+            self._metrics.leg(Phase.PREFILL, self._clock() - started_s)
+            if self._has_moved(first, placement.prefill_id):
                 self._controller.release(request_key(own_id))
         return first
 
     async def _answer(
-        self, course: Course, request: EngineRequest, destination: Destination, span: Span | None
+        self, state: CallState, request: EngineRequest, placement: Placement, span: Span | None
     ) -> Attempt:
         """Have the call answered by the replica that was chosen, or by any.
 
@@ -305,29 +305,29 @@ class Legs:
             ReplicaFailedError: it failed.
         """
         started_s = self._clock()
-        target, key = destination.replica_id, request_key(request.request_id)
-        rest = self.whole(course) or list(self._replicas.roles)
-        role = destination.role if target is not None and destination.role in rest else rest[0]
-        take = course.transcript.take if course.transcript is not None else None
-        attempt = await self._send(course, request, target, role, span, take)
-        if destination.prefill_id is not None:
+        target, key = placement.replica_id, request_key(request.request_id)
+        rest = self.whole(state) or list(self._replicas.roles)
+        role = placement.role if target is not None and placement.role in rest else rest[0]
+        take = state.transcript.take if state.transcript is not None else None
+        attempt = await self._send(state, request, target, role, span, take)
+        if placement.prefill_id is not None:
             self._note_handover(attempt, self._clock() - started_s)
-            attempt.prefill_id = destination.prefill_id
+            attempt.prefill_id = placement.prefill_id
         if self._has_moved(attempt, target):
             self._controller.release(key)
-            if destination.tier is Tier.GUARANTEED:
-                course.promises -= 1
+            if placement.tier is Tier.GUARANTEED:
+                state.promises -= 1
             return attempt
         if attempt.head.status >= 400:
             self._controller.release(key)
-        if destination.tier is Tier.GUARANTEED:
+        if placement.tier is Tier.GUARANTEED:
             attempt.tier = Tier.GUARANTEED
-            attempt.predicted_ttft_s = destination.predicted_ttft_s
+            attempt.predicted_ttft_s = placement.predicted_ttft_s
         return attempt
 
     async def _send(
         self,
-        course: Course,
+        state: CallState,
         request: EngineRequest,
         target: str | None,
         role: Role,
@@ -339,12 +339,12 @@ class Legs:
         Raises:
             ReplicaFailedError: it failed. Its reservation is given up, and who failed is noted.
         """
-        async with self._suspicion.trial(course.case, target):
-            return await self._begin(course, request, target, role, span, take)
+        async with self._suspicion.trial(state.case, target):
+            return await self._begin(state, request, target, role, span, take)
 
     async def _begin(
         self,
-        course: Course,
+        state: CallState,
         request: EngineRequest,
         target: str | None,
         role: Role,
@@ -352,7 +352,7 @@ class Legs:
         take: Callable[[ResponseChunk], Piece] | None,
     ) -> Attempt:
         """See :meth:`_send`."""
-        stream = self._replicas.generate(request, target, course.failed, role)
+        stream = self._replicas.generate(request, target, state.failed, role)
 
         key = request_key(request.request_id)
 
@@ -375,12 +375,12 @@ class Legs:
             take,
             self._clock,
         )
-        self._stalls.watch(attempt, partial(self._leave, course, attempt))
-        self._suspicion.sent(course.case, attempt)
+        self._stalls.watch(attempt, partial(self._leave, state, attempt))
+        self._suspicion.sent(state.case, attempt)
         CHOICES.expect(request.request_id, attempt.sent_to)
-        if target is not None and _may_move(course, request):
-            move = partial(self._move, course, attempt, target)
-            self._moves.watch(key, target, course.call, move)
+        if target is not None and _may_move(state, request):
+            move = partial(self._move, state, attempt, target)
+            self._moves.watch(key, target, state.call, move)
         try:
             await attempt.begin()
             CHOICES.forget(request.request_id)
@@ -388,43 +388,43 @@ class Legs:
             if attempt.head.status == _BUSY:
                 raise ReplicaFailedError(Reason.REPLICAS_FULL, "Every replica tried is full.")
             if request.resume is not None and not request.prefill_only:
-                _check_resumed(course, attempt)
+                _check_resumed(state, attempt)
         except BaseException as error:
             if isinstance(error, ReplicaFailedError):
                 if error.reason is Reason.NO_REPLICA:
-                    course.empty.add(role)
-                    course.in_vain += 1
-                self.note_failure(course, attempt, error)
+                    state.empty.add(role)
+                    state.in_vain += 1
+                self.note_failure(state, attempt, error)
             close()
             attempt.end_span(_name_of(error))
             raise
         return attempt
 
-    async def _move(self, course: Course, attempt: Attempt, replica_id: str) -> None:
+    async def _move(self, state: CallState, attempt: Attempt, replica_id: str) -> None:
         """Give up an attempt that is going to be late at ``replica_id``, if another replica can
         promise what is left of the objective and nothing has come of it meanwhile."""
-        call, key = course.call, request_key(course.moved_id)
-        found = await self._destinations.elsewhere(call, key, course.failed, replica_id)
+        call, key = state.call, request_key(state.moved_id)
+        found = await self._placements.elsewhere(call, key, state.failed, replica_id)
         if found is None:
             return
         if attempt.opened or not attempt.give_up(MovedError()):
             self._controller.release(key)
             return
-        course.moved, course.moves_to = True, found
-        course.in_vain += 1
+        state.moved, state.moves_to = True, found
+        state.in_vain += 1
 
-    def drop(self, course: Course) -> None:
+    def drop(self, state: CallState) -> None:
         """A call ended: nothing goes where it was about to move."""
-        if course.moves_to is not None:
-            self._controller.release(request_key(course.moved_id))
+        if state.moves_to is not None:
+            self._controller.release(request_key(state.moved_id))
 
-    def note_failure(self, course: Course, attempt: Attempt, failure: ReplicaFailedError) -> None:
+    def note_failure(self, state: CallState, attempt: Attempt, failure: ReplicaFailedError) -> None:
         """A replica has failed a call. To be called before the attempt is closed."""
-        course.verdict = self._suspicion.judge(course.call, course.case, attempt, failure)
+        state.verdict = self._suspicion.judge(state.call, state.case, attempt, failure)
         replica_id = attempt.place
         if replica_id is None:
             return
-        course.failed.append(replica_id)
+        state.failed.append(replica_id)
         if failure.dead:
             self._controller.replica_gone([replica_id])
         elif isinstance(failure, NobodyTakesError):
@@ -446,32 +446,32 @@ class Legs:
             seconds = attempt.tail.token_offsets_s[0]
         elif attempt.tail is not None and attempt.head.media_type != EVENT_STREAM:
             return
-        self._metrics.leg(Leg.HANDOVER, seconds)
+        self._metrics.leg(Phase.HANDOVER, seconds)
 
 
-def _may_move(course: Course, request: EngineRequest) -> bool:
+def _may_move(state: CallState, request: EngineRequest) -> bool:
     """Whether an attempt may be given up for one at a replica that is earlier. Once, and neither
     one of two replicas that serve a call together, nor what may be why replicas are lost."""
     whole = not request.prefill_only and request.handoff is None and request.resume is None
-    stated = course.call.slo.ttft_s is not None
-    return request.promised and stated and whole and not (course.moved or course.case.suspected)
+    stated = state.call.slo.ttft_s is not None
+    return request.promised and stated and whole and not (state.moved or state.case.suspected)
 
 
-def _patience_s(course: Course, replica_id: str | None) -> float | None:
-    return None if course.direct is None else course.direct.patience_s(replica_id)
+def _patience_s(state: CallState, replica_id: str | None) -> float | None:
+    return None if state.direct is None else state.direct.patience_s(replica_id)
 
 
 def _prefill_id(request_id: str) -> str:
     return f"{request_id}.prefill"
 
 
-def _check_resumed(course: Course, attempt: Attempt) -> None:
+def _check_resumed(state: CallState, attempt: Attempt) -> None:
     """Refuse an answer that is not the rest of what was sent.
 
     Raises:
         ReplicaFailedError: it is not.
     """
-    repeated = course.transcript is not None and course.transcript.repeated
+    repeated = state.transcript is not None and state.transcript.repeated
     if attempt.head.status != 200 or attempt.head.media_type != EVENT_STREAM or not repeated:
         raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
 

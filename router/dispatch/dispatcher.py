@@ -17,11 +17,11 @@ from controller.messages import LateNotice, RequestEnding
 from replica.engine import EVENT_STREAM
 from router.answer import Answer, Attempt, MovedError, NobodyTakesError, ReplicaFailedError
 from router.config import RouterConfig
-from router.dispatch.attempt import Course, Legs, Replicas
-from router.dispatch.placement import Controller, Destinations
+from router.dispatch.attempt import Attempts, CallState, Replicas
+from router.dispatch.placement import Controller, PlacementClient
 from router.dispatch.resumable import NOT_RESUMABLE, may_resume
 from router.dispatch.retry_budget import RetryBudget
-from router.dispatch.stall_detector import StallWatch
+from router.dispatch.stall_detector import StallDetector
 from router.dispatch.suspicion import Suspicion
 from router.dispatch.transcript import Transcript
 from router.errors import ApiError, Reason
@@ -59,13 +59,13 @@ class Dispatcher:
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self.clock = clock
-        self._destinations = Destinations(controller, metrics, config, clock, pause)
-        stalls = StallWatch(replicas, controller, metrics, config.stall_after_s, clock)
+        self._placements = PlacementClient(controller, metrics, config, clock, pause)
+        stalls = StallDetector(replicas, controller, metrics, config.stall_after_s, clock)
         self._suspicion = Suspicion(metrics, clock)
-        self._legs = Legs(
+        self._legs = Attempts(
             controller,
             replicas,
-            self._destinations,
+            self._placements,
             metrics,
             stalls,
             self._suspicion,
@@ -83,7 +83,7 @@ class Dispatcher:
     @property
     def estimator(self) -> TokenEstimator:
         """Learns from answers how long prompts are."""
-        return self._destinations.estimator
+        return self._placements.estimator
 
     async def open(self, call: Call, direct: DirectAnswer | None = None) -> Answer:
         """Send ``call`` to a replica, and to another while attempts fail. Where it is answered by a
@@ -97,37 +97,37 @@ class Dispatcher:
         """
         case = self._suspicion.open(call)
         transcript = Transcript() if may_resume(call) else None
-        course = Course(call, transcript, case=case, direct=direct)
+        state = CallState(call, transcript, case=case, direct=direct)
         try:
-            attempt = await self._attempts(course)
+            attempt = await self._attempts(state)
         except BaseException as error:
-            self._legs.drop(course)
-            self._count_unanswered(course, isinstance(error, asyncio.CancelledError))
+            self._legs.drop(state)
+            self._count_unanswered(state, isinstance(error, asyncio.CancelledError))
             if isinstance(error, ReplicaFailedError):
                 raise ApiError(error.reason, str(error)) from error
             raise
         if direct is not None and attempt.head.fetch:
             direct.began(attempt)
         else:
-            course.direct = None
+            state.direct = None
         if attempt.head.media_type == EVENT_STREAM:
-            fetched = course.direct is not None
+            fetched = state.direct is not None
             self._metrics.stream(StreamWay.DIRECT if fetched else StreamWay.ROUTER)
         if call.scheduled:
             self._metrics.admission.admitted(call.slo.service_class, attempt.tier)
-        resume = partial(self._resume, course)
-        return Answer(attempt, resume, promised=course.promises > 0, moved=course.moved)
+        resume = partial(self._resume, state)
+        return Answer(attempt, resume, promised=state.promises > 0, moved=state.moved)
 
-    def _count_unanswered(self, course: Course, left: bool) -> None:
+    def _count_unanswered(self, state: CallState, left: bool) -> None:
         """A call whose answer has not begun ended early; ``left``: its client left."""
-        if course.promises:
-            call = course.call
+        if state.promises:
+            call = state.call
             slo = call.slo
             if left and not call.body.get("stream"):
                 # Its first token may have left the engine in time: only the whole answer is sent.
                 slo = replace(slo, ttft_s=None)
             clock = TokenClock(slo, call.received_s)
-            self._metrics.admission.ended(clock, None, not left, self.clock(), course.moved)
+            self._metrics.admission.ended(clock, None, not left, self.clock(), state.moved)
 
     def ended(
         self,
@@ -176,7 +176,7 @@ class Dispatcher:
         if late != (None, None):
             self._controller.late(LateNotice(call.request_id, *late))
 
-    async def _attempts(self, course: Course) -> Attempt:
+    async def _attempts(self, state: CallState) -> Attempt:
         """The first attempt that does not fail.
 
         Raises:
@@ -185,36 +185,36 @@ class Dispatcher:
         """
         while True:
             try:
-                attempt = await self._legs.attempt(course)
+                attempt = await self._legs.attempt(state)
             except MovedError:
-                self._count_first(course)
+                self._count_first(state)
             except ReplicaFailedError as failure:
-                self._count_first(course)
-                await self._before_the_next(course, failure)
+                self._count_first(state)
+                await self._before_the_next(state, failure)
             else:
                 self._last_empty_s = float("-inf")
-                self._count_first(course)
+                self._count_first(state)
                 return attempt
 
-    def _count_first(self, course: Course) -> None:
+    def _count_first(self, state: CallState) -> None:
         """A call that was refused before it reached a replica gives no right to retries."""
-        if course.attempts == 1:
+        if state.attempts == 1:
             self._budget.count_request()
 
-    async def _before_the_next(self, course: Course, failure: ReplicaFailedError) -> None:
+    async def _before_the_next(self, state: CallState, failure: ReplicaFailedError) -> None:
         """Return when another attempt may be made.
 
         Raises:
             ReplicaFailedError: there must be none.
         """
-        if course.verdict is not None:
-            raise course.verdict from failure
+        if state.verdict is not None:
+            raise state.verdict from failure
         if failure.reason is Reason.NO_REPLICA:
-            if not self._legs.whole(course):
-                await self._wait_for_pools(course, failure)
+            if not self._legs.whole(state):
+                await self._wait_for_pools(state, failure)
             return
-        granted, course.granted = course.granted, False
-        if not granted and self._spent(course):
+        granted, state.granted = state.granted, False
+        if not granted and self._spent(state):
             raise failure
         if not failure.retry:
             raise failure
@@ -222,9 +222,9 @@ class Dispatcher:
             self._metrics.retries_refused.inc()
             raise failure
         self._metrics.retries.inc()
-        await self._pause(RETRY_PAUSE_S * 2 ** (course.made - 1))
+        await self._pause(RETRY_PAUSE_S * 2 ** (state.made - 1))
 
-    async def _wait_for_pools(self, course: Course, failure: ReplicaFailedError) -> None:
+    async def _wait_for_pools(self, state: CallState, failure: ReplicaFailedError) -> None:
         """Return when pools that were all empty may be asked again: together they get the time
         that a single one gives requests itself, counted from when they were first found empty.
 
@@ -238,29 +238,29 @@ class Dispatcher:
         if not self._legs.has_pools or now_s - self._empty_since_s >= NO_REPLICA_WAIT_S:
             raise failure
         await self._pause(EMPTY_POOLS_PAUSE_S)
-        course.empty.clear()
+        state.empty.clear()
 
-    def _spent(self, course: Course) -> bool:
+    def _spent(self, state: CallState) -> bool:
         """Whether it has had its attempts."""
-        return course.made >= self._max_attempts
+        return state.made >= self._max_attempts
 
-    def _leave(self, course: Course, attempt: Attempt) -> bool:
+    def _leave(self, state: CallState, attempt: Attempt) -> bool:
         """Whether ``attempt``, whose replica hangs, is to be given up: for another one, which is
         then granted, or for good where it may be the cause. What cannot go on elsewhere waits: its
         replica may come back."""
-        if self._suspicion.ends_when_hung(course.call):
+        if self._suspicion.ends_when_hung(state.call):
             return True
-        transcript = course.transcript
+        transcript = state.transcript
         begun = attempt.opened or (transcript is not None and transcript.begun)
         if begun and not (transcript is not None and transcript.resumable and attempt.told):
             return False
-        if self._spent(course) or not self._budget.take():
+        if self._spent(state) or not self._budget.take():
             return False
-        course.granted = True
+        state.granted = True
         return True
 
     async def _resume(
-        self, course: Course, broken: Attempt, failure: ReplicaFailedError
+        self, state: CallState, broken: Attempt, failure: ReplicaFailedError
     ) -> Attempt:
         """An attempt that goes on with a stream that broke off.
 
@@ -269,24 +269,24 @@ class Dispatcher:
             NotReportedError, StalledReaderError: nobody takes the stream any more.
         """
         broken.end_span(failure.reason.value)
-        self._legs.note_failure(course, broken, failure)
+        self._legs.note_failure(state, broken, failure)
         broken.close()
         if isinstance(failure, NobodyTakesError) and failure.stalled:
             raise StalledReaderError from failure
-        direct, course.direct = course.direct, None
+        direct, state.direct = state.direct, None
         if direct is not None:
             got = await direct.broken()
             if not got.counts:
                 self._metrics.stream(StreamWay.UNFETCHED)
-            if course.transcript is not None:
-                course.transcript.told(*got)
-        if course.verdict is not None:
-            raise course.verdict from failure
-        if course.transcript is None or not course.transcript.resumable:
+            if state.transcript is not None:
+                state.transcript.told(*got)
+        if state.verdict is not None:
+            raise state.verdict from failure
+        if state.transcript is None or not state.transcript.resumable:
             raise ReplicaFailedError(failure.reason, f"{failure} {NOT_RESUMABLE}") from failure
-        await self._before_the_next(course, failure)
+        await self._before_the_next(state, failure)
         try:
-            attempt = await self._attempts(course)
+            attempt = await self._attempts(state)
         except ApiError:  # nobody takes it as it is
             raise failure from None
         self._metrics.resumes.inc()

@@ -13,7 +13,7 @@ from router.errors import ApiError, Reason, shown
 from router.metrics.instruments import RouterMetrics
 
 
-class Fleet(NamedTuple):
+class Model(NamedTuple):
     """The replicas of one model.
 
     Attributes:
@@ -31,7 +31,7 @@ class Fleet(NamedTuple):
     adapters: Sequence[str] = ()
 
 
-class Fleets:
+class ModelRegistry:
     """Every fleet by the names that requests use. One per router process.
 
     Args:
@@ -43,10 +43,10 @@ class Fleets:
         ValueError: there is none, or two share a name.
     """
 
-    def __init__(self, fleets: Sequence[Fleet], edge: RouterMetrics) -> None:
+    def __init__(self, fleets: Sequence[Model], edge: RouterMetrics) -> None:
         self.edge = edge
         self._fleets = tuple(fleets)
-        self._by_name: dict[str, Fleet] = {}
+        self._by_name: dict[str, Model] = {}
         for fleet in self._fleets:
             for name in (fleet.model, *fleet.adapters):
                 if name in self._by_name:
@@ -55,7 +55,7 @@ class Fleets:
         if not self._fleets:
             raise ValueError("there must be at least one model")
 
-    def __iter__(self) -> Iterator[Fleet]:
+    def __iter__(self) -> Iterator[Model]:
         return iter(self._fleets)
 
     @property
@@ -63,7 +63,7 @@ class Fleets:
         """Monotonic seconds, the same for all fleets."""
         return self._fleets[0].dispatcher.clock
 
-    def of(self, model: str | None, allowed: Collection[str] | None = None) -> Fleet:
+    def of(self, model: str | None, allowed: Collection[str] | None = None) -> Model:
         """The fleet that serves ``model``, the name of a model or of an adapter. ``None`` is the
         only model, where there is one. Names that are not ``allowed`` are as if unknown.
 
@@ -131,7 +131,7 @@ class Fleets:
         return {"status": "degraded", "unavailable": list(failed)} if failed else {"status": "ok"}
 
     async def _ask(
-        self, question: Callable[[Fleet], Coroutine[Any, Any, Answer]]
+        self, question: Callable[[Model], Coroutine[Any, Any, Answer]]
     ) -> tuple[dict[str, Answer], dict[str, ApiError]]:
         """Each fleet's answer, or why it has none, by its model's name. All are asked at once: of
         several that are away, each would take its time.

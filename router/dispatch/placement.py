@@ -17,7 +17,7 @@ from controller.messages import (
     Trouble,
 )
 from router.config import RouterConfig
-from router.dispatch.admission_queue import Line, may_wait
+from router.dispatch.admission_queue import AdmissionQueue, may_wait
 from router.errors import ApiError, Reason
 from router.metrics.instruments import Fallback, RouterMetrics
 from router.request.call import Call
@@ -65,7 +65,7 @@ class Controller(Protocol):
         the keys of those that are going to miss their first tokens to ``missing``."""
 
 
-class Destination(NamedTuple):
+class Placement(NamedTuple):
     """Where a call goes.
 
     Attributes:
@@ -89,7 +89,7 @@ class Destination(NamedTuple):
     planned: Times | None = None
 
     @classmethod
-    def of(cls, decision: RouteDecision) -> Destination:
+    def of(cls, decision: RouteDecision) -> Placement:
         """Where the controller decided that it goes."""
         return cls(
             decision.replica_id,
@@ -102,7 +102,7 @@ class Destination(NamedTuple):
         )
 
 
-class Destinations:
+class PlacementClient:
     """Finds them by asking the controller. One per router process.
 
     Args:
@@ -128,7 +128,7 @@ class Destinations:
         }
         self._full_until_s: dict[str, float] = {}
         self._lines = {
-            name: Line(name, entry, metrics.admission, clock, pause)
+            name: AdmissionQueue(name, entry, metrics.admission, clock, pause)
             for name, entry in classes
             if entry.when_unattainable == "queue"
         }
@@ -140,7 +140,7 @@ class Destinations:
         failed: Sequence[str],
         prefill_key: int = 0,
         begun: bool = False,
-    ) -> Destination:
+    ) -> Placement:
         """Where ``call`` goes under this key, but to none of ``failed`` by the controller's choice.
 
         Args:
@@ -151,29 +151,29 @@ class Destinations:
             ApiError: 429; no replica can promise its objective, and it may not be served without.
         """
         if not call.scheduled:
-            return Destination()
+            return Placement()
         decision = await self._decide(call, key, failed, prefill_key, begun)
         if decision is None:
             self._metrics.fallback(Fallback.NO_ANSWER)
-            return Destination(tier=Tier.BEST_EFFORT if self._full_s(call) > 0 else None)
+            return Placement(tier=Tier.BEST_EFFORT if self._full_s(call) > 0 else None)
         if decision.over_share:
             self._metrics.admission.over_share(call.client.name)
         if decision.reason == UNATTAINABLE:
             raise _refusal(call, decision)
         if decision.replica_id is None:
             self._metrics.fallback(Fallback.NO_DECISION)
-            return Destination()
+            return Placement()
         return self._but_failed(decision, key, prefill_key, failed)
 
     async def elsewhere(
         self, call: Call, key: int, failed: Sequence[str], replica_id: str
-    ) -> Destination | None:
+    ) -> Placement | None:
         """Where a promised call, which ``replica_id`` has and is going to miss, goes under this
         key, with what is left of its objective promised there; ``None``: it stays."""
         decision = await self._ask(call, key, failed, 0, _GUARANTEED_ONLY, replica_id)
         if decision is None or decision.tier is not Tier.GUARANTEED:
             return None
-        return Destination.of(decision)
+        return Placement.of(decision)
 
     def _note(self, call: Call, decision: RouteDecision) -> None:
         """Remember that there is no capacity to promise to the class.
@@ -193,20 +193,20 @@ class Destinations:
 
     def _but_failed(
         self, decision: RouteDecision, key: int, prefill_key: int, failed: Sequence[str]
-    ) -> Destination:
+    ) -> Placement:
         """The decision without the replicas that have failed the call."""
         replica_id, prefill_id = decision.replica_id, decision.prefill_id
         if replica_id not in failed and prefill_id not in failed:
-            return Destination.of(decision)
+            return Placement.of(decision)
         self._metrics.fallback(Fallback.REPEATED)
         # What was promised there is promised nowhere else.
         tier = None if decision.tier is Tier.GUARANTEED else decision.tier
         if prefill_id is not None:
             self._controller.release(prefill_key)
         if replica_id not in failed:
-            return Destination(replica_id, tier, role=decision.role)
+            return Placement(replica_id, tier, role=decision.role)
         self._controller.release(key)
-        return Destination(tier=tier)
+        return Placement(tier=tier)
 
     async def _decide(
         self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool

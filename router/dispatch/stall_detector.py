@@ -103,7 +103,7 @@ class _Suspect:
         self.asking = None
 
 
-class StallWatch:
+class StallDetector:
     """Watches over the open attempts. One per router process and model, on its event loop.
 
     Args:

@@ -34,7 +34,7 @@ _PACED_STATUSES = frozenset((401, 429, 503))
 """After these clients come again with the same request."""
 
 
-class Gate:
+class IngressMiddleware:
     """ASGI middleware around the API.
 
     - Every request gets an id of our own; a client's ``x-request-id`` is not trusted as one. It is

@@ -17,7 +17,7 @@ class StalledReaderError(OSError):
     """The client has taken nothing for too long."""
 
 
-class PatientSend:
+class TimeoutSend:
     """Hands the messages of one response on, within the block, and gives up on a client that takes
     nothing.
 
@@ -35,7 +35,7 @@ class PatientSend:
         self._due_s = inf
         self._gave_up = False
 
-    def __enter__(self) -> PatientSend:
+    def __enter__(self) -> TimeoutSend:
         task = asyncio.current_task()
         assert task is not None
         self._task = task

@@ -87,7 +87,7 @@ class StreamWay(enum.StrEnum):
     """It was to be fetched from the replica and could not be: from another one, by the router."""
 
 
-class Leg(enum.StrEnum):
+class Phase(enum.StrEnum):
     """A part of the way of a request whose prompt another replica computes."""
 
     PREFILL = "prefill"
@@ -271,7 +271,7 @@ class RouterMetrics:
         """Count a request that did not go where the controller said."""
         self._fallbacks(reason.value).inc()
 
-    def leg(self, leg: Leg, seconds: float) -> None:
+    def leg(self, leg: Phase, seconds: float) -> None:
         """Observe a part of the way of a request."""
         self._legs(leg.value).observe(seconds)
 

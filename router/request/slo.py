@@ -9,7 +9,7 @@ body itself: stating both is a contradiction.
 
 Every stated value is checked, also one that another overrides. JSON ``null`` is the same as
 leaving the field out. The caps hold what applies in the end, see
-:class:`~router.tenancy.limits.Leash`."""
+:class:`~router.tenancy.limits.LimitCheck`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from router.config import RouterConfig
 from router.errors import ApiError, invalid, shown
 from router.request.stages import FIELD as STAGES_FIELD
 from router.request.stages import StatedStage, read_stages
-from router.tenancy.limits import NO_CAPS, Caps, Leash
+from router.tenancy.limits import NO_CAPS, LimitCheck, TenantLimits
 from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 
@@ -105,7 +105,7 @@ class SloReader:
         self,
         body: Mapping[str, Any],
         headers: Iterable[tuple[bytes, bytes]],
-        caps: Caps = NO_CAPS,
+        caps: TenantLimits = NO_CAPS,
     ) -> Objective:
         """The objective of a request with this body and these raw headers (lower-case names).
 
@@ -119,15 +119,15 @@ class SloReader:
         class_name, said_in = sources.first(wire.CLASS)
         if class_name is None and tier_class is not None:
             class_name, said_in = tier_class, wire.SERVICE_TIER_FIELD
-        leash = Leash(caps)
-        class_name = leash.service_class(class_name or self._default_class, said_in)
+        limit_check = LimitCheck(caps)
+        class_name = limit_check.service_class(class_name or self._default_class, said_in)
         defaults = self._classes[class_name]
         priority, said_in = sources.first(wire.PRIORITY)
-        priority = leash.priority(priority or defaults.priority, said_in)
+        priority = limit_check.priority(priority or defaults.priority, said_in)
 
         def seconds(field: str, preset_ms: float | None) -> float | None:
             value_ms, said_in = sources.first(field)
-            value_ms = leash.objective_ms(
+            value_ms = limit_check.objective_ms(
                 field, preset_ms if value_ms is None else value_ms, said_in
             )
             return None if value_ms is None else value_ms / 1000
@@ -135,7 +135,7 @@ class SloReader:
         if stages:
             slo = SLO.of_stages(
                 [
-                    stage.stage(f"{STAGES_FIELD}[{place}]", leash.objective_ms)
+                    stage.stage(f"{STAGES_FIELD}[{place}]", limit_check.objective_ms)
                     for place, stage in enumerate(stages)
                 ],
                 seconds(wire.E2E, defaults.e2e_ms),
@@ -143,7 +143,7 @@ class SloReader:
                 class_name,
                 defaults.tpot_anchor,
             )
-            return Objective(slo, leash.clamped)
+            return Objective(slo, limit_check.clamped)
         slo = SLO(
             ttft_s=seconds(wire.TTFT, defaults.ttft_ms),
             tpot_s=seconds(wire.TPOT, defaults.tpot_ms),
@@ -152,7 +152,7 @@ class SloReader:
             service_class=class_name,
             tpot_anchor=defaults.tpot_anchor,
         )
-        return Objective(slo, leash.clamped)
+        return Objective(slo, limit_check.clamped)
 
     def tier_of(self, service_class: str) -> str | None:
         """OpenAI's name for a class: the first of its tiers but ``auto``, which says that another

@@ -9,7 +9,7 @@ from replica.engine import Endpoint
 from router.config import RouterConfig
 from router.errors import ApiError, Reason, invalid, shown
 from router.request.prompt_size import MEDIA_TOKENS, output_limit
-from router.tenancy.limits import Caps
+from router.tenancy.limits import TenantLimits
 
 CHARACTERS_PER_TOKEN: Final = 4
 """What a token of text counts as, whatever the tokenizer: a client can tell beforehand."""
@@ -58,7 +58,7 @@ class TokenLimits:
         self._output = config.max_output_tokens
 
     def hold(
-        self, endpoint: Endpoint, body: dict[str, Any], caps: Caps
+        self, endpoint: Endpoint, body: dict[str, Any], caps: TenantLimits
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The validated ``body`` as it may be served, and what was changed in it, and to what.
 
@@ -79,7 +79,7 @@ class TokenLimits:
 
 
 def _hold_output(
-    endpoint: Endpoint, body: dict[str, Any], fields: tuple[str, ...], most: int, caps: Caps
+    endpoint: Endpoint, body: dict[str, Any], fields: tuple[str, ...], most: int, caps: TenantLimits
 ) -> tuple[dict[str, Any], dict[str, str]]:
     asked = output_limit(endpoint, body)
     if 0 < asked <= most:

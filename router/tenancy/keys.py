@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from router.tenancy.limits import UNNAMED, Caps, Client
+from router.tenancy.limits import UNNAMED, Client, TenantLimits
 from router.wire import LABEL
 
 MAX_FILE_KEYS: Final = 10_000
@@ -35,7 +35,7 @@ _BARE: Final = frozenset(("key", "sha256", "name"))
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class ApiKey(Caps):
+class ApiKey(TenantLimits):
     """An accepted key or its digest, the name that it goes by, and the caps of who holds it."""
 
     key: SecretStr | None = Field(
@@ -123,7 +123,7 @@ def client_of(entry: SecretStr | ApiKey) -> Client:
     owner = hashlib.blake2b(digest_of(entry), digest_size=16, person=b"sluice-owner").hexdigest()
     if isinstance(entry, SecretStr):
         return Client(owner=f"key-{owner}")
-    caps = Caps(**entry.model_dump(include=set(Caps.model_fields)))
+    caps = TenantLimits(**entry.model_dump(include=set(TenantLimits.model_fields)))
     if entry.name is None:
         return Client(owner=f"key-{owner}", caps=caps)
     return Client(entry.name, f"name-{entry.name}", caps)
@@ -143,7 +143,7 @@ def check_entries(
         raise ValueError(f"two entries of {where} have the same key")
     named = [entry for entry in entries if isinstance(entry, ApiKey)]
     # Two keys of one client are how a key is changed without a gap.
-    caps: dict[str, Caps] = {}
+    caps: dict[str, TenantLimits] = {}
     for client in (client_of(entry) for entry in named if entry.name is not None):
         if caps.setdefault(client.name, client.caps) != client.caps:
             raise ValueError(f"entries of {where} share the name {client.name!r}, not the caps")

@@ -40,7 +40,7 @@ OutputLimit = Annotated[
 """How long a request may be, for a key and for a router alike."""
 
 
-class Caps(BaseModel):
+class TenantLimits(BaseModel):
     """The most that a client may ask for. Where nothing is set, whatever the API allows."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -139,7 +139,7 @@ class Caps(BaseModel):
         return max(floors, default=None)
 
 
-NO_CAPS: Final = Caps()
+NO_CAPS: Final = TenantLimits()
 """Those of a key without any."""
 
 
@@ -156,7 +156,7 @@ class Client:
 
     name: str = UNNAMED
     owner: str = "anyone"
-    caps: Caps = NO_CAPS
+    caps: TenantLimits = NO_CAPS
 
     @property
     def tenant(self) -> int:
@@ -180,7 +180,7 @@ def _tenant_of(owner: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class Leash:
+class LimitCheck:
     """Holds one request to its client's caps.
 
     ``said_in`` names the field or header in which the client stated a value; ``None`` where it
@@ -190,7 +190,7 @@ class Leash:
         clamped: what the caps changed, and to what: ``{"priority": "4", "ttft_ms": "500"}``.
     """
 
-    def __init__(self, caps: Caps) -> None:
+    def __init__(self, caps: TenantLimits) -> None:
         self._caps = caps
         self.clamped: dict[str, str] = {}
 

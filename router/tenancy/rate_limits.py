@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 from controller.messages import MAX_USES, QuotaUse
 from router.answer import Answer
 from router.errors import ApiError, Reason
-from router.tenancy.limits import Caps, Client
+from router.tenancy.limits import Client, TenantLimits
 from scheduling.leaky_bucket import Bucket
 
 EXCHANGE_S = 1.0
@@ -270,7 +270,7 @@ class RateLimiter:
         return per_s / self._routers if self._alone else per_s
 
 
-def _limit_of(kind: _Kind, caps: Caps) -> _Limit | None:
+def _limit_of(kind: _Kind, caps: TenantLimits) -> _Limit | None:
     per_minute = caps.requests_per_minute if kind == "requests" else caps.tokens_per_minute
     if per_minute is None:
         return None

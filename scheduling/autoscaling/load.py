@@ -17,7 +17,7 @@ from scheduling import fleet_rows as figure
 from scheduling.fleet import Fleet
 from scheduling.job import Job, RouteDecision, Tier
 from scheduling.kernels import FIXED, PREFILL_TOKENS
-from scheduling.pairs import Second
+from scheduling.pairs import DecodeChoice
 from scheduling.roles import ROLES, Role
 
 MAX_UNPLACED = 4096
@@ -114,7 +114,7 @@ class Demand:
         self._unplaced: dict[int, None] = {}
 
     def count(
-        self, job: Job, decision: RouteDecision, fleet: Fleet, second: Second | None = None
+        self, job: Job, decision: RouteDecision, fleet: Fleet, second: DecodeChoice | None = None
     ) -> None:
         """A decision was made, with ``second`` to go on where the request was split. Requests
         without an objective, and those that want no promise, are not counted: the work that waits

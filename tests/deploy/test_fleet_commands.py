@@ -26,13 +26,13 @@ from controller.messages import RequestEnding, RouteQuery, Trouble, TroubleNotic
 from deploy.cli import main
 from deploy.commands.exits import Exit
 from deploy.ray_settings import free_port
-from router.admin.overseer import Overseer
+from router.admin.service import AdminService
 from router.admin_config import AdminConfig
 from router.api import make_api
 from router.config import RouterConfig
 from router.dispatch.catalog import Catalog
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.models import Fleet, Fleets
+from router.dispatch.models import Model, ModelRegistry
 from router.metrics.instruments import RouterMetrics
 from scheduling.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
@@ -55,9 +55,9 @@ class Application:
         )
         side, metrics = FarSide(), RouterMetrics()
         dispatcher = Dispatcher(FarController(), side, metrics, config)
-        fleets = Fleets([Fleet("m", dispatcher, Catalog(side), metrics)], metrics)
-        overseer = Overseer({"m": self.controller})
-        api = make_api(config, fleets, LocalPage(metrics), overseer=overseer)
+        fleets = ModelRegistry([Model("m", dispatcher, Catalog(side), metrics)], metrics)
+        admin_service = AdminService({"m": self.controller})
+        api = make_api(config, fleets, LocalPage(metrics), admin_service=admin_service)
         self.server = uvicorn.Server(
             uvicorn.Config(api, host="127.0.0.1", port=self.port, log_level="warning")
         )

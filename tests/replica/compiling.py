@@ -8,10 +8,10 @@ import torch
 from numba.core import event
 from vllm.v1.sample import sampler
 
-from replica.vllm.cpu_worker import MendedCpuWorker, token_ranks
+from replica.vllm.cpu_worker import PatchedCpuWorker, token_ranks
 
 
-class CompilingWorker(MendedCpuWorker):
+class CompilingWorker(PatchedCpuWorker):
     """Compiles the ranks of log probabilities at their first use, as vLLM does on a GPU, but with a
     backend that needs no compiler. vLLM loads it by its argument ``worker_cls``."""
 

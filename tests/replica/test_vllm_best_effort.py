@@ -24,7 +24,7 @@ ARGS = {
     "max_num_batched_tokens": 256,
     # A sampled token may hang on less than 16 bits tell.
     "dtype": "float32",
-    "worker_cls": "replica.vllm.cpu_worker.MendedCpuWorker",
+    "worker_cls": "replica.vllm.cpu_worker.PatchedCpuWorker",
 }
 CHAT = SLO(ttft_s=30.0, tpot_s=5.0, priority=2)
 

@@ -141,7 +141,7 @@ def stock(model, tmp_path_factory):
 def ngrams(model, stock, tmp_path_factory):
     config = with_all_lengths(NGRAM)
     directory = tmp_path_factory.mktemp("ngrams")
-    args = ARGS | {"worker_cls": "replica.vllm.cpu_worker.MendedCpuWorker"}
+    args = ARGS | {"worker_cls": "replica.vllm.cpu_worker.PatchedCpuWorker"}
     engine = InProcess(model, directory, "fcfs", speculative_config=config, **args)
     yield engine
     engine.close()

@@ -33,13 +33,13 @@ from replica.engine import (
     ResponseTail,
     ResponseTaken,
 )
-from router.admin.overseer import Overseer
+from router.admin.service import AdminService
 from router.answer import ReplicaFailedError
 from router.api import make_api
 from router.config import RouterConfig
 from router.dispatch.catalog import Catalog
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.models import Fleet, Fleets
+from router.dispatch.models import Model, ModelRegistry
 from router.errors import Reason
 from router.ingress.load_shedding import Shedder
 from router.metrics.instruments import RouterMetrics
@@ -361,7 +361,7 @@ class Edge:
         clock: Clock | VirtualTime | None = None,
         unix_clock: Callable[[], float] = time.time,
         telemetry: Telemetry | None = None,
-        overseer: Overseer | None = None,
+        admin_service: AdminService | None = None,
     ) -> None:
         self.side = side
         self.controller = controller or FarController(next(iter(side.behaviours), None))
@@ -375,8 +375,8 @@ class Edge:
             self.config,
             **extra,  # type: ignore[arg-type]
         )
-        fleet = Fleet("m", self.dispatcher, Catalog(side), self.metrics, adapters=("local",))
-        self.fleets = Fleets([fleet], self.metrics)
+        fleet = Model("m", self.dispatcher, Catalog(side), self.metrics, adapters=("local",))
+        self.fleets = ModelRegistry([fleet], self.metrics)
         self.shedder = Shedder(self.metrics.loop_delay_s, clock or time.monotonic)
         self.api: FastAPI = make_api(
             self.config,
@@ -384,7 +384,7 @@ class Edge:
             LocalPage(self.metrics),
             unix_clock=unix_clock,
             telemetry=telemetry,
-            overseer=overseer,
+            admin_service=admin_service,
             shedder=self.shedder,
             pause=clock.pause if clock else asyncio.sleep,
         )

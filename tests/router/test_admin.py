@@ -14,7 +14,7 @@ import pytest
 from deploy.admin_key import page_address, with_admin_key
 from deploy.app import build
 from deploy.config import SluiceConfig, parse_config
-from router.admin.overseer import FEW_DECISIONS, MAX_DECISIONS, TTL_S, Overseer
+from router.admin.service import FEW_DECISIONS, MAX_DECISIONS, TTL_S, AdminService
 from router.config import RouterConfig
 from tests.controller.fleet import decode_row, hello
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarSide, serve
@@ -38,7 +38,7 @@ class Operated:
             self.local,  # type: ignore[arg-type]
             RouterConfig.model_validate(KEYS if config is None else config),
             clock=self.clock,
-            overseer=Overseer(dict(zip(names, self.controllers, strict=True)), self.clock),
+            admin_service=AdminService(dict(zip(names, self.controllers, strict=True)), self.clock),
         )
 
     async def start(self) -> Operated:

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Send
 
 from controller.messages import RouteDecision, RouteQuery
-from router.dispatch.exchange import DisconnectGuard
+from router.dispatch.response import DisconnectGuard
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, hang, serve, stall
 
 

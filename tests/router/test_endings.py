@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from controller.messages import RouteDecision
 from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem, ResponseTail
 from router.batches.line_caller import Admitted, LineCaller
-from router.batches.lines import Line
+from router.batches.lines import BatchRequest
 from router.batches.metrics import BatchMetrics
 from router.config import RouterConfig
 from router.metrics.telemetry import Telemetry
@@ -167,7 +167,7 @@ async def test_a_line_of_a_batch_has_an_ending_for_each_time_that_it_was_sent() 
         Clock().pause,
         Telemetry(),
     )
-    body = Line("line-7", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
+    body = BatchRequest("line-7", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
     admitted = await caller.admit(body, "/v1/chat/completions", lambda: ANYONE)
     assert isinstance(admitted, Admitted)
     reply = await caller.run(admitted)

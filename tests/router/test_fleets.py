@@ -25,7 +25,7 @@ from router.api import make_api
 from router.config import RouterConfig
 from router.dispatch.catalog import Catalog
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.models import Fleet, Fleets
+from router.dispatch.models import Model, ModelRegistry
 from router.errors import Reason
 from router.metrics.instruments import RouterMetrics
 from router.metrics.page import merged
@@ -54,9 +54,9 @@ class Two:
         self.metrics = {name: RouterMetrics() for name in self.sides}
         self.edge = RouterMetrics()
         config = RouterConfig()
-        self.fleets = Fleets(
+        self.fleets = ModelRegistry(
             [
-                Fleet(
+                Model(
                     name,
                     Dispatcher(self.controllers[name], side, self.metrics[name], config),
                     Catalog(side),
@@ -211,9 +211,9 @@ async def test_tokens_need_a_model_only_where_there_are_several() -> None:
 def test_two_models_cannot_share_a_name() -> None:
     two = Two()
     with pytest.raises(ValueError, match="'a'"):
-        Fleets([*two.fleets, *two.fleets], two.edge)
+        ModelRegistry([*two.fleets, *two.fleets], two.edge)
     with pytest.raises(ValueError, match="at least one"):
-        Fleets([], two.edge)
+        ModelRegistry([], two.edge)
 
 
 # Metrics of several models as one page.

@@ -15,7 +15,7 @@ from router.config import MetricsConfig, RouterConfig
 from router.errors import ApiError, Reason
 from router.request.body import BodyBudget, HeldBytes
 from router.tenancy.keys import ApiKey
-from router.tenancy.limits import ANYONE, Caps, Client
+from router.tenancy.limits import ANYONE, Client, TenantLimits
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
@@ -217,7 +217,7 @@ async def test_one_key_leaves_places_in_the_router_for_others() -> None:
 
 def test_bodies_of_many_clients_leave_room_for_one_more() -> None:
     budget = BodyBudget(1_000, Edge(FarSide(a=serve)).metrics.held_bytes)
-    heavy = Client("heavy", "name-heavy", Caps(weight=2.0))
+    heavy = Client("heavy", "name-heavy", TenantLimits(weight=2.0))
     clients = [heavy, *[Client(f"c{index}", f"name-c{index}") for index in range(4)]]
     with ExitStack() as stack:
         held = {each: stack.enter_context(HeldBytes(budget, each)) for each in clients}

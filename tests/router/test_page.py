@@ -15,7 +15,7 @@ import uvicorn
 from controller.config import ControllerConfig
 from controller.messages import RequestEnding, RouteQuery, Tier, Trouble, TroubleNotice
 from deploy.ray_settings import free_port
-from router.admin.overseer import Overseer
+from router.admin.service import AdminService
 from router.config import RouterConfig
 from router.metrics.instruments import Outcome
 from router.request.call import Call
@@ -59,7 +59,7 @@ class Site:
             FarSide(a=serve),
             self.local,  # type: ignore[arg-type]
             RouterConfig.model_validate({"admin": {"keys": [KEY]}}),
-            overseer=Overseer(self.controllers),
+            admin_service=AdminService(self.controllers),
         )
         self.port = free_port()
         config = uvicorn.Config(self.edge.api, port=self.port, log_level="error", lifespan="off")

@@ -14,13 +14,13 @@ from controller.quotas import Quotas
 from replica.engine import ResponseItem, ResponseTail
 from router.answer import Answer, Attempt, ReplicaFailedError
 from router.errors import ApiError, Reason
-from router.tenancy.limits import ANYONE, Caps, Client
+from router.tenancy.limits import ANYONE, Client, TenantLimits
 from router.tenancy.rate_limits import NO_CHARGE, RateLimiter
 from tests.router.far_side import Clock
 
 
 def client(name: str = "acme", **caps: Any) -> Client:
-    return Client(name, f"name-{name}", Caps(**caps))
+    return Client(name, f"name-{name}", TenantLimits(**caps))
 
 
 def refusal(limiter: RateLimiter, who: Client) -> dict[str, Any] | None:

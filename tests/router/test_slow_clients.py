@@ -18,7 +18,7 @@ from starlette.types import Message
 from replica.engine import EngineRequest, ResponseChunk, ResponseHead, ResponseItem, ResponseTail
 from replica.simulated.virtual_loop import VirtualLoop
 from router.config import RouterConfig
-from router.ingress.slow_readers import PatientSend, StalledReaderError
+from router.ingress.slow_readers import StalledReaderError, TimeoutSend
 from router.tenancy.keys import ApiKey
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, stall
 from tests.router.virtual_time import VirtualTime, settle
@@ -112,7 +112,7 @@ def test_who_takes_each_message_in_time_is_served_and_nobody_else(
         taken.append(message["number"])
 
     async def respond() -> None:
-        with PatientSend(take, limit_s) as send:
+        with TimeoutSend(take, limit_s) as send:
             for number in range(len(waits_s)):
                 await send({"type": "http.response.body", "number": number})
                 await asyncio.sleep(limit_s * 0.7)  # the engine, whose time does not count
@@ -138,7 +138,7 @@ async def test_a_cancellation_from_elsewhere_passes_a_patient_send() -> None:
         await asyncio.Event().wait()
 
     async def sends(limit_s: float) -> None:
-        with PatientSend(never, limit_s) as send:
+        with TimeoutSend(never, limit_s) as send:
             await send({"type": "http.response.body"})
 
     task = asyncio.create_task(sends(60.0))

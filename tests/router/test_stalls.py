@@ -24,7 +24,7 @@ from replica.engine import (
 )
 from router.answer import Attempt, ReplicaFailedError
 from router.config import RetryBudgetConfig, RouterConfig
-from router.dispatch.stall_detector import ANSWER_S, ASK_EVERY_S, MAX_NAMES, SWEEP_S, StallWatch
+from router.dispatch.stall_detector import ANSWER_S, ASK_EVERY_S, MAX_NAMES, SWEEP_S, StallDetector
 from router.errors import Reason
 from router.metrics.instruments import RouterMetrics
 from scheduling.roles import Role
@@ -351,7 +351,7 @@ def attempt_at(place: str, number: int = 0) -> Attempt:
 async def test_given_up_if_and_only_if_it_stands_still(turns: list[tuple[str, float]]) -> None:
     script = Script(turns)
     clock = asyncio.get_running_loop().time
-    stalls = StallWatch(script, script, RouterMetrics(), AFTER_S, clock)
+    stalls = StallDetector(script, script, RouterMetrics(), AFTER_S, clock)
     attempt = attempt_at("a")
     stalls.watch(attempt, lambda: True)
     with pytest.raises((TimeoutError, ReplicaFailedError)) as ended:
@@ -380,7 +380,7 @@ async def test_who_has_taken_what_was_sent_to_anybody_is_asked() -> None:
 
     script = Script([("frozen", 3600.0)])
     clock = asyncio.get_running_loop().time
-    stalls = StallWatch(script, script, RouterMetrics(), AFTER_S, clock)
+    stalls = StallDetector(script, script, RouterMetrics(), AFTER_S, clock)
     attempt = Attempt("r", Taken(), None, "mixed", 0.0, lambda: None, clock=clock)
     stalls.watch(attempt, lambda: True)
     with pytest.raises(ReplicaFailedError):
@@ -407,7 +407,7 @@ async def test_what_waits_at_a_replica_that_serve_has_replaced_goes_to_the_new_o
 
     script = Replaced([("hung", 3600.0)])
     clock = asyncio.get_running_loop().time
-    stalls = StallWatch(script, script, RouterMetrics(), AFTER_S, clock)
+    stalls = StallDetector(script, script, RouterMetrics(), AFTER_S, clock)
     script.told.append("hung")
     waiting = []
     for after_s in (100.0, 0.1):  # the second comes between two questions
@@ -444,7 +444,7 @@ async def test_a_word_while_a_question_is_open_is_an_answer() -> None:
 
     busy = Busy([("lives", 1.0)])
     clock = asyncio.get_running_loop().time
-    stalls = StallWatch(busy, busy, RouterMetrics(), AFTER_S, clock)
+    stalls = StallDetector(busy, busy, RouterMetrics(), AFTER_S, clock)
     slow = Attempt("r", Slow(), "a", "mixed", 0.0, lambda: None, clock=clock)
     for attempt in (slow, attempt_at("a")):
         stalls.watch(attempt, lambda: True)
@@ -471,7 +471,7 @@ async def test_a_question_names_a_bounded_number_of_requests_and_all_get_their_t
 
     counting = Counting([("lives", 1.0)])
     clock = asyncio.get_running_loop().time
-    stalls = StallWatch(counting, counting, RouterMetrics(), AFTER_S, clock)
+    stalls = StallDetector(counting, counting, RouterMetrics(), AFTER_S, clock)
     names = [f"r{number}" for number in range(2 * MAX_NAMES + 3)]
     tasks = []
     for name in names:

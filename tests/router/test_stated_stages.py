@@ -9,7 +9,7 @@ import pytest
 from router.config import RouterConfig, ServiceClass
 from router.errors import ApiError
 from router.request.slo import SloReader
-from router.tenancy.limits import Caps
+from router.tenancy.limits import TenantLimits
 from scheduling.objective import SLO
 from scheduling.stages import Stage
 
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_named_with_what_is_allowed(stages: Any, message: str) 
 
 
 def test_each_stage_is_held_to_the_caps_of_its_key() -> None:
-    caps = Caps(min_ttft_ms=600, min_tpot_ms=80)
+    caps = TenantLimits(min_ttft_ms=600, min_tpot_ms=80)
     found = READER.read({"slo": {"stages": [THINK, END]}}, [], caps)
     assert found.slo.stages == (Stage(0.6, 0.1), Stage(tpot_s=0.08))
     assert found.clamped == {"ttft_ms": "600", "tpot_ms": "80"}

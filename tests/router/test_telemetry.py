@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from controller.messages import RouteDecision, Tier
 from router.answer import ReplicaFailedError
 from router.batches.line_caller import Admitted, LineCaller
-from router.batches.lines import Line
+from router.batches.lines import BatchRequest
 from router.batches.metrics import BatchMetrics
 from router.config import RouterConfig
 from router.errors import Reason
@@ -268,7 +268,7 @@ async def test_a_line_of_a_batch_is_told_once_however_often_it_was_put_off(lines
         Clock().pause,
         telemetry,
     )
-    body = Line("line-7", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
+    body = BatchRequest("line-7", {"model": "m", "messages": CHAT_BODY["messages"]}, 100)
     admitted = await told.admit(body, "/v1/chat/completions", lambda: ANYONE)
     assert isinstance(admitted, Admitted)
     reply = await told.run(admitted)

@@ -13,14 +13,14 @@ from router.config import RouterConfig
 from router.errors import ApiError
 from router.request.prompt_size import output_limit
 from router.request.token_limits import TokenLimits, output_to_expect
-from router.tenancy.limits import NO_CAPS, Caps
+from router.tenancy.limits import NO_CAPS, TenantLimits
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY
 
 BODIES: dict[Endpoint, dict[str, Any]] = {"chat": CHAT_BODY, "completions": COMPLETION_BODY}
 
 
 def hold(
-    body: dict[str, Any], endpoint: Endpoint = "chat", caps: Caps = NO_CAPS, **router: Any
+    body: dict[str, Any], endpoint: Endpoint = "chat", caps: TenantLimits = NO_CAPS, **router: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
     return TokenLimits(RouterConfig(**router)).hold(endpoint, body, caps)
 
@@ -56,7 +56,9 @@ def test_the_output_is_cut_to_what_is_allowed(
     body = {**BODIES[endpoint], **more}
     expected = {**body, **held}, {field: str(value) for field, value in held.items()}
     assert hold(body, endpoint, max_output_tokens=100) == expected
-    assert hold(body, endpoint, Caps(max_output_tokens=100), max_output_tokens=200) == expected
+    assert (
+        hold(body, endpoint, TenantLimits(max_output_tokens=100), max_output_tokens=200) == expected
+    )
 
 
 @given(
@@ -79,7 +81,7 @@ def test_no_body_asks_for_more_than_is_allowed(
     if endpoint == "completions":
         body["prompt"] = ["p"] * prompts
     try:
-        held, said = hold(body, endpoint, Caps(max_output_tokens=most))
+        held, said = hold(body, endpoint, TenantLimits(max_output_tokens=most))
     except ApiError as error:
         assert (error.rule.status, error.param) == (400, "n")
         assert (more.get("n") or 1) * (prompts if endpoint == "completions" else 1) > most
@@ -89,7 +91,7 @@ def test_no_body_asks_for_more_than_is_allowed(
 
 
 def test_a_key_that_refuses_says_what_is_allowed() -> None:
-    caps = Caps(max_output_tokens=60, beyond="refuse")
+    caps = TenantLimits(max_output_tokens=60, beyond="refuse")
     with pytest.raises(ApiError) as caught:
         hold({**CHAT_BODY, "max_tokens": 31, "n": 2}, caps=caps)
     assert (caught.value.rule.status, caught.value.param) == (403, "max_tokens")
@@ -124,7 +126,7 @@ def test_a_long_prompt_is_refused_wherever_it_stands(
     endpoint: Endpoint, body: dict[str, Any]
 ) -> None:
     with pytest.raises(ApiError, match="allowed are 99") as caught:
-        hold({"model": "m", **body}, endpoint, Caps(max_prompt_tokens=99))
+        hold({"model": "m", **body}, endpoint, TenantLimits(max_prompt_tokens=99))
     assert caught.value.rule.status == 400
 
 
@@ -148,16 +150,20 @@ def test_the_other_endpoints_are_held_to_the_prompt_too(
     endpoint: Endpoint, body: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        hold({"model": "m", **body}, endpoint, Caps(max_prompt_tokens=99, max_output_tokens=5))
+        hold(
+            {"model": "m", **body},
+            endpoint,
+            TenantLimits(max_prompt_tokens=99, max_output_tokens=5),
+        )
     assert caught.value.param == param
     if endpoint == "responses":
         body = {"model": "m", "input": "x", "max_output_tokens": 9}
-        assert hold(body, endpoint, Caps(max_output_tokens=5))[0]["max_output_tokens"] == 5
+        assert hold(body, endpoint, TenantLimits(max_output_tokens=5))[0]["max_output_tokens"] == 5
 
 
 def test_a_short_prompt_is_not() -> None:
     for endpoint, body in BODIES.items():
-        assert hold(body, endpoint, Caps(max_prompt_tokens=20)) == (body, {})
+        assert hold(body, endpoint, TenantLimits(max_prompt_tokens=20)) == (body, {})
 
 
 def test_schemas_of_tools_may_call_a_property_type() -> None:

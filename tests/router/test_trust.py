@@ -18,7 +18,7 @@ from router.errors import ApiError, Reason
 from router.request.slo import Objective, SloReader
 from router.tenancy.auth import KeyRing
 from router.tenancy.keys import ApiKey, client_of
-from router.tenancy.limits import ANYONE, Caps, Client
+from router.tenancy.limits import ANYONE, Client, TenantLimits
 from scheduling.objective import SLO
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, hang, serve
 
@@ -30,7 +30,7 @@ CLASSES = {
 READER = SloReader(RouterConfig(classes=CLASSES, default_class="fast"))
 
 
-def read(caps: Caps, body: dict[str, Any] | None = None, **headers: str) -> Objective:
+def read(caps: TenantLimits, body: dict[str, Any] | None = None, **headers: str) -> Objective:
     raw = [(f"x-slo-{name}".encode(), value.encode()) for name, value in headers.items()]
     return READER.read(body or {}, raw, caps)
 
@@ -40,13 +40,13 @@ def key(secret: str = "secret-1", **more: Any) -> ApiKey:
 
 
 def test_what_is_within_the_caps_is_served_as_asked() -> None:
-    caps = Caps(classes=("slow", "fast"), max_priority=8, min_ttft_ms=100, min_tpot_ms=10)
+    caps = TenantLimits(classes=("slow", "fast"), max_priority=8, min_ttft_ms=100, min_tpot_ms=10)
     assert read(caps) == (SLO(0.1, 0.01, None, 8, "fast"), {})
     assert read(caps, {"slo": {"class": "slow"}}).clamped == {}
 
 
 def test_what_is_beyond_is_clamped_and_said_field_by_field() -> None:
-    caps = Caps(classes=("slow",), max_priority=4, min_ttft_ms=500.5, min_tpot_ms=50)
+    caps = TenantLimits(classes=("slow",), max_priority=4, min_ttft_ms=500.5, min_tpot_ms=50)
     body = {"slo": {"class": "fast", "priority": 9, "tpot_ms": 1}}
     slo, clamped = read(caps, body, **{"ttft-ms": "20"})
     assert slo == SLO(0.5005, 0.05, 60.0, 4, "slow")
@@ -55,24 +55,27 @@ def test_what_is_beyond_is_clamped_and_said_field_by_field() -> None:
 
 
 def test_what_a_class_presets_is_held_to_the_caps_too() -> None:
-    caps = Caps(max_priority=2, min_ttft_ms=300, beyond="refuse")
+    caps = TenantLimits(max_priority=2, min_ttft_ms=300, beyond="refuse")
     assert read(caps) == (
         SLO(0.3, 0.01, None, 2, "fast"),
         {"priority": "2", "ttft_ms": "300"},
     )
     # Nor does it count as asking for a class that none was named.
-    only_slow = Caps(classes=("slow", "free"), beyond="refuse")
+    only_slow = TenantLimits(classes=("slow", "free"), beyond="refuse")
     assert read(only_slow).slo.service_class == "slow"
 
 
 def test_no_objective_is_within_every_cap() -> None:
-    caps = Caps(min_ttft_ms=500, min_tpot_ms=500, min_e2e_ms=500)
+    caps = TenantLimits(min_ttft_ms=500, min_tpot_ms=500, min_e2e_ms=500)
     assert read(caps, {"slo": {"class": "free"}}) == (SLO(service_class="free"), {})
 
 
 def test_an_end_to_end_objective_cannot_tighten_the_ttft() -> None:
-    assert read(Caps(min_ttft_ms=500), {"slo": {"e2e_ms": 10}}).slo.e2e_s == 0.5
-    assert read(Caps(min_ttft_ms=500, min_e2e_ms=900), {"slo": {"e2e_ms": 10}}).slo.e2e_s == 0.9
+    assert read(TenantLimits(min_ttft_ms=500), {"slo": {"e2e_ms": 10}}).slo.e2e_s == 0.5
+    assert (
+        read(TenantLimits(min_ttft_ms=500, min_e2e_ms=900), {"slo": {"e2e_ms": 10}}).slo.e2e_s
+        == 0.9
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_a_refusal_names_the_field_and_what_is_allowed(
     caps: dict[str, Any], body: dict[str, Any], headers: dict[str, str], param: str, message: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        read(Caps(beyond="refuse", **caps), body, **headers)
+        read(TenantLimits(beyond="refuse", **caps), body, **headers)
     error = caught.value
     assert (error.rule.status, error.reason) == (403, Reason.NOT_PERMITTED)
     assert error.param == param
@@ -121,7 +124,7 @@ def test_a_refusal_names_the_field_and_what_is_allowed(
 
 _MS = st.floats(0.001, 1e6)
 _CAPS = st.builds(
-    Caps,
+    TenantLimits,
     classes=st.none() | st.lists(st.sampled_from([*CLASSES]), min_size=1, unique=True).map(tuple),
     max_priority=st.integers(1, 10),
     min_ttft_ms=st.none() | _MS,
@@ -150,7 +153,7 @@ _HEADERS = st.fixed_dictionaries(
     headers=_HEADERS,
 )
 def test_nothing_that_a_client_sends_passes_its_caps(
-    caps: Caps, slo: dict[str, Any], tier: str | None, headers: dict[str, str]
+    caps: TenantLimits, slo: dict[str, Any], tier: str | None, headers: dict[str, str]
 ) -> None:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     body = {"slo": slo, "service_tier": tier}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controller.messages import RouteDecision, Tier
 from router.config import ServiceClass
-from router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S, Line
+from router.dispatch.admission_queue import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S, AdmissionQueue
 from router.errors import ApiError, Reason
 from router.metrics.instruments import RouterMetrics
 from router.tenancy.limits import ANYONE, Client
@@ -49,7 +49,7 @@ class Queue:
         self.time = VirtualTime()
         self.metrics = RouterMetrics()
         entry = ServiceClass(when_unattainable="queue", queue_limit_s=limit_s, queue_length=length)
-        self.line = Line("c", entry, self.metrics.admission, self.time, self.time.pause)
+        self.line = AdmissionQueue("c", entry, self.metrics.admission, self.time, self.time.pause)
         self.served: list[int] = []
         self.errors: dict[int, ApiError] = {}
         self.tasks: list[asyncio.Task[None]] = []

@@ -17,7 +17,7 @@ from scheduling.margins import PRIOR
 from scheduling.objective import SLO
 from scheduling.output_lengths import OutputLengths
 from scheduling.pacing import shared_out
-from scheduling.placement import Placer, Weighed
+from scheduling.placement import DecisionInputs, Placer
 from scheduling.routing import make_policy as make_routing
 from tests.scheduling.fleets import MODEL, fleet_of, report, row
 
@@ -136,7 +136,7 @@ def test_of_unlike_replicas_the_shares_are_those_of_the_first_to_end() -> None:
 
 def test_where_the_time_is_ample_a_busier_replica_may_serve_it_too() -> None:
     busy = report(row(SLO(30.0, 0.1), 4_000))
-    seen: list[Weighed] = []
+    seen: list[DecisionInputs] = []
     fleet = fleet_of(busy, report())
     admission = make_admission("moore_hodgson")
     deciding = Placer(fleet, make_routing("least_tokens"), admission, seen.append)

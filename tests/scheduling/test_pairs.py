@@ -17,7 +17,7 @@ from scheduling.job import PLACED, UNATTAINABLE, RouteDecision
 from scheduling.ledger import Reservation
 from scheduling.objective import SLO
 from scheduling.pairs import HANDOVER_STEPS
-from scheduling.placement import Placer, Weighed
+from scheduling.placement import DecisionInputs, Placer
 from scheduling.roles import ROLES, Role
 from scheduling.routing import POLICIES as ROUTERS
 from scheduling.routing import RouteQuery, Tier
@@ -213,7 +213,7 @@ def test_one_that_asks_again_and_goes_elsewhere_leaves_nothing_behind() -> None:
 
 
 def test_the_witness_sees_both_sides() -> None:
-    seen: list[Weighed] = []
+    seen: list[DecisionInputs] = []
     fleet = roles("mixed", "prefill", "decode", "decode")
     Placer(fleet, make_routing("least_work"), make_admission("pab"), seen.append).place(
         query(), 0.0
@@ -305,7 +305,7 @@ def test_a_pair_that_promises_is_one_of_which_both_can(
 ) -> None:
     slo, prompt, _, _ = asked
     fleet = fleet_of(*there)
-    seen: list[Weighed] = []
+    seen: list[DecisionInputs] = []
     admission = make_admission("moore_hodgson")
     decides = Placer(fleet, make_routing("most_gain"), admission, seen.append)
     made = decides.place(query(1, slo, prompt), 0.0)

@@ -11,7 +11,7 @@ from scheduling.fleet import Fleet
 from scheduling.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
 from scheduling.margins import PRIOR
 from scheduling.objective import SLO
-from scheduling.placement import Placer, Weighed
+from scheduling.placement import DecisionInputs, Placer
 from scheduling.roles import Role
 from scheduling.routing import RouteQuery, Tier
 from scheduling.routing import make_policy as make_routing
@@ -140,7 +140,7 @@ def test_decisions_are_those_of_the_promised_alone_and_the_same_again(
 
 
 def test_the_witness_sees_what_each_decision_is_made_from() -> None:
-    seen: list[Weighed] = []
+    seen: list[DecisionInputs] = []
     fleet = fleet_of(report(), report(row(EASY, 60_000, key=9)))
     decider = Placer(
         fleet, make_routing("least_tokens"), make_admission("moore_hodgson"), seen.append

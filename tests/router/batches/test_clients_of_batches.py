@@ -12,12 +12,12 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
 from router.batches.line_caller import LONGEST_PAUSE_S, LineCaller
-from router.batches.lines import Line
+from router.batches.lines import BatchRequest
 from router.batches.metrics import BatchMetrics
 from router.batches.places import LinePlaces
 from router.batches.results import Reply
 from router.tenancy.keys import ApiKey
-from router.tenancy.limits import Caps, Client
+from router.tenancy.limits import Client, TenantLimits
 from router.tenancy.rate_limits import RateLimiter
 from tests.router.batches.routers import (
     KEY,
@@ -34,11 +34,11 @@ from tests.router.batches.routers import (
 )
 from tests.router.far_side import Clock, Edge, FarSide, answer, serve
 
-LINE = Line("a", {"model": "m", "messages": [{"role": "user", "content": "x"}]}, 100)
+LINE = BatchRequest("a", {"model": "m", "messages": [{"role": "user", "content": "x"}]}, 100)
 
 
 def client(**caps: Any) -> Client:
-    return Client("acme", "name-acme", Caps(**caps))
+    return Client("acme", "name-acme", TenantLimits(**caps))
 
 
 class Lines:

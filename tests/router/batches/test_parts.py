@@ -22,7 +22,7 @@ from router.batches.lines import (
     MAX_CUSTOM_ID,
     MAX_FAULTS,
     SLICE_LINES,
-    Line,
+    BatchRequest,
     LineError,
     check_lines,
     parse_line,
@@ -127,8 +127,8 @@ def test_slices_are_bounded(tmp_path: Path) -> None:
 # Results.
 
 
-def asked(name: str) -> Line:
-    return Line(name, {}, 10)
+def asked(name: str) -> BatchRequest:
+    return BatchRequest(name, {}, 10)
 
 
 def text_of(log: Path) -> list[str]:
@@ -224,7 +224,7 @@ class Late:
         return behaviour(side, replica, request)  # type: ignore[operator]
 
 
-BODY = Line("a", {"model": "m", "messages": [{"role": "user", "content": "x"}]}, 100)
+BODY = BatchRequest("a", {"model": "m", "messages": [{"role": "user", "content": "x"}]}, 100)
 DEAD = fail(ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True))
 FULL = answer(503, b"{}")
 NONE = fail(ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.", retry=False))
@@ -654,7 +654,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from router.batches_config import BatchesConfig
-from router.batches.lines import Line
+from router.batches.lines import BatchRequest
 from router.batches.results import Reply, ResultLog, answered
 from router.batches.store import ERRORS, OUTPUT, Store
 
@@ -663,7 +663,7 @@ store = Store(BatchesConfig(directory=directory), directory, lambda: 1.7e9)
 (record,) = store.unfinished()
 leased = store.lease(record)
 log = ResultLog(store.path(record, OUTPUT), store.path(record, ERRORS))
-log.add(answered(Line("a", {}, 1), Reply(200, "by the one that died", b"{}")))
+log.add(answered(BatchRequest("a", {}, 1), Reply(200, "by the one that died", b"{}")))
 with store.path(record, OUTPUT).open("ab") as file:
     file.write(b'{"id": "x", "custom_id": "b", "resp')
 print("leased", flush=True)

@@ -41,7 +41,7 @@ class Overseen(Protocol):
         """
 
 
-class Overseer:
+class AdminService:
     """One per router process. However many ask, each controller is asked at most once in
     :data:`TTL_S` for what it shows.
 

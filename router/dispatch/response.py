@@ -14,7 +14,7 @@ from router.answer import Answer, Piece, ReplicaFailedError
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.service_tier import with_tier
 from router.errors import ApiError, Reason
-from router.ingress.slow_readers import PatientSend, StalledReaderError
+from router.ingress.slow_readers import StalledReaderError, TimeoutSend
 from router.metrics.instruments import Outcome, RouterMetrics
 from router.metrics.telemetry import Telemetry
 from router.request.call import Call
@@ -64,7 +64,7 @@ class DisconnectGuard:
         self._task.cancel()
 
 
-class Exchange(Response):
+class CallResponse(Response):
     """Serves one call and accounts for it, however it ends.
 
     Args:
@@ -96,7 +96,7 @@ class Exchange(Response):
         """Answer over ASGI."""
         outcome = Outcome.FAILED
         try:
-            with PatientSend(send, self._stalled_reader_s) as patient:
+            with TimeoutSend(send, self._stalled_reader_s) as patient:
                 outcome = await self._serve(scope, receive, patient)
         except StalledReaderError:
             self._metrics.stalled_readers.inc()
@@ -114,7 +114,7 @@ class Exchange(Response):
                 self._direct.close()
             self._count(outcome)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: PatientSend) -> Outcome:
+    async def _serve(self, scope: Scope, receive: Receive, send: TimeoutSend) -> Outcome:
         # The guard ends before the last message: a server reports the end of a complete response
         # as a disconnect too.
         guard = DisconnectGuard(receive)
@@ -145,7 +145,7 @@ class Exchange(Response):
             return Outcome.OK if error is None else Outcome.FAILED
         return await self._whole(self._answer, scope, receive, send)
 
-    async def _stream(self, answer: Answer, send: PatientSend) -> ApiError | None:
+    async def _stream(self, answer: Answer, send: TimeoutSend) -> ApiError | None:
         """Hand on the pieces of an event stream. Returns the error that broke it, if one did."""
         headers = self._own_headers() | {
             "content-type": f"{EVENT_STREAM}; charset=utf-8",
