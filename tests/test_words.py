@@ -1,0 +1,72 @@
+"""The words of sources and documents: one term for each thing, and plain sentences.
+
+The list holds phrases that a reader had to decode, each with what to write in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+INSTEAD = {
+    r"(?:no|any|some)body": "the part that is meant: a client, a router, a replica",
+    r"for ever": "indefinitely, or the bound",
+    r"(?:stand(?:s|ing)?|stood) still": "stall, hang, be unresponsive",
+    r"whosesoever": "of any client",
+    r"in vain": "without success",
+    r"(?:is|are|was|were) told": "receives, learns, is reported",
+    r"hand(?:s|ed)? on": "forward",
+    r"drown(?:s|ed|ing)?": "be overloaded",
+    r"(?:go(?:es|ing)?|went) on": "continue, resume",
+    r"(?:com(?:e|es)|came) again": "retry",
+    r"as ever": "as before",
+    r"so many": "this many, n",
+    r"anew": "again, from scratch",
+    r"hand-over": "KV transfer",
+}
+"""Phrase, as a regular expression, and what to write instead."""
+
+_PHRASE = "|".join(INSTEAD).replace(" ", r"\s+(?:#\s+)?")
+_PHRASES = re.compile(rf"(?<![\w`])(?:{_PHRASE})(?![\w`])", re.IGNORECASE)
+_FOLDERS = ("router", "controller", "replica", "scheduling", "simulation", "benchmarks", "deploy")
+_FOLDERS += ("telemetry", "helm", "docs")
+_KINDS = {".py", ".md", ".yaml", ".yml", ".tpl", ".html", ".js", ".lua"}
+
+
+def texts() -> list[Path]:
+    """Every source and document, but tests."""
+    found = [path for folder in _FOLDERS for path in (ROOT / folder).rglob("*")]
+    return sorted(path for path in (*found, *ROOT.glob("*.md")) if path.suffix in _KINDS)
+
+
+def hits(text: str) -> list[tuple[int, str]]:
+    """Line and phrase of every phrase of the list, also of one that is broken over two lines."""
+    return [(text.count("\n", 0, m.start()) + 1, m.group()) for m in _PHRASES.finditer(text)]
+
+
+def test_sources_and_documents_hold_no_phrase_of_the_list() -> None:
+    paths = texts()
+    assert len(paths) > 400
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {' '.join(phrase.split())!r}"
+        for path in paths
+        for line, phrase in hits(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Nobody waits.", "it goes\n    on", "# it stands\n# still", "KV hand-over", "Computed anew."],
+)
+def test_the_check_sees_a_phrase(text: str) -> None:
+    assert len(hits(text)) == 1
+
+
+@pytest.mark.parametrize("text", ["going only", "`for ever`", "renewed", "told", "the board"])
+def test_the_check_lets_other_words_pass(text: str) -> None:
+    assert hits(text) == []
