@@ -45,6 +45,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     # Besides the usual classes, one that can be promised and two that no engine can hold.
     classes = {name: entry.model_dump() for name, entry in RouterConfig().classes.items()} | {
         "easy": {"ttft_ms": 60_000, "tpot_ms": 1_000, "priority": 2},
+        "staged": {"ttft_ms": 60_000, "tpot_ms": 1_000},
         "hopeless": {"ttft_ms": 0.01},
         "strict": {"ttft_ms": 0.01, "when_unattainable": "reject"},
     }
@@ -127,6 +128,55 @@ def test_a_promise_is_said_with_its_time_and_kept(serving: System) -> None:
         assert 0 < float(answer.headers["x-sluice-predicted-ttft-ms"]) < 60_000
     page = httpx.get(f"{serving.url}/metrics", timeout=120).text
     assert 'sluice_promises_total{class="easy",outcome="missed"}' not in page
+
+
+@pytest.mark.parametrize(
+    ("second", "admission"),
+    [({"ttft_ms": 30_000, "tpot_ms": 1_000}, "guaranteed"), ({"tpot_ms": 0.01}, "best-effort")],
+)
+def test_a_promise_covers_every_stage(
+    serving: System, second: dict[str, Any], admission: str
+) -> None:
+    """The first stage is easy for any engine: what is promised depends on the second one."""
+    stages = [{"until": {"tokens": 4}, "ttft_ms": 60_000, "tpot_ms": 1_000}]
+    stages.append({"until": "end", **second})
+    body = {
+        "model": "local",
+        "prompt": "one two three",
+        "max_tokens": 12,
+        "slo": {"stages": stages},
+    }
+
+    def judged() -> dict[str, float]:
+        return promises(serving, "staged")
+
+    before = judged()
+    answer = httpx.post(
+        f"{serving.url}/v1/completions",
+        json=body,
+        headers={"x-slo-class": "staged"},
+        timeout=120,
+    )
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 12
+    assert answer.headers["x-sluice-admission"] == admission
+    kept = float(admission == "guaranteed")
+    wait_until(
+        lambda: judged().get("kept", 0.0) - before.get("kept", 0.0) == kept,
+        "the promise is on the page",
+    )
+    assert judged().get("missed", 0.0) == 0.0
+
+
+def promises(serving: System, service_class: str) -> dict[str, float]:
+    """Of a class, promises by what became of them."""
+    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
+    return {
+        sample.labels["outcome"]: sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "sluice_promises_total" and sample.labels["class"] == service_class
+    }
 
 
 def test_what_cannot_be_promised_is_best_effort_or_refused_as_its_class_says(
