@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from math import ceil, inf
+from math import ceil, inf, nan
 from typing import Any
 
 import numpy as np
 
 from scheduling.assumptions import LEAST_STEPS, TTFT_SHARE, UNKNOWN_OUTPUT_TOKENS
+from scheduling.deadline import FIRST
 from scheduling.expected import claim, paced
 from scheduling.fleet_rows import (
     BATCH_S,
@@ -61,6 +62,8 @@ from scheduling.kernels import (
     Floats,
     compiled,
     most_work_s,
+    needs_prefill,
+    next_due_s,
 )
 
 BATCH_USABLE = 0.9
@@ -88,20 +91,6 @@ def clear(figures: Floats, pieces: Floats) -> None:
 def expected_tokens(row: Any) -> float:
     """Expected length of a reported request's output, however much has left."""
     return float(row.expected_tokens) if row.expected_tokens > 0 else UNKNOWN_OUTPUT_TOKENS
-
-
-@compiled
-def next_due_s(row: Any, ttft_s: float, tpot_s: float) -> float:
-    """Deadline of a reported request's next token, on its replica's clock: the rule of
-    :meth:`SLO.deadline_s <scheduling.objective.SLO.deadline_s>` anchored on the first token."""
-    emitted = row.emitted_tokens
-    due_s = row.arrival_s + ttft_s
-    if emitted > 0:
-        # A missing first token is nan, which compares as false.
-        if row.first_token_s < due_s:
-            due_s = row.first_token_s
-        due_s += emitted * tpot_s
-    return min(due_s, row.arrival_s + row.e2e_s)
 
 
 @compiled
@@ -257,7 +246,7 @@ def fold(
         expected = max(whole_tokens, row.emitted_tokens + 1.0)
         whole = ceil((row.prompt_tokens + expected) / figures[BLOCK_TOKENS])
         figures[EXPECTED_BLOCKS] += max(0.0, whole - row.kv_blocks)
-        prefill = row.emitted_tokens == 0 or row.pending_tokens > 1
+        prefill = needs_prefill(row.emitted_tokens, row.pending_tokens)
         if row.best_effort > 0:
             count_best_effort(figures, pieces, row, prefill)
             continue
@@ -270,7 +259,16 @@ def fold(
             float(row.prompt_tokens), expected - row.emitted_tokens, float(row.tpot_s),
         )  # fmt: skip
         ttft_s, tpot_s = paced(float(row.ttft_s), float(row.tpot_s), float(row.e2e_s), expected)
-        due_s = next_due_s(row, ttft_s, tpot_s) + offset_s
+        due_s = offset_s + next_due_s(
+            row.emitted_tokens,
+            row.arrival_s,
+            ttft_s,
+            tpot_s,
+            row.e2e_s,
+            row.first_token_s,
+            nan,
+            FIRST,
+        )
         least_ttft_s = min(least_ttft_s, row.ttft_s)
         if prefill:
             work_s = count_prefill(

@@ -10,12 +10,12 @@ Every function is ``O(tokens)``, vectorised over them, and has the form of :clas
 
 from __future__ import annotations
 
-from math import inf
+from math import nan
 from typing import Protocol
 
 import numpy as np
 
-from scheduling.kernels import Floats
+from scheduling.kernels import Floats, compiled, next_due_s
 from scheduling.objective import SLO, Anchor, GainWeights
 
 PLAIN = GainWeights()
@@ -109,19 +109,19 @@ def deadlines_s(
 ) -> Floats:
     """Deadline of each token, :meth:`~scheduling.objective.SLO.deadline_s` of all at once."""
     ttft_s, tpot_s, e2e_s, _ = slo.columns
-    tokens = len(emitted_s)
-    due_s: Floats = np.full(tokens, arrival_s + ttft_s)
-    if tokens > 1:
-        if tpot_s == inf:
-            due_s[1:] = inf
-        elif anchor is Anchor.LAST_TOKEN:
-            due_s[1:] = emitted_s[:-1] + tpot_s
-        else:
-            start_s = arrival_s + ttft_s
-            if anchor is Anchor.FIRST_TOKEN or ttft_s == inf:
-                start_s = min(start_s, float(emitted_s[0]))
-            due_s[1:] = start_s + tpot_s * np.arange(1, tokens)
-    return np.minimum(due_s, arrival_s + e2e_s)
+    return _deadlines_s(arrival_s, ttft_s, tpot_s, e2e_s, np.asarray(emitted_s, float), anchor.code)
+
+
+@compiled
+def _deadlines_s(
+    arrival_s: float, ttft_s: float, tpot_s: float, e2e_s: float, emitted_s: Floats, anchor: int
+) -> Floats:
+    due_s = np.empty(emitted_s.shape[0])
+    for token in range(emitted_s.shape[0]):
+        first_s = emitted_s[0] if token > 0 else nan
+        last_s = emitted_s[token - 1] if token > 0 else nan
+        due_s[token] = next_due_s(token, arrival_s, ttft_s, tpot_s, e2e_s, first_s, last_s, anchor)
+    return due_s
 
 
 def ideal_gain(

@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from scheduling.objective import Anchor
+from scheduling import deadline
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -45,11 +45,6 @@ TENANT = 17  # a number that names it; only whether two are equal counts
 WEIGHT = 18  # of the tenant's share
 PROMISED = 19  # 1 where the objective was promised, else 0
 FIELDS = 20
-
-# How a row's deadline is anchored: the anchors' numbers, as compiled loops know no enumerations.
-ENVELOPE = Anchor.ENVELOPE.code
-FIRST = Anchor.FIRST_TOKEN.code
-LAST = Anchor.LAST_TOKEN.code
 
 # A latency model's coefficients, see :class:`scheduling.latency.LatencyModel`.
 FIXED = 0
@@ -118,28 +113,32 @@ def pending_work_s(table: Floats, pieces: Floats) -> Floats:
     return work
 
 
+next_due_s = compiled(deadline.next_due_s)
+needs_prefill = compiled(deadline.needs_prefill)
+
+
 @compiled
 def is_prefill(table: Floats) -> NDArray[np.bool_]:
     """Per row, whether its next token needs more than one decode step's work."""
-    return (table[:, EMITTED] == 0.0) | (table[:, PENDING] > 1.0)
+    found = np.empty(table.shape[0], np.bool_)
+    for row in range(table.shape[0]):
+        found[row] = needs_prefill(table[row, EMITTED], table[row, PENDING])
+    return found
 
 
 @compiled
 def deadline_s(row: Floats, anchor: int) -> float:
-    """Deadline of the next token of one row; the rule of :meth:`SLO.deadline_s
-    <scheduling.objective.SLO.deadline_s>`."""
-    emitted = row[EMITTED]
-    due_s = row[ARRIVAL] + row[TTFT]
-    if emitted > 0.0:
-        first_s = row[FIRST_TOKEN]
-        if anchor == LAST and not np.isnan(row[LAST_TOKEN]):
-            due_s = row[LAST_TOKEN] + row[TPOT]
-        else:
-            # A missing first token is nan, which compares as false.
-            if first_s < due_s and (anchor != ENVELOPE or np.isinf(row[TTFT])):
-                due_s = first_s
-            due_s += emitted * row[TPOT]
-    return min(due_s, row[ARRIVAL] + row[E2E])
+    """Deadline of the next token of one row."""
+    return next_due_s(
+        row[EMITTED],
+        row[ARRIVAL],
+        row[TTFT],
+        row[TPOT],
+        row[E2E],
+        row[FIRST_TOKEN],
+        row[LAST_TOKEN],
+        anchor,
+    )
 
 
 @compiled

@@ -11,9 +11,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, nan
 from typing import Final, Literal, Self
 
+from scheduling.deadline import ENVELOPE, FIRST, LAST, next_due_s
 from scheduling.stages import Stage, check_stages, strictest
 from scheduling.tpot import LEAST_PACE_TOKENS, TPOTAnchor, TPOTMeter
 
@@ -50,11 +51,11 @@ class Anchor(enum.StrEnum):
 
     @property
     def code(self) -> int:
-        """Its number in compiled loops, see :mod:`scheduling.kernels`."""
+        """Its number in compiled loops, see :mod:`scheduling.deadline`."""
         return _ANCHOR_CODES[self]
 
 
-_ANCHOR_CODES = {Anchor.ENVELOPE: 0, Anchor.FIRST_TOKEN: 1, Anchor.LAST_TOKEN: 2}
+_ANCHOR_CODES = {Anchor.ENVELOPE: ENVELOPE, Anchor.FIRST_TOKEN: FIRST, Anchor.LAST_TOKEN: LAST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,32 +199,13 @@ class SLO:
         anchor: Anchor = Anchor.ENVELOPE,
         last_token_s: float | None = None,
     ) -> float:
-        """Deadline of output token ``token`` (1-based), on the clock of ``arrival_s``.
-
-        Our reading where an objective is missing: without TTFT the first token is due by the
-        end-to-end deadline, and the later ones start from the first token's real time; without
-        TPOT the later tokens are due by the end-to-end deadline; no token is due after the
-        end-to-end deadline. With no objective at all the deadline is infinite.
+        """Deadline of output token ``token`` (1-based), on the clock of ``arrival_s``. See
+        :func:`scheduling.deadline.next_due_s`.
         """
-        ttft_s, e2e_s = self.ttft_s, self.e2e_s
-        due_s = inf if ttft_s is None else arrival_s + ttft_s
-        if token > 1:
-            tpot_s = self.tpot_s
-            if tpot_s is None:
-                return inf if e2e_s is None else arrival_s + e2e_s
-            if anchor is Anchor.LAST_TOKEN and last_token_s is not None:
-                due_s = last_token_s + tpot_s
-            else:
-                if (
-                    first_token_s is not None
-                    and first_token_s < due_s
-                    and (ttft_s is None or anchor is not Anchor.ENVELOPE)
-                ):
-                    due_s = first_token_s
-                due_s += (token - 1) * tpot_s
-        if e2e_s is not None and arrival_s + e2e_s < due_s:
-            return arrival_s + e2e_s
-        return due_s
+        ttft_s, tpot_s, e2e_s, _ = self.columns
+        first_s = nan if first_token_s is None else first_token_s
+        last_s = nan if last_token_s is None else last_token_s
+        return next_due_s(token - 1, arrival_s, ttft_s, tpot_s, e2e_s, first_s, last_s, anchor.code)
 
 
 def _anchor_of(value: str) -> TPOTAnchor:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduling import kernels
+from scheduling.deadline import needs_prefill
 from scheduling.kernels import (
     ACCEPTANCE,
     DRAFTED,
@@ -80,9 +81,8 @@ class RequestView(NamedTuple):
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the next token needs more than one decode step's work: the request has no output
-        yet, or lost its KV and must recompute."""
-        return self.emitted_tokens == 0 or self.pending_tokens > 1
+        """See :func:`scheduling.deadline.needs_prefill`."""
+        return needs_prefill(self.emitted_tokens, self.pending_tokens)
 
     def next_deadline_s(self, anchor: Anchor) -> float:
         """Deadline of the next token to be emitted."""

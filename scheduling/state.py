@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from scheduling.objective import Anchor
 from scheduling.prefix import NO_HELD
 
 WAITING = 1
@@ -123,33 +121,3 @@ class EngineState(NamedTuple):
     rows: np.ndarray
     summary: np.void
     held: np.ndarray = NO_HELD
-
-
-def prefill_rows(rows: np.ndarray) -> NDArray[np.bool_]:
-    """Which live ``rows`` are prefills: no output yet, or KV lost and being recomputed.
-
-    The same rule as :attr:`scheduling.request.RequestView.is_prefill`.
-    """
-    mask: NDArray[np.bool_] = (rows["emitted_tokens"] == 0) | (rows["pending_tokens"] > 1)
-    return mask
-
-
-def next_deadlines_s(rows: np.ndarray, anchor: Anchor) -> NDArray[np.float64]:
-    """Deadline of the next token of each of ``rows``; infinite where none is stated.
-
-    The same rule as :meth:`scheduling.objective.SLO.deadline_s`, for arrays.
-    :attr:`Anchor.LAST_TOKEN` counts as :attr:`Anchor.FIRST_TOKEN`.
-    """
-    emitted = rows["emitted_tokens"]
-    arrival = rows["arrival_s"]
-    due: NDArray[np.float64] = arrival + rows["ttft_s"]
-    first = rows["first_token_s"]
-    # A missing first token is nan, which compares as false.
-    early = (emitted > 0) & (first < due)
-    if anchor is Anchor.ENVELOPE:
-        early &= np.isinf(rows["ttft_s"])
-    due = np.where(early, first, due)
-    later = emitted > 0
-    due[later] += emitted[later] * rows["tpot_s"][later].astype(np.float64)
-    np.minimum(due, arrival + rows["e2e_s"], out=due)
-    return due

@@ -19,7 +19,8 @@ from replica.preemption.messages import Timing
 from replica.scheduler.xargs import SchedulerSettings
 from replica.vllm.scheduler import SloScheduler
 from scheduling.batching import BatchPlan
-from scheduling.kernels import ARRIVAL, BEST_EFFORT, ENVELOPE, deadlines_s, is_prefill
+from scheduling.deadline import ENVELOPE
+from scheduling.kernels import ARRIVAL, BEST_EFFORT, deadlines_s, is_prefill
 from scheduling.latency import StepSample
 from scheduling.preemption import AgedShare, InFlight, Options, Prefill, decide
 from scheduling.request import QueueView, RequestView

@@ -5,9 +5,11 @@ Source: FairBatching §3.4 and appendix A, whose formulas the numbered steps fol
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, nan
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduling.admission.base import AdmissionPolicy, Promises
 from scheduling.admission.constraint import Constraint
@@ -15,10 +17,18 @@ from scheduling.admission.first_token import first_tokens_s
 from scheduling.fleet import Fleet
 from scheduling.fleet_rows import PAB, PROMISED
 from scheduling.job import Job
-from scheduling.kernels import DECODE_CONTEXT, DECODE_SEQUENCE, FIXED, PREFILL_TOKENS, Floats
+from scheduling.kernels import (
+    DECODE_CONTEXT,
+    DECODE_SEQUENCE,
+    FIXED,
+    PREFILL_TOKENS,
+    Floats,
+    compiled,
+    needs_prefill,
+    next_due_s,
+)
 from scheduling.latency import LatencyModel
 from scheduling.objective import Anchor
-from scheduling.state import next_deadlines_s, prefill_rows
 
 
 class PABAdmission(AdmissionPolicy):
@@ -96,6 +106,27 @@ def _decode_s(piece: Floats, context_tokens: Floats) -> Floats:
     return work
 
 
+@compiled
+def rows_due_s(rows: Any, anchor: int) -> tuple[NDArray[np.bool_], Floats]:
+    """Of each of ``rows``, of dtype :data:`scheduling.state.ROW`, whether it is a prefill and when
+    its next token is due. Rows do not hold when the last token left."""
+    prefill, due_s = np.empty(rows.shape[0], np.bool_), np.empty(rows.shape[0])
+    for place in range(rows.shape[0]):
+        row = rows[place]
+        prefill[place] = needs_prefill(row.emitted_tokens, row.pending_tokens)
+        due_s[place] = next_due_s(
+            row.emitted_tokens,
+            row.arrival_s,
+            row.ttft_s,
+            row.tpot_s,
+            row.e2e_s,
+            row.first_token_s,
+            nan,
+            anchor,
+        )
+    return prefill, due_s
+
+
 def replica_pab_tokens(
     rows: np.ndarray,
     now_s: float,
@@ -121,12 +152,12 @@ def replica_pab_tokens(
         reference_tpot_s: pace of decodes that state no TPOT, seconds.
         anchor: where the deadlines of later tokens start.
     """
-    prefill = prefill_rows(rows)
+    prefill, due_s = rows_due_s(rows, anchor.code)
     prefill_tokens = float(rows["pending_tokens"][prefill].sum())
     decodes = rows[~prefill]
     context: Floats = decodes["computed_tokens"].astype(np.float64) + 1.0
     tpot: Floats = decodes["tpot_s"].astype(np.float64)
-    slack: Floats = np.maximum(0.0, next_deadlines_s(decodes, anchor) - now_s)
+    slack: Floats = np.maximum(0.0, due_s[~prefill] - now_s)
     unpaced = np.isinf(tpot)
     slack[unpaced] = reference_tpot_s
     tpot[unpaced] = reference_tpot_s

@@ -16,12 +16,12 @@ from scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, Tier
 from scheduling.batching.moore_hodgson import fitting
 from scheduling.batching.prefill_share import least_useful_s
 from scheduling.batching.triage_rows import expected_tokens
+from scheduling.deadline import FIRST
 from scheduling.kernels import (
     ARRIVAL,
     BEST_EFFORT,
     COMPUTED,
     EMITTED,
-    FIRST,
     KV_BLOCKS,
     LAST_TOKEN,
     PENDING,

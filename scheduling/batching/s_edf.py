@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from scheduling.batching.base import BatchBuilder, BatchPolicy
+from scheduling.deadline import ENVELOPE
 from scheduling.kernels import (
     COMPUTED,
-    ENVELOPE,
     FIXED,
     PENDING,
     PREFILL_CONTEXT,

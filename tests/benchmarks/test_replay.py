@@ -370,6 +370,7 @@ def test_a_short_replay_serves_every_request_on_real_ray(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("benchmarks.replay.PLAIN", ())
+    monkeypatch.setattr("benchmarks.replay.in_own_process", lambda measure, *args: measure(*args))
     monkeypatch.setattr("benchmarks.replay.running", on_the_shared_ray)
     monkeypatch.setattr("benchmarks.replay.free_port", shared_ray.serve_port)
     traces = ["--traces", str(write_trace(tmp_path / "trace.csv", 100))]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduling.admission.pab import pab_tokens, replica_pab_tokens
+from scheduling.admission.pab import pab_tokens, replica_pab_tokens, rows_due_s
 from scheduling.latency import LinearLatency
 from scheduling.objective import SLO, Anchor
 from scheduling.request import QueueView, RequestView
-from scheduling.state import ROW, RUNNING, WAITING, next_deadlines_s, prefill_rows
+from scheduling.state import ROW, RUNNING, WAITING
 from tests.scheduling.views import decode, latencies, prefill, queues
 
 MODEL = LinearLatency(a=0.010, b=0.001, c=0.000_01)
@@ -137,8 +137,9 @@ def test_more_work_never_raises_the_budget_and_more_slack_never_lowers_it(
 def test_rows_and_views_agree(queue: QueueView, anchor: Anchor) -> None:
     requests = queue.requests
     rows = rows_of(*requests)
-    assert prefill_rows(rows).tolist() == [request.is_prefill for request in requests]
+    prefill, due_s = rows_due_s(rows, anchor.code)
+    assert prefill.tolist() == [request.is_prefill for request in requests]
     # Rows do not hold when the last token left.
     expected = [r._replace(last_token_s=None).next_deadline_s(anchor) for r in requests]
     # Objectives are single precision in a row.
-    assert next_deadlines_s(rows, anchor).tolist() == pytest.approx(expected, rel=1e-6)
+    assert due_s.tolist() == pytest.approx(expected, rel=1e-6)
