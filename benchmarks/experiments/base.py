@@ -1,5 +1,5 @@
-"""The frame of every experiment: a grid of cells, measured for every seed in parallel processes, and
-the tables and charts made of the rows."""
+"""The frame of every experiment: a grid of cells, measured for every seed in parallel processes,
+and the tables and charts made of the rows."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ TIERS = ("alone", "two tiers", "one tier")
 def cells(plan: Plan) -> list[Cell]:
     """Policies x loads of guaranteed requests x tiers."""
     make = GENERATED[WORKLOAD]
-    # By time: if decodes at their slowest had to fit the KV, load 1 would be far lower.
+    # By time, with ample KV: the KV of 8b-short, filled by decodes at their slowest, would bound
+    # load 1 far lower.
     full = full_load_rate(make, SETUPS["8b"])
     seconds = plan.pick(2.0, 60.0, 300.0)
     policies = plan.pick(

@@ -1,4 +1,4 @@
-"""Several simulated engines behind a router: the setup and figures that cluster experiments share."""
+"""Several simulated engines behind a router: the setup and figures of all cluster experiments."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The latency constants are the order of magnitude of public figures for the named class of hardware
 (weights and KV over memory bandwidth, two operations per weight and token over usable arithmetic);
-none was measured. Real step times have 3 % noise on every step; planners have a head-room of 5 % and
-the online correction of production.
+none was measured. Real step times have 3 % noise; planners have a head-room of 5 % and the online
+correction of production.
 """
 
 from __future__ import annotations
