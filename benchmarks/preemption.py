@@ -159,7 +159,7 @@ def preemption(
 
 
 class Prompts(NamedTuple):
-    """The two requests, and the seed of the short one's arrivals."""
+    """The two requests, and the random generator of the short one's arrivals."""
 
     long: Work
     short: Work

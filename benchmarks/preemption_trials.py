@@ -36,7 +36,7 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     "two workers, operator": {"ranks": 2},
     "two workers, layer": {"ranks": 2, "granularity": "layer"},
 }
-"""Engines under test, each in a process of its own. Decodes of several requests share a batch, whose
+"""Engines under test, each in a process of its own. Decodes of several requests share a batch. Its
 rounding differs from that of one request alone where code is compiled or tokens are sorted by
 expert: in 16 bits the two best of a random model's tokens are too often nearly equal."""
 
