@@ -1,4 +1,4 @@
-"""The systems that ``sluice bench gateway`` compares. A new system is an entry of :data:`SYSTEMS`."""
+"""The systems that ``sluice bench gateway`` compares. To add one, extend :data:`SYSTEMS`."""
 
 from __future__ import annotations
 

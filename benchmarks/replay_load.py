@@ -1,4 +1,4 @@
-"""The load of a replay: a recorded or generated workload in service classes, and the engines for it.
+"""The load of a replay, a recorded or generated workload in service classes, and its engines.
 
 Client, cluster and engines share the machine, and a simulated engine's steps must take their stated
 time. So these engines are slow: steps of tens of milliseconds, which cost no processor time, and

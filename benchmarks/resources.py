@@ -68,7 +68,7 @@ class Usage(NamedTuple):
 
 
 class Meter:
-    """Measures from its creation to :meth:`stop`. A process that ended in between is not counted."""
+    """Measures from its creation to :meth:`stop`. Processes that end in between do not count."""
 
     def __init__(self) -> None:
         self.usage = Usage({}, 0.0)

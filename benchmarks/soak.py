@@ -268,8 +268,7 @@ class _Run:
             await asyncio.sleep(max(0.0, begun_s + chaos.pause_s() - self.now_s()))
 
     def wait_until_idle(self) -> dict[str, float]:
-        """Figures that are not 0 although the application is idle; returns early once there are none.
-        """
+        """Figures that are not 0 although the application is idle; returns once there are none."""
         deadline_s = time.monotonic() + _IDLE_S
         while True:
             figures = self._watch.figures()

@@ -23,8 +23,8 @@ _ALLOWED: Final[dict[str, tuple[float, float]]] = {
     "threads": (5.0, 0.1),
     "tasks": (30.0, 0.15),
 }
-"""Number and share by which a series may grow. Connections outlive their requests, so handles follow
-the load with noise."""
+"""Number and share by which a series may grow. Connections outlive their requests, so handles
+follow the load with noise."""
 
 _ALLOWED_OF_GAUGES = (20.0, 0.25)
 
@@ -40,8 +40,8 @@ _BACKLOG: Final = (
     "sluice_batch_lines_in_flight",
     "used KV blocks",
 )
-"""Running requests and what they hold: these follow the load. Leaks show at the end, when no request
-is running."""
+"""Running requests and what they hold: these follow the load. Leaks show at the end, when no
+request is running."""
 
 
 class Series(NamedTuple):

@@ -131,8 +131,8 @@ def _count(_: object) -> tuple[int, int, int]:
     """Runs in the sampled process, beside its event loop."""
     import os
 
-    # Tasks of every loop of the process; asyncio's public function needs a loop. Python 3.12 renamed
-    # the set.
+    # Tasks of every loop of the process; asyncio's public function needs a loop. Python 3.12
+    # renamed the set.
     tasks = getattr(asyncio.tasks, "_scheduled_tasks", None)
     if tasks is None:
         tasks = asyncio.tasks._all_tasks  # type: ignore[attr-defined]
