@@ -102,7 +102,7 @@ class Inside:
         took = time.thread_time_ns() - started
         for query, decision in zip(asked, reply.decisions, strict=True):
             if decision.replica_id is None:
-                raise RuntimeError(f"nothing was placed: {decision.reason}")
+                raise RuntimeError(f"no replica was chosen: {decision.reason}")
             self._placed.append(query.key)
             if decision.prefill_id is not None:
                 self._placed.append(query.prefill_key)

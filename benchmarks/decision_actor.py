@@ -172,7 +172,7 @@ class Session:
                 decision = await ask(query)
                 times_ns.append(time.perf_counter_ns() - started)
                 if decision is None or decision.replica_id is None:
-                    raise RuntimeError(f"nothing was placed: {decision}")
+                    raise RuntimeError(f"no replica was chosen: {decision}")
                 due_s = max(due_s + 1 / per_s, time.monotonic())
                 await asyncio.sleep(due_s - time.monotonic())
 

@@ -2,7 +2,7 @@
 time.
 
 All of them stay in this process's session: Linux shares the processor between sessions first, so a
-client in another session would be scheduled differently from busy servers.
+client in another session would wait for the processor beside busy servers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ its own, with a model of random weights that is written here, so nothing is down
 - serving: requests of FlowPrefill's mix that get their first token in time, with preemption, at
   chunk ends, and by stock vLLM with priorities and a threshold of long prefills.
 
-With ``--model tiny`` it runs on a CPU within a minute. Its figures say nothing then.
+With ``--model tiny`` it runs on a CPU within a minute. Its figures have no meaning then.
 """
 
 from __future__ import annotations

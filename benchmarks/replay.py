@@ -1,5 +1,5 @@
 """A recorded trace replayed over real HTTP on real Ray and Serve, with simulated engines: is every
-guarantee kept and every prediction right, under the default controller and under plain ones?
+request served as guaranteed and predicted, under the default controller and under plain ones?
 
 Run with ``sluice bench replay`` or ``python -m benchmarks.replay``. Each setting of the controller
 gets a Ray instance of its own and the same requests at the same times, one setting after the other.

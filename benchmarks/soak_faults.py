@@ -1,4 +1,4 @@
-"""Random faults of a running application, one after the other: every part keeps a live replica."""
+"""Random faults of a running application, one after the other: some replicas always remain."""
 
 from __future__ import annotations
 

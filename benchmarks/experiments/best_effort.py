@@ -1,4 +1,4 @@
-"""The best-effort tier: what background work costs guaranteed requests, and what it gets."""
+"""The best-effort tier: its cost for guaranteed requests, and the throughput of best-effort work."""
 
 from __future__ import annotations
 
