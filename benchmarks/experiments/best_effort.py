@@ -1,4 +1,4 @@
-"""The best-effort tier: its cost for guaranteed requests, and the throughput of best-effort work."""
+"""The best-effort tier: its cost for guaranteed requests, and the throughput of the tier."""
 
 from __future__ import annotations
 
