@@ -1,8 +1,8 @@
 """Cost of SLOs-Serve's admission in one process.
 
 Run with ``python -m benchmarks.admission_dp [--json]``. The cases are seeded: new requests of a few
-TPOT tiers beside promised ones, of which a tenth still prefill, under a load at which some but not
-all of the new ones fit. ``memory`` is whether KV blocks are short too, which adds the memory axis.
+TPOT tiers beside guaranteed requests, a tenth of which still prefill, under a load at which some
+but not all new requests fit. ``memory``: KV blocks are scarce too, which adds the memory axis.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMISED = (50, 200, 500)
 
 
 class Case(NamedTuple):
-    """One row of the table: how many of what. ``priorities`` are told apart as values."""
+    """One row of the table: counts of each input. ``priorities`` counts distinct values."""
 
     new: int
     promised: int
@@ -74,7 +74,7 @@ def make(case: Case, seed: int) -> tuple[Demand, Demand, Supply]:
 
 
 def deciding(repeats: int, seeds: int) -> list[dict[str, float]]:
-    """Cost of a decision per case, with the mean share of the new requests that is admitted."""
+    """Cost of a decision per case, and the mean share of the new requests that are admitted."""
     results = []
     for case in CASES:
         inputs = [make(case, seed) for seed in range(seeds)]

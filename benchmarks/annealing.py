@@ -1,7 +1,7 @@
-"""Simulated-annealing priority mapping (002 §5.2): time to decide, and worth of what is found.
+"""Simulated-annealing priority mapping (002 §5.2): time to decide, and quality of the mapping.
 
-Run with ``python -m benchmarks.annealing [--json]``. The setting is the paper's as far as it is
-stated: half of the requests are chat (TTFT 10 s, TPOT 50 ms), half code (end to end 30 s), all come
+Run with ``python -m benchmarks.annealing [--json]``. The setting follows the paper where it states
+one: half of the requests are chat (TTFT 10 s, TPOT 50 ms), half code (end to end 30 s), all arrive
 at once, and times are predicted with Table 2. Lengths are seeded lognormal ones, cut at 2,000
 tokens, as the data sets are not part of this project. ``--tighten`` divides the TTFT and end-to-end
 objectives; the TPOT depends on the batch size alone. G over that of FCFS is a mean over the cases
@@ -49,8 +49,8 @@ def make_jobs(requests: int, most: int, seed: int, tighten: float = 1.0) -> Jobs
 
 
 def score(jobs: Jobs, batches: Batches) -> tuple[int, float]:
-    """Met requests and summed latency of ``batches`` of waiting requests, in plain Python: with
-    running requests, the first batch has these too."""
+    """Met requests and summed latency of ``batches`` of waiting requests, in plain Python. Running
+    requests are part of the first batch."""
     met, latency_s, wait_s = 0, jobs.waited_s, 0.0
     for index, batch in enumerate(batches):
         members = [(jobs.waiting, job) for job in batch]
@@ -124,7 +124,7 @@ def measure(
 
 
 def ends_early(jobs: Jobs) -> bool:
-    """Whether the search takes the ascending order at once, as it meets every objective."""
+    """Whether the search returns the ascending order at once because it meets every objective."""
     requests, most = jobs.waiting.exec_s.shape
     ascending = np.argsort(jobs.waiting.exec_s[:, -1], kind="stable")
     batches = [[int(ascending[job]) for job in batch] for batch in in_order(requests, most)]
@@ -135,8 +135,8 @@ def ends_early(jobs: Jobs) -> bool:
 def against_exhaustive(
     requests: int, most: int, schedule: Schedule, seeds: int, tighten: float
 ) -> dict[str, dict[str, float]]:
-    """G over the greatest possible one, mean and worst case, of the cases that were annealed and of
-    those that the early exit ended."""
+    """G over the optimum, mean and worst case, of the annealed cases and of the cases that ended in
+    the early exit."""
     ratios: dict[str, list[float]] = {"annealed": [], "ended_early": []}
     for seed in range(seeds):
         jobs = make_jobs(requests, most, seed, tighten)

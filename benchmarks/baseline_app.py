@@ -26,7 +26,7 @@ _api = FastAPI()
 
 @serve.ingress(_api)
 class BaselineRouter:
-    """Forwards chat completions to whichever replica Serve picks."""
+    """Forwards chat completions to the replica that Serve picks."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas.options(stream=True)

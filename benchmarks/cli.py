@@ -39,7 +39,7 @@ def bench() -> None:
 
 @bench.command(name="list")
 def list_experiments() -> None:
-    """List the experiments with what they answer.
+    """List the experiments with the question that each answers.
 
     \b
     Example:
@@ -148,9 +148,9 @@ def _command(experiment: Experiment) -> click.Command:
             default="normal",
             show_default=True,
             type=click.Choice(get_args(Scale)),
-            help="quick: seconds, to see that it runs; normal: minutes; full: longer.",
+            help="quick: seconds, a smoke test; normal: minutes; full: longer.",
         ),
-        click.Option(["--traces"], type=existing, help="Folder of recorded traces to use, too."),
+        click.Option(["--traces"], type=existing, help="Folder of recorded traces to add."),
         click.Option(["--out"], type=folder, help="Folder for JSON, Markdown and plots."),
         click.Option(["--json", "as_json"], is_flag=True, help="Print JSON instead of tables."),
         click.Option(["--plots/--no-plots"], default=True, help="Draw plots into --out."),

@@ -2,15 +2,15 @@
 the connection to a real actor.
 
 Run with ``sluice bench decision``. Every replica has 64 requests in the mirror. In the fleet with
-roles each that decodes has so many, and each that prefills what it is behind with; there every
-request is split, and its decision chooses and reserves two replicas. The floor is round robin
-without admission through the same code: checks, mirror, ledger, counters, and next to no policy.
-Everything else is with the default admission.
+roles each decode replica has 64, and each prefill replica its prefill backlog; there every request
+is split, and its decision chooses and reserves two replicas. The floor is round robin without
+admission through the same code: checks, mirror, ledger, counters, and next to no policy. All other
+policies run with the default admission.
 
-Inside, the code runs as fast as it can, and time is put together afterwards: queries come by a
-Poisson process and reports at a steady rate, each takes the processor time that it really took, one
-after the other. So it can be told how long a decision waits behind reports, and what else the
-machine does hardly counts.
+Inside, the code runs as fast as it can, and a time line is computed afterwards: queries arrive by a
+Poisson process and reports at a steady rate, and each takes its measured processor time, one after
+the other. This shows how long a decision waits behind reports, and other processes on the machine
+hardly affect it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from deploy.tables import print_table
 from scheduling.routing import POLICIES
 
 FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
-"""Replicas, and whether so many prefill and so many decode."""
+"""Number of replicas, and whether there are this many prefill and this many decode replicas."""
 
 ACTOR_REPLICAS = 64
 QUERIES_PER_S = 500.0
@@ -54,14 +54,14 @@ _LIVE: dict[str, Any] = {
     "stale_after_s": 3_600.0,
     "forget_after_s": 7_200.0,
 }
-"""The fleet of a benchmark may say hello once, and must not go stale meanwhile."""
+"""A benchmark's fleet may say hello only once, and must not go stale during the measurement."""
 
 Result = TypeVar("Result")
 Cell = dict[str, Any]
 
 
 def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a coroutine that never waits, as all of the controller's."""
+    """The result of a coroutine that never suspends; no coroutine of the controller does."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -95,21 +95,21 @@ class Inside:
         self._epoch = reply.epoch
 
     def decide(self, queries: int = 1) -> int:
-        """Nanoseconds of processor time of one call with so many queries."""
+        """Nanoseconds of processor time of one call with ``queries`` queries."""
         asked = [self._voices.query(key) for key in itertools.islice(self._keys, queries)]
         started = time.thread_time_ns()
         reply = finish(self._controller.route(asked))
         took = time.thread_time_ns() - started
         for query, decision in zip(asked, reply.decisions, strict=True):
             if decision.replica_id is None:
-                raise RuntimeError(f"nothing was placed: {decision.reason}")
+                raise RuntimeError(f"no replica was chosen: {decision.reason}")
             self._placed.append(query.key)
             if decision.prefill_id is not None:
                 self._placed.append(query.prefill_key)
         return took
 
     def report(self) -> int:
-        """Nanoseconds of processor time of one report; it ends what was placed until now."""
+        """Nanoseconds of processor time of one report; it ends all requests placed until now."""
         ended, self._placed = tuple(self._placed), []
         index = self._rng.randrange(self._voices.replicas)
         delta = self._voices.delta(index, self._epoch, ended)
@@ -121,16 +121,16 @@ class Inside:
         return took
 
     def release(self) -> None:
-        """End what was placed until now, as routers do."""
+        """Release all requests placed until now, as routers do."""
         placed, self._placed = self._placed, []
         finish(self._controller.release(placed))
 
     def reservations(self) -> int:
-        """Decisions that no replica has confirmed and nobody given up."""
+        """Decisions that no replica has confirmed and no router has released."""
         return int(finish(self._controller.snapshot())["reservations"])
 
     def line(self, decisions: int, reports: bool) -> Times:
-        """Decisions, and reports where they are wanted, on the module's time line."""
+        """Decisions, and reports if ``reports``, on the module's time line."""
         query_s, report_s, free_s = 0.0, 0.0, 0.0
         times = Times([], [], [])
         while len(times.decision_ns) < decisions:
@@ -187,7 +187,7 @@ def contenders(names: Sequence[str]) -> dict[str, ControllerConfig]:
 def measure_actor(
     configs: dict[str, ControllerConfig], results: dict[str, dict[str, Cell]], seconds: float
 ) -> None:
-    """Add what callers of a real actor get to the cells of :data:`ACTOR_REPLICAS` replicas."""
+    """Add the figures of a real actor's callers to the cells of :data:`ACTOR_REPLICAS` replicas."""
     import asyncio
 
     from benchmarks.decision_actor import Session, own_ray
@@ -203,14 +203,14 @@ def measure_actor(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--decisions", default=3_000, show_default=True, type=click.IntRange(100, 1_000_000))
 @click.option(
-    "--actor/--no-actor", default=True, help="Also ask a real actor, on a Ray of its own."
+    "--actor/--no-actor", default=True, help="Also query a real actor, in its own Ray instance."
 )
 @click.option(
     "--seconds",
     default=2.0,
     show_default=True,
     type=click.FloatRange(0.1, 60),
-    help="Of each measurement of the real actor.",
+    help="Duration of each measurement of the real actor.",
 )
 @click.option(
     "--policy",
@@ -224,10 +224,10 @@ def decision(
 ) -> None:
     """Time the controller's decisions, with 64 requests in each replica.
 
-    64 + 64: so many that prefill and so many that decode, and each request gets one of both.
+    64 + 64: 64 prefill and 64 decode replicas, and each request gets one of both.
 
-    The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, per_second of batched ones;
-    the same with reports from the fleet, and over the connection to a real actor.
+    The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, per_second of batched
+    decisions; the same with reports from the fleet, and over the connection to a real actor.
 
     \b
     Example:

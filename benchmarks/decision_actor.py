@@ -1,5 +1,5 @@
-"""Decisions of a real controller actor, asked over its connection by another process, while a third
-one reports for the fleet."""
+"""Decisions of a real controller actor, queried over its connection by another process, while a
+third process reports for the fleet."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ REPORTS_PER_S = 50
 """Of each replica."""
 
 QUERIES_PER_S = 200
-"""Of one caller that asks in a steady rhythm."""
+"""Of one caller at a steady rate."""
 
 CALLERS = 256
-"""Callers at once, whose questions travel together."""
+"""Concurrent callers, whose queries are batched."""
 
 Ask = Callable[[RouteQuery], Awaitable[RouteDecision | None]]
 
@@ -42,15 +42,15 @@ _RESERVED_S = 0.25
 
 
 class Measured(NamedTuple):
-    """What callers in one process get.
+    """Figures of callers in one process.
 
     Attributes:
-        alone: one caller, :data:`QUERIES_PER_S`, replicas silent.
+        alone: one caller, :data:`QUERIES_PER_S`, no reports.
         with_reports: the same while all replicas report.
-        batched: :data:`CALLERS` that ask again at once, replicas silent.
-        actor_calls: as ``alone``, by calls of the actor in place of the connection.
-        reports_per_s: those that the controller answered.
-        cores, memory_mib: of the actor while it took the reports and that caller's questions.
+        batched: :data:`CALLERS` that send the next query at once, no reports.
+        actor_calls: as ``alone``, by actor calls in place of the connection.
+        reports_per_s: reports that the controller answered.
+        cores, memory_mib: of the actor while it took the reports and that caller's queries.
     """
 
     alone: Figures
@@ -63,7 +63,7 @@ class Measured(NamedTuple):
 
 
 class Replicas:
-    """A process that speaks for all replicas; a Ray actor."""
+    """A process that reports for all replicas; a Ray actor."""
 
     def __init__(self, app_name: str, config: ControllerConfig, replicas: int) -> None:
         self._client = ControllerClient(app_name, config, _TIMEOUT_S)
@@ -86,8 +86,8 @@ class Replicas:
     async def report(self, seconds: float) -> float:
         """Report for all, :data:`REPORTS_PER_S` times a second each; reports answered a second.
 
-        As a real one, a replica whose report is not answered yet reports later, and one whose
-        report is lost registers anew.
+        As in production, a replica whose report is not answered yet reports later, and a replica
+        whose report is lost registers again.
         """
         self._answered = 0
         end_s = time.monotonic() + seconds
@@ -109,10 +109,10 @@ class Replicas:
 
 
 class Session:
-    """One controller with its fleet, and a client that asks it."""
+    """One controller with its fleet, and a client that queries it."""
 
     def __init__(self, label: str, config: ControllerConfig, replicas: int) -> None:
-        # Nothing confirms a decision here, so each counts only as long as a report takes to come.
+        # No replica confirms a decision here, so each counts only until a report could arrive.
         config = config.model_copy(update={"reservation_ttl_s": _RESERVED_S})
         self._app_name = f"benchmark-{label.replace('_', '-')}"
         self._client = ControllerClient(self._app_name, config, _TIMEOUT_S)
@@ -123,10 +123,10 @@ class Session:
         self._key = 1 << 50
 
     async def measure(self, seconds: float) -> Measured:
-        """All figures, each from ``seconds``."""
+        """All figures, each measured for ``seconds``."""
         try:
             await self._replicas.hello.remote()
-            # The first questions travel as calls, until the connection stands.
+            # The first queries are sent as actor calls, until the connection is open.
             await self._ask(1, _WARM_UP_S, QUERIES_PER_S)
             alone = await self._ask(1, seconds, QUERIES_PER_S)
             actor_calls = await self._ask(1, seconds, QUERIES_PER_S, self._call)
@@ -158,7 +158,7 @@ class Session:
     async def _ask(
         self, callers: int, seconds: float, per_s: float = inf, way: Ask | None = None
     ) -> Figures:
-        """What ``callers`` get that each ask ``per_s`` times a second, or as soon as they can."""
+        """Figures of ``callers`` that each query ``per_s`` times a second, or without a pause."""
         ask = way or self._client.route
         times_ns: list[int] = []
         begun_s = time.monotonic()
@@ -172,7 +172,7 @@ class Session:
                 decision = await ask(query)
                 times_ns.append(time.perf_counter_ns() - started)
                 if decision is None or decision.replica_id is None:
-                    raise RuntimeError(f"nothing was placed: {decision}")
+                    raise RuntimeError(f"no replica was chosen: {decision}")
                 due_s = max(due_s + 1 / per_s, time.monotonic())
                 await asyncio.sleep(due_s - time.monotonic())
 

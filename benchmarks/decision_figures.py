@@ -11,8 +11,8 @@ Figures = dict[str, float]
 
 
 def figures(times_ns: Sequence[int], elapsed_s: float | None = None) -> Figures:
-    """Median and 99th percentile, and how many came in each of ``elapsed_s`` seconds; by default,
-    how many of them fit a second."""
+    """Median and 99th percentile, and the rate over ``elapsed_s`` seconds; by default, how many of
+    them fit a second."""
     p50, p99 = np.quantile(np.array(times_ns) / 1e6, (0.5, 0.99))
     seconds = sum(times_ns) / 1e9 if elapsed_s is None else elapsed_s
     return {

@@ -1,7 +1,7 @@
-"""The fleet of the decision benchmark: what its replicas say, and what is asked about it.
+"""The fleet of the decision benchmark: the messages of its replicas, and the routers' queries.
 
-Every replica has a full queue of promised and other requests, some of them more behind than others,
-and holds beginnings of some conversations. All of it is drawn by a seed.
+Every replica has a full queue of guaranteed and other requests, some with a larger backlog than
+others, and holds prefixes of some conversations. All of it is drawn by a seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUEUED: Final = 64
 """Requests in each replica's queue."""
 
 CHANGED: Final = 32
-"""Of them, those that differ in a report: a step changes every decode."""
+"""Requests that change in a report: a step changes every decode."""
 
 _CONVERSATIONS = 256
 _CHUNKS = 12
@@ -33,8 +33,8 @@ _PROFILE = LatencyProfile.of("benchmark", LinearLatency(a=0.004, b=0.000_02, c=0
 
 
 class Voices:
-    """Messages of ``replicas`` replicas that serve requests whole, or with ``split`` of so many
-    that prefill and as many that decode; and queries. All drawn by ``seed``."""
+    """Messages of ``replicas`` co-located replicas, or with ``split`` of this many prefill and as
+    many decode replicas; and queries. All drawn by ``seed``."""
 
     def __init__(self, replicas: int, seed: int = 1, split: bool = False) -> None:
         self.replicas = 2 * replicas if split else replicas
@@ -47,10 +47,10 @@ class Voices:
             for _ in range(_CONVERSATIONS)
         ]
         self._seq = [0] * self.replicas
-        # How far behind a replica is: the share of its queue that has no token yet.
+        # Backlog of a replica: the share of its queue that has no token yet.
         self._behind = [self._rng.uniform(0.02, 0.6) for _ in self._roles]
         self._changed_slots = np.arange(CHANGED, dtype=np.int32)
-        # Of each replica once: who takes them cannot know, and making them is slow.
+        # Made once for each replica: the receiver sees no difference, and making them is slow.
         self._changed_rows = [self._rows(index, CHANGED) for index in range(self.replicas)]
 
     def hello(self, index: int) -> ReplicaHello:
@@ -92,7 +92,7 @@ class Voices:
         )
 
     def query(self, key: int) -> RouteQuery:
-        """A request with objectives; every second one goes on with a conversation."""
+        """A request with objectives; every second one continues a conversation."""
         rng = self._rng
         conversation = rng.randrange(2 * _CONVERSATIONS)
         known = conversation < _CONVERSATIONS
@@ -108,8 +108,8 @@ class Voices:
         )
 
     def _rows(self, index: int, count: int) -> np.ndarray:
-        """The first rows of a replica's table. One that only prefills has what the others are
-        behind with, and one that only decodes is not behind."""
+        """The first rows of a replica's table. A prefill replica has the prefill backlog, and a
+        decode replica has none."""
         rng, role, behind = self._rng, self._roles[index], self._behind[index]
         if role == "prefill":
             count = ceil(count * behind)
@@ -135,7 +135,7 @@ class Voices:
         return rows
 
     def _held(self) -> np.ndarray:
-        """Chunks of conversations, each with all that come before it."""
+        """Chunks of conversations, each with all chunks before it."""
         held = np.zeros(_HELD, HELD)
         place = 0
         for conversation in self._rng.sample(self._conversations, _HELD // _CHUNKS):

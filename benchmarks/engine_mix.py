@@ -1,16 +1,16 @@
 """Every batch policy inside real vLLM, under a mixed load for a stated time: does the engine run
-what was planned, is its greedy text that of stock vLLM, and does every request end?
+the planned batches, is its greedy text that of stock vLLM, and does every request end?
 
 Run with ``python -m benchmarks.engine_mix [--policy NAME] [--seconds 60] [--json]``. Clients in a
 closed loop send chats, long prompts, code with an end-to-end objective, and batch work without any,
-at several priorities, and break off some of them. The KV cache is too small for all, so that
-requests are preempted. Prefix caching is off: with it, vLLM may find more in its cache than was
-known when the batch was planned, and then rightly runs fewer tokens. The model computes in 32 bits:
-in 16, stock vLLM itself gives other texts for other batches.
+at several priorities, and abort some of them. The KV cache is too small for all, so that requests
+are preempted. Prefix caching is off: with it, vLLM may find more in its cache than was known when
+the batch was planned, and then rightly runs fewer tokens. The model computes in 32 bits: in 16,
+stock vLLM itself gives other texts for other batches.
 
-The exit status is 1 if a batch ran otherwise than planned, a text differs, a request is lost, or KV
-blocks are not given back. Latencies are those of this machine while it may be busy with other
-things (the load average is shown): they do not rank policies.
+The exit status is 1 if a batch differs from its plan, a text differs, a request is lost, or KV
+blocks are not freed. Latencies are those of this machine, which may be busy with other processes
+(the load average is shown): they do not rank policies.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ KINDS = (
 
 
 class Job(NamedTuple):
-    """What a client asks for."""
+    """One request of a client."""
 
     prompt: list[int]
     output_tokens: int
@@ -79,9 +79,9 @@ class Job(NamedTuple):
 
 @dataclass
 class Run:
-    """One policy's run. ``mismatches`` are batches that ran otherwise than planned, ``differing``
-    texts that are not stock vLLM's, ``lost`` requests that ended neither by themselves nor by
-    their client, ``unreturned`` KV blocks that are still held at the end."""
+    """One policy's run. ``mismatches``: batches that differ from their plan; ``differing``: texts
+    that differ from stock vLLM's; ``lost``: requests that neither finished nor were aborted by
+    their client; ``unreturned``: KV blocks still held at the end."""
 
     policy: str
     seconds: float
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing went wrong."""
+        """Whether there was no error."""
         return not (self.lost or self.differing or self.mismatches or self.unreturned)
 
 
@@ -132,7 +132,7 @@ def main(names: tuple[str, ...], seconds: float, clients: int, seed: int, as_jso
 
 
 def make_jobs(seed: int) -> list[Job]:
-    """The pool that clients draw from."""
+    """The requests that clients draw from."""
     chance = random.Random(seed)
     jobs = []
     for number in range(_POOL):
@@ -144,7 +144,7 @@ def make_jobs(seed: int) -> list[Job]:
 
 
 async def stock_texts(config: EngineConfig, jobs: list[Job]) -> list[str]:
-    """What stock vLLM answers to each job on its own."""
+    """Stock vLLM's answer to each job alone."""
     model = str(local_model(config.cache_dir))
     prepare_environment(model, one_thread=True)
     from vllm import SamplingParams
@@ -175,7 +175,7 @@ async def stock_texts(config: EngineConfig, jobs: list[Job]) -> list[str]:
 
 
 class _Load:
-    """Clients of one engine, and what they saw."""
+    """Clients of one engine, and their results."""
 
     def __init__(self, config: EngineConfig, jobs: list[Job], texts: list[str], seed: int) -> None:
         self._config = config
@@ -270,7 +270,8 @@ class _Load:
 
 
 async def _settled(engine: VllmEngine) -> Any:
-    """The summary once the engine has processed the last abort, or after some seconds as it is."""
+    """The summary once the engine has processed the last abort, or after some seconds at the
+    latest."""
     deadline_s = time.monotonic() + 10
     while True:
         state = engine.state()

@@ -1,6 +1,6 @@
-"""An engine in a process of its own, on which this one calls functions.
+"""An engine in a child process, on which this process calls functions.
 
-Two vLLM engines in one process would share what is global in vLLM and in torch: groups of workers,
+Two vLLM engines in one process would share the global state of vLLM and torch: groups of workers,
 threads, the cores that these are pinned to.
 """
 
@@ -17,10 +17,10 @@ _ENDED = "the engine's process ended"
 
 
 class EngineProcess:
-    """What ``make`` returns, in a process of its own.
+    """The engine that ``make`` returns, in a child process.
 
     Args:
-        make: makes it, there. Like everything that is sent, it must be picklable.
+        make: makes the engine, in the child. Like everything that is sent, it must be picklable.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -36,10 +36,10 @@ class EngineProcess:
             raise
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(engine, *args)``, there.
+        """``function(engine, *args)``, in the child process.
 
         Raises:
-            RuntimeError: it raised, or the process ended.
+            RuntimeError: the function raised, or the process ended.
         """
         try:
             self._pipe.send((function, args))
@@ -76,7 +76,7 @@ def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
                 pipe.send((function(engine, *args), ""))
             except Exception:
                 pipe.send((None, traceback.format_exc()))
-    except EOFError:  # nobody wants it any more
+    except EOFError:  # the parent has closed the pipe
         pass
     except Exception:
         pipe.send((None, traceback.format_exc()))

@@ -2,18 +2,18 @@
 of its profile, compared by median time to first token and median time per output token.
 
 Run with ``python -m benchmarks.engine_vs_simulator [--windows 3] [--seconds 30] [--json]``. The
-engine profiles itself first. Two times are no part of a step, as the scheduler measures it, and are
-measured in a load of their own before the comparison, never fitted to it:
+engine profiles itself first. Two times are not part of a step as the scheduler measures it. They
+are measured under a separate load before the comparison, never fitted to it:
 
-- ``request_overhead_s``: a request's way through vLLM's serving layer to its first step, from
-  single requests on an idle engine, and the way back of its first token from the end of its step,
-  under load. The simulator has no serving layer, so it is added to its times to first token.
+- ``request_overhead_s``: a request's time in vLLM's serving layer until its first step, from single
+  requests on an idle engine, plus the time from the end of its step to its first token at the
+  client, under load. The simulator has no serving layer, so it is added to its TTFTs.
 - ``step_overhead_s``: from the end of one step to the start of the next, with a request running in
   both: the scheduler itself and the engine's queues. It is added to the fixed time of the
   simulated steps.
 
-A machine is seldom as fast under load as while it was profiled: vLLM's serving layer and whatever
-else runs there take their share. ``drift`` is the median of real over predicted step times in a
+A machine is seldom as fast under load as while it was profiled: vLLM's serving layer and other
+processes take processor time. ``drift`` is the median of real over predicted step times in a
 window. The second simulation corrects the profile by the drift of the load *before* its window, as
 a replica that has served for a while does online.
 """
@@ -75,8 +75,8 @@ class Served(NamedTuple):
 
 @dataclass
 class Window:
-    """One comparison. Errors are ``simulated / real - 1`` of the medians; the corrected ones are
-    those of the simulation whose profile was corrected by ``drift_before``."""
+    """One comparison. Errors are ``simulated / real - 1`` of the medians; the corrected errors are
+    of the simulation whose profile was corrected by ``drift_before``."""
 
     requests: int
     real_ttft_ms: float
@@ -120,7 +120,7 @@ def main(policy: str, windows: int, seconds: float, rate: float, seed: int, as_j
 
 
 class _Comparison:
-    """A running engine, what was measured of it, and its simulation."""
+    """A running engine, its measured overheads, and its simulation."""
 
     def __init__(self, config: EngineConfig, say: Any) -> None:
         self._config = config
@@ -295,7 +295,7 @@ def _names(step: dict[str, Any]) -> set[str]:
 
 def _gaps(steps: list[dict[str, Any]]) -> list[float]:
     """Times between the end of a step and the start of the next one with the same request in it:
-    the engine had work all the while."""
+    the engine had work all that time."""
     return [
         after["now_s"] - step["now_s"] - step["seconds"]
         for step, after in pairwise(steps)
@@ -304,7 +304,7 @@ def _gaps(steps: list[dict[str, Any]]) -> list[float]:
 
 
 def _ways_back(served: list[Served], steps: list[dict[str, Any]]) -> list[float]:
-    """Times from the end of the step that ends a prompt to when its first token is there."""
+    """Times from the end of the step that ends a prompt until its first token arrives."""
     prompts = {each.name: each.arrival.prompt_tokens for each in served}
     ended_s: dict[str, float] = {}
     for step in steps:

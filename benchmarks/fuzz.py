@@ -1,8 +1,8 @@
-"""Sends hostile requests to a running router and says what came of them.
+"""Sends hostile requests to a running router and reports the responses.
 
 Run with ``python -m benchmarks.fuzz --url http://127.0.0.1:8000 --requests 10000``. It fails if the
-server answers any of them with a 5xx, but for a 503 that says when to come again, leaves one
-hanging, or does not serve a good one afterwards. The same seed sends the same bytes;
+server answers any of them with a 5xx (except a 503 with Retry-After), lets a connection hang, or
+does not serve a valid request afterwards. The same seed sends the same bytes;
 :mod:`benchmarks.fuzz_requests` has the kinds.
 """
 
@@ -27,20 +27,20 @@ from rich.table import Table
 from benchmarks.fuzz_requests import Raw, Target, requests
 
 PATIENCE_S = 0.3
-"""How long an answer may keep silent before the client says that it sends no more, seconds: many of
-the requests announce more than they have."""
+"""Silence of the server after which the client half-closes its connection, seconds: many of the
+requests announce more bytes than they have."""
 
 HANG_S = 100.0
-"""Silence after that which counts as a connection that hangs, seconds. A router waits 30 s for the
-rest of a body and the proxy before it 60 s, and the proxy does not tell the router that none will
-come."""
+"""Further silence after which a connection counts as hung, seconds. A router waits 30 s for the
+rest of a body and the proxy in front of it 60 s, and the proxy does not forward the client's
+half-close to the router."""
 
 MAX_ANSWER = 8 << 20
 _MAX_SHOWN = 5
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _HTTP2 = re.compile(rb"\x00\x00.\x04", re.DOTALL)
-"""Begins what a proxy answers to who speaks HTTP/2."""
+"""Start of a proxy's answer to an HTTP/2 client."""
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
@@ -53,19 +53,19 @@ class Response(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether a server must not answer so. To be told to come again is no failure: a router
-        that has too much to do says so."""
+        """Whether this response is a failure. A 503 with Retry-After is none: an overloaded router
+        sends it."""
         turned_away = self.status == 503 and b"\r\nretry-after:" in self.head.lower()
         return self.status == 0 or (self.status >= 500 and not turned_away)
 
 
 class Answer(NamedTuple):
-    """What came back on a connection.
+    """The bytes that came back on a connection.
 
     Attributes:
-        raw: all of it.
-        hung: the server neither went on nor closed.
-        took_s: until the end, without the time in which the client waited for nothing.
+        raw: all bytes.
+        hung: the server neither sent more nor closed.
+        took_s: until the end, without the client's waits for a silent server.
     """
 
     raw: bytes
@@ -74,13 +74,13 @@ class Answer(NamedTuple):
 
     @property
     def statuses(self) -> list[int]:
-        """Of every response, in order; 0 for what is no HTTP."""
+        """Of every response, in order; 0 for bytes that are not HTTP."""
         return [response.status for response in responses(self.raw)]
 
 
 @dataclass
 class Kind:
-    """What came of the requests of one kind."""
+    """Results of the requests of one kind."""
 
     sent: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
@@ -90,7 +90,7 @@ class Kind:
 
 
 class Found(NamedTuple):
-    """Results by kind, and the first of the requests that must not have been answered so."""
+    """Results by kind, and the first requests with a wrong response."""
 
     kinds: dict[str, Kind]
     bad: list[tuple[Raw, Answer]]
@@ -112,7 +112,7 @@ async def attack(host: str, port: int, given: Iterable[Raw], at_once: int = 16) 
 
 
 async def send(host: str, port: int, raw: Raw) -> Answer:
-    """What the server answers to ``raw`` until it closes."""
+    """The server's answer to ``raw`` until it closes."""
     reader, writer = await asyncio.open_connection(host, port)
     started_s = time.monotonic()
     idle_s = 0.0
@@ -144,7 +144,7 @@ async def send(host: str, port: int, raw: Raw) -> Answer:
     except TimeoutError:
         hung = True
     except OSError:
-        pass  # a server may close on what it does not want to read
+        pass  # a server may close the connection instead of reading a request
     finally:
         took_s = time.monotonic() - started_s - idle_s
         writer.transport.abort()
@@ -152,7 +152,7 @@ async def send(host: str, port: int, raw: Raw) -> Answer:
 
 
 def responses(raw: bytes) -> list[Response]:
-    """Every response in ``raw``; one of status 0 ends the list where something else stands."""
+    """Every response in ``raw``; one of status 0 ends the list where the bytes are not HTTP."""
     found: list[Response] = []
     if _HTTP2.match(raw):
         return found
@@ -167,7 +167,7 @@ def responses(raw: bytes) -> list[Response]:
         if status < 200 or status in (204, 304):
             raw = rest
         elif length is not None:
-            # One to HEAD has a length and no body, and is the last on its connection.
+            # A response to HEAD has a length and no body, and is the last on its connection.
             raw = rest[int(length[1]) :]
         elif b"chunked" in head.lower():
             raw = _after_chunks(rest)
@@ -203,7 +203,7 @@ def _note(found: Found, raw: Raw, answer: Answer) -> None:
 
 
 def good_request(target: Target) -> Raw:
-    """One that must be served."""
+    """A valid request, which must be served."""
     body = {"model": target.model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     text = json.dumps(body).encode()
     lines = (
@@ -240,7 +240,7 @@ def _table(found: Found) -> Table:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--url", required=True, help="Of the router or the proxy before it, plain HTTP.")
+@click.option("--url", required=True, help="Of the router or the proxy in front, plain HTTP.")
 @click.option("--key", help="An API key; by default none is sent.")
 @click.option("--requests", "count", type=click.IntRange(1), default=10_000, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)

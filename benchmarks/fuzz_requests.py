@@ -1,7 +1,6 @@
 """Hostile HTTP requests as bytes, by a seed: broken framing, odd headers and hostile bodies.
 
-Most are a valid request with one thing wrong, because what is wrong everywhere gets no further than
-the first check.
+Most are a valid request with one defect: a request with many defects fails at the first check.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ NUMBERS = (
     ),
     *("0.001", "86400000", "86400000.1", "00012", "+5", " 7", "1,5", "1e3", ""),
 )
-"""Texts that somebody might take for a number, or that a number must not be."""
+"""Texts that a parser might accept as a number, and invalid numbers."""
 
 TEXTS = (
     *("", "\x00", "\ud800", "\ufeff", "\u202e", "é" * 9, "a" * 9_000, "../../etc/passwd", "%00"),
@@ -65,17 +64,17 @@ Chance = random.Random
 
 
 _BOMB = gzip.compress(bytes(1 << 22), mtime=0)
-"""Four kilobytes that would be four megabytes."""
+"""Four kilobytes that decompress to four megabytes."""
 
 
 class Raw(NamedTuple):
     """Bytes for one connection.
 
     Attributes:
-        kind: what is wrong with them.
+        kind: the defect.
         parts: written one after the other.
-        cut: the client says at once that it sends no more.
-        whole: the server can tell that nothing more comes, so it is for it to answer and to close.
+        cut: the client half-closes the connection at once.
+        whole: the server can see that the request is complete, so it must answer and close.
     """
 
     kind: str
@@ -85,24 +84,24 @@ class Raw(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Who is asked. ``headers`` go with every request, such as a key."""
+    """The server under test. ``headers``, such as a key, are sent with every request."""
 
     model: str
     headers: tuple[bytes, ...] = ()
 
 
 def requests(target: Target, count: int, seed: int = 0) -> Iterator[Raw]:
-    """``count`` requests; the same for the same arguments. Each kind comes equally often."""
+    """``count`` requests, equal for equal arguments. Each kind is equally frequent."""
     kinds = list(_KINDS)
     for number in range(count):
         kind = kinds[number % len(kinds)]
-        # Its own chance: one can be made again without those before it.
+        # A generator of its own: each request can be reproduced without those before it.
         made = _KINDS[kind](Maker(target, random.Random(f"{seed}/{number}")))
         yield made if isinstance(made, Raw) else Raw(kind, (made,), whole=kind in _WHOLE)
 
 
 class Maker:
-    """Makes a request to ``target`` by ``chance``; ``path`` is the one that takes its body."""
+    """Makes a request to ``target`` by ``chance``; ``path`` is the endpoint for its body."""
 
     def __init__(self, target: Target, chance: Chance) -> None:
         self.target = target
@@ -110,7 +109,7 @@ class Maker:
         self.path = chance.choice(list(INFERENCE_PATHS))
 
     def body(self) -> dict[str, Any]:
-        """One that :attr:`path` answers."""
+        """A body that :attr:`path` answers."""
         body: dict[str, Any] = {"model": self.target.model}
         match self.path:
             case "/v1/embeddings" | "/v1/responses":
@@ -127,7 +126,7 @@ class Maker:
         return {**body, "max_tokens": self.chance.randint(1, 4), "stream": stream}
 
     def any_path(self) -> bytes:
-        """One that is served."""
+        """A path that is served."""
         return self.chance.choice(PATHS).encode()
 
     def request(
@@ -138,7 +137,7 @@ class Maker:
         length: bool = True,
         close: bool = True,
     ) -> bytes:
-        """A request, valid where the arguments are."""
+        """A request, valid if the arguments are."""
         line = b"POST " + self.path.encode() + b" HTTP/1.1" if line is None else line
         body = json.dumps(self.body()).encode() if body is None else body
         own = [b"host: sluice", *self.target.headers]
@@ -168,7 +167,7 @@ def _fields(make: Maker) -> bytes:
 
 
 def _numbers(make: Maker) -> bytes:
-    """Not by json.dumps: what is no JSON is wanted here."""
+    """Not by json.dumps: some values must be invalid JSON."""
     pick = make.chance
     name = pick.choice((*FIELDS, *(f"slo.{key}" for key in (*wire.SLO_HEADERS, wire.STAGES))))
     outer, _, inner = name.partition(".")

@@ -1,8 +1,8 @@
-"""What a gateway in front of engines costs: Sluice beside other routers and no gateway at all.
+"""The cost of a gateway in front of engines: Sluice, other routers, and no gateway.
 
 Run with ``sluice bench gateway``. All systems run at the same time, on this machine, and take turns
-in each round. Their engines compute nothing, so that only the way is measured. Client, engines and
-gateways share the cores: read the processor time of a request, which hardly depends on that, and
+in each round. Their engines compute nothing, so that only the path is measured. Client, engines and
+gateways share the cores: read the processor time of a request, which hardly depends on this, and
 the ratios of one run.
 """
 
@@ -31,7 +31,7 @@ from deploy.tables import print_table
 
 WARM_UP_S = 1.0
 IDLE_S = 2.0
-"""So long nothing is sent, to see what the systems use all the same, seconds."""
+"""Time without requests, to measure the systems' idle usage, seconds."""
 
 OTHER = "other sluice"
 
@@ -45,7 +45,7 @@ Json = dict[str, Any]
     default=1.5,
     show_default=True,
     type=click.FloatRange(0.1, 600),
-    help="Of each measurement; the requests under way end after it.",
+    help="Duration of each measurement; running requests end after it.",
 )
 @click.option(
     "--at-once",
@@ -54,7 +54,7 @@ Json = dict[str, Any]
     default=(1, 16, 64),
     show_default=True,
     type=click.IntRange(1, 1_000),
-    help="Requests at a time; several.",
+    help="Concurrent requests; repeatable.",
 )
 @click.option(
     "--tokens",
@@ -63,26 +63,26 @@ Json = dict[str, Any]
     default=(20, 200),
     show_default=True,
     type=click.IntRange(1, 4_000),
-    help="Tokens of a stream; several.",
+    help="Tokens of a stream; repeatable.",
 )
 @click.option(
     "--step-ms",
     default=0.0,
     show_default=True,
     type=click.FloatRange(0, 1_000),
-    help="Time between two tokens of an engine; 0: they answer at once.",
+    help="Time between two tokens of an engine; 0: engines answer at once.",
 )
 @click.option(
     "--system",
     "names",
     multiple=True,
     type=click.Choice(list(SYSTEMS)),
-    help="Systems to measure; several.  [default: all but those with vLLM as the engine]",
+    help="Systems to measure; repeatable.  [default: all but those with vLLM as the engine]",
 )
 @click.option(
     "--other",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The `sluice` of another version, to measure beside this one.",
+    help="The `sluice` program of another version, to measure beside this one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def gateway(
@@ -97,8 +97,8 @@ def gateway(
 ) -> None:
     """Measure what a gateway adds to engines that compute nothing: Sluice, other routers, none.
 
-    The other routers are installed from PyPI into the user's cache where they are not there. One
-    that cannot be installed or started is left out, which is said.
+    Missing routers are installed from PyPI into the user's cache. A router that cannot be installed
+    or started is left out, and the output says so.
 
     \b
     Example:
@@ -125,7 +125,7 @@ def gateway(
                 raise click.ClickException("no system could be started")
             try:
                 runs = _rounds(systems, rounds, seconds, at_onces, token_counts, bench)
-                # Not before: what has just started is busy with itself.
+                # Not before: a system that has just started is busy with its own start-up.
                 idle_cores = _idle(systems)
             except LoadError as error:
                 raise click.ClickException(str(error)) from None
@@ -160,7 +160,7 @@ def gateway(
 def _started(
     starts: Mapping[str, Start], bench: Bench, stack: ExitStack
 ) -> tuple[dict[str, System], dict[str, str]]:
-    """The systems that run, until ``stack`` ends, and why the others do not."""
+    """The running systems, until ``stack`` ends, and why the others do not run."""
     systems, left_out = {}, {}
     for name, start in starts.items():
         bench.say(f"starting {name}")
@@ -194,10 +194,10 @@ def _rounds(
     token_counts: tuple[int, ...],
     bench: Bench,
 ) -> list[Json]:
-    """Every cell of every round; in every other one the systems come the other way round.
+    """Every cell of every round; every second round has the systems in reverse order.
 
     Raises:
-        LoadError: an answer was not what was asked for.
+        LoadError: an answer does not match its request.
         StoppedError: this process is to end.
     """
     for system in systems.values():

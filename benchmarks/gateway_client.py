@@ -1,8 +1,8 @@
-"""The client of ``sluice bench gateway``: so many requests at a time over HTTP, each sent when the
-one before it has ended.
+"""The client of ``sluice bench gateway``: a closed loop of concurrent HTTP requests, each sent when
+the one before it has ended.
 
-It shares its cores with what it measures, so it does little: it looks for the first token while a
-stream runs, and holds the whole answer against what was asked for when it has ended.
+It shares its cores with the systems under test, so it does little: it searches for the first token
+while a stream runs, and checks the whole answer against the request when the stream has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httptools
 from benchmarks.gateway_engine import MODEL
 
 ANSWER_LIMIT_S = 120.0
-"""An answer that takes longer has failed, seconds."""
+"""Timeout of an answer, seconds."""
 
 _FIRST_TOKEN = re.compile(rb'"content": ?"[^"]')
 """Content that is not empty: a stream may open with an empty piece before any token."""
@@ -30,15 +30,15 @@ _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 _SHOWN = 300
 
 STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
-"""What is asked of engines whose tokens are no words: all of them, and their number at the end."""
+"""Request fields for engines whose tokens are not words: generate all tokens, and report usage."""
 
 
 class LoadError(RuntimeError):
-    """An answer that was not what was asked for; the message says whose, and what it was."""
+    """An answer that does not match its request; the message has the server and the answer."""
 
 
 class Load(NamedTuple):
-    """What was measured while the requests ran.
+    """Measurements while the requests ran.
 
     Attributes:
         ttfts_s: of each request, seconds.
@@ -59,12 +59,12 @@ async def load(
     stopped: Callable[[], bool],
     also: Mapping[str, Any] = MappingProxyType({}),
 ) -> Load:
-    """Keep ``at_once`` streams of ``tokens`` tokens going; no new one is sent after ``seconds``.
+    """Keep ``at_once`` streams of ``tokens`` tokens running; no request is sent after ``seconds``.
 
     Args:
-        urls: of a server's root each; connections take them in turn. A path in front of ``/v1`` is
+        urls: root URL of each server; connections take them in turn. A path in front of ``/v1`` is
             kept.
-        stopped: whether no new request is to be sent, whatever the time.
+        stopped: returns whether to stop sending requests early.
         also: further fields of each request.
 
     Raises:
@@ -129,8 +129,8 @@ class _Connection(asyncio.Protocol):
         """Send the request and read its answer; seconds to its first token.
 
         Raises:
-            LoadError: it lacks tokens (by the number that it states, else by its words), is an
-                error, or did not end.
+            LoadError: the answer lacks tokens (by its usage, else by its words), is an error, or
+                did not end.
         """
         if self._transport is None:  # the server closes after each answer
             await self._connect()
@@ -162,7 +162,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # What asyncio calls.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the connection."""
@@ -170,14 +170,14 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Take in a part of an answer."""
+        """Parse a part of an answer."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(f"no HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the request under way, if there is one."""
+        """Fail the running request, if there is one."""
         self._transport = None
         self._fail(f"connection lost: {exc or 'closed by the server'}")
 
@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(LoadError(f"{self._url}: {why}"))
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body, and look for the first token."""
@@ -203,7 +203,7 @@ class _Connection(asyncio.Protocol):
 
 
 def chat_body(tokens: int, also: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-    """A chat completion of so many tokens, as a stream; ``also`` has further fields."""
+    """A streamed chat completion of ``tokens`` tokens; ``also`` has further fields."""
     asked = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What does a sluice do? " * 8}],

@@ -1,8 +1,8 @@
-"""An engine that answers at once, as a server with vLLM's interface: what gateways are put in front
-of in ``sluice bench gateway``.
+"""An engine that answers at once, as a server with vLLM's interface: the backend of gateways in
+``sluice bench gateway``.
 
-It computes nothing. Each token is an event of its own, and leaves in a turn of the loop of its own,
-or so much later than the last one, as an engine's tokens do.
+It computes nothing. Each token is a separate event, sent in a separate iteration of the event loop,
+or a fixed time after the last one, as an engine's tokens are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_TOKENS = 100_000
 
 
 def events(tokens: int, request_id: str) -> Iterator[bytes]:
-    """The server-sent events of a chat completion of so many tokens, each a word."""
+    """The server-sent events of a chat completion of ``tokens`` tokens, each a word."""
     head = (
         f'data: {{"id":"chatcmpl-{request_id}","object":"chat.completion.chunk",'
         f'"created":1700000000,"model":"{MODEL}","choices":[{{"index":0,"delta":'
@@ -40,7 +40,7 @@ STEP_S: Final = web.AppKey("step_s", float)
 
 async def _chat(request: web.Request) -> web.StreamResponse:
     asked = msgspec.json.decode(await request.read())
-    # Routers may give the field its newer name.
+    # Routers may send the field under its newer name.
     most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 1
     tokens = min(_MOST_TOKENS, max(1, int(most)))
     response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
@@ -65,7 +65,7 @@ async def _models(_: web.Request) -> web.Response:
 @click.option("--port", required=True, type=click.IntRange(1, 65_535))
 @click.option("--step-ms", default=0.0, type=click.FloatRange(0, 10_000))
 def main(port: int, step_ms: float) -> None:
-    """Serve on this machine until it is told to end."""
+    """Serve on this machine until the process is terminated."""
     app = web.Application()
     app[STEP_S] = step_ms / 1e3
     app.router.add_post("/v1/chat/completions", _chat)

@@ -1,5 +1,5 @@
-"""Other gateways of ``sluice bench gateway``: programs from PyPI, each in an environment of its own
-in the user's cache, which is made where it is not there."""
+"""Other gateways of ``sluice bench gateway``: programs from PyPI, each in a virtual environment in
+the user's cache, which is created if missing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Router(NamedTuple):
     """A router in front of servers with vLLM's interface.
 
     Attributes:
-        package: what is installed, with its version.
-        module: what is run.
+        package: to install, with its version.
+        module: to run.
     """
 
     package: str
@@ -32,7 +32,7 @@ class Router(NamedTuple):
     def command(
         self, python: Path, port: int, metrics_port: int, workers: Sequence[str]
     ) -> list[str]:
-        """What starts it on this machine in front of ``workers``."""
+        """The command that starts it on this machine in front of ``workers``."""
         places = ["--host", "127.0.0.1", "--port", str(port)]
         metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
         rest = ["--policy", "power_of_two", "--log-level", "error"]
@@ -55,17 +55,17 @@ def cache_folder() -> Path:
 
 
 def environment(package: str, say: Callable[[str], None]) -> Path:
-    """The Python of the environment that has ``package``; made and filled where it is not there.
+    """The Python of the environment with ``package``; created and filled if missing.
 
     Raises:
-        LeftOutError: it could not be made, or the package could not be had.
+        LeftOutError: it could not be created, or the package could not be installed.
     """
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     folder = cache_folder() / f"{package.replace('==', '-')}-python{version}"
     if not folder.exists():
         say(f"installing {package} into {folder}")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Made beside it and renamed, so that what is there is whole.
+        # Made beside it and renamed, so that an existing folder is complete.
         draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix="."))
         try:
             _run([sys.executable, "-m", "venv", str(draft)])

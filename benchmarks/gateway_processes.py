@@ -2,7 +2,7 @@
 time.
 
 All of them stay in this process's session: Linux shares the processor between sessions first, so a
-client in another one would wait for it beside servers at work.
+client in another session would wait for the processor beside busy servers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deploy.local import StoppedError
 
 POLL_S = 0.1
 _END_LIMIT_S = 90.0
-"""For `sluice serve`, which ends a Ray; the others take no time."""
+"""For `sluice serve`, which shuts down a Ray instance; the others end at once."""
 _LOG_TAIL = 600
 _ON_PARENTS_DEATH = 1
 """``PR_SET_PDEATHSIG``, prctl(2)."""
@@ -50,14 +50,14 @@ def serving(
     """A server's process id, until the block ends; then it and every process below it end.
 
     Args:
-        command: starts it.
+        command: starts the server.
         url: its address, without ``/v1``. It is ready once it answers a chat completion.
-        log: what it prints is written there.
+        log: file for its output.
         limit_s: how long it may take to start, seconds.
         stop: set when this process is to end.
 
     Raises:
-        LeftOutError: it did not start; the message has the end of its log.
+        LeftOutError: the server did not start; the message has the end of its log.
         StoppedError: ``stop`` was set before it was ready.
     """
     with log.open("wb") as output:
@@ -72,8 +72,8 @@ def serving(
 
 
 def _end_with_parent() -> Callable[[], object] | None:
-    """What a new process calls so that the system ends it with this one, however this one ends.
-    Only Linux can."""
+    """A function for a new process to call, after which the kernel ends it with this process,
+    however this one ends. Only on Linux."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl
@@ -99,7 +99,7 @@ def _wait(
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """End it, and kill what is left of the processes below it."""
+    """End it, and kill the remaining processes below it."""
     below = []
     with suppress(psutil.Error):
         below = psutil.Process(server.pid).children(recursive=True)
@@ -116,11 +116,11 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def processor_seconds(roots: Mapping[int, str]) -> dict[int, tuple[str, float]]:
-    """What each process is and its processor time until now, seconds, by its id.
+    """Kind and processor time until now, seconds, of each process, by its id.
 
     Args:
-        roots: processes, and what they and all below them are; where that is empty, each process's
-            title says it.
+        roots: processes, and the kind of each and of all processes below it; where it is empty,
+            the kind follows from each process's title.
     """
     found: dict[int, tuple[str, float]] = {}
     for root, kind in roots.items():
@@ -137,7 +137,7 @@ def processor_seconds(roots: Mapping[int, str]) -> dict[int, tuple[str, float]]:
 def used(
     before: Mapping[int, tuple[str, float]], after: Mapping[int, tuple[str, float]]
 ) -> dict[str, float]:
-    """Processor seconds between two moments, by what the processes are. One that ended meanwhile is
+    """Processor seconds between two moments, by kind of process. A process that ended in between is
     not counted."""
     sums: dict[str, float] = {}
     for pid, (kind, seconds) in after.items():

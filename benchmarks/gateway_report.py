@@ -1,4 +1,4 @@
-"""What ``sluice bench gateway`` reports of its runs, as plain data and as tables."""
+"""The report of ``sluice bench gateway``, as plain data and as tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def figures(load: Load, cpu_s: Mapping[str, float]) -> Json:
     """One run, as plain data.
 
     Args:
-        cpu_s: processor seconds by what the processes are, while the requests ran.
+        cpu_s: processor seconds by kind of process, while the requests ran.
     """
     requests = len(load.ttfts_s)
     each = {kind: 1e3 * seconds / requests for kind, seconds in cpu_s.items()}
@@ -44,11 +44,11 @@ def figures(load: Load, cpu_s: Mapping[str, float]) -> Json:
 
 
 def summary(runs: Sequence[Json]) -> list[Json]:
-    """The rounds of each cell and system taken together, in the order of ``runs``.
+    """Each cell and system over all rounds, in the order of ``runs``.
 
-    Times and rates are medians over rounds; ratios and what is added are medians of those within a
-    round, since a busy moment of the machine hits a whole round; processor time is that of all
-    requests of all rounds.
+    Times and rates are medians over rounds; ratios and added times are computed within a round,
+    since a busy moment of the machine hits a whole round, and their medians taken; processor time
+    is that of all requests of all rounds.
     """
     cells: dict[tuple[int, int], dict[str, list[Json]]] = {}
     for run in runs:
@@ -93,7 +93,7 @@ def _ratio(own: Sequence[Json], base: Sequence[Json]) -> float:
 
 
 def _cpu_ms(runs: Sequence[Json]) -> dict[str, float]:
-    """Of a request, by what the processes are; those of the gateway also together."""
+    """Processor time of a request, by kind of process, and of all processes of the gateway."""
     requests = sum(run["requests"] for run in runs)
     kinds = dict.fromkeys(kind for run in runs for kind in run["cpu_ms"])
     spent = {
@@ -105,9 +105,9 @@ def _cpu_ms(runs: Sequence[Json]) -> dict[str, float]:
 
 
 def further_tokens(rows: Sequence[Json]) -> list[Json]:
-    """What one more token of a stream costs each system, in microseconds of processor time: the
-    difference between the longest and the shortest streams of :func:`summary`. Nothing where all
-    are as long."""
+    """The cost of a further token of a stream for each system, in microseconds of processor time:
+    from the difference between the longest and the shortest streams of :func:`summary`. Empty where
+    all are equally long."""
     found: dict[tuple[int, str], list[Json]] = {}
     for row in rows:
         found.setdefault((row["at_once"], row["system"]), []).append(row)

@@ -1,8 +1,8 @@
 """Ray Serve LLM with its own ingress, in front of engines that answer at once, for ``sluice bench
-gateway``: a program of its own, since it imports what Sluice does not need.
+gateway``: a separate program, since it imports packages that Sluice does not need.
 
-All of it is Serve LLM's but the engine. Its settings are the defaults, and Serve's those with which
-Sluice runs.
+Everything but the engine is Serve LLM's. Its settings are the defaults; Serve's settings are those
+of Sluice.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from deploy.local import stop_signals
 
 
 class Engine:
-    """What Serve LLM's server takes for an engine: it computes nothing."""
+    """An engine for Serve LLM's server that computes nothing."""
 
     def __init__(self, llm_config: Any) -> None:
         self._step_s = llm_config.experimental_configs["step_s"]
 
     async def start(self) -> None:
-        """There is nothing to start."""
+        """Do nothing: there is nothing to start."""
 
     async def check_health(self) -> None:
-        """It is always well."""
+        """Do nothing: the engine is always healthy."""
 
     def routing_stats(self) -> dict[str, Any]:
-        """It has none."""
+        """Nothing: the engine has no statistics."""
         return {}
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[str]:
@@ -51,7 +51,7 @@ class Engine:
 @click.option("--replicas", required=True, type=click.IntRange(1, 64))
 @click.option("--step-ms", default=0.0, type=click.FloatRange(0, 10_000))
 def main(port: int, replicas: int, step_ms: float) -> None:
-    """Serve on this machine, with a Ray of its own, until it is told to end."""
+    """Serve on this machine, in its own Ray instance, until the process is terminated."""
     local_dir = ray_settings.make_local_dir()
     cleaner = Cleaner(local_dir)
     try:
@@ -75,7 +75,7 @@ def _serve(local_dir: Path, port: int, replicas: int, step_s: float) -> None:
 
         @classmethod
         def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
-            """Without places for a GPU."""
+            """Without GPUs in the placement group."""
             return dict(llm_config.deployment_config)
 
     start_ray(

@@ -1,4 +1,4 @@
-"""What ``sluice bench gateway`` compares. Another system is one entry of :data:`SYSTEMS`."""
+"""The systems that ``sluice bench gateway`` compares. To add one, extend :data:`SYSTEMS`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ REPLICAS = 2
 """Engines behind each gateway, and replicas of Sluice."""
 
 ENGINES = "replicas"
-"""What the processes of engines are called; everything but them, :data:`benchmarks.resources.CORES`
-and the client is the gateway's."""
+"""The kind of engine processes; everything but them, :data:`benchmarks.resources.CORES` and the
+client is the gateway's."""
 
 _START_LIMIT_S = 120.0
 _RAY_START_LIMIT_S = 900.0
@@ -39,8 +39,9 @@ class System(NamedTuple):
 
     Attributes:
         urls: of its servers, without ``/v1``; clients take them in turn.
-        processes: processes, and what they and all below them are; empty where their titles say
-            it. See :func:`benchmarks.gateway_processes.processor_seconds`.
+        processes: processes, and the kind of each and of all processes below it; empty where it
+            follows from their titles. See
+            :func:`benchmarks.gateway_processes.processor_seconds`.
         also: further fields of each request to it.
     """
 
@@ -50,12 +51,12 @@ class System(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """What the systems share.
+    """Inputs that all systems share.
 
     Attributes:
         engines: process id and address of each engine that computes nothing.
         folder: for logs and configurations.
-        say: tells what goes on.
+        say: prints progress.
         stop: set when this process is to end.
         step_ms: time between two tokens of an engine, milliseconds.
     """
@@ -111,7 +112,7 @@ def _router(name: str, router: Router) -> Start:
 
 
 def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
-    """Sluice in front of simulated engines whose steps take so long."""
+    """Sluice in front of simulated engines with this step time."""
     times = {"step_s": step_ms / 1e3, "token_s": 0.0, "context_token_s": 0.0}
     return {
         "engine": {"kind": "simulated", "model": MODEL, "simulated": times},
@@ -121,11 +122,11 @@ def sluice_config(port: int, step_ms: float = 0.0) -> dict[str, Any]:
 
 
 def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -> Start:
-    """What starts ``program serve``.
+    """A function that starts ``program serve``.
 
     Args:
         direct: whether HAProxy fetches streams from the replicas.
-        vllm: whether the engine is one of vLLM, and not two simulated ones.
+        vllm: whether there is one vLLM engine instead of two simulated ones.
     """
     variables = {DIRECT_VARIABLE: "1"} if direct else {}
 
@@ -137,7 +138,7 @@ def sluice(name: str, program: Path, direct: bool = False, vllm: bool = False) -
         asked = vllm_config(port) if vllm else sluice_config(port, bench.step_ms)
         config.write_text(json.dumps(asked))
         command: list[str | Path] = [program, "serve", "--config", config]
-        # Other commands must not take it for what the user serves.
+        # Other commands must not mistake it for the user's application.
         state = os.environ | {"XDG_STATE_HOME": str(bench.folder)} | variables
         log = bench.folder / f"{name}.log"
         with serving(command, url, log, _RAY_START_LIMIT_S, bench.stop, state) as pid:
@@ -172,7 +173,7 @@ def _vllm(bench: Bench) -> Iterator[System]:
 
 @contextmanager
 def _serve_llm(bench: Bench) -> Iterator[System]:
-    """Ray Serve LLM with the Ray that is here. Of what it imports, one package is not here."""
+    """Ray Serve LLM with the installed Ray. One package that it imports is not installed here."""
     python = environment("pyarrow==26.0.1", bench.say)
     extra = sysconfig.get_path("purelib", vars={"base": str(python.parents[1])})
     port = free_port()
@@ -199,7 +200,7 @@ SYSTEMS: Final[Mapping[str, Start]] = {
     "sluice-vllm": sluice("sluice-vllm", _SLUICE, vllm=True),
     "sluice-direct-vllm": sluice("sluice-direct-vllm", _SLUICE, direct=True, vllm=True),
 }
-"""What starts each."""
+"""The function that starts each system."""
 
 REAL: Final = ("vllm", "sluice-vllm", "sluice-direct-vllm")
-"""Systems with an engine that computes, to compare what the processes around it use."""
+"""Systems with a real engine, to compare the usage of the processes around it."""

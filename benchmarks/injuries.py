@@ -1,10 +1,10 @@
-"""Breaks parts of a running application as a bad day does: ends or freezes their processes.
+"""Fault injection for a running application: kills or freezes the processes of its parts.
 
-A frozen process (SIGSTOP) is alive and does nothing: its connections stay open and nobody gets an
-error. That is what a hung driver, a paused virtual machine and a lost network look like from afar.
+A frozen process (SIGSTOP) is alive and does nothing: its connections stay open and no peer gets an
+error. To its peers, a hung driver, a paused virtual machine and a lost network look the same.
 
-Of an application on this machine, in the process that has joined its Ray. Parts are found by what
-Ray's own state says, and not by asking them: a frozen one would not answer.
+For an application on this machine, from the process that has joined its Ray. Parts are found in
+Ray's own state, not by querying them: a frozen part would not answer.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _CALL_S = 10.0
 
 
 class MissingError(LookupError):
-    """The part to be hurt is not there, or not at the moment."""
+    """The target of the fault is missing, or missing at the moment."""
 
 
 class Process:
-    """A process of the system with those that it has started so far, which share its fate.
+    """A process of the system with all processes that it has started so far, killed and frozen
+    together.
 
     Args:
         members: at least one, itself last.
@@ -58,32 +59,32 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Of the process itself."""
+        """The id of the process itself."""
         return int(self._members[-1].pid)
 
     @property
     def runs(self) -> bool:
-        """Whether the process itself is still there; a frozen one is."""
+        """Whether the process itself still exists; a frozen one does."""
         member = self._members[-1]
         with contextlib.suppress(psutil.NoSuchProcess):
             return bool(member.is_running()) and member.status() != psutil.STATUS_ZOMBIE
         return False
 
     def kill(self) -> None:
-        """End all of it at once, as a lost machine does."""
+        """Kill all members at once, as the loss of a machine does."""
         self._send(signal.SIGKILL)
 
     def freeze(self) -> None:
-        """Let all of it stand still. Who may be interrupted midway uses :meth:`frozen`."""
+        """Freeze all members. A caller that may be interrupted uses :meth:`frozen`."""
         self._send(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on; nothing where it has ended meanwhile."""
+        """Resume all members that still exist."""
         self._send(signal.SIGCONT)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """It stands still until the block ends, however that ends."""
+        """Freeze all members until the block ends, however it ends."""
         self.freeze()
         try:
             yield
@@ -91,10 +92,10 @@ class Process:
             self.thaw()
 
     def engine(self) -> Process:
-        """What a replica has started: the engine, where that has a process of its own.
+        """The processes that a replica has started: the engine, if it has its own process.
 
         Raises:
-            MissingError: it has started nothing, as a simulated engine.
+            MissingError: it has started none, as with a simulated engine.
         """
         engine = self._members[:-1]
         if not engine:
@@ -111,7 +112,7 @@ def replica(replica_id: str) -> Process:
     """A replica, by its name in the answers' ``x-sluice-replica`` and in the controller's snapshot.
 
     Raises:
-        MissingError: none of this name is alive. So for all below.
+        MissingError: no replica of this name is alive. The functions below raise it likewise.
     """
     return _one(each for each in _actors("serve") if each["Name"].endswith(f"#{replica_id}"))
 
@@ -147,7 +148,7 @@ def serve_controller() -> Process:
 
 
 def haproxy_manager() -> Process:
-    """The actor of Serve that starts HAProxy and looks after it, with HAProxy."""
+    """The actor of Serve that starts and supervises HAProxy, with HAProxy."""
     return _one(each for each in _actors("serve") if each["ActorClassName"] == _PROXY_MANAGER)
 
 
@@ -157,13 +158,13 @@ def haproxy() -> Process:
 
 
 def drain(replica_id: str, drained: bool, app: str = "sluice") -> None:
-    """Close a replica to new requests, or take that back, as an operator does."""
+    """Drain a replica, or undo that, as an operator does."""
     actor = ray.get_actor(controller_actor_name(app), namespace=NAMESPACE)
     ray.get(actor.drain.remote(replica_id, drained), timeout=_CALL_S)
 
 
 def scale(replicas: int, app: str = "sluice", role: Role = "mixed") -> None:
-    """Have Serve start, or gracefully stop, replicas of a pool until there are so many."""
+    """Have Serve start, or gracefully stop, replicas of a pool until there are ``replicas``."""
     target = DeploymentID(name=REPLICA_DEPLOYMENTS[role], app_name=app)
     serve = _get_global_client()._controller
     ray.get(serve.update_deployment_replicas.remote(target, replicas), timeout=_CALL_S)
@@ -171,7 +172,7 @@ def scale(replicas: int, app: str = "sluice", role: Role = "mixed") -> None:
 
 def _actors(namespace: str) -> list[dict[str, Any]]:
     """Ray's rows of the living actors of a namespace that have a name."""
-    # Ray's public way to it needs the dashboard, which an application of our own starts without.
+    # Ray's public API for this needs the dashboard, which our application starts without.
     from ray._private.state import state
 
     named = ray.util.list_named_actors(all_namespaces=True)
@@ -183,5 +184,5 @@ def _actors(namespace: str) -> list[dict[str, Any]]:
 def _one(found: Iterable[dict[str, Any]]) -> Process:
     rows = list(found)
     if len(rows) != 1:
-        raise MissingError(f"{len(rows)} living actors fit, and one should")
+        raise MissingError(f"{len(rows)} living actors match, expected one")
     return Process.of(rows[0]["Pid"])

@@ -15,7 +15,7 @@ class Work(NamedTuple):
         prompt: its tokens.
         output: how many tokens it generates.
         ttft_s: its objective, seconds.
-        best_effort: nothing was promised to it.
+        best_effort: whether it has no guarantee.
     """
 
     name: str
@@ -26,13 +26,13 @@ class Work(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a request generated.
+    """The output of a request.
 
     Attributes:
         tokens: greedy tokens.
         logprobs: of each token.
         ttft_s: from its arrival to its first token, seconds.
-        reason: why it ended.
+        reason: finish reason.
     """
 
     tokens: tuple[int, ...]
@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 
 def result_of(output: Any, ttft_s: float) -> Result:
-    """What vLLM's ``output`` of a request says."""
+    """The result in vLLM's ``output`` of a request."""
     return Result(
         tuple(output.token_ids),
         tuple(next(iter(each.values())).logprob for each in output.logprobs or ()),
@@ -52,7 +52,7 @@ def result_of(output: Any, ttft_s: float) -> Result:
 
 
 class OneEngine:
-    """What engines of one process have in common. Its subclasses make ``_llm``, vLLM's ``LLM``."""
+    """Base class of engines in this process. Its subclasses make ``_llm``, vLLM's ``LLM``."""
 
     _llm: Any
 
@@ -72,11 +72,11 @@ class OneEngine:
         raise NotImplementedError
 
     def run(self) -> dict[str, Result]:
-        """Until nothing is left to do."""
+        """Run until no request is left."""
         raise NotImplementedError
 
     def alone(self, work: Work) -> Result:
-        """What a request generates that nothing else runs beside, from an empty prefix cache."""
+        """The result of a request that runs alone, from an empty prefix cache."""
         self.reset()
         self.add(work)
         return self.run()[work.name]

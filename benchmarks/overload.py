@@ -1,15 +1,15 @@
-"""Overload over real HTTP on real Ray and Serve, with simulated engines: does what is served stay
-the same when clients send far more than can be, and come again at once when they are refused?
+"""Overload over real HTTP on real Ray and Serve, with simulated engines: does goodput stay the same
+when clients send far more than the engines can serve, and retry at once when they are refused?
 
-Run with ``sluice bench overload``. The classes refuse what cannot be promised, so all that is
-served was promised. The runs take turns on one cluster: in each round the same requests at the same
-times with and without retries, each of the two first in every other round. Which requests are
-promised is chance, so one run says little: see the error beside the ratio. The client and the
-cluster share this machine: see how late the client was, and how busy the machine, before believing
-a figure.
+Run with ``sluice bench overload``. The classes refuse requests that cannot be guaranteed, so every
+served request was guaranteed. The runs take turns on one cluster: in each round the same requests
+at the same times with and without retries, each of the two first in every other round. Which
+requests are guaranteed is random, so one run has little meaning: see the error beside the ratio.
+The client and the cluster share this machine: check the client's lateness and the machine's load
+before you trust a figure.
 
-The exit status is 1 if an answer was lost, or if with retries less was served in time than
-:data:`LEAST_RATIO` of what was without.
+The exit status is 1 if an answer was lost, or if the goodput with retries is below
+:data:`LEAST_RATIO` of the goodput without.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ SLO_OF: Final = SLO(ttft_s=1.5, tpot_s=0.15, priority=2, service_class="strict")
 CLASS: Final = {"ttft_ms": 1_500, "tpot_ms": 150, "priority": 2, "when_unattainable": "reject"}
 
 RATE: Final = 3.6
-"""About what one engine can promise of such requests, requests a second: 1x."""
+"""About the rate that one engine can guarantee, requests a second: 1x."""
 
 PATIENCE_S: Final = 5.0
-"""A client that comes again at once gives up after so long, seconds."""
+"""A client that retries at once gives up after this time, seconds."""
 
 LEAST_RATIO: Final = 0.95
 
 WARM_UP_S: Final = 5.0
-"""What ends in the first seconds of a run does not count: the engines begin it empty."""
+"""Requests that end in the first seconds of a run do not count: the engines begin it empty."""
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 300, 40
-_SHAPE = 8.0  # of the lengths' distribution: the more they differ, the more is chance
+_SHAPE = 8.0  # of the lengths' distribution: the more they vary, the noisier are the results
 _SETTINGS: Final = {"none": 0.0, "at once": PATIENCE_S}
 _DEFAULT = RouterConfig()
 
@@ -70,7 +70,7 @@ Json = dict[str, Any]
     "loads",
     multiple=True,
     type=click.FloatRange(0.1, 100),
-    help="Times of what the engines can do; several.  [default: 3, 10]",
+    help="Multiple of the engines' capacity; repeatable.  [default: 3, 10]",
 )
 @click.option("--replicas", default=2, show_default=True, type=click.IntRange(1, 64))
 @click.option(
@@ -78,7 +78,7 @@ Json = dict[str, Any]
     default=_DEFAULT.refusals_per_s,
     show_default=True,
     type=click.FloatRange(1, 1e6),
-    help="router.refusals_per_s; a million is as if refusals were not paced.",
+    help="router.refusals_per_s; a million in effect disables the pacing of refusals.",
 )
 @click.option("--seed", default=1, show_default=True, type=click.IntRange(0, 2**31))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -91,7 +91,7 @@ def overload(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Send real clusters more than they can do, by clients that retry at once and that do not.
+    """Overload real clusters, by clients that retry at once and by clients that do not.
 
     \b
     Example:
@@ -103,7 +103,7 @@ def overload(
     # Ray's own messages must not stand between the lines of the JSON.
     with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
         url = f"{base_url(config)}/v1/completions"
-        # Of the heaviest kind, so that what grows by a storm once has grown.
+        # Of the heaviest kind, so that memory that grows once in a storm has grown.
         _run(url, window(make_load(10 * RATE * replicas, 60.0, seed), 0.0, WARM_UP_S), PATIENCE_S)
         for number in range(rounds):
             for load in loads or (3.0, 10.0):
@@ -124,7 +124,7 @@ def overload(
 
 
 def make_load(rate: float, seconds: float, seed: int) -> Workload:
-    """Poisson arrivals for so many seconds, with lengths drawn from gamma distributions."""
+    """Poisson arrivals for ``seconds``, with lengths drawn from gamma distributions."""
     chance = np.random.default_rng(seed)
     times = np.cumsum(chance.exponential(1 / rate, size=round(2 * rate * seconds) + 50))
     times = times[times < seconds]
@@ -158,7 +158,7 @@ def _config(replicas: int, refusals_per_s: float) -> SluiceConfig:
 def _run(
     url: str, workload: Workload, patience_s: float
 ) -> tuple[list[Outcome], Usage, dict[str, list[float]]]:
-    """The outcomes, what was used, and the memory before and after, MiB, by kind of process."""
+    """The outcomes, the usage, and the memory before and after, MiB, by kind of process."""
     before = _memory()
     meter = Meter()
     outcomes = asyncio.run(
@@ -178,12 +178,12 @@ def _memory() -> dict[str, float]:
 def figures(
     outcomes: Sequence[Outcome], usage: Usage, memory: dict[str, list[float]], seconds: float
 ) -> Json:
-    """What is reported of one run, as plain data.
+    """The report of one run, as plain data.
 
-    ``goodput`` counts what was answered within its objective, requests a second, and
-    ``goodput_tokens`` its output tokens. Both count what ended from :data:`WARM_UP_S` on until the
-    last request was due: what a client gets by its patience after that would be none of the same
-    time. The TTFT of who comes again is that of the request that was taken.
+    ``goodput`` counts requests answered within their objective, per second, and
+    ``goodput_tokens`` their output tokens. Both count requests that ended between
+    :data:`WARM_UP_S` and the time of the last arrival: retries that succeed later are outside the
+    interval. The TTFT of a retried request is that of its accepted attempt.
     """
     in_time = [
         each
@@ -213,15 +213,15 @@ def figures(
 
 
 def _quantiles(values: Sequence[float]) -> list[float]:
-    """Median and 99th percentile; zeros of nothing."""
+    """Median and 99th percentile; zeros without values."""
     return [round(float(value), 1) for value in np.quantile(values or [0.0], (0.5, 0.99))]
 
 
 def summary(runs: Sequence[Json]) -> list[Json]:
-    """The rounds of each load and way to retry taken together, in the order of ``runs``.
+    """Each load and retry behaviour over all rounds, in the order of ``runs``.
 
     ``ratio`` is the goodput over that of the same rounds without retries, and ``error`` its
-    standard error by the scatter of the rounds' own ratios; ``None`` of one round.
+    standard error by the scatter of the rounds' own ratios; ``None`` with one round.
     """
     groups: dict[tuple[float, str], list[Json]] = {}
     for run in runs:
@@ -263,7 +263,7 @@ def summary(runs: Sequence[Json]) -> list[Json]:
 
 
 def _ratio(runs: Sequence[Json], bases: Sequence[Json], name: str) -> tuple[float, float | None]:
-    """Of the sums, and its standard error. Where nothing was served without retries it is 1."""
+    """Ratio of the sums, and its standard error. 1 where nothing was served without retries."""
     pairs = [(run[name], base[name]) for run, base in zip(runs, bases, strict=True) if base[name]]
     if not pairs:
         return 1.0, None
@@ -273,10 +273,10 @@ def _ratio(runs: Sequence[Json], bases: Sequence[Json], name: str) -> tuple[floa
 
 
 def served(rows: Sequence[Json]) -> Table:
-    """What the summary says of the requests, as a table."""
+    """The summary's figures of requests, as a table."""
     shown = Table(
         *("load", "retries", "sent", "in time /s", "to none", "in tokens", "kept", "lost"),
-        title=f"what is served in time, mean of rounds: {rows[0]['rounds']}",
+        title=f"served in time, mean of {rows[0]['rounds']} rounds",
     )
     for row in rows:
         error = "" if row["error"] is None else f" ± {row['error']:.3f}"
@@ -289,11 +289,11 @@ def served(rows: Sequence[Json]) -> Table:
 
 
 def cost(rows: Sequence[Json]) -> Table:
-    """What the summary says of the processes, as a table."""
+    """The summary's figures of processes, as a table."""
     shown = Table(
         *("load", "retries", "refusals", "each p50 / p99 ms", "late ms", "busy"),
         *("cores: router, client", "MiB: router", "HAProxy"),
-        title="what it takes: memory before the first and after the last round",
+        title="resources: memory before the first and after the last round",
     )
     for row in rows:
         cores, memory = row["cores"], row["memory_mib"]

@@ -23,9 +23,9 @@ R = TypeVar("R")
 
 
 def in_own_process(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What ``function`` returns in a new process, which gets SIGTERM where this one is stopped.
+    """The result of ``function`` in a new process, which gets SIGTERM when this one is stopped.
 
-    All must be picklable. What the function raises is raised here.
+    Function, arguments and result must be picklable. Exceptions of the function are raised here.
 
     Raises:
         Abort: the process was killed.

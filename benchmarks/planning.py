@@ -69,7 +69,7 @@ def make_queue(size: int, seed: int) -> QueueView:
 
 def measure(calls: list[Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median and 99th percentile over ``repeats`` rounds of ``calls``, milliseconds of processor
-    time: neither waits for anything, and another process on the core is not their cost."""
+    time: the calls never wait, and other processes on the core do not count."""
     for call in calls:
         call()
     gc.collect()

@@ -1,9 +1,9 @@
-"""What a long prefill costs a short, urgent request, by where it can be preempted.
+"""The delay of a short, urgent request by a long prefill, by where the prefill can be preempted.
 
 Run with ``sluice bench preemption``. Real vLLM engines on the CPU, one thread, a small model with
-random weights. A long prompt is being computed, and a short one arrives at a random moment. The
-same moments are used for every way of preemption, one after the other, so that all see the same
-machine. Stock vLLM with priorities runs in a process of its own.
+random weights. While a long prompt is computed, a short one arrives at a random moment. Every way
+of preemption gets the same moments, one way after the other, so that all see the same machine.
+Stock vLLM with priorities runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAYS: dict[str, tuple[Granularity | None, int]] = {
     "512-token chunks": (None, 512),
     "none": (None, WHOLE),
 }
-"""Checks, and most tokens of a task; requests by S-EDF."""
+"""Granularity of checks, and max tokens of a task; requests by S-EDF."""
 
 STOCK: dict[str, tuple[int, int]] = {
     "stock, 2048": (2048, 0),
@@ -48,8 +48,9 @@ STOCK: dict[str, tuple[int, int]] = {
     "stock, 256": (256, 0),
     "stock, 512, threshold 256": (512, 256),
 }
-"""Stock vLLM with priorities: most tokens of a step, and its long-prefill threshold. Stock vLLM
-serves what runs before what waits, so only the threshold leaves room for a more urgent prompt."""
+"""Stock vLLM with priorities: max tokens of a step, and its long-prefill threshold. Stock vLLM
+serves running before waiting requests, so only the threshold leaves tokens for a more urgent
+prompt."""
 
 _LATE = 1000.0
 _URGENT = 100.0
@@ -57,7 +58,7 @@ _OVERHEAD_TOKENS = 512
 _DECODED = 32
 _ALONE = 5
 _LEAST_PAIRS = 6
-"""Of fewer pairs no interval of their median has 95 %."""
+"""With fewer pairs, no interval of their median has 95 % confidence."""
 
 
 class Row(NamedTuple):
@@ -65,9 +66,9 @@ class Row(NamedTuple):
 
     Attributes:
         stops: how often the long prefill stopped.
-        blocked: from the signal to the stop, median and greatest; None where nothing stopped.
+        blocked: from the signal to the stop, median and max; None where no prefill stopped.
         waited: how much longer the short request's TTFT was than alone, median.
-        short, short_most, long: TTFT, median and greatest.
+        short, short_most, long: TTFT, median and max.
         short_ratio: median TTFT of the short request over that of the first row.
         same: share of runs whose tokens are those of runs alone on the same engine.
     """
@@ -128,9 +129,9 @@ def preemption(
 ) -> None:
     """Measure how long a short request waits for a long prefill, by where that can be preempted.
 
-    With --trials, prefills are also stopped at random places, and their tokens are compared with
-    those of runs alone: so many times in each of several engines, among them a compiled one and
-    one of two workers.
+    With --trials, prefills are also stopped at random checks, and their tokens are compared with
+    those of undisturbed runs: this many times in each of several engines, among them a compiled
+    one and one of two workers.
 
     \b
     Example:
@@ -158,7 +159,7 @@ def preemption(
 
 
 class Prompts(NamedTuple):
-    """The two requests, and what the short one's arrivals are drawn from."""
+    """The two requests, and the random generator of the short one's arrivals."""
 
     long: Work
     short: Work
@@ -211,13 +212,13 @@ def moment(
     arrival.start()
     results = engine.run()
     arrival.join()
-    if short.name not in results:  # the long one was over before it came
+    if short.name not in results:  # the long one ended before it arrived
         results |= engine.run()
     return results
 
 
 def alone(engine: PreemptiveEngine | StockEngine, work: Work) -> tuple[Result, float]:
-    """``work`` without anything else, and how long all of it took, seconds."""
+    """``work`` alone, and its whole duration, seconds."""
     engine.reset()
     engine.add(work)
     began_s = time.perf_counter()
@@ -288,9 +289,9 @@ class Bench:
         return rows
 
     def overheads(self, pairs: int) -> dict[str, Spread]:
-        """What it costs while nobody preempts: of the checks alone, by the processor time of a
-        prefill with and without them; of the engine, by the time of a request on it and on the
-        stock one, which prefills or decodes."""
+        """Costs without preemption: of the checks alone, by the processor time of a prefill with
+        and without them; of the engine, by the time of a prefill or decode request on it and on
+        the stock engine."""
         prefill = self._prompts.long
         prefill = prefill._replace(prompt=prefill.prompt[:_OVERHEAD_TOKENS])
         decode = self._prompts.short._replace(output=_DECODED)
@@ -374,8 +375,8 @@ def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float])
 
 
 def _outside(values: int, doubt: float = 0.05) -> int:
-    """How many of so many sorted values, at each end, are outside of the interval in which their
-    distribution's median is: by the sign test."""
+    """How many of ``values`` sorted values, at each end, are outside the confidence interval of
+    their distribution's median: by the sign test."""
     outside, tail = 0, 0.5**values
     while 2 * (tail + comb(values, outside + 1) * 0.5**values) <= doubt:
         outside += 1

@@ -1,4 +1,4 @@
-"""What :mod:`benchmarks.preemption_gpu` runs on an engine, in the engine's process."""
+"""The measurements of :mod:`benchmarks.preemption_gpu` that run in the engine's process."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Way(NamedTuple):
 
     Attributes:
         name: in the table.
-        granularity: where its checks are; None: only chunks end.
-        chunk: most tokens of a task.
-        ahead: most checks by which launches run ahead of the device.
+        granularity: where its checks are; None: it stops only between chunks.
+        chunk: max tokens of a task.
+        ahead: max checks by which launches run ahead of the device.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Blocking:
         tokens_s: of the long prompt alone, per second.
         cost: its time over that without checks, less 1; median of rounds.
         stops: how often it stopped.
-        stop, stop_most: from the signal until the device had, mean and greatest; None without one.
-        short, long: time to the first token, means; None where nothing was preempted.
+        stop, stop_most: from the signal until the device stopped, mean and max; None without stops.
+        short, long: TTFT, means; None without preemption.
     """
 
     way: str
@@ -80,12 +80,12 @@ class Blocking:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Memory while so many prefills are suspended, or about to be. MiB.
+    """Memory while prefills are suspended, or about to be. MiB.
 
     Attributes:
         prefills: how many, each of as many tokens as a task can have.
-        held: more than is in use without any.
-        reserved: what was kept for their activations.
+        held: additional to the memory in use without any.
+        reserved: for their activations.
     """
 
     prefills: int
@@ -101,7 +101,7 @@ def make(
 
 
 def device_name(engine: PreemptiveEngine) -> str:
-    """What it computes on."""
+    """The device on which it computes."""
     import torch
 
     device = _device(engine)
@@ -115,7 +115,7 @@ def learn(engine: PreemptiveEngine, most: int, seed: int) -> LatencyModel:
 
     Args:
         engine: nothing may be live.
-        most: tokens of a step.
+        most: max tokens of a step.
         seed: of the prompts.
     """
     chance = random.Random(seed)
@@ -138,7 +138,7 @@ def blocking(
 
     Args:
         engine: nothing may be live.
-        ways: what is compared.
+        ways: to compare.
         tokens: of the long and of the short prompt.
         rounds: how many.
         seed: of the prompts and the moments.
@@ -180,8 +180,8 @@ def blocking(
 def stock_alone(
     engine: StockEngine, tokens: int, rounds: int, seed: int, unchecked: Blocking
 ) -> Blocking:
-    """The long prompt alone on stock vLLM, compiled where it compiles. ``unchecked`` is the way
-    without checks, which runs the model as it is written."""
+    """The long prompt alone on stock vLLM, compiled where the device compiles. ``unchecked`` is the
+    way without checks, which runs the model uncompiled."""
     long = Work("long", random_prompt(random.Random(seed), tokens), 1, _LATE)
     engine.use(tokens)
     alone(engine, long)
@@ -191,7 +191,7 @@ def stock_alone(
 
 
 class _Meter:
-    """A pacer that notes at each check how much memory is in use."""
+    """A pacer that records the memory in use at each check."""
 
     def __init__(self, pacer: Pacer, used: Callable[[], int]) -> None:
         self.ahead = pacer.ahead
@@ -201,7 +201,7 @@ class _Meter:
         self.seen: list[int] = []
 
     def pace(self) -> None:
-        """Note it, and wait as the pacer does."""
+        """Record the memory, and wait as the pacer does."""
         self._pacer.pace()
         self.seen.append(self._used())
 

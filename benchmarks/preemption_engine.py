@@ -28,8 +28,7 @@ _MOST_LIVE = 4096
 
 
 class PreemptiveEngine(OneEngine):
-    """An engine core with a queue of events, as in a process of its own, and nobody else to fill
-    it.
+    """An engine core with a queue of events, as in a process of its own; only this class fills it.
 
     Args:
         model: the model's directory.
@@ -91,7 +90,7 @@ class PreemptiveEngine(OneEngine):
         self._checks: Any = self.executor._tasks.checks if ranks == 1 else None
         self.stops = 0
 
-    # What it is asked for.
+    # Requests.
 
     def add(self, work: Work, arrived_s: float | None = None) -> None:
         """A request arrives now, or arrived some time ago; on the engine's thread."""
@@ -115,7 +114,7 @@ class PreemptiveEngine(OneEngine):
         self._llm.llm_engine.abort_request(list(names))
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have the engine's thread do something as soon as it looks for events; from any thread."""
+        """Have the engine's thread run ``action`` when it next reads events; from any thread."""
         from vllm.v1.engine import EngineCoreRequestType
 
         self.core.input_queue.put_nowait((EngineCoreRequestType.ADD, action))
@@ -123,13 +122,13 @@ class PreemptiveEngine(OneEngine):
     def at_checks(
         self, actions: Mapping[int, Callable[[], None]], waits: Collection[int] | None = None
     ) -> None:
-        """Do each of ``actions`` on the engine's thread when preemptible prefills have passed so
-        many checks from now on, all together. It ends with the next :meth:`run`.
+        """Run each of ``actions`` on the engine's thread when preemptible prefills have passed its
+        number of checks in total, counted from now. Ends with the next :meth:`run`.
 
         Args:
             actions: by number of checks.
-            waits: at which of them the check waits until its task is told to stop, so that it
-                stops right there; default: all.
+            waits: the checks that wait until their task receives the stop signal, so that it stops
+                exactly there; default: all.
         """
         checks, words = self._checks, self.executor.words
         check = type(checks).check
@@ -146,7 +145,7 @@ class PreemptiveEngine(OneEngine):
                 limit_s = time.monotonic() + _STOP_LIMIT_S
                 while not words.stops(checks.task):
                     if time.monotonic() > limit_s:
-                        raise TimeoutError(f"nobody stops the task at check {here}")
+                        raise TimeoutError(f"the task at check {here} received no stop signal")
                     time.sleep(0)
                 self.stops += 1
             check(checks)
@@ -154,11 +153,11 @@ class PreemptiveEngine(OneEngine):
         checks.check = checked
 
     def after_checks(self, actions: Sequence[tuple[int, Callable[[], None]]]) -> threading.Thread:
-        """The same where the checks are out of reach, in other processes: do each of ``actions``
-        soon after the running prefill has passed its number of checks since the one before.
+        """The same where the checks are in other processes: run each of ``actions`` soon after the
+        running prefill has passed its number of checks since the action before.
 
         Returns:
-            what watches it, to be joined.
+            the watching thread, to be joined.
         """
         words = self.executor.words
         begun = self.scheduler._tasks
@@ -180,7 +179,7 @@ class PreemptiveEngine(OneEngine):
         return watcher
 
     def run(self) -> dict[str, Result]:
-        """Until nothing is left to do, and no event waits."""
+        """Run until no request is left and no event waits."""
         engine = self._llm.llm_engine
         results: dict[str, Result] = {}
         while not self.core.input_queue.empty():
@@ -202,11 +201,11 @@ class PreemptiveEngine(OneEngine):
         first_s = self._first_s.get(name, float("inf"))
         return result_of(item.outputs[0], first_s - self._arrived_s[name])
 
-    # How it is set up.
+    # Settings.
 
     def use(self, granularity: Granularity | None, **bounds: int) -> int:
-        """Other checks, and other bounds of tasks; how many checks there are. Nothing may be
-        live. Without checks, a task that is told to stop goes on to its end."""
+        """Set other checks and bounds of tasks; returns the number of checks. Nothing may be live.
+        Without checks, a task that receives the stop signal continues to its end."""
         model = self.executor.driver_worker.worker.model_runner.get_model()
         self._checks.remove()
         if granularity is None:
@@ -217,12 +216,12 @@ class PreemptiveEngine(OneEngine):
         return int(self.executor.checks)
 
     def pace(self, ahead: int) -> None:
-        """Let launches be at most so many checks ahead of a GPU. Nothing may be live."""
+        """Let launches run at most ``ahead`` checks ahead of a GPU. Nothing may be live."""
         self.pacer = pacer_for(self.executor.driver_worker.worker.device, ahead)
 
     @property
     def pacer(self) -> Pacer:
-        """What keeps the checks near the device."""
+        """The pacer, which bounds how far launches run ahead of the device."""
         pacer: Pacer = self._checks.pacer
         return pacer
 
@@ -231,13 +230,13 @@ class PreemptiveEngine(OneEngine):
         self._checks.pacer = pacer
 
     def bound(self, **bounds: int) -> None:
-        """Other bounds of tasks, see :class:`~scheduling.preemption.Options`."""
+        """Set other bounds of tasks, see :class:`~scheduling.preemption.Options`."""
         given = {"chunk": 8192, "late_chunk": 512, "together": 0, "most": 1024}
         self.scheduler.options = Options(**(given | bounds))
 
     @property
     def free_blocks(self) -> int:
-        """KV blocks that nobody uses."""
+        """Number of unused KV blocks."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
@@ -252,7 +251,7 @@ class PreemptiveEngine(OneEngine):
         return self.core._preemption.stats
 
     def _handle(self, kind: Any, action: Callable[[], None]) -> None:
-        """In place of what a core does with a client's requests."""
+        """Replaces a core's handling of a client's requests."""
         from vllm.v1.engine import EngineCoreRequestType
 
         if kind == EngineCoreRequestType.ADD:

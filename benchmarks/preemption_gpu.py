@@ -1,15 +1,15 @@
-"""Preemption of prefills on a GPU: all that a CPU cannot show, in one run and one table.
+"""Preemption of prefills on a GPU: all figures that a CPU cannot show, in one run and one table.
 
 Run with ``python -m benchmarks.preemption_gpu``. One real vLLM engine at a time, in a process of
 its own, with a model of random weights that is written here, so nothing is downloaded:
 
 - blocking: how long a long prefill takes to stop, and what its checks cost, by how far launches may
   run ahead of the device, and by where the checks are;
-- memory: what suspended prefills hold, and what was kept for them;
+- memory: held by suspended prefills, and reserved for them;
 - serving: requests of FlowPrefill's mix that get their first token in time, with preemption, at
   chunk ends, and by stock vLLM with priorities and a threshold of long prefills.
 
-With ``--model tiny`` it runs on a CPU within a minute. Its figures say nothing then.
+With ``--model tiny`` it runs on a CPU within a minute. Its figures have no meaning then.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from simulation.workloads.settings import flowprefill
 
 
 class Size(NamedTuple):
-    """A model, and work that suits it.
+    """A model, and the load for it.
 
     Attributes:
         hidden, intermediate, layers, heads, kv_heads, vocabulary: of a Llama.
-        most: tokens of a step, and of the long prompt.
+        most: max tokens of a step, and tokens of the long prompt.
         short: tokens of the short prompt.
-        chunks: tokens of the chunks that prefills without checks are cut into.
+        chunks: tokens of the chunks of prefills without checks.
         longest: tokens of a prompt and its output.
         divisor: of the lengths of FlowPrefill's prompts.
         together: prefills run together while their tokens are below this sum.
@@ -97,7 +97,7 @@ SIZES = {
 
 
 def ways(size: Size) -> list[Way]:
-    """What is compared, the last one without checks."""
+    """The ways to compare, the last one without checks."""
     chunks = (Way(f"{chunk}-token chunks", None, chunk) for chunk in size.chunks)
     return [
         Way("operator, 2 ahead"),
@@ -115,11 +115,11 @@ class Served(NamedTuple):
     """One run.
 
     Attributes:
-        way: what served it.
-        load: offered rate over that at which the engine has always work.
+        way: that served it.
+        load: offered rate over the rate that saturates the engine.
         rate: requests per second.
         attained: share of requests with their first token in time.
-        goodput: these per second.
+        goodput: requests per second with their first token in time.
         by_task: the share by task.
     """
 
@@ -160,17 +160,17 @@ class _Offer(NamedTuple):
 
 @click.command(context_settings={"show_default": True})
 @click.option("--model", "name", default="8b", type=click.Choice(list(SIZES)))
-@click.option("--rounds", default=20, type=click.IntRange(1, 10_000), help="Arrivals by way.")
-@click.option("--requests", default=200, type=click.IntRange(1, 100_000), help="By load.")
+@click.option("--rounds", default=20, type=click.IntRange(1, 10_000), help="Arrivals per way.")
+@click.option("--requests", default=200, type=click.IntRange(1, 100_000), help="Requests per load.")
 @click.option(
     "--load",
     "loads",
     multiple=True,
     default=(0.6, 0.8, 0.95),
     type=click.FloatRange(0.01, 10),
-    help="Offered rate over the full one.",
+    help="Offered rate over the rate that saturates the engine.",
 )
-@click.option("--objectives", default=1.0, type=click.FloatRange(1e-3, 1e3), help="Their factor.")
+@click.option("--objectives", default=1.0, type=click.FloatRange(1e-3, 1e3), help="SLO scale.")
 @click.option("--seed", default=0)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def preemption_gpu(
@@ -204,7 +204,7 @@ def measure(
     seed: int,
     host: Callable[[Callable[[], Any]], Any] = EngineProcess,
 ) -> dict[str, Any]:
-    """Everything, as plain data. ``host`` is where engines are."""
+    """All measurements, as plain data. ``host`` runs the engines."""
     model = write_model(directory / "model", size)
     args = size.args | {
         "max_model_len": size.longest,
@@ -293,7 +293,7 @@ def _offer(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """All of it."""
+    """All measurements as a table."""
     made = Table("measured", "way", "figures", title=f"{found['model']} on {found['device']}")
     for each in (Blocking(**fields) for fields in found["blocking"]):
         figures = f"alone {each.tokens_s:.0f} tokens/s, {100 * each.cost:+.2f} % time"

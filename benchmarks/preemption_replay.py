@@ -3,11 +3,11 @@
 Run with ``sluice bench preemption_replay``. The mix is that of FlowPrefill's Table 1, its lengths
 divided so that a small model on one core of this machine computes them. Each way gets a Ray
 instance, a router and one real vLLM replica of its own, and the same requests at the same times,
-one way after the other. Stock vLLM is its own server, which the client asks directly. All of it
-shares this machine with the client: see how busy it was before believing a figure.
+one way after the other. Stock vLLM runs as its own server, to which the client sends directly. All
+of it shares this machine with the client: check how busy it was before you trust a figure.
 
-The load is a share of what the engine can do: prompts of several lengths are timed alone, on stock
-vLLM, and requests come at the rate at which their predicted times fill that share of the time.
+The load is a share of the engine's capacity: prompts of several lengths are timed alone, on stock
+vLLM, and requests arrive at the rate at which their predicted times fill that share of the time.
 Objectives are those of the paper's Table 2, times the ratio of the mean predicted time to that of
 its model on its GPU.
 
@@ -63,7 +63,7 @@ from simulation.workloads.settings import (
 
 PAPER_MODEL: Final = "llama3-8b"
 PAPER_SETUP: Final = SETUPS["8b"]
-"""The paper's smallest model. Its times are not printed: they are those that the simulator has."""
+"""The paper's smallest model. The paper has no times of it: those of the simulator are used."""
 
 PAPER_CHUNKS: Final = (2_048, 8_192)
 """Tokens of its two baselines with chunks and EDF; here they are divided like the lengths."""
@@ -89,7 +89,7 @@ class Way(NamedTuple):
 
     Attributes:
         engine: fields of the engine's configuration; None for stock vLLM's own server.
-        vllm_args: vLLM's arguments, beside those that are the same for all.
+        vllm_args: vLLM's arguments, in addition to those of all ways.
     """
 
     engine: Mapping[str, Any] | None
@@ -97,11 +97,11 @@ class Way(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What is computed.
+    """Model and prompt lengths.
 
     Attributes:
         model: the model's directory.
-        shrink: what the paper's lengths are divided by.
+        shrink: divisor of the paper's lengths.
         most: longest prompt, tokens.
     """
 
@@ -148,13 +148,13 @@ class Sizes(NamedTuple):
 
 
 class Load(NamedTuple):
-    """How much is asked for.
+    """The offered load.
 
     Attributes:
-        share: of the time that predicted prefills fill.
+        share: of the engine's time that predicted prefills fill.
         alone: coefficients of the time of a prefill alone, see :class:`PolynomialTTFT`.
         mean_s: mean predicted time of a prefill, alone.
-        slo_scale: what the paper's objectives are multiplied by.
+        slo_scale: factor on the paper's objectives.
         rate: requests per second.
     """
 
@@ -178,15 +178,15 @@ class Load(NamedTuple):
     "--alone",
     multiple=True,
     type=float,
-    help="Time of a prompt alone, as an earlier run has found it: the coefficients of its powers, "
-    "the constant first, seconds; each by this option.  [default: measured]",
+    help="Time of a prompt alone, from an earlier run: the coefficients of its powers, the "
+    "constant first, seconds; one option for each.  [default: measured]",
 )
 @click.option("--way", "names", multiple=True, help="Only these ways, by name.  [default: all]")
 @click.option(
     "--shrink",
     default=4.0,
     type=click.FloatRange(1, 1_000),
-    help="What the paper's lengths are divided by.",
+    help="Divisor of the paper's lengths.",
 )
 @click.option("--layers", default=8, type=click.IntRange(1, 64))
 @click.option("--hidden", default=512, type=click.IntRange(64, 8192))
@@ -256,12 +256,12 @@ def longest_prompt(shrink: float) -> int:
 def make_load(
     share: float, alone: PolynomialTTFT, seconds: float, shrink: float, seed: int
 ) -> tuple[Load, Workload]:
-    """Poisson arrivals for about so long, with the mix's lengths and objectives, at the rate at
+    """Poisson arrivals for about this long, with the mix's lengths and objectives, at the rate at
     which their prefills fill ``share`` of the time if each takes as long as ``alone``."""
     sample = flowprefill(PAPER_MODEL, 1.0, _SAMPLE, seed)
     count = max(2, round(share * seconds / _mean_s(sample, alone, shrink)))
     drawn = flowprefill(PAPER_MODEL, 1.0, count, seed)
-    # Of those that come: a few long ones more or less make another load.
+    # Of the requests drawn: a few long ones more or less change the load.
     mean_s = _mean_s(drawn, alone, shrink)
     slo_scale = mean_s / _mean_s(drawn, PolynomialTTFT.of_steps(PAPER_SETUP.truth), 1.0)
     arrivals = tuple(
@@ -370,7 +370,7 @@ def measure(
 
 @contextmanager
 def _served(way: Way, sizes: Sizes, load: Load, directory: Path, say: Say) -> Iterator[str]:
-    """The address of what serves."""
+    """The address of the server."""
     if way.engine is None:
         args = sizes.args_of(way)
         with stock_server(sizes.model, NAME, free_port(), args, directory / "stock.log") as url:
@@ -382,7 +382,7 @@ def _served(way: Way, sizes: Sizes, load: Load, directory: Path, say: Say) -> It
 
 
 def config_of(way: Way, sizes: Sizes, load: Load, directory: Path) -> SluiceConfig:
-    """One replica that schedules by ``way``, and nothing promised to anybody."""
+    """One replica that schedules by ``way``, without admission: no request is guaranteed."""
     assert way.engine is not None
     return SluiceConfig.model_validate(
         {
@@ -416,11 +416,11 @@ def _stops(url: str) -> dict[str, float]:
 
 
 def summary(outcomes: Sequence[Outcome], stops: Mapping[str, float]) -> Json:
-    """What is reported of one way, as plain data.
+    """The report of one way, as plain data.
 
     Args:
         outcomes: of every request that was sent.
-        stops: of the replica's metrics, what the replay has added.
+        stops: increase of the replica's metrics during the replay.
     """
     by_class = {
         name: of_class([each for each in outcomes if each.slo.service_class == name])

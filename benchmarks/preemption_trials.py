@@ -1,4 +1,4 @@
-"""Prefills stopped at random places, and whether their tokens are those of runs alone."""
+"""Prefills stopped at random checks, and whether their tokens are those of undisturbed runs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     "two workers, operator": {"ranks": 2},
     "two workers, layer": {"ranks": 2, "granularity": "layer"},
 }
-"""Engines that are tried, each in a process of its own. Decodes of several requests share a batch,
-whose roundings are not those of one alone where code is compiled or tokens are sorted by expert: in
-16 bits the two best of a random model's tokens are too often as good as equal."""
+"""Engines under test, each in a process of its own. Decodes of several requests share a batch. Its
+rounding differs from that of one request alone where code is compiled or tokens are sorted by
+expert: in 16 bits the two best of a random model's tokens are too often nearly equal."""
 
 Found = dict[str, int]
 """How many ``trials``, how many times a prefill stopped (``stops``), and how many trials had the
@@ -46,7 +46,7 @@ Found = dict[str, int]
 
 
 def all_trials(trials: int, seed: int, directory: Path) -> dict[str, Found]:
-    """So many trials on every one of :data:`ENGINES`."""
+    """``trials`` trials on each of :data:`ENGINES`."""
     found = {}
     for name, options in ENGINES.items():
         process = EngineProcess(partial(make_engine, directory, **options))
@@ -79,7 +79,7 @@ def random_trials(engine: PreemptiveEngine, trials: int, seed: int) -> Found:
     for trial in range(trials):
         granularity, chunk = _KINDS[trial % len(_KINDS)]
         checks = engine.use(granularity, chunk=chunk)
-        # What a chunk has published would make the others' batches another shape.
+        # Prefix-cache blocks of a finished chunk would change the shape of the others' batches.
         shared = 96 * chance.randrange(2) if chunk == WHOLE else 0
         made = nested_work(chance, 1 + trial % 3, shared)
         expected = {work.name: engine.alone(work) for work in made}
@@ -92,8 +92,8 @@ def random_trials(engine: PreemptiveEngine, trials: int, seed: int) -> Found:
 
 
 def trials_of_several_workers(engine: PreemptiveEngine, trials: int, seed: int) -> Found:
-    """The same where workers agree on a check ahead: soon after a random one, so that not every
-    stop comes in time. All prompts are long ones, and have checks left then."""
+    """The same where workers agree on a later check: soon after a random one, so that not every
+    stop is in time. All prompts are long and have checks left at that point."""
     chance = random.Random(seed)
     same = stops = 0
     for trial in range(trials):
@@ -152,5 +152,5 @@ def matches(result: Result, expected: Result) -> bool:
 
 
 def random_prompt(chance: random.Random, tokens: int) -> list[int]:
-    """So many random tokens."""
+    """``tokens`` random tokens."""
     return [chance.randrange(*VOCABULARY) for _ in range(tokens)]

@@ -1,8 +1,8 @@
-"""What it costs to know which replica holds how much of a prompt, in one process.
+"""The cost of prefix affinity (how much of a prompt each replica has cached), in one process.
 
-Run with ``python -m benchmarks.prefixes``. Three places pay: the router, which names a prompt's
-beginning; the controller, which looks it up; and vLLM's block pool, which tells of evictions, here
-of vLLM 0.32 with a full cache, where every new block takes the place of a cached one.
+Run with ``python -m benchmarks.prefixes``. It has three parts: the router hashes a prompt's prefix;
+the controller looks it up; and vLLM's block pool reports evictions, here of vLLM 0.32 with a full
+cache, where every new block replaces a cached one.
 """
 
 from __future__ import annotations

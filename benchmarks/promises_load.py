@@ -1,4 +1,4 @@
-"""The load of the real experiment on promises: an open one in bursts, of three classes."""
+"""The load of the real experiment on guarantees: an open loop in bursts, of three classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 class Kind(NamedTuple):
-    """Requests of one class: their share, and between which lengths theirs are drawn evenly."""
+    """Requests of one class: their share, and the ranges of their uniform lengths."""
 
     share: float
     objective: ServiceClass
@@ -28,7 +28,7 @@ KINDS: Final = {
     "document": Kind(0.2, ServiceClass(ttft_ms=9_000, tpot_ms=300), (700, 1_900), (16, 150)),
 }
 NO_OBJECTIVE: Final = "no-objective"
-"""The class of requests that are promised nothing: they teach no margin."""
+"""The class of requests that are never guaranteed: no margin is learned from them."""
 
 CLASSES: Final = {name: kind.objective for name, kind in KINDS.items()} | {
     NO_OBJECTIVE: ServiceClass()
@@ -40,10 +40,10 @@ _WORDS = ["alpha", "beta", "gamma", "delta", "river", "stone", "cloud", "mint", 
 
 
 def make_load(rate: float, seconds: float, seed: int) -> Workload:
-    """Arrivals in bursts for so many seconds, of classes and lengths drawn by ``seed``.
+    """Arrivals in bursts for ``seconds``, of classes and lengths drawn by ``seed``.
 
     Raises:
-        ValueError: none arrives in that time.
+        ValueError: no request arrives in that time.
     """
     chance = random.Random(seed)
     arrivals: list[Arrival] = []
@@ -64,8 +64,8 @@ def draw(chance: random.Random, arrival_s: float) -> Arrival:
 
 
 def body_of(run: str) -> Callable[[str, int, Arrival], Json]:
-    """What makes the requests of a run. Their words are drawn by its name, so that no engine has
-    the prefix of a prompt from another run."""
+    """A function that makes the requests of a run. Their words are drawn by the run's name, so that
+    no engine has cached a prompt's prefix from another run."""
 
     def body(model: str, number: int, arrival: Arrival) -> Json:
         chance = random.Random(f"{run} {number}")

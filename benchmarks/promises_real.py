@@ -1,21 +1,21 @@
-"""Promises on two real vLLM replicas on this machine's CPUs, as their client sees them.
+"""Guarantees on two real vLLM replicas on this machine's CPUs, as their client sees them.
 
-Run with ``sluice bench promises --real``. An open load in bursts of three classes goes through the
-whole of Sluice, at shares of what the replicas can do, on a quiet machine and beside a busy loop on
-one core that begins in the middle; first without margins and then with those of production. The
-two systems have equal engines and get the same requests at the same times, but each is a cluster
-of its own, which has learned nothing. It first serves requests without objectives: so
-the step models are corrected when the first run begins, and no margin is learned. From then on it
-keeps what it has learned, as it would for an operator.
+Run with ``sluice bench promises --real``. An open load in bursts of three classes passes through
+all of Sluice, at shares of the replicas' capacity, on a quiet machine and beside a busy loop on one
+core that begins in the middle; first without margins and then with those of production. The two
+systems have equal engines and get the same requests at the same times, but each is a new cluster,
+which has learned nothing. It first serves requests without objectives: so the step models are
+corrected when the first run begins, and no margin is learned. From then on it keeps what it has
+learned, as it would for an operator.
 
-With ``--simulated N`` there are so many simulated engines in place of vLLM. Their steps take 1.3
-times what their profile says, and drift from there to 1.5 times as much and back, once in the time
-of a run. In place of the busy loop one replica process or another is stopped for 300 ms, at random.
+With ``--simulated N`` there are N simulated engines in place of vLLM. Their steps take 1.3 times as
+long as their profile predicts, and drift from there to 1.5 times as much and back, once in the time
+of a run. In place of the busy loop one random replica process after another is stopped for 300 ms.
 
 The client, the cluster and the busy loop are children of one process, so that the kernel shares the
 cores between them and not between sessions. The loop has normal priority, as the engines have
-(:mod:`deploy.ray_settings`). See how late the client was, what the routers saw of the same promises
-and how many cores others used, before you believe a figure.
+(:mod:`deploy.ray_settings`). Check the client's lateness, the routers' count of the same guarantees
+and the cores that other processes used, before you trust a figure.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ CONTROLLERS: Final = {
     NONE: ControllerConfig(promise_level=1e-9),
     MARGINS: ControllerConfig(promise_level=LEVEL),
 }
-"""By system. At the first one's level the margin is the least score there was, which is none."""
+"""By system. At the first system's level the margin is the lowest score so far, so no margin."""
 
 IN_FLIGHT: Final = 16
-"""Requests per replica that fill it."""
+"""Concurrent requests that saturate a replica."""
 
 WARM_UP_S: Final = 15.0
-"""How long it is filled before what ends counts for its capacity."""
+"""How long it is saturated before finished requests count for its capacity."""
 
 _PROMISES = re.compile(
     r'^sluice_promises_total\{[^}]*outcome="(kept|missed)"[^}]*\} (\S+)$', re.MULTILINE
 )
-_REPORTED_S = 3.0  # after it has ended, a router's count of a request is on its page
+_REPORTED_S = 3.0  # until a router's metrics page counts a finished request
 _STARTED_S = 300.0
 
 
@@ -107,22 +107,22 @@ def with_real(command: click.Command) -> click.Command:
             ["--real"],
             is_flag=True,
             help="Two vLLM replicas here, no simulation: twelve runs for each seed, after two "
-            "warm-ups. With --seeds 1 that takes about 8 minutes; for 200 promises "
+            "warm-ups. With --seeds 1 that takes about 8 minutes; for 200 guarantees "
             "in every run add --seconds 120, which takes 30.",
         ),
         click.Option(
             ["--simulated", "engines"],
             default=0,
             type=click.IntRange(0, 64),
-            help="With --real: so many simulated engines with wrong profiles in place of vLLM. "
-            "With 8, --seeds 1 and --seconds 25 it takes about 8 minutes and sends 200 requests "
-            "and more in every run.",
+            help="With --real: number of simulated engines with wrong profiles in place of vLLM. "
+            "With 8, --seeds 1 and --seconds 25 it takes about 8 minutes and sends at least 200 "
+            "requests in every run.",
         ),
         click.Option(
             ["--rate"],
             type=click.FloatRange(0.01, 1_000),
-            help="With --real: requests a second that are load 1.  [default: what the replicas "
-            "answer while 16 requests are in flight for each]",
+            help="With --real: requests a second that are load 1.  [default: the replicas' "
+            "throughput with 16 requests in flight for each]",
         ),
         click.Option(
             ["--seconds"],
@@ -136,21 +136,21 @@ def with_real(command: click.Command) -> click.Command:
 
 
 class Cluster(NamedTuple):
-    """What is measured, as its client finds it."""
+    """The cluster under test, as its client sees it."""
 
     base_url: str
     model: str
 
     @property
     def url(self) -> str:
-        """Of its completions."""
+        """Of its completions endpoint."""
         return f"{self.base_url}/v1/completions"
 
 
 def measure(
     engines: int, rate: float | None, seconds: float, seeds: Sequence[int], as_json: bool
 ) -> None:
-    """Serve, run every load under each system, and show what came of it."""
+    """Serve, run every load under each system, and show the results."""
     capacities: dict[str, float] = {}
     runs: list[Json] = []
     for system in CONTROLLERS:
@@ -170,7 +170,7 @@ def measure(
 
 
 class _Load(NamedTuple):
-    """What a system is measured with; see :func:`measure`."""
+    """The load of a system's measurement; see :func:`measure`."""
 
     engines: int
     rate: float | None
@@ -207,7 +207,7 @@ def _wait_for_replicas(config: SluiceConfig, replicas: int) -> None:
     """Return once all have started and have said hello.
 
     Raises:
-        ClickException: they have not for as long as it takes.
+        ClickException: they have not within the time limit.
     """
     # They import Ray, whose settings come first.
     import ray
@@ -223,8 +223,8 @@ def _wait_for_replicas(config: SluiceConfig, replicas: int) -> None:
 
 
 def make_config(system: str, engines: int, seconds: float, folder: Path) -> SluiceConfig:
-    """Two vLLM replicas, or so many simulated ones, whose profile goes to ``folder``, under the
-    controller of a system."""
+    """Two vLLM replicas, or ``engines`` simulated ones, whose profile is written to ``folder``,
+    under the controller of a system."""
     controller = CONTROLLERS[system].model_dump()
     classes = {name: entry.model_dump() for name, entry in CLASSES.items()}
     router = {"port": free_port(), "classes": classes, "default_class": next(iter(classes))}
@@ -253,10 +253,10 @@ def make_config(system: str, engines: int, seconds: float, folder: Path) -> Slui
 
 
 def _capacity(cluster: Cluster, in_flight: int, seconds: float, seed: int) -> float:
-    """Requests a second while always so many are in flight, none of which states an objective.
+    """Requests a second with ``in_flight`` requests always in flight, without objectives.
 
     Raises:
-        ClickException: one was not answered.
+        ClickException: a request was not answered.
     """
     chance, numbers, ended_s = random.Random(f"capacity {seed}"), count(), list[float]()
     begun_s = time.monotonic()
@@ -291,8 +291,8 @@ def _runs(
     disturbed: str,
     stop: threading.Event,
 ) -> Iterator[Json]:
-    """Every run of one system, those on a quiet machine first: what is learned beside others stays
-    for a while. Ends early once ``stop`` is set."""
+    """Every run of one system, those on a quiet machine first: what is learned on a busy machine
+    persists for a while. Ends early once ``stop`` is set."""
     for machine, seed, load in product((QUIET, disturbed), seeds, LOADS):
         if stop.is_set():
             return
@@ -311,13 +311,13 @@ def _runs(
 
 
 def others_cores(usage: Usage) -> float:
-    """Cores that were busy with what is no process of ours."""
+    """Cores that processes of others kept busy."""
     own = sum(each.cores for each in usage.kinds.values())
     return round(max(0.0, usage.machine_busy * (psutil.cpu_count() or 1) - own), 2)
 
 
 def _settled(cluster: Cluster, wanted: int) -> tuple[int, int]:
-    """The routers' count once it has reached what is wanted, or after a while."""
+    """The routers' count once it has reached ``wanted``, or after a timeout."""
     begun_s = time.monotonic()
     while True:
         found = _router_promises(cluster)
@@ -327,13 +327,13 @@ def _settled(cluster: Cluster, wanted: int) -> tuple[int, int]:
 
 
 def _router_promises(cluster: Cluster) -> tuple[int, int]:
-    """Promises kept and missed so far, by the routers' clocks."""
+    """Guarantees kept and missed so far, by the routers' clocks."""
     with urllib.request.urlopen(f"{cluster.base_url}/metrics", timeout=10) as answer:
         return promises_on(answer.read().decode())
 
 
 def promises_on(page: str) -> tuple[int, int]:
-    """Promises kept and missed, of all classes, on a page of metrics."""
+    """Guarantees kept and missed, of all classes, on a page of metrics."""
     found = {"kept": 0, "missed": 0}
     for outcome, value in _PROMISES.findall(page):
         found[outcome] += int(float(value))
@@ -343,9 +343,9 @@ def promises_on(page: str) -> tuple[int, int]:
 def _run(
     cluster: Cluster, workload: Workload, seconds: float, machine: str, seed: int
 ) -> tuple[list[Outcome], Usage]:
-    """What came of each request, and what was used meanwhile."""
+    """The outcome of each request, and the usage during the run."""
     body = body_of(f"{machine} {seed} {workload.rate}")
-    # Looking for processes takes a while, in which the client would read nothing.
+    # Listing processes takes a while, in which the client would read nothing.
     disturbance = _disturbance(machine, seconds, seed)
 
     async def both() -> tuple[list[Outcome], Usage]:
@@ -365,7 +365,7 @@ def _run(
 
 
 def _disturbance(machine: str, seconds: float, seed: int) -> Coroutine[Any, Any, None]:
-    """What goes on beside a run until it is cancelled."""
+    """The disturbance during a run, until it is cancelled."""
     if machine == BUSY:
         return _busy_from(seconds / 2)
     if machine == PAUSES:
@@ -388,7 +388,7 @@ async def _pauses(replicas: Sequence[psutil.Process], chance: random.Random) -> 
 
 
 async def _busy_from(seconds: float) -> None:
-    """Keep one core busy, after so many seconds."""
+    """Keep one core busy, after ``seconds``."""
     await asyncio.sleep(seconds)
     with busy_loop():
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""The figures of the real experiment on promises, from what its client saw."""
+"""The figures of the real experiment on guarantees, from its client's outcomes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNTS: Final = (
     *("sent", "attained", "failed", "promised", "kept", "kept_ttft", "kept_tpot", "unanswered"),
     *("promised_late", "kept_late", "router_promised", "router_kept"),
 )
-"""What is summed over the seeds of a cell."""
+"""Figures that are summed over the seeds of a cell."""
 
 ALL: Final = "all"
 """The load of the line that sums up all loads."""
@@ -28,12 +28,12 @@ _Z = 1.96  # of a two-sided interval of 95 % under a normal distribution
 
 
 def counts(outcomes: Sequence[Outcome], seconds: float) -> Json:
-    """What the client saw of one run whose arrivals lasted ``seconds``.
+    """The client's counts of one run whose arrivals lasted ``seconds``.
 
-    Of the promised requests: ``kept`` met every objective, ``kept_ttft`` and ``kept_tpot`` that
+    Of the guaranteed requests: ``kept`` met every objective, ``kept_ttft`` and ``kept_tpot`` that
     one, and ``unanswered`` were not answered to the end, so they met none. ``promised_late`` and
-    ``kept_late`` are of those sent in the second half. ``late`` has an entry for each objective
-    that an answered one missed; see :func:`misses`.
+    ``kept_late`` count those sent in the second half. ``late`` has an entry for each objective that
+    an answered request missed; see :func:`misses`.
     """
     promised = [each for each in outcomes if each.admission == GUARANTEED]
     second = [each for each in promised if each.sent_s >= seconds / 2]
@@ -62,10 +62,10 @@ def counts(outcomes: Sequence[Outcome], seconds: float) -> Json:
 
 
 def misses(outcome: Outcome) -> Iterator[Json]:
-    """How late an answer was, for each objective that it missed: ``late_s`` is how much later its
-    first token came than stated, or its last one than the pace allows from the first on;
-    ``times`` is the same in times of the objective, and ``ttfts`` ``late_s`` in times of the
-    TTFT."""
+    """How late an answer was, for each objective that it missed: ``late_s`` is the delay of its
+    first token after the TTFT, or of its last one after the time that the TPOT allows from the
+    first on; ``times`` is the same in multiples of the objective, and ``ttfts`` is ``late_s`` in
+    multiples of the TTFT."""
     if outcome.end is not End.ANSWERED or outcome.ttft_s is None or outcome.tpot_s is None:
         return
     ttft_s, tpot_s = outcome.slo.columns[:2]
@@ -132,7 +132,7 @@ def pooled(runs: Sequence[Json]) -> Json:
 
 
 def lateness(late: Sequence[Json]) -> Json | None:
-    """How many missed, and P50 and P95 of by how much; ``None`` if none did."""
+    """Number of misses, and P50 and P95 of their lateness; ``None`` without misses."""
     if not late:
         return None
     found: Json = {"missed": len(late)}
@@ -143,7 +143,7 @@ def lateness(late: Sequence[Json]) -> Json | None:
 
 
 def interval(count: int, of: int) -> list[float] | None:
-    """The interval of 95 % of a share (Wilson 1927); ``None`` of nothing."""
+    """The 95 % confidence interval of a share (Wilson 1927); ``None`` if ``of`` is 0."""
     if not of:
         return None
     share, spread = count / of, _Z * _Z / of
@@ -158,7 +158,7 @@ def _share(count: int, of: int) -> float | None:
 
 
 def tables(found: Sequence[Json], capacity: float) -> list[Table]:
-    """The cells, to be read: what was promised, how late what was missed, and what to believe."""
+    """The cells as tables: guarantees, lateness of the missed ones, and checks of the run."""
     return [_promises(found, capacity), _lateness(found), _trust(found)]
 
 
@@ -166,7 +166,7 @@ def _promises(found: Sequence[Json], capacity: float) -> Table:
     table = Table(
         *("machine", "load", "system", "sent", "promised", "kept", "95 %", "kept TTFT"),
         *("kept TPOT", "kept, 2nd half", "goodput /s", "to none", "attained"),
-        title=f"promises as their client saw them; load 1 is {capacity:.2f} requests/s",
+        title=f"guarantees as their client saw them; load 1 is {capacity:.2f} requests/s",
         caption=f"Goodput: promised and kept. To none: goodput over that of {NONE!r}. The interval "
         "takes requests as independent; those of one burst are not, so it is too narrow.",
     )
@@ -191,7 +191,7 @@ def _lateness(found: Sequence[Json]) -> Table:
         *("machine", "load", "system", "TTFT missed", "late, times", "late, s"),
         *("TPOT missed", "late, times", "last token late, s", "last token late, TTFTs"),
         "unanswered",
-        title="missed promises: P50 / P95 of how late they were",
+        title="missed guarantees: P50 / P95 of their lateness",
         caption="Wanted: a P95 of at most 1 TTFT.",
     )
     for cell in found:

@@ -1,4 +1,4 @@
-"""A model whose greedy text repeats, as that of a real one does on code, quotes and forms."""
+"""A model whose greedy text repeats, as a real model's text does on code, quotes and forms."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WORDS = 12
 def repeating_model(directory: Path, layers: int, hidden: int, seed: int = 0) -> Path:
     """Its folder, in ``directory``.
 
-    It is the local model with two changes: its attention says nothing, so that the next token
+    It is the local model with two changes: its attention has no effect, so that the next token
     follows from the last one alone, and :data:`_WORDS` tokens stand out from all others. So a
-    greedy text runs in a circle after a few tokens, while a drawn one is of all tokens and does
-    not. What a step computes, and how long that takes, is that of the local model.
+    greedy text cycles after a few tokens, while a sampled text uses all tokens and does not. The
+    computation and duration of a step are those of the local model.
     """
     from safetensors.torch import load_file, save_file
 

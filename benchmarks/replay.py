@@ -1,13 +1,13 @@
 """A recorded trace replayed over real HTTP on real Ray and Serve, with simulated engines: is every
-request served as it was told, under the default controller and under plain ones?
+request served as guaranteed and predicted, under the default controller and under plain ones?
 
 Run with ``sluice bench replay`` or ``python -m benchmarks.replay``. Each setting of the controller
 gets a Ray instance of its own and the same requests at the same times, one setting after the other.
-The client, the cluster and the engines share this machine: see how busy it was and how late the
-client was before believing a figure.
+The client, the cluster and the engines share this machine: check how busy it was and how late the
+client was before you trust a figure.
 
-The exit status is 1 if an answer was lost: taken, and then neither whole nor an error that said so,
-or cut off with its connection.
+The exit status is 1 if an answer was lost: the request was accepted, and its answer is neither
+complete nor ends in an error, or its connection was cut.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STEP_RATIO = re.compile(r"^sluice_step_time_ratio_(sum|count)(?:\{[^}]*\})? (\S
     "--traces",
     multiple=True,
     type=click.Path(exists=True, path_type=Path),
-    help="A trace, or a folder of them; several are replayed together. Default: generated.",
+    help="A trace, or a folder of traces; several are replayed together. Default: generated.",
 )
 @click.option("--minutes", default=3.0, show_default=True, type=click.FloatRange(0.02, 600))
 @click.option("--replicas", default=8, show_default=True, type=click.IntRange(1, 256))
@@ -119,7 +119,7 @@ def replay(
 
 
 def _settings(policies: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Label -> configuration of the controller. Plain policies promise nothing."""
+    """Label -> configuration of the controller. Plain policies give no guarantees."""
     compared = policies or tuple(name for name in PLAIN if name in POLICIES)
     settings: dict[str, dict[str, Any]] = {"default": {}}
     return settings | {name: {"policy": name, "admission": NO_ADMISSION} for name in compared}

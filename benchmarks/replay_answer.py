@@ -1,9 +1,9 @@
-"""Is an answer the one that was asked for, whole and once?
+"""Checks that an answer is the requested one, complete and without duplicates.
 
-A simulated engine's text is a function of the prompt and the place in the answer
-(:mod:`replica.openai_format`), so a token that is missing, doubled or another's shows wherever it
-happens, also where streams are resumed. Of a real engine the text is not known beforehand; there
-the frame is checked: the ids, the finish reasons, the usage and the end mark.
+A simulated engine's text is a function of the prompt and the position in the answer
+(:mod:`replica.openai_format`), so a token that is missing, duplicated or of another answer is
+detected, also in resumed streams. A real engine's text is not known beforehand; there the frame is
+checked: the ids, the finish reasons, the usage and the end mark.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from replica.engine import Endpoint
 from replica.openai_format import Call, output_text, parse_call
 
 MAX_EVENT_BYTES = 1 << 20
-"""Longest event of a stream that is read."""
+"""Maximum length of an event of a stream."""
 
 _DONE = "[DONE]"
 _UNBOUNDED = 2**40
 
 
 class WrongAnswerError(Exception):
-    """An answer that is not what was asked for; the message says in a few words what is wrong."""
+    """An answer that does not match its request; the message names the defect in a few words."""
 
 
 class ToldError(Exception):
-    """An answer that ends in an error which says so; the message is its code."""
+    """An answer that ends in an explicit error; the message is its code."""
 
 
 class Expected(NamedTuple):
-    """What an answer must be.
+    """The expected answer.
 
     Attributes:
         texts: the text of each choice; ``None`` where it is not known.
         choices: how many there are.
         prompt_tokens: by usage; ``None`` where it is not known.
         output_tokens: by usage, of all choices.
-        usage: whether the answer tells it.
+        usage: whether the answer has usage.
     """
 
     texts: tuple[str, ...] | None
@@ -48,7 +48,7 @@ class Expected(NamedTuple):
 
 
 def simulated(endpoint: Endpoint, body: dict[str, Any]) -> Expected:
-    """What a simulated engine answers to a valid ``body``."""
+    """A simulated engine's answer to a valid ``body``."""
     call: Call = parse_call(endpoint, body, body["model"], _UNBOUNDED)
     texts = tuple(
         output_text(call.prompts[choice // call.n].seed, choice, 0, call.max_tokens)
@@ -60,16 +60,16 @@ def simulated(endpoint: Endpoint, body: dict[str, Any]) -> Expected:
 
 
 def of_any_engine(body: dict[str, Any], output_tokens: int) -> Expected:
-    """What is known beforehand of an engine with a model, where each choice has so many tokens."""
+    """What is known beforehand of a real engine's answer with ``output_tokens`` per choice."""
     choices = int(body.get("n") or 1)
     usage = not body.get("stream") or bool((body.get("stream_options") or {}).get("include_usage"))
     return Expected(None, choices, None, output_tokens * choices, usage)
 
 
 class AnswerCheck:
-    """Holds one answer against what was expected, as it comes.
+    """Checks one answer against the expected one while it arrives.
 
-    Of a stream it keeps no more than the event under way and, for each choice, how far it is.
+    Of a stream it keeps only the incomplete event and, for each choice, the position.
     """
 
     def __init__(self, expected: Expected) -> None:
@@ -83,14 +83,14 @@ class AnswerCheck:
         self.chunks = 0
         """Events so far that had text."""
         self.first_chunks = 0
-        """Those of the first choice."""
+        """Events with text of the first choice."""
 
     def feed(self, data: bytes) -> None:
-        """Take in the next bytes of a stream.
+        """Check the next bytes of a stream.
 
         Raises:
-            WrongAnswerError: they do not go on with what was expected.
-            ToldError: it has ended in an error.
+            WrongAnswerError: they do not continue the expected answer.
+            ToldError: the stream has ended in an error.
         """
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
@@ -109,10 +109,10 @@ class AnswerCheck:
         self._check_all()
 
     def whole(self, data: bytes) -> None:
-        """Take in an answer that is not streamed.
+        """Check an answer that is not streamed.
 
         Raises:
-            WrongAnswerError: it is not what was expected.
+            WrongAnswerError: it is not the expected one.
         """
         answer = _parsed(data)
         self._see_choices(answer, "message")

@@ -1,8 +1,8 @@
 """The client of a replay: an open loop over HTTP, one answer to each request.
 
-A request is sent at its own time, whatever became of those before it. How late the client itself
-was is measured with everything else: a figure taken by a late client says more of the client.
-Every answer is held against what was asked for (:mod:`benchmarks.replay_answer`).
+A request is sent at its own time, independent of the requests before it. The client's own lateness
+is measured too: figures of a late client describe the client more than the server. Every answer is
+checked against its request (:mod:`benchmarks.replay_answer`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scheduling.tpot import TPOTMeter
 from simulation.workload import Arrival, Workload
 
 GRACE_S = 300.0
-"""How long after the last arrival the client waits for ends, seconds."""
+"""How long after the last arrival the client waits for requests to end, seconds."""
 
 _CHARACTERS_PER_TOKEN = 4
 _ERROR_CODE = re.compile(rb'"error": ?\{.*?"code": ?"?([a-z_0-9]+)', re.DOTALL)
@@ -44,43 +44,43 @@ class End(enum.StrEnum):
     """How a request ended."""
 
     ANSWERED = "answered"
-    """All that was asked for, and nothing twice."""
+    """Complete and without duplicates."""
     REFUSED = "refused"
-    """A 4xx or a 503 with a reason, and nothing served."""
+    """A 4xx or a 503 with a reason, without output."""
     FAILED = "failed"
-    """Another error that said so, in the status or in the stream."""
+    """Another explicit error, in the status or in the stream."""
     CUT = "cut"
     """The connection ended in the middle of an answer. An HTTP client reports that as an error."""
     LEFT = "left"
-    """The client went away, as it was to."""
+    """The client disconnected, as planned."""
     SILENT = "silent"
-    """Anything else is lost: an answer that never ended, or ended as if all were well and lacked
-    tokens, had some twice, or had others."""
+    """Anything else is lost: an answer that never ended, or that ended without an error but with
+    missing, duplicated or wrong tokens."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One request, as its client saw it. Durations are from when it was sent, or sent last,
-    seconds.
+    """One request, as its client saw it. Durations count from its last attempt, seconds.
 
     Attributes:
         slo: its objective.
-        prompt_tokens, output_tokens: what was asked for.
+        prompt_tokens, output_tokens: as requested.
         sent_s: from the replay's start.
         late_s: how much later than planned it was sent.
         ended_s: when it ended, from the replay's start; ``None`` while it has not.
         end: how it ended.
-        reason: the error's code, or what broke; empty for an answer.
-        admission: the header that says in which tier it was served; empty without one.
-        predicted_ttft_s: the median to expect, where the objective was promised.
-        ttft_s: until its first token; ``None`` if none came. What is not streamed has only its end:
-            then this is that less the time that its objective gives to the tokens after the first.
+        reason: the error's code, or the failure; empty for an answer.
+        admission: the header with its admission tier; empty without one.
+        predicted_ttft_s: the predicted median, where the request was guaranteed.
+        ttft_s: until its first token; ``None`` if none arrived. An answer that is not streamed has
+            only an end: then this is the end minus the time that its objective allows for the
+            tokens after the first.
         tpot_s: time per token after the first, by the objective's anchor; 0 for a single one. A
-            piece of text is a token here: of an engine that sends several in one, the running
+            piece of text counts as one token: if an engine sends several in one piece, the running
             maximum and the windows are above the real ones.
         gap_s: longest time between two pieces of its stream.
         refusals: how often it was refused.
-        refused_s: how long these refusals took together.
+        refused_s: total time of these refusals.
     """
 
     slo: SLO
@@ -113,7 +113,7 @@ class Outcome:
 
 def text_body(model: str, number: int, arrival: Arrival) -> dict[str, Any]:
     """A completion whose prompt has about the tokens of ``arrival``, by the count of a simulated
-    engine, and is like no other's."""
+    engine, and is unique."""
     return {
         "model": model,
         "prompt": prompt_text(number, arrival.prompt_tokens),
@@ -148,7 +148,8 @@ async def replay(
 ) -> list[Outcome]:
     """Send ``workload`` to an application; the outcomes in order of arrival.
 
-    Ends when every request has, or ``grace_s`` after the last arrival; what is left is silent.
+    Ends when every request has ended, or ``grace_s`` after the last arrival; requests that still
+    run then are silent.
 
     Args:
         url: of the completions endpoint; chats go to the one beside it.
@@ -156,10 +157,10 @@ async def replay(
         body: makes the request of an arrival, from the model's name and the arrival's number; with
             ``messages`` it is a chat.
         leaves_after: the pieces of text of its stream after which the client of an arrival's
-            number goes away, if it does.
+            number disconnects, if it does.
         exact: whether the engines are simulated ones, whose text is known.
-        patience_s: for so long a refused request is sent again at once, whatever the refusal says.
-        trust: the certificates that an ``https`` URL may show; by default those of the system.
+        patience_s: how long a refused request is retried at once, ignoring Retry-After.
+        trust: trusted certificates of an ``https`` URL; by default those of the system.
     """
     outcomes: list[Outcome] = []
     tasks: set[asyncio.Task[None]] = set()
@@ -193,7 +194,7 @@ async def replay(
 
 
 class _Request:
-    """One request under way. It keeps no more of a stream than the event under way."""
+    """One running request. Of a stream it keeps only the incomplete event."""
 
     def __init__(
         self,
@@ -210,7 +211,7 @@ class _Request:
         self._leaves_after = leaves_after
 
     async def run(self, body: dict[str, Any], exact: bool, patience_s: float) -> None:
-        """Send it, read it to its end, and write down what came."""
+        """Send it, read the answer to its end, and record the outcome."""
         outcome = self._outcome
         sent_s = begun_s = self._clock()
         while True:
@@ -253,7 +254,7 @@ class _Request:
         except WrongAnswerError as error:
             outcome.end, outcome.reason = End.SILENT, str(error)
         except (aiohttp.ClientError, OSError) as error:
-            # Before the head nobody has taken the request.
+            # Before the response's head, no server has accepted the request.
             outcome.end = End.CUT if begun else End.FAILED
             outcome.reason = type(error).__name__
 
@@ -277,7 +278,7 @@ class _Request:
         check.end_stream()
         if outcome.ttft_s is None:
             raise WrongAnswerError("no text")
-        # What had no text of its own came with the last that had.
+        # Tokens without text of their own count as arrived with the last piece of text.
         meter.emit(outcome.output_tokens - meter.tokens, meter.last_s or last_s)
         self._answered(outcome.ttft_s, meter.tpot_s or 0.0)
 

@@ -1,4 +1,4 @@
-"""The kinds of requests in a mixed load: what they ask for beside tokens, by both endpoints."""
+"""The kinds of requests in a mixed load: their options and endpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Kind(NamedTuple):
     """One kind.
 
     Attributes:
-        name: what it is called in reports.
+        name: in reports.
         share: of a mixed load's requests, relative to the other kinds'.
         streams: whether its answer is streamed.
         chat: whether it is a chat.
-        fields: what else its body has.
-        resumes: whether another replica can go on with its stream, where the engine is a real one.
+        fields: further fields of its body.
+        resumes: whether another replica can resume its stream with a real engine.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
     resumes: bool
 
     def body(self, model: str, number: int, arrival: Arrival) -> dict[str, Any]:
-        """The request of an arrival; ``ignore_eos`` makes a real engine write all of it."""
+        """The request of an arrival; with ``ignore_eos`` a real engine generates all tokens."""
         text = prompt_text(number, arrival.prompt_tokens)
         asked: dict[str, Any] = {
             "model": model,

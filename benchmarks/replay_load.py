@@ -1,9 +1,8 @@
-"""What a replay sends: a recorded or generated workload in service classes, and the engines that it
-is for.
+"""The load of a replay, a recorded or generated workload in service classes, and its engines.
 
-Client, cluster and engines share the machine, and a simulated engine's steps must take the time
-that they say. So these engines are slow ones: steps of tens of milliseconds, which cost no
-processor time, and few tokens a second. The classes' objectives are as much longer.
+Client, cluster and engines share the machine, and a simulated engine's steps must take their stated
+time. So these engines are slow: steps of tens of milliseconds, which cost no processor time, and
+few tokens a second. The classes' objectives are longer in proportion.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ LIGHT_ENGINE: Final[dict[str, Any]] = {
     "max_batch_tokens": 1024,
     "max_sequences": 16,
 }
-"""One that few requests fill, for runs that ask for more than the engines can do: its steps are
-long beside what delays them."""
+"""An engine that few requests saturate, for overload runs: its steps are long compared with their
+delays."""
 
 CLASSES: Final = {
     "interactive": ServiceClass(ttft_ms=2_000, tpot_ms=150, priority=4),
@@ -66,7 +65,7 @@ def make_load(traces: Sequence[Path], rate: float, seconds: float, seed: int) ->
     """The requests of one replay, each with its class's objective.
 
     Args:
-        traces: files, or folders of them, replayed together on their own clocks, from a place
+        traces: files, or folders of them, replayed together on their own clocks, from a position
             drawn by ``seed``; their time is stretched to the rate, so bursts stay bursts. Without
             any: Poisson arrivals with the lengths of FairBatching's row "azure".
         rate: mean requests per second.
@@ -118,7 +117,7 @@ def _without_hashes(trace: Workload) -> Workload:
 
 
 def _fitting(workload: Workload, most: int) -> Workload:
-    """``workload`` without the requests that the engine's context does not hold."""
+    """``workload`` without the requests that exceed the engine's context."""
     kept = tuple(
         each for each in workload.arrivals if each.prompt_tokens + each.output_tokens <= most
     )

@@ -1,4 +1,4 @@
-"""The figures of a replay, from what its client saw."""
+"""The figures of a replay, from its client's outcomes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Json = dict[str, Any]
 
 
 def summary(outcomes: Sequence[Outcome], usage: Usage, step_ratio: float) -> Json:
-    """Everything that is reported of one setting, as plain data.
+    """The report of one setting, as plain data.
 
     Args:
         outcomes: of every request that was sent.
-        usage: of the cluster's processes meanwhile.
+        usage: of the cluster's processes during the replay.
         step_ratio: mean of real over predicted step time in the engines.
     """
     names = sorted({each.slo.service_class for each in outcomes})
@@ -48,8 +48,8 @@ def summary(outcomes: Sequence[Outcome], usage: Usage, step_ratio: float) -> Jso
 def of_class(outcomes: Sequence[Outcome]) -> Json:
     """Counts, attainment and latencies of some requests.
 
-    ``attained`` is the share of all that were sent which were answered within their objectives; a
-    refused one is not. ``kept`` is that share of those that were promised.
+    ``attained``: share of all sent requests that were answered within their objectives; refused
+    requests count as missed. ``kept``: the same share of the guaranteed requests.
     """
     ends = Counter(each.end for each in outcomes)
     promised = [each for each in outcomes if each.admission == GUARANTEED]
@@ -72,9 +72,9 @@ def of_class(outcomes: Sequence[Outcome]) -> Json:
 
 
 def predictions(outcomes: Sequence[Outcome]) -> list[Json]:
-    """Observed less predicted TTFT of the promised requests, by decile of the prediction.
+    """Observed minus predicted TTFT of the guaranteed requests, by decile of the prediction.
 
-    Fewer than ten requests make fewer parts.
+    With fewer than ten requests there are fewer parts.
     """
     pairs = sorted(
         (each.predicted_ttft_s, each.ttft_s)
@@ -100,7 +100,7 @@ def _reasons(outcomes: Sequence[Outcome], end: End) -> dict[str, int]:
 
 
 def _share(outcomes: Sequence[Outcome]) -> float | None:
-    """Share that was answered in time; ``None`` of nothing."""
+    """Share that was answered in time; ``None`` without requests."""
     if not outcomes:
         return None
     return round(sum(each.attained for each in outcomes) / len(outcomes), 4)
@@ -163,7 +163,7 @@ def _details(name: str, entry: Json) -> Table:
 
 
 def _machine(settings: dict[str, Json]) -> Table:
-    table = Table("", *settings, title="what it took, until the last request was sent")
+    table = Table("", *settings, title="resources, until the last request was sent")
     entries = list(settings.values())
     table.add_row("machine busy", *(_percent(entry["machine_busy"]) for entry in entries))
     table.add_row("sent late, p50 / p99 / most ms", *(_pair(e["late_ms"], 1) for e in entries))
@@ -178,7 +178,7 @@ def _machine(settings: dict[str, Json]) -> Table:
 def _predictions(name: str, parts: list[Json]) -> Table:
     table = Table(
         *("predicted, ms", "requests", "observed p10 / p50 / p90", "error p10 / p50 / p90"),
-        title=f"{name}: TTFT, observed less predicted, by decile of the prediction",
+        title=f"{name}: TTFT, observed minus predicted, by decile of the prediction",
     )
     for part in parts:
         low, _, high = part["predicted_ms"]

@@ -1,6 +1,6 @@
-"""What the processes of a cluster on this machine use, by what they are.
+"""Resource usage of a cluster's processes on this machine, by kind of process.
 
-Of the process that asks and everything below it: Ray's processes are its children.
+Covers the calling process and all its descendants: Ray's processes are its children.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KINDS = (
     ("ProxyActor", "Serve"),
     ("HAProxyManager", "Serve"),
 )
-"""Part of a process's title -> what it is; the first one that fits."""
+"""Part of a process's title -> its kind; the first match applies."""
 
 OWN = "client"
 REST = "Ray"
@@ -44,10 +44,10 @@ class Used(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one process holds.
+    """Memory and handles of one process.
 
     Attributes:
-        kind: what it is.
+        kind: of process.
         memory_mib: resident memory that it does not share through files, such as libraries and the
             object store, MiB.
         handles: open files, pipes and connections.
@@ -60,25 +60,25 @@ class Held(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What was used between two moments: by kind of process, and the share of all the machine's
-    processor time that was busy, with whatever else ran there."""
+    """Usage between two moments: by kind of process, and the busy share of the machine's processor
+    time, including other programs."""
 
     kinds: dict[str, Used]
     machine_busy: float
 
 
 class Meter:
-    """Measures from its making to :meth:`stop`. A process that ended meanwhile is not counted."""
+    """Measures from its creation to :meth:`stop`. Processes that end in between do not count."""
 
     def __init__(self) -> None:
         self.usage = Usage({}, 0.0)
-        """What was used, once stopped."""
+        """The usage, once stopped."""
         self._begun = {pid: seconds for pid, (_, seconds, _) in _processes().items()}
         self._begun_s = time.monotonic()
         psutil.cpu_percent()
 
     def stop(self) -> None:
-        """Write down what was used since the meter was made."""
+        """Record the usage since the meter was created."""
         busy = psutil.cpu_percent() / 100
         elapsed_s = time.monotonic() - self._begun_s
         cores: dict[str, float] = defaultdict(float)
@@ -104,7 +104,7 @@ def _processes() -> dict[int, tuple[str, float, int]]:
 
 
 def held() -> dict[int, Held]:
-    """What this process and each one below it holds now, by its id."""
+    """What this process and each descendant holds now, by process id."""
     found: dict[int, Held] = {}
     for process, kind in _found():
         try:
@@ -118,7 +118,7 @@ def held() -> dict[int, Held]:
 
 
 def _found() -> Iterator[tuple[psutil.Process, str]]:
-    """This process and each one below it, with what it is."""
+    """This process and each descendant, with its kind."""
     own = psutil.Process()
     yield own, OWN
     for process in own.children(recursive=True):
@@ -127,5 +127,5 @@ def _found() -> Iterator[tuple[psutil.Process, str]]:
 
 
 def kind_of(title: str) -> str:
-    """What a process of a cluster is, by its title."""
+    """The kind of a cluster's process, by its title."""
     return next((kind for part, kind in _KINDS if part in title), REST)

@@ -1,17 +1,15 @@
-"""A steady mixed load on real Ray and Serve for as long as one likes: does anything grow, is
-anything lost? With ``--faults``: while parts of it are killed, frozen and drained at random.
+"""A steady mixed load on real Ray and Serve for any duration: does anything grow, is anything lost?
+With ``--faults``: while parts of it are killed, frozen and drained at random.
 
-Run with ``sluice bench soak``. Every answer is held against what was asked for: with simulated
-engines its whole text, so that a token that is missing or there twice shows. Every
-:data:`SAMPLE_S` seconds each process is looked at; :mod:`benchmarks.soak_watch` says what counts as
-growth. In the end, when nobody asks anything, nothing may be left: no request, no reservation, no
-byte of a body.
+Run with ``sluice bench soak``. Every answer is checked against its request: with simulated engines
+its whole text, so that missing and duplicated tokens are detected. Every :data:`SAMPLE_S` seconds
+each process is sampled; :mod:`benchmarks.soak_watch` says what counts as growth. In the end, when
+the application is idle, nothing may be left: no request, no reservation, no byte of a body.
 
-Where the program ``prometheus`` is there, it scrapes meanwhile, and its counters are held against
-the client's own counts (:mod:`benchmarks.soak_prometheus`).
+If the program ``prometheus`` is installed, it scrapes during the run, and its counters are compared
+with the client's own counts (:mod:`benchmarks.soak_prometheus`).
 
-The exit status is 1 if a request was lost, something grows or something is left over, or where
-counters differ.
+The exit status is 1 if a request was lost, something grows or is left over, or counters differ.
 """
 
 from __future__ import annotations
@@ -51,40 +49,40 @@ if TYPE_CHECKING:
 
 SAMPLE_S: Final = 10.0
 WARM_UP_S: Final = 60.0
-"""Growth counts from here on, seconds from the load's start; of a short run from a fifth of it."""
+"""Growth counts from here on, seconds from the load's start; in a short run, from a fifth of it."""
 
 GRACE_S: Final = 120.0
 _IDLE_S = 60.0
 _POLL_S = 0.5
 _CALM_S = 15.0
-"""Without injuries at the beginning and in the end, seconds; less in a short run."""
+"""Time without faults at the beginning and at the end, seconds; less in a short run."""
 
 
 @click.command(name="soak")
 @click.option("--minutes", default=5.0, show_default=True, type=click.FloatRange(0.1, 10_000))
-@click.option("--faults", is_flag=True, help="Kill, freeze and drain parts at random meanwhile.")
+@click.option("--faults", is_flag=True, help="Kill, freeze and drain parts at random.")
 @click.option("--seed", default=1, show_default=True, type=click.IntRange(0, 2**31))
 @click.option("--replicas", default=3, show_default=True, type=click.IntRange(2, 64))
 @click.option("--routers", default=2, show_default=True, type=click.IntRange(1, 16))
-@click.option("--pools", is_flag=True, help="Prefill and decode apart, half of the replicas each.")
+@click.option("--pools", is_flag=True, help="Prefill and decode pools, half of the replicas each.")
 @click.option(
     "--engine",
     default="simulated",
     show_default=True,
     type=click.Choice(["simulated", "vllm"]),
-    help="vllm: a small model on processors. Its text is not known, so only the frame is checked.",
+    help="vllm: a small model on CPUs. Its text is not known, so only the frame is checked.",
 )
 @click.option(
     "--rate",
     type=click.FloatRange(0.01, 1_000),
-    help="Requests a second in all, between bursts.  [default: about 80 % of what the engines can "
-    "do, with faults 50 %]",
+    help="Requests a second in total, between bursts.  [default: about 80 % of the engines' "
+    "capacity, with faults 50 %]",
 )
 @click.option(
     "--scrape/--no-scrape",
     default=None,
-    help="Compare the counters that a Prometheus scraped with the clients' own counts. Needs the "
-    "program `prometheus`.  [default: where that is on the path, and without faults]",
+    help="Compare the counters that Prometheus scraped with the clients' own counts. Needs the "
+    "program `prometheus`.  [default: if it is on the path, and without faults]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def soak(
@@ -99,7 +97,7 @@ def soak(
     scrape: bool | None,
     as_json: bool,
 ) -> None:
-    """Serve a mixed load for long, and see whether anything is lost or grows.
+    """Serve a mixed load for long, and check whether anything is lost or grows.
 
     \b
     Examples:
@@ -142,11 +140,11 @@ def _model() -> Path:
 def measure(
     config: SluiceConfig, load: Load, faults_seed: int | None, scrape: bool = False
 ) -> dict[str, Any]:
-    """Serve ``config``, send all of ``load``, and say what became of it.
+    """Serve ``config``, send all of ``load``, and report the results.
 
     Args:
-        faults_seed: of the injuries; ``None``: none.
-        scrape: a Prometheus scrapes it meanwhile.
+        faults_seed: of the faults; ``None``: no faults.
+        scrape: whether Prometheus scrapes it during the run.
     """
     say = Console(stderr=True).print
     with contextlib.ExitStack() as stack:
@@ -181,7 +179,7 @@ def measure(
 
 
 class _Run:
-    """One soak under way: the load, batches, samples and injuries beside each other."""
+    """One running soak: the load, batches, samples and faults, concurrently."""
 
     def __init__(
         self,
@@ -207,10 +205,10 @@ class _Run:
         return time.monotonic() - self._started_s
 
     async def drive(self) -> list[Outcome]:
-        """Send the load; look at the processes, and hurt them, until all of it has been sent.
+        """Send the load; sample the processes and inject faults until all of it has been sent.
 
         Raises:
-            click.Abort: a stop was asked for.
+            click.Abort: a stop was requested.
         """
         self._started_s = time.monotonic()
         sent = asyncio.Event()
@@ -230,7 +228,7 @@ class _Run:
         return outcomes
 
     async def _send(self, sent: asyncio.Event) -> list[Outcome] | None:
-        """``None`` if a stop was asked for."""
+        """Send the load; ``None`` if a stop was requested."""
         replaying = asyncio.create_task(
             replay(
                 f"{base_url(self._config)}/v1/completions",
@@ -270,7 +268,7 @@ class _Run:
             await asyncio.sleep(max(0.0, begun_s + chaos.pause_s() - self.now_s()))
 
     def wait_until_idle(self) -> dict[str, float]:
-        """What is not 0 although nobody asks anything any more; empty as soon as all of it is."""
+        """Figures that are not 0 although the application is idle; returns once there are none."""
         deadline_s = time.monotonic() + _IDLE_S
         while True:
             figures = self._watch.figures()

@@ -1,4 +1,4 @@
-"""Batches beside the live load of a soak, one after the other: each line is answered, and once."""
+"""Batches beside the live load of a soak, one after the other: each line is answered once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.replay_client import prompt_text
 
 LINES: Final = 20
 LINE_TOKENS: Final = 12
-"""That each line generates."""
+"""Tokens that each line generates."""
 EVERY_S: Final = 30.0
 """From the end of a batch to the next one, seconds."""
 
@@ -26,16 +26,16 @@ _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class Batches:
-    """Uploads files of completions, has them run, and checks what comes back.
+    """Uploads files of completions, runs them as batches, and checks the results.
 
-    As the clients of OpenAI do, it repeats what fails because a router is not there.
+    Like OpenAI's clients, it retries calls that fail because a router is missing.
 
     Args:
         url: of the application.
         exact: whether the engines are simulated ones, whose text is known.
 
     Attributes:
-        ends: how many lines ended how.
+        ends: number of lines by how they ended.
     """
 
     def __init__(self, url: str, model: str, exact: bool) -> None:
@@ -130,10 +130,10 @@ class Batches:
         body: dict[str, Any] | None = None,
         file: str | None = None,
     ) -> str:
-        """The answer's text, once a router gives one that is no failure of the edge.
+        """The answer's text, retried until it is not a failure of the edge.
 
         Raises:
-            RuntimeError: it is refused for what it says.
+            RuntimeError: the request itself is refused.
         """
         while True:
             data = None
@@ -155,12 +155,12 @@ class Batches:
 
 
 async def _first(event: asyncio.Event, seconds: float) -> None:
-    """Wait for ``event``, or so long."""
+    """Wait for ``event``, at most ``seconds``."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 def lost_lines(ends: Mapping[str, int]) -> int:
-    """Of batches, the lines that were not answered once, whole, or told why not."""
+    """Number of batch lines with neither one complete answer nor an error with a reason."""
     return sum(count for end, count in ends.items() if end not in ("answered", "failed"))

@@ -1,4 +1,4 @@
-"""Random injuries of a running application, one after the other: somebody is always left."""
+"""Random faults of a running application, one after the other: some replicas always remain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deploy.app import REPLICA_DEPLOYMENTS, ROUTER_DEPLOYMENT
 from scheduling.roles import Role
 
 PAUSE_S: Final = (10.0, 20.0)
-"""Shortest and longest time between the beginnings of two injuries, seconds."""
+"""Shortest and longest time between the beginnings of two faults, seconds."""
 
 _FROZEN_S = (2.0, 8.0)
 _DRAINED_S = (3.0, 8.0)
@@ -26,15 +26,15 @@ _LOOK_S = 0.5
 
 
 class Chaos:
-    """Draws injuries and does them, each of which may take some seconds.
+    """Draws and injects faults, each of which may take some seconds.
 
     Args:
-        seed: of what is drawn.
+        seed: of the random faults.
         app: name of the application.
         roles: its pools and how many replicas each has.
         routers: how many there are.
         clock: seconds from the load's start.
-        stop: cuts injuries short that take long.
+        stop: ends long faults early.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Chaos:
         }
 
     def pause_s(self) -> float:
-        """Until the next injury."""
+        """Time until the next fault."""
         return self._chance.uniform(*PAUSE_S)
 
     def hurt(self) -> Injury | None:
-        """Do one, once all is well after those before; ``None`` where that takes too long, or its
-        part has just ended by itself."""
+        """Inject one fault, once the application has recovered from those before; ``None`` if
+        recovery takes too long, or the target has just ended by itself."""
         if not self.wait_until_well():
             return None
         what = self._chance.choice(sorted(self._kinds))
@@ -84,7 +84,7 @@ class Chaos:
         return injury
 
     def wait_until_well(self, seconds: float = _READY_S) -> bool:
-        """Whether so many replicas run as there should be, at last; ``False`` after a while."""
+        """Wait until the expected number of replicas run; ``False`` after a timeout."""
         deadline_s = self._clock() + seconds
         while not self._stop.is_set() and self._clock() < deadline_s:
             if self._is_well():
@@ -93,10 +93,10 @@ class Chaos:
         return False
 
     def mend(self) -> None:
-        """Take back what lasts: so many replicas as there were, none of them drained.
+        """Undo lasting changes: the original number of replicas, none of them drained.
 
         Raises:
-            TimeoutError: it could not be done.
+            TimeoutError: the changes could not be undone.
         """
         for _ in range(round(_READY_S / _LOOK_S)):
             try:
@@ -107,7 +107,7 @@ class Chaos:
                 return
             except (ray.exceptions.RayError, ValueError):  # a controller is not back yet
                 self._stop.wait(_LOOK_S)
-        raise TimeoutError("the controllers do not answer: nothing was taken back")
+        raise TimeoutError("the controllers do not answer: no change was undone")
 
     def _is_well(self) -> bool:
         application = serve.status().applications.get(self._app)
@@ -163,7 +163,7 @@ class Chaos:
         return "", 0.0
 
     def _scale(self) -> tuple[str, float]:
-        """One replica more, or that one less again."""
+        """Add one replica, or remove it again."""
         role = self._chance.choice(sorted(self._roles))
         running = len(injuries.replica_ids(self._app, role))
         number = self._roles[role] + (running <= self._roles[role])

@@ -1,7 +1,7 @@
-"""What a soak sends and what it serves it with: every kind of request, at a steady rate with
-bursts over what the engines can do, and clients that leave midway.
+"""Load and application of a soak: every kind of request, at a steady rate with bursts above the
+engines' capacity, and clients that disconnect midway.
 
-As in a replay, the engines are slow ones whose steps cost no processor time: client, cluster and
+As in a replay, the engines are slow and their steps cost no processor time: client, cluster and
 engines share the machine.
 """
 
@@ -25,7 +25,8 @@ ALL_CLASSES: Final = {
     ),
     "strict": ServiceClass(ttft_ms=1_500, tpot_ms=150, when_unattainable="reject"),
 }
-"""Those of a replay, one that waits in line for a promise, and one that is refused without."""
+"""The classes of a replay, one that waits in the admission queue for a guarantee, and one that is
+refused without a guarantee."""
 
 _SHARES: Final = {name: 0.8 * share for name, share in SHARES.items()} | {
     "patient": 0.1,
@@ -33,25 +34,25 @@ _SHARES: Final = {name: 0.8 * share for name, share in SHARES.items()} | {
 }
 
 LOAD: Final = 0.65
-"""Share of what the engines can do that is sent between bursts: with them it is about 80 %."""
+"""Load between bursts, as a share of the engines' capacity: with bursts it is about 80 %."""
 
 LOAD_WITH_FAULTS: Final = 0.5
-"""The same where parts of it are missing now and then."""
+"""The same with faults, while parts are missing at times."""
 
 BURST: Final = 1.4
-"""The same in a burst, where no part is missing: more than they can."""
+"""The same in a burst, without faults: above capacity."""
 
 BURST_EVERY_S: Final = 60.0
 BURST_S: Final = 8.0
 
 LEAVING: Final = 0.05
-"""Share of the streams whose client goes away midway."""
+"""Share of the streams whose client disconnects midway."""
 
 _VLLM_RATE = 0.4
 _MEAN_PROMPT, _MOST_PROMPT = 300, 1_500
 _MEAN_OUTPUT, _MOST_OUTPUT = 40, 160
 _SMALL = 8
-"""A real engine on processors gets prompts and answers that are so much shorter."""
+"""Prompts and answers of a real engine on CPUs are shorter by this factor."""
 
 
 class Load(NamedTuple):
@@ -59,7 +60,7 @@ class Load(NamedTuple):
 
     Attributes:
         kinds: of each request.
-        leaves: the pieces of text after which its client goes away, if it does.
+        leaves: the pieces of text after which its client disconnects, if it does.
     """
 
     workload: Workload
@@ -72,9 +73,8 @@ class Load(NamedTuple):
 
 
 def capacity(real: bool) -> float:
-    """About what one replica can do of such requests, requests a second: of a simulated engine
-    with full batches by its step times; of a real one a guess, for a small model on one processor.
-    """
+    """Approximate capacity of one replica, requests a second: of a simulated engine with full
+    batches by its step times; of a real one a guess, for a small model on one CPU."""
     if real:
         return _VLLM_RATE / LOAD
     share_s = LIGHT_ENGINE["step_s"] / LIGHT_ENGINE["max_sequences"] + LIGHT_ENGINE["token_s"]
@@ -122,12 +122,12 @@ def _lengths(chance: np.random.Generator, count: int, mean: float, most: float) 
 def configuration(
     replicas: int, routers: int, pools: bool, port: int, batches: Path, model: Path | None
 ) -> SluiceConfig:
-    """What is served.
+    """The application's configuration.
 
     Args:
-        pools: half of the replicas compute prompts, the others the rest.
+        pools: half of the replicas prefill, the others decode.
         batches: folder of files and batches.
-        model: of a real engine on processors; ``None``: the engines are simulated.
+        model: of a real engine on CPUs; ``None``: the engines are simulated.
     """
     engine: dict[str, Any] = {"kind": "simulated", "model": "soak", "simulated": LIGHT_ENGINE}
     if model is not None:

@@ -1,6 +1,6 @@
-"""A real Prometheus beside a soak: what it scraped must be what the clients counted.
+"""A real Prometheus beside a soak: its counters must match the clients' counts.
 
-Counters must never fall, and in the end be equal to the clients' own counts, to the request.
+Counters must never fall, and in the end equal the clients' own counts exactly.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _READY_S = 60.0
 _CALL_S = 10.0
 _POLL_S = 0.5
 _FRESH_S = 3.0
-"""Once nothing is under way, all processes have pushed and no router shows an older page."""
+"""After this idle time all processes have pushed and no router serves an older page, seconds."""
 
 _COUNTED = ("_total", "_count", "_sum", "_bucket")
 
 
 class Count(NamedTuple):
-    """A number that Prometheus has, and what it must be by the clients' own counts.
+    """A value in Prometheus, and its bounds by the clients' own counts.
 
-    Of a request whose client left early, the client does not know whether it was served to its end,
-    nor how many tokens were sent: ``most`` counts it whole, ``least`` as far as is known.
+    For a request whose client disconnected early, the client knows neither whether it was served to
+    its end nor how many tokens were sent: ``most`` counts it whole, ``least`` as far as is known.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Count(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether the two cannot both be right."""
+        """Whether the value is outside its bounds."""
         return not self.least <= self.scraped <= self.most
 
 
@@ -63,36 +63,36 @@ class Scraper:
         self._started_s = time.time()
 
     def wait_until_ready(self) -> None:
-        """Return once it answers.
+        """Return once Prometheus answers.
 
         Raises:
-            TimeoutError: it does not.
+            TimeoutError: it does not answer in time.
         """
         self._wait(lambda: self._ask("/-/ready") is not None, "it does not start")
 
     def wait_until_fresh(self) -> None:
-        """Return once it has scraped what is on the page by now.
+        """Return once it has scraped the current state of the page.
 
         Raises:
-            TimeoutError: it scrapes no more.
+            TimeoutError: it has stopped scraping.
         """
         since_s = time.time() + _FRESH_S
         query = f'min(timestamp(sluice_controller_up{{job="{_JOB}"}}))'
-        self._wait(lambda: self.value(query) >= since_s, "it scrapes no more")
+        self._wait(lambda: self.value(query) >= since_s, "it has stopped scraping")
 
     def value(self, query: str) -> float:
-        """The number that ``query`` gives; 0 for nothing."""
+        """The result of ``query``; 0 without a result."""
         found = self._query(query)
         return float(found[0]["value"][1]) if found else 0.0
 
     def by(self, label: str, query: str) -> dict[str, float]:
-        """The numbers that ``query`` gives, by a label."""
+        """The results of ``query``, by a label."""
         return {
             each["metric"].get(label, ""): float(each["value"][1]) for each in self._query(query)
         }
 
     def falls(self) -> dict[str, int]:
-        """How often counters fell, by their name; those that never did are left out."""
+        """How often each counter fell, by name; counters that never fell are left out."""
         text = self._ask("/api/v1/label/__name__/values") or '{"data": []}'
         names = [name for name in json.loads(text)["data"] if name.endswith(_COUNTED)]
         over = f'{{job="{_JOB}"}}[{ceil(time.time() - self._started_s) + 1}s]'
@@ -127,7 +127,7 @@ def scraping(url: str, folder: Path, every_s: float) -> Iterator[Scraper]:
     """A Prometheus that scrapes the application at ``url``, with its data under ``folder``.
 
     Raises:
-        FileNotFoundError: there is no :data:`PROGRAM` on the path.
+        FileNotFoundError: :data:`PROGRAM` is not on the path.
         TimeoutError: it does not start.
     """
     program = shutil.which(PROGRAM)
@@ -169,17 +169,17 @@ def scraping(url: str, folder: Path, every_s: float) -> Iterator[Scraper]:
 def comparison(
     scraper: Scraper, outcomes: Sequence[Outcome], kinds: Sequence[Kind], lines: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What Prometheus has beside what the clients counted, as plain data.
+    """Prometheus's values beside the clients' counts, as plain data.
 
-    Call it once nothing is under way. Without faults: a router that is killed takes with it what
-    it had not pushed.
+    Call it once no request is running. Without faults: a killed router loses the counts that it has
+    not pushed.
 
     Args:
         kinds: of each outcome.
-        lines: of batches, how many ended how.
+        lines: number of batch lines by how they ended.
 
     Raises:
-        TimeoutError: Prometheus scrapes no more.
+        TimeoutError: Prometheus has stopped scraping.
     """
     scraper.wait_until_fresh()
     requests = scraper.by(
@@ -201,7 +201,7 @@ def expected(
     kinds: Sequence[Kind],
     lines: Mapping[str, int],
 ) -> list[Count]:
-    """The scraped requests by outcome, and generated tokens, with what they must be."""
+    """The scraped requests by outcome, and generated tokens, with their bounds."""
     ended = dict.fromkeys(End, 0)
     known = left = 0
     for outcome, kind in zip(outcomes, kinds, strict=True):
@@ -229,7 +229,7 @@ def expected(
 
 
 def agrees(found: Mapping[str, Any] | None) -> bool:
-    """Whether no counter fell and all are what the clients counted; also where nobody scraped."""
+    """Whether no counter fell and all match the clients' counts; also true without Prometheus."""
     return found is None or not (
         found["falls"] or any(count["differs"] for count in found["counts"])
     )

@@ -1,4 +1,4 @@
-"""The figures of a soak: what became of the requests, what grew, and what was left in the end."""
+"""The figures of a soak: outcomes of requests, growth, and leftovers at the end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from benchmarks.soak_trends import Sample, Series, Trend, trends
 Json = dict[str, Any]
 
 CUT_S = 5.0
-"""How long after the death of who held them connections may still be found broken, seconds."""
+"""How long after a router's death its clients may still find connections broken, seconds."""
 
 
 MOST_FAILURES = 1_000
-"""So many failed requests are listed one by one."""
+"""At most this many failed requests are listed one by one."""
 
 
 class Injury(NamedTuple):
-    """One that was done: when, from the load's start, what to whom, and for how long."""
+    """An injected fault: time from the load's start, kind, target, and duration."""
 
     at_s: float
     what: str
@@ -35,13 +35,13 @@ class Injury(NamedTuple):
 
     @property
     def cuts(self) -> bool:
-        """Whether connections of clients end with it: who held them is dead."""
+        """Whether it cuts client connections, because the router that held them is dead."""
         return self.what == "kill router"
 
 
 def lost(outcomes: Sequence[Outcome], injuries: Sequence[Injury]) -> list[Outcome]:
-    """Those that ended neither whole nor in an error that says so. A cut connection counts, but
-    where it was under way when who held it was killed: nobody else can go on with it."""
+    """Requests that ended neither complete nor in an explicit error. A cut connection counts as
+    lost, except if its router was killed while it was open: no other router can resume it."""
     deaths = [injury.at_s for injury in injuries if injury.cuts]
 
     def excused(each: Outcome) -> bool:
@@ -64,14 +64,14 @@ def summary(
     batches: Mapping[str, int],
     scraped: Json | None = None,
 ) -> Json:
-    """Everything that is reported, as plain data.
+    """The report, as plain data.
 
     Args:
         kinds: of each outcome.
-        samples: those after the warm-up.
-        left: what was not 0 when nobody asked anything any more.
-        batches: how many of their lines ended how.
-        scraped: see :func:`benchmarks.soak_prometheus.comparison`; ``None``: nobody scraped.
+        samples: after the warm-up.
+        left: figures that were not 0 when the application was idle at the end.
+        batches: number of batch lines by how they ended.
+        scraped: see :func:`benchmarks.soak_prometheus.comparison`; ``None``: without Prometheus.
     """
     gone = lost(outcomes, injuries)
     grown = trends(samples)
@@ -105,14 +105,14 @@ def summary(
 
 
 def is_well(found: Json) -> bool:
-    """Whether nothing was lost, nothing grows and nothing is left over, and what Prometheus scraped
-    is what the clients counted."""
+    """Whether nothing was lost, nothing grows and nothing is left over, and Prometheus's counters
+    match the clients' counts."""
     wrong = found["lost"] or found["growing"] or found["left_over"]
     return not wrong and agrees(found["prometheus"])
 
 
 def _ends(outcomes: Sequence[Outcome], kinds: Sequence[Kind]) -> dict[str, dict[str, int]]:
-    """Kind of request -> how many ended how, with the reason."""
+    """Kind of request -> number of requests by how they ended, with the reason."""
     found: dict[str, Counter[str]] = {}
     for outcome, kind in zip(outcomes, kinds, strict=True):
         words = f"{outcome.end}: {outcome.reason}" if outcome.reason else str(outcome.end)
@@ -144,7 +144,7 @@ def _named(series: Series) -> str:
 
 
 def tables(found: Json) -> list[Table]:
-    """The summary for people."""
+    """The summary as tables."""
     shown = [_requests(found), _endings(found)]
     if found["trends"]:
         shown.append(_trends(found["trends"]))
@@ -181,7 +181,7 @@ def _endings(found: Json) -> Table:
 def _trends(rows: list[Json]) -> Table:
     table = Table(
         *("what", "first quarter", "last quarter", "per hour", "verdict"),
-        title="what processes hold; the application's own figures",
+        title="process resources; the application's own figures",
     )
     for row in rows:
         table.add_row(
@@ -196,7 +196,7 @@ def _scraped(found: Json) -> Table:
     falls = found["falls"]
     table = Table(
         *("what", "Prometheus", "clients", "verdict"),
-        title="what Prometheus scraped",
+        title="Prometheus against the clients' counts",
         caption=f"counters that fell: {falls or 'none'}",
     )
     for row in found["counts"]:
@@ -208,7 +208,7 @@ def _scraped(found: Json) -> Table:
 
 
 def _injuries(rows: list[Json]) -> Table:
-    table = Table("at, s", "what", "whom", "for, s", title="injuries")
+    table = Table("at, s", "fault", "target", "for, s", title="faults")
     for row in rows:
         seconds = f"{row['seconds']:.1f}" if row["seconds"] else ""
         table.add_row(f"{row['at_s']:.0f}", row["what"], row["target"], seconds)

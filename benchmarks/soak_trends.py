@@ -8,13 +8,13 @@ from typing import Final, NamedTuple
 import numpy as np
 
 APPLICATION: Final = "application"
-"""In place of a kind of process: what the application says of itself."""
+"""In place of a kind of process: the application's own figures."""
 
 JUDGED: Final = ("routers", "replicas", "controller", "HAProxy", "Serve", APPLICATION)
-"""Whose growth counts. That of Ray's own processes and of the client is shown."""
+"""Kinds of processes whose growth counts. Ray's own processes and the client are only shown."""
 
 LEAST_S: Final = 300.0
-"""A shorter time says nothing of growth, seconds: caches fill and allocators settle."""
+"""Minimum time to judge growth, seconds: before, caches fill and allocators settle."""
 
 _ALLOWED: Final[dict[str, tuple[float, float]]] = {
     "memory MiB": (8.0, 0.04),
@@ -23,8 +23,8 @@ _ALLOWED: Final[dict[str, tuple[float, float]]] = {
     "threads": (5.0, 0.1),
     "tasks": (30.0, 0.15),
 }
-"""Number and share by which a series may be more in the end. Connections linger after their
-requests, so handles follow the load with noise."""
+"""Number and share by which a series may grow. Connections outlive their requests, so handles
+follow the load with noise."""
 
 _ALLOWED_OF_GAUGES = (20.0, 0.25)
 
@@ -40,12 +40,12 @@ _BACKLOG: Final = (
     "sluice_batch_lines_in_flight",
     "used KV blocks",
 )
-"""What the requests under way are and hold: as many as come and wait. What one leaves behind shows
-in the end, when there is none."""
+"""Running requests and what they hold: these follow the load. Leaks show at the end, when no
+request is running."""
 
 
 class Series(NamedTuple):
-    """What was looked at: of which kind of process, of which one, and what of it."""
+    """Key of a series: kind of process, the process, and the figure."""
 
     kind: str
     who: str
@@ -53,19 +53,19 @@ class Series(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One look. ``values`` lacks what could not be had."""
+    """One sample. ``values`` lacks figures that were unavailable."""
 
     at_s: float
     values: dict[Series, float]
 
 
 class Trend(NamedTuple):
-    """How a series went.
+    """The trend of a series.
 
     Attributes:
         first, last: medians of the first and the last quarter of its samples, at the mean load.
         slope: of a straight line through all, per hour; error: its standard error.
-        grows: whether it is more in the end than the rule allows, and rises steadily.
+        grows: whether its increase exceeds the limit, and it rises steadily.
     """
 
     series: Series
@@ -77,7 +77,7 @@ class Trend(NamedTuple):
 
 
 def trends(samples: Sequence[Sample]) -> list[Trend]:
-    """Of every series that is there in at least half of the samples, and in four."""
+    """The trend of every series that is in at least half of the samples, and in at least four."""
     found = []
     loaded = _with_load(samples)
     for series in sorted({series for sample in samples for series in sample.values}):
@@ -92,8 +92,8 @@ def trends(samples: Sequence[Sample]) -> list[Trend]:
 
 
 def _with_load(samples: Sequence[Sample]) -> list[tuple[Sample, tuple[float, float]]]:
-    """Each sample with the requests under way, and the most of them so far. Where that could not be
-    asked it is as it was."""
+    """Each sample with the number of running requests, and its maximum so far. Where the number was
+    unavailable, the last one applies."""
     under_way = Series(APPLICATION, "", _LOAD)
     found, now, most = [], 0.0, 0.0
     for sample in samples:
@@ -104,18 +104,18 @@ def _with_load(samples: Sequence[Sample]) -> list[tuple[Sample, tuple[float, flo
 
 
 def trend(series: Series, points: np.ndarray) -> Trend:
-    """How a series went, beside the load: what processes hold for requests under way is taken out
-    by least squares of the values over time and those requests together. Of memory it is the most
-    of them so far, as allocators keep what they once needed.
+    """The trend of a series, corrected for the load: the effect of running requests is removed by
+    least squares of the values over time and these requests together. For memory the regressor is
+    their maximum so far, as allocators keep what they once needed.
 
-    It grows where the median of its last quarter is more than that of its first by more than is
-    allowed of its kind (a number and a share), beside the load and as it is, and its slope is more
-    than twice its standard error.
-    What counts events (``_total``) is not judged, nor what requests under way are.
+    It grows where the median of its last quarter exceeds that of its first by more than the limit
+    of its kind (a number and a share), both corrected and uncorrected, and its slope is more than
+    twice its standard error.
+    Event counters (``_total``) are not judged, nor are figures of running requests.
 
     Args:
-        points: ``[samples, 4]``: seconds, values, requests under way, and the most of them so far;
-            four samples or more.
+        points: ``[samples, 4]``: seconds, values, running requests, and their maximum so far; four
+            samples or more.
     """
     hours, values = points[:, 0] / 3600, points[:, 1]
     load = points[:, 3] if series.what == "memory MiB" else points[:, 2]

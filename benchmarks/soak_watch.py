@@ -1,4 +1,4 @@
-"""What every process of a running application holds, and what the application says of itself."""
+"""Resources of every process of a running application, and the application's own figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GAUGES: Final = (
     "sluice_batches_running",
     "sluice_batch_lines_in_flight",
 )
-"""Of the application's own page: what is 0 when nobody asks anything."""
+"""Figures of the application's own page that are 0 when it is idle."""
 
 COUNTERS: Final = (
     "sluice_resumes_total",
@@ -39,14 +39,14 @@ _CALL_S = 2.0
 
 
 class Watch:
-    """Looks at an application on this machine, from the process that has joined its Ray.
+    """Samples an application on this machine, from the process that has joined its Ray.
 
     Args:
         url: of the application.
         app: its name.
 
     Attributes:
-        idle: the figures that are 0 when nobody asks anything.
+        idle: the figures that are 0 when the application is idle.
     """
 
     idle = (*GAUGES, _USED_BLOCKS)
@@ -76,7 +76,7 @@ class Watch:
         return Sample(at_s, values)
 
     def figures(self) -> dict[str, float]:
-        """What the application says of itself; what it does not say just now is missing."""
+        """The application's own figures; unavailable ones are missing."""
         found: dict[str, float] = {}
         try:
             with urllib.request.urlopen(f"{self._url}/metrics", timeout=_CALL_S) as answer:
@@ -128,10 +128,11 @@ class Watch:
 
 
 def _count(_: object) -> tuple[int, int, int]:
-    """Runs in the process that is looked at, beside its event loop."""
+    """Runs in the sampled process, beside its event loop."""
     import os
 
-    # Of every loop of the process; asyncio's own way asks for the loop. Python 3.12 renamed it.
+    # Tasks of every loop of the process; asyncio's public function needs a loop. Python 3.12
+    # renamed the set.
     tasks = getattr(asyncio.tasks, "_scheduled_tasks", None)
     if tasks is None:
         tasks = asyncio.tasks._all_tasks  # type: ignore[attr-defined]

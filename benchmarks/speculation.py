@@ -1,12 +1,13 @@
-"""What lengths of speculation by the plan are worth in a real engine, against fixed ones.
+"""The benefit of planned speculation lengths in a real engine, against fixed ones.
 
 Run with ``sluice bench speculation``. One real vLLM engine on this machine's CPU, one thread, a
 small model whose greedy text repeats (:mod:`benchmarks.repeating_model`) and that computes in 32
 bits, and n-grams of the text as drafts.
-Requests of three kinds arrive at random; objectives and rates are multiples of what this machine
-takes, measured first. The same arrivals run under each way of choosing lengths, one way after the
+Requests of three kinds arrive at random; objectives and rates are multiples of this machine's
+times, measured first. The same arrivals run under each way of choosing lengths, one way after the
 other in turn, so that all see the same machine. Each round gives, for each way, the rate at which
-so many requests meet their objective; reported are the ratios of each round, and their spread.
+:data:`ENOUGH` of the requests meet their objective; the report has the ratios of each round, and
+their spread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from scheduling.objective import SLO
 
 ADAPTIVE = "adaptive"
 WAYS: dict[str, int | None] = {ADAPTIVE: None, "fixed 0": 0, "fixed 3": 3, "fixed 5": 5}
-"""Most drafted tokens that each decode checks; ``None``: as many as the plan says."""
+"""Max drafted tokens that each decode checks; ``None``: as many as planned."""
 
 MOST_DRAFTED = 5
 ENOUGH = 0.9
@@ -47,8 +48,8 @@ class Kind(NamedTuple):
     Attributes:
         prompt, output: ranges of tokens.
         ttft, tpot: its objective, in steps of one decode alone.
-        repetitive: its prompt says a phrase again and again, and its text is greedy; else both are
-            random, and drafts are wrong.
+        repetitive: its prompt repeats a phrase, and its text is greedy; else both are random, and
+            drafts are wrong.
         share: of the requests.
     """
 
@@ -68,14 +69,14 @@ KINDS = {
 
 
 class Arrival(NamedTuple):
-    """A request, and when it comes, seconds after the first."""
+    """A request, and its arrival, seconds after the first."""
 
     at_s: float
     asked: Asked
 
 
 def arrivals(step_s: float, rate: float, requests: int, seed: str) -> list[Arrival]:
-    """So many requests at random times, ``rate`` a second in the mean, with objectives for an
+    """``requests`` requests at random times, on average ``rate`` a second, with objectives for an
     engine whose decode takes ``step_s`` alone."""
     chance = random.Random(seed)
     names = list(KINDS)
@@ -105,8 +106,8 @@ def arrivals(step_s: float, rate: float, requests: int, seed: str) -> list[Arriv
 
 
 def rate_at(shares: list[tuple[float, float]], enough: float = ENOUGH) -> float:
-    """The greatest rate up to which at least ``enough`` attain, between the measured ones by a
-    straight line.
+    """The highest rate up to which at least ``enough`` attain, linearly interpolated between the
+    measured rates.
 
     Args:
         shares: (rate, share that attained), by rate; below the first one all would attain.
@@ -126,8 +127,8 @@ class Row(NamedTuple):
         attained: share of requests by rate, mean over the rounds.
         rate: requests a second at which enough attain, median of the rounds.
         ratio, ratio_low, ratio_high: of the adaptive way's rate to this one's in the same round:
-            median, least and greatest; ``None`` where this way never had enough.
-        length: drafted tokens that a decode checks for which there are some, mean.
+            median, min and max; ``None`` where this way never reached enough.
+        length: drafted tokens checked per decode that has drafts, mean.
         accepted: share of the checked ones that were right.
         step_tokens: output tokens of a decode's step, mean over all decodes.
     """
@@ -147,12 +148,12 @@ class Bench:
     """Rounds of runs on one engine.
 
     Args:
-        engine: it.
+        engine: under test.
         requests: of each run.
-        loads: rates, as multiples of what the engine does without speculation when all is there at
-            once.
+        loads: rates, as multiples of the engine's throughput without speculation when all requests
+            arrive at once.
         seed: of the arrivals.
-        calibrated: how many requests that is.
+        calibrated: number of requests in that measurement.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Bench:
         self.full_rate = len(many) / engine.serve(many).seconds
 
     def run(self, rounds: int) -> list[Row]:
-        """All ways, so many times."""
+        """All ways, in each of ``rounds`` rounds."""
         runs: dict[str, list[list[Run]]] = {way: [] for way in WAYS}
         ways = list(WAYS)
         for number in range(rounds):
@@ -237,7 +238,7 @@ class Bench:
     multiple=True,
     default=(0.6, 0.9, 1.2, 1.5),
     type=click.FloatRange(0.01, 100),
-    help="A rate, in requests that the engine does without speculation; several times.",
+    help="A rate, as a multiple of the engine's throughput without speculation; repeatable.",
 )
 @click.option("--policy", default="deadline_triage", type=click.Choice(sorted(POLICIES)))
 @click.option("--layers", default=2, type=click.IntRange(1, 64))
@@ -254,7 +255,7 @@ def speculation(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Compare lengths of speculation that the plan chooses with fixed ones, in real vLLM.
+    """Compare planned speculation lengths with fixed ones, in real vLLM.
 
     \b
     Example:

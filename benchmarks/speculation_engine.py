@@ -28,8 +28,7 @@ _HEADROOM = 1.05
 
 
 class Asked(NamedTuple):
-    """One request: its prompt's tokens, how many it generates, its objective, and how it draws
-    tokens."""
+    """One request: prompt tokens, number of output tokens, objective, and sampling."""
 
     name: str
     prompt: Sequence[int]
@@ -39,7 +38,7 @@ class Asked(NamedTuple):
 
 
 class Arriving(Protocol):
-    """A request and when it comes, seconds after the first."""
+    """A request and its arrival, seconds after the first."""
 
     @property
     def at_s(self) -> float: ...  # noqa: D102
@@ -48,7 +47,7 @@ class Arriving(Protocol):
 
 
 class Ended(NamedTuple):
-    """What a request saw. Times are seconds."""
+    """The result of a request. Times are seconds."""
 
     name: str
     tokens: tuple[int, ...]
@@ -63,9 +62,9 @@ class Run(NamedTuple):
     Attributes:
         ended: the requests.
         seconds: how long all took.
-        checked, accepted: drafted tokens that were, and those that were right.
-        offered: decode steps for which something was drafted.
-        decodes, decoded: steps of decodes, and the tokens that they gave.
+        checked, accepted: drafted tokens checked, and accepted.
+        offered: decode steps with drafts.
+        decodes, decoded: decode steps, and their output tokens.
     """
 
     ended: list[Ended]
@@ -83,7 +82,7 @@ class Run(NamedTuple):
 
 
 class FixedLengths(Speculation):
-    """Every decode checks as many as are drafted, up to ``most``."""
+    """Every decode checks all its drafted tokens, up to ``most``."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -101,7 +100,7 @@ class SpeculatingEngine(OneEngine):
         model: the model's directory.
         directory: its state table is made there.
         policy: the batch policy.
-        drafted: most tokens to draft.
+        drafted: max tokens to draft.
         args: vLLM's engine arguments.
     """
 
@@ -145,7 +144,7 @@ class SpeculatingEngine(OneEngine):
         self._local: Any = self._llm.llm_engine.engine_core.engine_core.scheduler._local
 
     def use(self, most: int | None) -> None:
-        """Go on with lengths of the plan, or with fixed ones of at most ``most``."""
+        """Use planned lengths from now on, or fixed ones of at most ``most``."""
         policy = make_policy(self._policy)
         policy.speculation = AdaptiveLengths() if most is None else FixedLengths(most)
         self._local._policy = policy
@@ -154,7 +153,7 @@ class SpeculatingEngine(OneEngine):
         """Plan with a latency model that is fitted to the latest steps.
 
         Raises:
-            ValueError: they are too few, or too much alike.
+            ValueError: the steps are too few, or too similar.
         """
         model, _ = fit(self.table.samples())
         self.table.set_model(model.with_headroom(_HEADROOM))

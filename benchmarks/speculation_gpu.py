@@ -1,10 +1,10 @@
-"""What checking drafted tokens adds to a step, on the device of this machine.
+"""The cost of checking drafted tokens in a step, on this machine's device.
 
 Run with ``python -m benchmarks.speculation_gpu --model PATH``, on a GPU or on CPUs. Some decodes
 run together, with n-grams of their repetitive text as drafts, and each checks as many as it has up
-to a length that is fixed for the run. Told are the median times of those steps, and how well the
-latency model of replicas describes them: that a checked token costs what a token of a prefill costs
-is what plans with speculation rest on.
+to a length that is fixed for the run. Reported are the median times of those steps, and how well
+the latency model of replicas describes them: plans with speculation assume that a checked token
+costs as much as a prefill token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepTime(NamedTuple):
 
     Attributes:
         decodes: how many ran together.
-        most: most drafted tokens that each might check.
+        most: max drafted tokens that each may check.
         checked: how many each checked, mean.
         steps: how many steps.
         median_ms: their time.
@@ -61,7 +61,7 @@ def step_times(
     """Run all combinations of batch sizes and lengths on prompts of ``context`` tokens.
 
     Returns:
-        One row for each, and every step that they are made of.
+        One row for each, and every step in these rows.
     """
     rows: list[StepTime] = []
     every: list[StepSample] = []
@@ -73,7 +73,7 @@ def step_times(
             engine.serve([Arrival(0.0, each) for each in asked])  # the first one warms up
             engine.table.clear_samples()
             engine.serve([Arrival(0.0, each) for each in asked])
-            # Steps with prompts in them have more tokens than the decodes may have.
+            # A step with a prompt in it has more tokens than its decodes may have.
             steps = [
                 step
                 for step in engine.table.samples()

@@ -1,4 +1,4 @@
-"""What the path edge -> controller -> replica costs over Serve's own path to the same engine.
+"""The cost of the path edge -> controller -> replica over Serve's own path to the same engine.
 
 Both applications run in one Ray instance with simulated engines that answer at once, so that only
 the path is measured. Rounds alternate between the two, so that a drift of the machine hits both.
@@ -93,7 +93,7 @@ def _deploy_baseline(config: SluiceConfig) -> None:
 
     from benchmarks.baseline_app import build_baseline
 
-    # As another application it has a controller of its own.
+    # As a separate application it has a controller of its own.
     serve.run(build_baseline(config), name="baseline", route_prefix=_PATHS["serve"])
 
 
@@ -134,7 +134,7 @@ async def _round(
     requests: int,
     concurrency: int,
 ) -> tuple[list[float], float]:
-    """Send ``requests`` with ``concurrency`` workers; every TTFT, and the seconds in all."""
+    """Send ``requests`` with ``concurrency`` workers; every TTFT, and the total seconds."""
     left = iter(range(requests))
     ttfts: list[float] = []
 

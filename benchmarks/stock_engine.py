@@ -13,8 +13,8 @@ from replica.vllm.setup import survive_module_scan
 
 
 class StockEngine(OneEngine):
-    """An engine core whose requests arrive while it computes, as in a process of its own: those
-    that come during a step are there for the next one.
+    """An engine core whose requests arrive while it computes, as in a process of its own: requests
+    that arrive during a step are available to the next one.
 
     Args:
         model: the model's directory.
@@ -37,11 +37,11 @@ class StockEngine(OneEngine):
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def use(self, step_tokens: int, long_tokens: int = 0) -> None:
-        """Other bounds.
+        """Set other bounds.
 
         Args:
-            step_tokens: most in a step; at most those that the engine was made for.
-            long_tokens: most of one prefill in a step; 0: no bound of its own.
+            step_tokens: max tokens of a step; at most those that the engine was made for.
+            long_tokens: max tokens of one prefill in a step; 0: no separate bound.
         """
         self._scheduler.max_num_scheduled_tokens = step_tokens
         self._scheduler.scheduler_config.long_prefill_token_threshold = long_tokens
@@ -56,15 +56,15 @@ class StockEngine(OneEngine):
             temperature=0.0, max_tokens=work.output, ignore_eos=True, logprobs=0
         )
         prompt = {"prompt_token_ids": list(work.prompt)}
-        priority = round(1e3 * work.ttft_s)  # the least first
+        priority = round(1e3 * work.ttft_s)  # the lowest first
         self._llm.llm_engine.add_request(work.name, prompt, params, priority=priority)
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have the engine's thread do something before its next step; from any thread."""
+        """Have the engine's thread run ``action`` before its next step; from any thread."""
         self._actions.put(action)
 
     def run(self) -> dict[str, Result]:
-        """Until nothing is left to do."""
+        """Run until no request is left."""
         engine = self._llm.llm_engine
         results: dict[str, Result] = {}
         while True:

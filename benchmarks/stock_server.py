@@ -28,13 +28,13 @@ def stock_server(
 
     Args:
         model: the model's directory.
-        name: what requests call it.
+        name: the model's name in requests.
         port: a free one.
         args: vLLM's arguments by command-line name without dashes.
-        log: what it prints is written there.
+        log: file for its output.
 
     Raises:
-        RuntimeError: it did not start; the message has the end of its log.
+        RuntimeError: the server did not start; the message has the end of its log.
     """
     command = server_command(model, name, port, args)
     url = f"http://127.0.0.1:{port}"
@@ -50,7 +50,7 @@ def stock_server(
 
 
 def server_command(model: Path, name: str, port: int, args: Mapping[str, Any]) -> list[str]:
-    """What starts the server; the arguments are those of :func:`stock_server`."""
+    """The server's command; the arguments are those of :func:`stock_server`."""
     # Not `vllm serve`: it does not start from vLLM's build for CPUs, which has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
@@ -85,7 +85,7 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """End it with all processes that it started."""
+    """End the server and all processes that it started."""
     for number, limit_s in ((signal.SIGTERM, _END_LIMIT_S), (signal.SIGKILL, None)):
         try:
             os.killpg(server.pid, number)

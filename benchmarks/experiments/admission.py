@@ -1,4 +1,5 @@
-"""Admission on a cluster: what is promised, whether it is kept, and what the others get."""
+"""Admission on a cluster: how many requests are guaranteed, how many guarantees are kept, and what
+the other requests get."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from simulation.config import WhenUnattainable
 
 FIGURES = {
     **METRICS,
-    "promised": "share of requests that were promised",
-    "kept": "of these, share that met every objective",
-    "best_effort_met": "of the best-effort ones, share that did",
-    "refused": "share that was refused",
+    "promised": "share of requests that were guaranteed",
+    "kept": "share of the guaranteed requests that met every objective",
+    "best_effort_met": "share of the best-effort requests that met every objective",
+    "refused": "share of requests that were refused",
     "ttft_over_p50": "first token, observed over predicted, median",
     "ttft_over_p90": "first token, observed over predicted, P90",
 }
 
 
 def cells(plan: Plan) -> list[Cell]:
-    """Workloads x loads x admission policies x what becomes of the others."""
+    """Workloads x loads x admission policies x what happens to requests without a guarantee."""
     outcomes: tuple[WhenUnattainable, ...] = ("best_effort", "reject", "queue")
     systems = [System(DEFAULT, Contender("none", LOCAL))]
     systems += [
@@ -54,12 +55,13 @@ def findings(rows: Sequence[Row]) -> Findings:
 EXPERIMENT = Experiment(
     name="admission",
     source="ours; FairBatching §3.4 (pab), SLOs-Serve §4 (two tiers)",
-    question="What is promised, is it kept, and what do the requests get that nobody can promise?",
+    question="How many requests are guaranteed, are the guarantees kept, and what do the requests "
+    "get that no replica can guarantee?",
     setting={
         **SETTING,
-        "Admission": "as named, and what becomes of a request that no replica can promise: it is "
-        "served on what the promised ones leave, refused, or waits at the router until one can or "
-        "its first token is due",
+        "Admission": "as named, and what happens to a request that no replica can guarantee: it is "
+        "served on the capacity that guaranteed requests leave, refused, or queued at the router "
+        "until a replica can guarantee it or its first token is due",
         "Local policy": LOCAL,
         "Replicas": "8, co-located, behind the default router",
     },

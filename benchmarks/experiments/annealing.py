@@ -19,7 +19,7 @@ from simulation.workloads.settings import chat_and_code
 
 REPEATS = 5
 MOST_EXHAUSTIVE = 6
-"""Requests that an exhaustive search takes a second for."""
+"""Requests for which an exhaustive search takes a second."""
 
 
 def _schedule() -> Schedule:
@@ -34,7 +34,7 @@ def _schedule() -> Schedule:
 
 
 def mapping(requests: int, most: int, tighten: float, seed: int) -> Mapping[str, float]:
-    """Figures of one set of requests: what is found, predicted by the paper's model."""
+    """Figures of the best mapping found for one set of requests, predicted by the paper's model."""
     jobs = make_jobs(requests, most, seed, tighten)
     schedule = _schedule()
     times_ms = []

@@ -1,4 +1,4 @@
-"""Replica-hours and attainment of pools that change their size, and of pools that do not."""
+"""Replica-hours and attainment of autoscaled pools and of pools of a fixed size."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ FIXED_LOAD = 0.75
 """Load for which fixed pools are sized, the same that the default policy aims at."""
 
 CLOSE = 0.002
-"""Attainment that is less by no more than this counts as the same."""
+"""Attainment that is lower by at most this counts as equal."""
 
 
 class Scaling(NamedTuple):
-    """Who sizes a pool.
+    """How a pool is sized.
 
     Attributes:
-        name: as it stands in tables.
+        name: as shown in tables.
         policy: registered name; empty for a pool of a fixed size.
         options: of the policy.
-        over_s: for a fixed size: for the largest load in so long it is made; 0 for the mean load.
+        over_s: a pool of a fixed size is sized for the largest load over this many seconds; 0: for
+            the mean load.
     """
 
     name: str
@@ -150,7 +151,7 @@ def measure(
 
 
 def cells(plan: Plan) -> list[Cell]:
-    """Workloads x who sizes the pool."""
+    """Workloads x ways to size the pool."""
     seconds = plan.pick(20.0, 1800.0, 7200.0)
     load = plan.pick(0.5, 2.0, 4.0)
     down_s = plan.pick(10.0, 180.0, 180.0)
@@ -190,7 +191,7 @@ _SHOWN = {
 def findings(rows: Sequence[Row]) -> Findings:
     """Every system on every workload, and the default against Serve's rule tuned after the fact."""
     table = Table(
-        "What each costs and what it holds",
+        "Cost and attainment of each way to size the pool",
         ("workload", "system", *(words for words, _ in _SHOWN.values())),
         [
             (
@@ -200,14 +201,14 @@ def findings(rows: Sequence[Row]) -> Findings:
             )
             for (workload, system), own in grouped(rows, "workload", "system").items()
         ],
-        "Replica-hours count from the order of a replica until it has drained.",
+        "Replica-hours count from the request for a replica until it has drained.",
     )
     return Findings([table, _after_the_fact(rows)])
 
 
 def _after_the_fact(rows: Sequence[Row]) -> Table:
     """By workload: the cheapest setting of Serve's rule that attains as much as the default; and
-    the setting that does so everywhere at the least sum."""
+    the setting that does so on every workload at the lowest sum."""
     lines = []
     rivals = [str(name) for (name,) in grouped(rows, "system") if str(name).startswith("ongoing")]
     by_cell = grouped(rows, "workload", "system")
@@ -245,7 +246,7 @@ def _after_the_fact(rows: Sequence[Row]) -> Table:
 EXPERIMENT = Experiment(
     name="autoscaling",
     source="ours; Ray Serve's default autoscaling rule",
-    question="What do pools cost that change their size with the load, and what do they hold?",
+    question="What do autoscaled pools cost, and which SLO attainment do they reach?",
     setting={
         "TPOT": "judged by its mean; 0.08 s, with a TTFT of 0.8 s (4 s for documents)",
         "Priorities": "two, drawn with equal chance (ProServe §5.1)",
@@ -255,9 +256,10 @@ EXPERIMENT = Experiment(
         "Surges": "4 times the load for 2 min on average, with 4 min between two",
         "Changing mix": "chat by day, long prompts with short outputs by night",
         "Latency": f"setup {SETUP.name}: {SETUP.words}",
-        "Replicas": f"serve {STARTUP_S:g} s after they are ordered; a look every {INTERVAL_S:g} s",
+        "Replicas": f"serve {STARTUP_S:g} s after they are requested; the load is sampled every "
+        f"{INTERVAL_S:g} s",
         "Policies": f"router {ROUTER}, admission {ADMISSION}, local {LOCAL}; head_room has its "
-        "defaults and is told the start-up time",
+        "defaults and knows the start-up time",
         "Fixed": f"sized for a load of {FIXED_LOAD:g} each, of the mean load or of the largest "
         f"within {PEAK_OVER_S:g} s",
     },

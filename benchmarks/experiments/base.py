@@ -1,5 +1,5 @@
-"""What every experiment is: a grid of cells, measured for every seed in parallel processes, and the
-tables and charts made of the rows."""
+"""The frame of every experiment: a grid of cells, measured for every seed in parallel processes,
+and the tables and charts made of the rows."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Cell(NamedTuple):
     """One point of an experiment's grid.
 
     Attributes:
-        labels: what it is; equal for all seeds.
-        measure: gives the figures of one seed. It is sent to another process, so it is a partial
-            call of a function of a module.
+        labels: name the point; equal for all seeds.
+        measure: returns the figures of one seed. It is sent to another process, so it is a partial
+            call of a module-level function.
     """
 
     labels: Mapping[str, Value]
@@ -64,14 +64,14 @@ class Experiment(NamedTuple):
     """One experiment.
 
     Attributes:
-        name: as it is called by.
+        name: the command's name.
         source: paper and figures that it repeats.
-        question: what it answers, one sentence.
-        setting: by what, in words: which TPOT is judged, how arrivals are scaled, how objectives
-            and priorities are assigned, which latency constants.
+        question: the question that it answers, one sentence.
+        setting: the conditions, in words: which TPOT is judged, how arrivals are scaled, how
+            objectives and priorities are assigned, which latency constants apply.
         seeds: how many by default.
         cells: the grid.
-        findings: from the rows of all cells and seeds, in the order of the cells.
+        findings: tables and charts of the rows of all cells and seeds, in the order of the cells.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Experiment(NamedTuple):
 
 
 def measured(cells: Sequence[Cell], seeds: Sequence[int], jobs: int) -> Iterator[Row]:
-    """A row for each cell and seed, in their order, as they become known.
+    """A row for each cell and seed, in their order, as soon as it is measured.
 
     Args:
         cells: the grid.
@@ -132,12 +132,12 @@ def by_seed(rows: Iterable[Row], figure: str) -> dict[Value, float]:
 
 
 def estimate(rows: Iterable[Row], figure: str) -> Estimate:
-    """A figure's mean over seeds, each seed's being the mean over its rows."""
+    """A figure's mean over seeds; the value of a seed is the mean over its rows."""
     return Estimate.of(list(by_seed(rows, figure).values()))
 
 
 def difference(rows: Iterable[Row], others: Iterable[Row], figure: str) -> Estimate:
-    """The estimate of ``rows`` less ``others``, paired by seed."""
+    """The estimate of ``rows`` minus ``others``, paired by seed."""
     ours, theirs = by_seed(rows, figure), by_seed(others, figure)
     return Estimate.of([ours[seed] - theirs[seed] for seed in ours])
 

@@ -1,4 +1,4 @@
-"""The best-effort tier: what work behind the promised requests costs them, and what it gets."""
+"""The best-effort tier: its cost for guaranteed requests, and the throughput of the tier."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ WORKLOAD = "proserve sharegpt"
 BEHIND_LOAD = 0.5
 BEHIND = "behind"
 TIERS = ("alone", "two tiers", "one tier")
-"""Without the work behind; with it as best effort; with it as requests like any other."""
+"""Without background work; with it as best effort; with it in the same tier as all requests."""
 
 
 def cells(plan: Plan) -> list[Cell]:
-    """Policies x loads of promised requests x tiers."""
+    """Policies x loads of guaranteed requests x tiers."""
     make = GENERATED[WORKLOAD]
-    # By time: with its KV alone, which decodes fill at their slowest, load 1 would be far less.
+    # By time, with ample KV: the KV of 8b-short, filled by decodes at their slowest, would bound
+    # load 1 far lower.
     full = full_load_rate(make, SETUPS["8b"])
     seconds = plan.pick(2.0, 60.0, 300.0)
     policies = plan.pick(
@@ -50,7 +51,7 @@ def cells(plan: Plan) -> list[Cell]:
 
 
 def workload(rate: float, behind_rate: float, seconds: float, seed: int) -> Workload:
-    """Requests with objectives, and others with lengths of the same distribution without any."""
+    """Requests with objectives, and others without, with lengths of the same distribution."""
     make = GENERATED[WORKLOAD]
     ours = make(SETUP, rate, max(2, round(rate * seconds)), seed)
     others = make(SETUP, behind_rate, max(2, round(behind_rate * seconds)), seed + 1_000)
@@ -96,10 +97,10 @@ def measure(
 def findings(rows: Sequence[Row]) -> Findings:
     """A table for each figure, by load."""
     shown = {
-        "attainment": ("SLO attainment of the promised requests", 3),
-        "behind_tokens_per_s": ("output tokens a second of the work behind them", 0),
-        "behind_longest_wait_s": ("longest wait of that work for a first token, s", 0),
-        "evicted_share": ("share of the computed tokens that evictions threw away", 3),
+        "attainment": ("SLO attainment of the guaranteed requests", 3),
+        "behind_tokens_per_s": ("output tokens a second of the background work", 0),
+        "behind_longest_wait_s": ("longest wait of the background work for a first token, s", 0),
+        "evicted_share": ("share of the computed tokens that evictions discarded", 3),
     }
     return Findings(
         [
@@ -112,16 +113,16 @@ def findings(rows: Sequence[Row]) -> Findings:
 EXPERIMENT = Experiment(
     name="best_effort",
     source="SLOs-Serve §4.1 has the idea of the tier; the rules are ours",
-    question="What does work that nothing was promised cost the requests that something was, and "
-    "how much of it is served beside them?",
+    question="What does best-effort work cost the guaranteed requests, and how much of it is "
+    "served beside them?",
     setting={
         "TPOT": "mean since the first token",
-        "Arrivals": f"generated, Poisson, of promised requests for a minute (`full`: five), at the "
-        f"load shown; {LOAD_WORDS}. Behind them requests without objectives, their lengths of the "
-        f"same distribution, at load {BEHIND_LOAD:g}",
+        "Arrivals": f"generated, Poisson, of guaranteed requests for a minute (`full`: five), at "
+        f"the load shown; {LOAD_WORDS}. Background work: requests without objectives, their "
+        f"lengths of the same distribution, at load {BEHIND_LOAD:g}",
         "Objectives and priorities": "ProServe's, see simulation/workloads/settings.py; every "
-        "request that states one counts as promised, also above capacity, where a controller would "
-        "promise less",
+        "request that states one counts as guaranteed, also above capacity, where a controller "
+        "would guarantee fewer",
         "Latency": "setup 8b-short of benchmarks/experiments/engines.py",
     },
     seeds=3,

@@ -35,8 +35,8 @@ ALL_LOADS = Loads()
 def greatest_loads(
     attainment: Callable[[float], float], shares: Sequence[float], loads: Loads = ALL_LOADS
 ) -> Mapping[float, float]:
-    """By share: the greatest load at which at least that share attains; 0 if none does at the
-    least load. Every run serves all searches.
+    """By share: the highest load at which at least that share attains; 0 if it is not reached at
+    the lowest load. Every run serves all searches.
 
     Args:
         attainment: share of requests that attain at a load.

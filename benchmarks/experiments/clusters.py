@@ -1,4 +1,4 @@
-"""Several simulated engines behind a router: what cluster experiments share, and measure."""
+"""Several simulated engines behind a router: the setup and figures of all cluster experiments."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ DEFAULT = ControllerConfig().policy
 """The router that a controller has by default"""
 
 ADMISSION = ControllerConfig().admission
-"""What it decides by on promises."""
+"""The admission policy that a controller has by default."""
 
 RIVALS = ("pab", "least_tokens", "go_routing")
 """The routers that the default should never be worse than."""
 
 LOAD_WORDS = "the load is that of each replica; with separate prefill and decode, of all together"
 MARGIN = 0.01
-"""A cell in which the default is further below than this counts as lost."""
+"""A cell in which the default is lower by more than this counts as lost."""
 
 
 class Layout(NamedTuple):
     """The replicas of a cluster.
 
     Attributes:
-        name: as it stands in tables.
-        cluster: how many of each role, and how the router learns of them.
-        nodes: the setups of the first ones, where they are not the experiment's own.
-        incidents: what happens to them.
+        name: as shown in tables.
+        cluster: how many of each role, and how they report to the router.
+        nodes: the setups of the first replicas, where they differ from the experiment's.
+        incidents: what happens to replicas during the run.
     """
 
     name: str
@@ -70,31 +70,31 @@ class Layout(NamedTuple):
 
 
 def colocated(replicas: int, **changes: Any) -> Layout:
-    """So many replicas that prefill and decode, with ``changes`` to the cluster's configuration."""
+    """``replicas`` that prefill and decode, with ``changes`` to the cluster's configuration."""
     return Layout("co-located", ClusterConfig(replicas=replicas, **changes))
 
 
 def of_roles(name: str, mixed: int = 0, prefillers: int = 0, decoders: int = 0) -> Layout:
-    """So many replicas of each role."""
+    """The given number of replicas of each role."""
     cluster = ClusterConfig(replicas=mixed, prefillers=prefillers, decoders=decoders)
     return Layout(name, cluster)
 
 
 def disaggregated(replicas: int) -> Layout:
-    """So many replicas, a quarter of which only decode: with the workloads here that leaves the
-    prefill side the busier one, as in the papers' runs."""
+    """``replicas``, a quarter of which only decode: with these workloads the prefill side is then
+    the busier one, as in the papers' runs."""
     decoders = max(1, replicas // 4)
     return of_roles("disaggregated", prefillers=replicas - decoders, decoders=decoders)
 
 
 class System(NamedTuple):
-    """A router and what runs on every replica behind it.
+    """A router, and the policy of every replica behind it.
 
     Attributes:
         router: registered name.
         local: the replicas' policy.
-        admission: registered name of what decides on promises; ``None``: nothing is promised.
-        unattainable: what becomes of a request that nobody can promise its objective.
+        admission: registered name of the admission policy; ``None``: no request is guaranteed.
+        unattainable: what happens to a request whose objective no replica can guarantee.
     """
 
     router: str
@@ -112,7 +112,7 @@ def local_policies(names: Sequence[str], make: Make, setup: Setup) -> list[Conte
 
 
 def make_router(name: str, seed: int) -> routing.RoutingPolicy:
-    """A router with its default options; one that draws gets the run's seed."""
+    """A router with its default options; a randomized one gets the run's seed."""
     draws = "seed" in routing.POLICIES[name].Options.model_fields
     return routing.make_policy(name, {"seed": seed} if draws else {})
 
@@ -136,12 +136,13 @@ def run(
 
     Args:
         workload: what arrives.
-        system: what places and serves it.
+        system: router, local policy and admission policy.
         setup: of the replicas that ``layout`` does not name.
         layout: the replicas.
-        seed: of the noise, of lost reports and of routers that draw.
+        seed: of the noise, of lost reports and of randomized routers.
         oracle: see :func:`benchmarks.experiments.engines.run`.
-        autoscaling: who changes the numbers of replicas that ``layout`` begins with, if anybody.
+        autoscaling: changes the numbers of replicas that ``layout`` begins with; ``None``: they
+            are fixed.
     """
     local = system.local
 
@@ -173,13 +174,13 @@ def run(
 
 
 def cluster_figures(done: Run) -> dict[str, float]:
-    """Those of one engine (:func:`benchmarks.experiments.engines.figures`), the TDG ratio of first
-    tokens alone, the requests in time per second of a replica, the hand-overs per request, and what
-    was promised.
+    """The figures of one engine (:func:`benchmarks.experiments.engines.figures`), the TDG ratio of
+    first tokens alone, the requests in time per second of a replica, the KV transfers per request,
+    and the figures of admission.
 
     ``promised``, ``best_effort``: shares of all requests; ``kept``, ``best_effort_met``: of these,
-    the shares that attained; ``ttft_over_p50``, ``ttft_over_p90``: quantiles of the time to the
-    first token over the one that was predicted with the promise. nan where there are none.
+    the shares that attained; ``ttft_over_p50``, ``ttft_over_p90``: quantiles of the TTFT over the
+    TTFT predicted at admission. nan where there are none.
     """
     requests = done.result.requests
     measured = stages(requests)
@@ -236,13 +237,13 @@ def cluster_cells(
     """A cell per load and system, with the labels ``load``, ``router`` and ``policy`` added.
 
     Args:
-        labels: of all of them.
+        labels: of all cells.
         make: the workload.
         setup: of the replicas that ``layout`` does not name.
         layout: the replicas.
         loads: shares of :func:`cluster_rate`.
-        systems: what is compared.
-        span: of the arrivals; its numbers of requests are those of each replica.
+        systems: to compare.
+        span: of the arrivals; its numbers of requests apply to each replica.
     """
     full = cluster_rate(make, setup, layout)
     cells = []

@@ -111,8 +111,8 @@ def _overall(rows: Sequence[Row]) -> Table:
         "All cells: mean over workloads, setups and loads",
         ("policy", *METRICS.values(), "longest wait for a first token, s"),
         lines,
-        "FairBatching-PAB refuses requests at arrival. A refused one counts as missed; its wait "
-        "ends when the engine has nothing else to do.",
+        "FairBatching-PAB refuses requests at arrival. A refused request counts as missed; its "
+        "wait ends when the engine has no other work.",
     )
 
 
@@ -161,7 +161,7 @@ def _headline(rows: Sequence[Row]) -> Table:
 
 
 def _gap(own: Sequence[Row], figure: str) -> float:
-    """The default less the best other policy of one cell."""
+    """The default minus the best other policy of one cell."""
     best = best_single(own, figure)
     return difference(of_policy(own, DEFAULT), of_policy(own, best), figure).mean
 

@@ -1,5 +1,5 @@
-"""Prefill and decode on replicas of their own: against replicas that do both, and in which ratio
-(SLOs-Serve Fig. 4 and appendix A)."""
+"""Prefill/decode disaggregation: against co-located replicas, and in which ratio (SLOs-Serve Fig. 4
+and appendix A)."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ SETUP = SETUPS["8b"]
 
 OURS = Contender(LOCAL, LOCAL)
 STRICT = Contender(f"{LOCAL}, last token", LOCAL, {"anchor": "last_token"})
-"""Its pace counts from each token to the next, so that no window of tokens is late: what it gives
-at the same objectives when TPOT is judged by windows."""
+"""Its pace counts from each token to the next, so that no window of tokens is late: shows what it
+attains at the same objectives when TPOT is judged by windows."""
 
 METRICS = {
     "attainment_mean": "SLO attainment, mean TPOT",
     "attainment_window": "SLO attainment, TPOT by 10-token windows",
     "tdg": "TDG ratio",
     "goodput": "requests/s in time (mean TPOT) of a replica",
-    "split": "share of the requests that pairs served",
+    "split": "share of the requests that P/D pairs served",
 }
 
 DISTSERVE = System("least_tokens", Contender("fcfs", "fcfs"))
-"""First come, first served on both sides, the prefill side by the shortest queue."""
+"""First come, first served on both sides; the prefill replica with the shortest queue."""
 
 SHARE = 0.9
 TIGHT_TPOT_S = 0.015
 TIGHT = f"coder, {1e3 * TIGHT_TPOT_S:g} ms"
-"""A workload of our own: beside the fixed time of a step there is little left for prefill."""
+"""A workload of our own: the TPOT leaves little time for prefill beside a step's fixed time."""
 
 LOADS = Loads(0.15, 1.35, 5)
 
@@ -72,8 +72,8 @@ SETTING = {
     "Objectives and priorities": "SLOs-Serve Tables 1 and 3: TTFT 3 or 5 times the idle engine's, "
     "at least 0.2 s; TPOT 50 or 100 ms; one priority",
     "Latency": "setup 8b of benchmarks/experiments/engines.py; nothing ran on an accelerator",
-    "Transfer": "2 ms to tell the decode replica, 1 ms and 5 us a token of the prompt to fetch; "
-    "the decode replica computes the last token of the prompt again and makes every output token",
+    "Transfer": "2 ms to notify the decode replica, 1 ms and 5 us per prompt token to fetch the "
+    "KV; the decode replica recomputes the last prompt token and generates every output token",
 }
 
 
@@ -94,26 +94,26 @@ def of_scenario(scenario: str) -> Make:
 
 
 def _span(plan: Plan, scenario: str) -> Span:
-    """Several times as long as a request lasts: before that, decodes are not all there yet, and a
-    short run flatters whoever puts them off."""
+    """Several times as long as a request lasts: before that, the number of decodes still grows, and
+    a short run favours policies that delay decodes."""
     if scenario == "reasoning":
         return plan.pick(Span(1.0, 3, 3), Span(240.0, 20, 100), Span(900.0, 100, 400))
     return plan.pick(Span(1.0, 5, 8), Span(45.0, 100, 600), Span(180.0, 100, 4_000))
 
 
 def ratio_name(prefillers: int, decoders: int) -> str:
-    """A layout of two roles, as it stands in tables."""
+    """A layout of two roles, as shown in tables."""
     return f"{prefillers}P {decoders}D"
 
 
 def split_in(prefillers: int, decoders: int, mixed: int = 0) -> Layout:
-    """Replicas of two roles, beside some that do both."""
+    """Prefill and decode replicas, beside ``mixed`` co-located ones."""
     name = ratio_name(prefillers, decoders)
     return of_roles(f"{mixed} both + {name}" if mixed else name, mixed, prefillers, decoders)
 
 
 def demand_of(make: Make) -> PoolDemand:
-    """What the formula says of a workload on the experiments' replicas."""
+    """A workload's demand by the formula, on the experiments' replicas."""
     return pool_demand(make(SETUP, 1.0, SAMPLE, 0), SETUP.truth, SETUP.engine)
 
 
@@ -181,7 +181,7 @@ def _formula(scenarios: Sequence[str]) -> Table:
 def _capacity(
     make: Make, span: Span, layout: Layout, system: System, seed: int
 ) -> Mapping[str, float]:
-    """The greatest rate, per replica, at which enough requests attain."""
+    """The highest rate, per replica, at which enough requests attain."""
     full = full_load_rate(make, SETUP)
 
     def attainment(load: float) -> float:
@@ -217,7 +217,7 @@ SCENARIOS = ("chatbot", "coder", "reasoning", "summarizer")
 
 
 def ratio_findings(rows: Sequence[Row]) -> Findings:
-    """Fig. 4: capacity over that of as many prefill as decode replicas, and by the formula."""
+    """Fig. 4: capacity over that of an even split, measured and by the formula."""
     relative: list[Row] = []
     for own in grouped(rows, "workload", "policy", "seed").values():
         even = next((float(row["rate"]) for row in own if _is_even(str(row["layout"]))), 0.0)
@@ -263,11 +263,11 @@ def _is_even(name: str) -> bool:
 LAYOUTS = Experiment(
     name="disaggregation",
     source="ours; SLOs-Serve §2.3",
-    question="Do separate prefill and decode replicas serve more than as many that do both?",
+    question="Do separate prefill and decode replicas serve more than as many co-located ones?",
     setting={
         **SETTING,
         "Replicas": "4, behind the default router",
-        TIGHT: "the coder's requests with a TPOT that leaves a step 6 ms beside its fixed time",
+        TIGHT: "the coder's requests with a TPOT that leaves 6 ms of a step beside its fixed time",
     },
     seeds=2,
     cells=layout_cells,
@@ -284,7 +284,7 @@ RATIO = Experiment(
         "Capacity": f"{SHARE:.0%} of the requests attain; by halving the logarithm of loads from "
         f"{LOADS.least:g} to {LOADS.most:g} {LOADS.steps} times, within 7 %",
         "Replicas": "2 or 3, as in the paper, which has OPT-13B on H100; 3 co-located",
-        "DistServe": "first come, first served on both sides, the shortest queue",
+        "DistServe": "first come, first served on both sides, routed to the shortest queue",
     },
     seeds=1,
     cells=ratio_cells,

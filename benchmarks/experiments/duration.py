@@ -1,4 +1,4 @@
-"""What the length of a run decides: attainment near the knee, and what ageing costs."""
+"""The effect of a run's length: attainment near the knee, and the cost of ageing."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def length_cells(plan: Plan) -> list[Cell]:
 
 
 def ageing_cells(plan: Plan) -> list[Cell]:
-    """Shares for aged requests x run lengths under lasting overload; patience of a day ages
-    nothing."""
+    """Shares for aged requests x run lengths under lasting overload; with a starvation bound of a
+    day no request ages."""
     contenders = [
         Contender("no ageing", "deadline_triage", {"patience_s": DAY_S}),
         *(
@@ -100,7 +100,7 @@ AGEING = Experiment(
     setting={
         **SETTING,
         "Load": f"{AGEING_LOAD:g}",
-        "Ageing": "requests age after 30 s; shares of a batch's time for them",
+        "Ageing": "requests age after 30 s; shares are of a batch's time",
     },
     seeds=4,
     cells=ageing_cells,

@@ -1,8 +1,8 @@
-"""One simulated engine under one policy: the setups that experiments share, and what they measure.
+"""One simulated engine under one policy: the setups and figures that experiments share.
 
 The latency constants are the order of magnitude of public figures for the named class of hardware
 (weights and KV over memory bandwidth, two operations per weight and token over usable arithmetic);
-none was measured. Truth has 3 % noise on every step, and planners a head-room of 5 % and the online
+none was measured. Real step times have 3 % noise; planners have a head-room of 5 % and the online
 correction of production.
 """
 
@@ -41,11 +41,11 @@ class Setup(NamedTuple):
     """Latency constants and limits of an engine.
 
     Attributes:
-        name: as it stands in tables.
-        truth: step times without their noise.
-        believed: what planners start from, without head-room.
+        name: as shown in tables.
+        truth: real step times without noise.
+        believed: step times that planners start from, without head-room.
         engine: limits.
-        words: what it stands for.
+        words: description.
     """
 
     name: str
@@ -104,16 +104,16 @@ SETUPS: dict[str, Setup] = {
 
 
 class Contender(NamedTuple):
-    """A policy with its options, as it stands in tables.
+    """A policy with its options.
 
     Attributes:
-        label: its name there.
+        label: its name in tables.
         policy: registered name.
         options: its options.
-        rejecting: whether requests that the prefill admission budget does not hold are refused at
-            their arrival (FairBatching-PAB on one node).
+        rejecting: whether requests that exceed the prefill admission budget are refused at their
+            arrival (FairBatching-PAB on one node).
         batch_tokens: a token limit of the engine in place of the setup's.
-        all_drafts: whether every drafted token is checked, where the policy would choose how many.
+        all_drafts: whether every drafted token is checked; otherwise the policy chooses how many.
     """
 
     label: str
@@ -142,7 +142,7 @@ def run(
         setup: the engine.
         seed: of the noise.
         oracle: whether policies know output lengths; otherwise they are learnt per task class from
-            what has finished.
+            finished requests.
     """
     policy = make_policy(contender.policy, contender.options)
     if contender.all_drafts:
@@ -165,7 +165,7 @@ def run(
 
 
 def figures(run: Run) -> dict[str, float]:
-    """What experiments show of a run.
+    """The figures of a run.
 
     Attainment by each TPOT metric and the TDG ratio (envelope), both also by priority where there
     are several; latencies of the accepted requests, TPOT by its running maximum; the longest wait

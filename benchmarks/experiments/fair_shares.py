@@ -1,4 +1,4 @@
-"""Tenants under overload: does each get its share of what can be promised, and at what cost?"""
+"""Tenants under overload: does each get its fair share of guaranteed capacity, and at what cost?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from simulation.workload import Workload, merged
 OVERLOAD = 3.0
 WINDOW_S = 30.0
 WARM_UP_S = 20.0
-"""Counters that forget in some seconds, and the queues, begin empty."""
+"""Decaying counters, whose time constants are some seconds, and the queues begin empty."""
 
 BURST_S, SILENCE_S = 3.0, 7.0
 
@@ -41,9 +41,9 @@ class Tenant(NamedTuple):
 
     Attributes:
         weight: of its share.
-        demand: what it asks for over its share by weight of all that can be promised; these are
-            scaled together so that all of them make the load.
-        bursty: all of it comes in bursts of :data:`BURST_S`, with silence of :data:`SILENCE_S`.
+        demand: its demand over its share by weight of the guaranteed capacity; the demands are
+            scaled together so that their sum is the load.
+        bursty: all requests arrive in bursts of :data:`BURST_S`, with :data:`SILENCE_S` between.
     """
 
     weight: float
@@ -63,12 +63,12 @@ LENGTHS = {
     "alike": ("proserve sharegpt",),
     "long and short": ("proserve azure", "proserve sharegpt"),
 }
-"""Workloads of the tenants, which take turns at them."""
+"""Workloads, assigned to the tenants in turn."""
 
 
 def cells(plan: Plan) -> list[Cell]:
-    """Groups of tenants x lengths of their requests x what becomes of the others, with fair shares
-    and without."""
+    """Groups of tenants x lengths of their requests x what happens to requests without a guarantee,
+    with fair shares and without."""
     windows = plan.pick(0, 3, 10)
     seconds = WARM_UP_S + windows * WINDOW_S if windows else 6.0
     groups = plan.pick(("one greedy",), tuple(GROUPS), tuple(GROUPS))
@@ -97,13 +97,13 @@ def workload(
     seconds: float,
     seed: int,
 ) -> Workload:
-    """What all tenants ask for, ``rate`` requests of the mean length a second over all."""
+    """The requests of all tenants, ``rate`` tokens of prompt and output a second in total."""
     weights = sum(tenant.weight for tenant in tenants)
     asked = sum(tenant.weight * tenant.demand for tenant in tenants) / weights
     parts = []
     for index, tenant in enumerate(tenants):
         make = GENERATED[names[index % len(names)]]
-        # By tokens: who has long requests asks for fewer.
+        # By tokens: a tenant with long requests sends fewer.
         sample = make(SETUPS[setup], 1.0, 2_000, 0)
         mean = sample.mean_prompt_tokens + sample.mean_output_tokens
         own = rate * tenant.weight * tenant.demand / weights / asked / mean
@@ -121,7 +121,7 @@ def workload(
 
 
 def _in_bursts(time_s: float) -> float:
-    """The same rate over all, on a clock that runs in bursts only, and faster there."""
+    """The same mean rate, on a clock that runs only in bursts, and faster there."""
     period_s = BURST_S + SILENCE_S
     whole, rest_s = divmod(time_s, period_s)
     return whole * period_s + rest_s * BURST_S / period_s
@@ -137,12 +137,12 @@ def measure(
     seconds: float,
     seed: int,
 ) -> Mapping[str, float]:
-    """One run: what tenants were promised against weighted max-min, and what all got.
+    """One run: the guaranteed tokens of each tenant against weighted max-min, and those of all.
 
-    ``error``: mean over windows and tenants of the distance from the share, of all that was
-    promised; ``worst``: the largest. ``below``: the least that a tenant who asked for less than its
-    share got of that, mean over windows. ``tokens_per_s``: promised. ``goodput``: tokens a second
-    of requests that met their objective.
+    ``error``: distance of a tenant from its share, over all guaranteed tokens, mean over windows
+    and tenants; ``worst``: the largest. ``below``: the lowest guaranteed part of the demand among
+    tenants that asked for at most their share, mean over windows. ``tokens_per_s``: guaranteed.
+    ``goodput``: tokens a second of requests that met their objective.
     """
     tenants, names = GROUPS[group], LENGTHS[lengths]
     layout, one = colocated(replicas), SETUPS[setup]
@@ -189,16 +189,16 @@ def measure(
 
 
 def fair_shares(wanted: Floats, weights: Floats, capacity: float) -> Floats:
-    """What each should get of ``capacity`` by weighted max-min fairness."""
+    """Each tenant's share of ``capacity`` by weighted max-min fairness."""
     shares: Floats = np.minimum(wanted, weights * water_level(wanted, weights, capacity))
     return shares
 
 
 FIGURES = {
-    "error": ("distance from the share, of all that was promised", 3),
+    "error": ("distance from the share, over all guaranteed tokens", 3),
     "worst": ("the largest of any tenant in any window", 3),
-    "below": ("least of its requests that a tenant below its share was promised", 3),
-    "kept": ("of the promised, those that met their objective", 3),
+    "below": ("lowest guaranteed part of the demand of a tenant below its share", 3),
+    "kept": ("share of the guaranteed requests that met their objective", 3),
 }
 
 
@@ -226,7 +226,7 @@ def findings(rows: Sequence[Row]) -> Findings:
                 "Without fair shares -> with them",
                 columns,
                 lines,
-                f"{words}; promised tokens, goodput: with fair shares over without.",
+                f"{words}; promised (guaranteed) tokens, goodput: with fair shares over without.",
             )
         ]
     )
@@ -235,7 +235,7 @@ def findings(rows: Sequence[Row]) -> Findings:
 EXPERIMENT = Experiment(
     name="fair_shares",
     source="ours; weighted max-min fairness, trunk reservation",
-    question="Under overload, does each tenant get its share of what can be promised, and what "
+    question="Under overload, does each tenant get its fair share of guaranteed capacity, and what "
     "does that cost?",
     setting={
         "Tenants": "; ".join(
@@ -247,14 +247,14 @@ EXPERIMENT = Experiment(
             )
             for name, tenants in GROUPS.items()
         ),
-        "Arrivals": f"generated, Poisson, at load {OVERLOAD:g}, the demands being scaled together "
-        f"to make it; {LOAD_WORDS}. Bursts: {BURST_S:g} s of every {BURST_S + SILENCE_S:g} s",
+        "Arrivals": f"generated, Poisson, at load {OVERLOAD:g}, to which the demands are scaled "
+        f"together; {LOAD_WORDS}. Bursts: {BURST_S:g} s of every {BURST_S + SILENCE_S:g} s",
         "TPOT": "mean since the first token",
         "Latency": "setup 8b of benchmarks/experiments/engines.py; in full scale 8b-short, too",
-        "Shares": f"weighted max-min of what was promised, in tokens of prompt and output, in each "
-        f"window of {WINDOW_S:g} s after the first {WARM_UP_S:g} s",
+        "Shares": f"weighted max-min of the guaranteed tokens of prompt and output, in each window "
+        f"of {WINDOW_S:g} s after the first {WARM_UP_S:g} s",
         "Objectives and priorities": "ProServe's, see simulation/workloads/settings.py. A request "
-        "that nobody can promise is refused, or served as best effort, and does not come again",
+        "that no replica can guarantee is refused, or served as best effort, and is not retried",
         "Local policy": LOCAL,
     },
     seeds=2,

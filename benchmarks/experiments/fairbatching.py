@@ -49,8 +49,8 @@ SETTING = {
     "H20; nothing ran on an accelerator",
     "Sarathi": f"the best of the token budgets {', '.join(map(str, BUDGETS))} for each case, after "
     "the fact, as in the paper",
-    "FairBatching-PAB": "refuses at arrival what its budget does not hold; a refused request "
-    "counts as missed, and latencies are those of the accepted ones",
+    "FairBatching-PAB": "refuses requests at arrival that exceed its budget; a refused request "
+    "counts as missed, and latencies are those of the accepted requests",
 }
 
 
@@ -65,12 +65,12 @@ def _make(
     workload = fairbatching(dataset, rate, requests, seed)
     if slo is None:
         return workload
-    words = f"In place of that, TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s:g} s."
+    words = f"Objectives replaced by TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s:g} s."
     return with_objectives(workload, lambda _: slo, words)
 
 
 def of_dataset(name: str, slo: SLO | None = None) -> Make:
-    """A row of Table 2, with another objective if one is given."""
+    """A row of Table 2, with its objective or ``slo``."""
     return partial(_make, name, slo)
 
 
@@ -88,7 +88,7 @@ def _loads(plan: Plan) -> list[float]:
 
 def peaks(rows: Sequence[Row], policies: Sequence[str]) -> dict[Value, float]:
     """The peak effective rate by seed: the largest ``rate * attainment`` over loads, of the policy
-    among ``policies`` whose peak is the highest in the mean."""
+    among ``policies`` with the highest mean peak."""
     best: dict[Value, float] = {}
     for policy in policies:
         own: dict[Value, float] = {}
@@ -249,8 +249,8 @@ def breakdown_findings(rows: Sequence[Row]) -> Findings:
         "Fig. 7: peak effective rate, requests/s",
         ("system", "peak", "over the line above"),
         lines,
-        "FB-FB: FairBatching's groups under the best of Sarathi's token limits. FB-TB: a planner "
-        "that knows no context, only tokens, with online correction.",
+        "FB-FB: FairBatching's groups under the best of Sarathi's token limits. FB-TB: the "
+        "planner's model has tokens but no context, with online correction.",
     )
     words = "SLO attainment, running max TPOT"
     return Findings([table], [chart(words, rows, "policy", "load", FIGURE, words)])
@@ -259,7 +259,7 @@ def breakdown_findings(rows: Sequence[Row]) -> Findings:
 PEAK = Experiment(
     name="fairbatching_peak",
     source="FairBatching Table 3",
-    question="How much more do FairBatching and its admission budget serve within objectives?",
+    question="How many more requests do FairBatching and its admission budget serve in time?",
     setting=SETTING,
     seeds=4,
     cells=peak_cells,

@@ -41,8 +41,8 @@ class Line(NamedTuple):
     """A line of the figure.
 
     Attributes:
-        name: as it stands in the table.
-        policies: labels of its variants, of which the best counts.
+        name: as shown in the table.
+        policies: labels of its variants; the best one counts.
     """
 
     name: str
@@ -117,8 +117,8 @@ EXPERIMENT = Experiment(
         "Arrivals": f"{ONE_NODE['Arrivals']}; {LOAD_WORDS}",
         "Balancing": "vLLM's own weighs a waiting request as four running ones (the paper says "
         "only that it counts active requests)",
-        "Admission": "none where not named; `refusing`: a request is refused that no replica can "
-        "promise its objective, and counts as missed",
+        "Admission": "none where not named; `refusing`: a request whose objective no replica can "
+        "guarantee is refused, and counts as missed",
     },
     seeds=2,
     cells=cells,

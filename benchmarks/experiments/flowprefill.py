@@ -40,8 +40,8 @@ TRIAGE = Contender("deadline_triage", "deadline_triage")
 WORDS = {
     "Contenders": "distserve: first come, first served in batches of 8,192 tokens; cp2k, cp8k: "
     "chunks of 2,048 and 8,192 tokens, earliest deadline first; flowprefill: S-EDF with prompts "
-    "that are not split, batches below 4,096 tokens and no most of suspended prefills; layers: the "
-    "same, stopped before layers; bounded: with our defaults, 4 suspended, chunks of 8,192, "
+    "that are not split, batches below 4,096 tokens and no limit of suspended prefills; layers: "
+    "the same, stopped before layers; bounded: with our defaults, 4 suspended, chunks of 8,192, "
     "batches below 1,024; s_edf, chunks of 1K: the same policy without suspension",
     "Capacity": CAPACITY_WORDS,
 }
@@ -104,14 +104,14 @@ def systems_findings(rows: Sequence[Row]) -> Findings:
                 FIGURE,
             ),
             pivot(
-                "Fig. 9, second row: TTFT attainment at load 0.6 by the factor on the objectives",
+                "Fig. 9, second row: TTFT attainment at load 0.6 by SLO scale",
                 scales,
                 ["model", "policy"],
                 "scale",
                 FIGURE,
             ),
             pivot(
-                "Fig. 9, second row: least factor on the objectives at which 90 % attain, load 0.6",
+                "Fig. 9, second row: lowest SLO scale at which 90 % attain, load 0.6",
                 _part(rows, "tightest"),
                 ["model"],
                 "policy",
@@ -177,13 +177,13 @@ def parts_findings(rows: Sequence[Row]) -> Findings:
         for part, title in titles.items()
         for figure, words, digits in (
             (FIGURE, "TTFT attainment", 3),
-            ("throughput", "requests/s until the last has ended", 2),
+            ("throughput", "requests/s until the last one ends", 2),
         )
     ]
     tables.insert(
         1,
         pivot(
-            "Fig. 10: least factor on the objectives at which 90 % attain, load 0.8",
+            "Fig. 10: lowest SLO scale at which 90 % attain, load 0.8",
             _part(rows, "tightest"),
             ["workload"],
             "policy",
@@ -201,7 +201,8 @@ def parts_findings(rows: Sequence[Row]) -> Findings:
 SYSTEMS = Experiment(
     name="flowprefill_systems",
     source="FlowPrefill Fig. 9",
-    question="How much more does preemption at operators with S-EDF serve than chunked prefill?",
+    question="How much more load does preemption at operators with S-EDF serve than chunked "
+    "prefill?",
     setting={**SETTING, **WORDS},
     seeds=5,
     cells=systems_cells,

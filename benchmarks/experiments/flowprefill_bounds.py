@@ -1,4 +1,5 @@
-"""What bounds cost an engine that suspends prefills, and what admission adds past saturation."""
+"""The cost of bounds in an engine that suspends prefills, and the gain of admission past
+saturation."""
 
 from __future__ import annotations
 
@@ -70,9 +71,9 @@ def bounds_findings(rows: Sequence[Row]) -> Findings:
     shown = {
         "depth": (
             (FIGURE, "TTFT attainment", 3),
-            ("deepest", "most suspended prefills", 1),
-            ("suspended_tokens", "most tokens suspended at a time", 0),
-            ("held_tokens", "most tokens with KV at a time", 0),
+            ("deepest", "max suspended prefills", 1),
+            ("suspended_tokens", "max suspended tokens at a time", 0),
+            ("held_tokens", "max tokens with KV at a time", 0),
         ),
         "points": (
             (FIGURE, "TTFT attainment", 3),
@@ -106,7 +107,7 @@ def bounds_findings(rows: Sequence[Row]) -> Findings:
 
 
 def admission_cells(plan: Plan) -> list[Cell]:
-    """Admission policies x what becomes of the rest x loads around saturation."""
+    """Admission policies x refusal or best effort for the rest x loads around saturation."""
     config = PreemptionConfig()
     kinds: list[Kind] = [bounded("off"), bounded("off, no limit of depth", depth=None)]
     for name in ("moore_hodgson", "slos_serve", "pab"):
@@ -122,11 +123,11 @@ def admission_cells(plan: Plan) -> list[Cell]:
 
 
 def admission_findings(rows: Sequence[Row]) -> Findings:
-    """Attainment of all and of the promised."""
+    """Attainment of all requests and of the guaranteed ones."""
     titles = {
         FIGURE: "TTFT attainment of all requests",
-        "promised": "share of the requests that were promised their objective",
-        "kept": "TTFT attainment of the promised requests",
+        "promised": "share of the requests that were guaranteed",
+        "kept": "TTFT attainment of the guaranteed requests",
         "attained_tokens": "share of the prompt tokens whose request attained",
     }
     tables = [
@@ -144,11 +145,12 @@ def admission_findings(rows: Sequence[Row]) -> Findings:
 BOUNDS = Experiment(
     name="flowprefill_bounds",
     source="ours, around FlowPrefill Fig. 12; its stack has no bound",
-    question="What do a bounded stack, coarser points of preemption and their cost take away?",
+    question="How much attainment do a bounded stack, coarser preemption points and their cost "
+    "take?",
     setting={
         **SETTING,
-        "Engine": "our defaults but for what a row says: operators, 4 suspended, chunks of 8,192 "
-        "tokens, 512 where a task is not to be suspended, batches below 1,024",
+        "Engine": "our defaults except what a row names: operators, 4 suspended, chunks of 8,192 "
+        "tokens, 512 for tasks that must not be suspended, batches below 1,024",
     },
     seeds=5,
     cells=bounds_cells,
@@ -161,11 +163,12 @@ ADMISSION = Experiment(
     question="What does admission add to an engine that suspends prefills, past saturation?",
     setting={
         **SETTING,
-        "Engine": "our defaults: operators, 4 suspended, chunks of 8,192 tokens, 512 where a task "
-        "is not to be suspended, batches below 1,024",
+        "Engine": "our defaults: operators, 4 suspended, chunks of 8,192 tokens, 512 for tasks "
+        "that must not be suspended, batches below 1,024",
         "Admission": "the policies of production with their defaults, from a report made at each "
-        "arrival; what cannot be promised is refused, or served after all that have a deadline. "
-        "Attainment counts a refused request as missed, and one of best effort by its objective",
+        "arrival; a request without a guarantee is refused, or served after all requests with a "
+        "deadline. Attainment counts a refused request as missed, and a best-effort request by its "
+        "objective",
     },
     seeds=5,
     cells=admission_cells,

@@ -33,10 +33,10 @@ Make = Callable[[Setup, float, int, int], Workload]
 
 LOAD_WORDS = (
     "load 1 is the rate at which the work of the mean request fills the engine's time in steps as "
-    "long as the least TPOT objective, or its decodes fill the KV"
+    "long as the tightest TPOT objective, or at which its decodes fill the KV"
 )
 SAMPLE = 2_000
-"""Requests that the mean work is taken over."""
+"""Requests over which the mean work is taken."""
 
 
 def alone_s(model: LatencyModel) -> Callable[[int], float]:
@@ -94,10 +94,10 @@ def _trace(path: Path) -> Workload:
 def _recorded(
     path: Path, scaling: str, setup: Setup, rate: float, requests: int, seed: int
 ) -> Workload:
-    """As many requests of a trace, from a place drawn by ``seed``, at a rate.
+    """``requests`` of a trace, from a position drawn by ``seed``, at a rate.
 
-    ``stretched`` multiplies the times. ``thinned`` drops requests at random, and where the trace is
-    too slow for the rate even whole, stretches the rest of the way.
+    ``stretched`` multiplies the times. ``thinned`` drops requests at random, and if even the whole
+    trace is too slow for the rate, stretches it to the rate.
     """
     trace = _trace(path)
     share = min(1.0, rate / trace.rate) if scaling == "thinned" else 1.0
@@ -128,7 +128,7 @@ def recorded(folder: Path | None) -> dict[str, Make]:
     """Every trace in ``folder``, by file and by how its rate is reached.
 
     Raises:
-        TraceError: the folder has no trace, or one that cannot be read.
+        TraceError: the folder has no trace, or a trace cannot be read.
     """
     if folder is None:
         return {}
@@ -166,7 +166,7 @@ def full_load_rate(make: Make, setup: Setup) -> float:
 
 
 def least_tpot_s(workload: Workload) -> float:
-    """The least TPOT objective that a request states; infinite without any."""
+    """The tightest TPOT objective that a request states; infinite without any."""
     return min((arrival.slo.tpot_s or inf for arrival in workload.arrivals), default=inf)
 
 
@@ -184,7 +184,8 @@ def measure(
 
 
 class Span(NamedTuple):
-    """How long a run's arrivals last: ``seconds``, but within these numbers of requests."""
+    """How long a run's arrivals last: ``seconds``, with at least ``least`` and at most ``most``
+    requests."""
 
     seconds: float
     least: int
@@ -219,7 +220,7 @@ def load_cells(
 
 
 def profiled_budget(setup: Setup, tpot_s: float) -> int:
-    """Sarathi's static budget: the most tokens of a fresh prompt that a batch takes within the
+    """Sarathi's static budget: the max tokens of a fresh prompt that a batch processes within the
     TPOT objective; from 64 to 2,048, vLLM's own default."""
     tokens = setup.truth.tokens_within(tpot_s - setup.truth.fixed_s, 0) if tpot_s < inf else 2_048
     return min(max(64, tokens), 2_048)

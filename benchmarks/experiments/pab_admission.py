@@ -1,4 +1,4 @@
-"""FairBatching-PAB on one node: an engine that refuses what its budget does not hold."""
+"""FairBatching-PAB on one node: an engine that refuses requests above its budget."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from scheduling.request import QueueView
 from simulation.mirror import state_rows
 
 REFERENCE_TPOT_S = 0.1
-"""Pace in the budget of decodes that state none."""
+"""TPOT that the budget assumes for decodes without a TPOT objective."""
 
 
 class Rejecting(BatchPolicy):
-    """Refuses, at first sight, a request whose prompt is above the prefill admission budget within
-    its TTFT (FairBatching §3.4), and plans the others as ``inner`` does.
+    """Refuses a request, when it is first seen, whose prompt is above the prefill admission budget
+    within its TTFT (FairBatching §3.4), and plans the others as ``inner`` does.
 
     A refused request would end with an error. Here it stays in the queue and runs, first come,
-    first served, only while nothing else is there, so that every request of a simulated run ends.
-    A request without a TTFT is always accepted.
+    first served, only while there is no accepted request, so that every request of a simulated run
+    ends. A request without a TTFT is always accepted.
 
     Args:
-        inner: plans what was accepted.
+        inner: plans the accepted requests.
 
     Attributes:
         refused: keys of all refused requests, for the one run that this policy serves.
@@ -57,7 +57,7 @@ class Rejecting(BatchPolicy):
         if self.refused.isdisjoint(keys):
             return self._inner.plan(queue, now_s, latency, budget)
         refused = np.array([key in self.refused for key in keys])
-        # One that was begun in an idle moment holds KV, and goes on.
+        # A refused request that started while the engine was idle holds KV, and continues.
         rows = np.flatnonzero(~refused | (queue.table[:, RUNNING] > 0))
         if not len(rows):
             return self._idle.plan(queue, now_s, latency, budget)
@@ -72,7 +72,7 @@ class Rejecting(BatchPolicy):
         self._inner.fill(batch, queue, now_s, latency)
 
     def _holds(self, queue: QueueView, row: int, now_s: float, latency: LatencyModel) -> bool:
-        """Whether the budget, over the requests accepted before, holds the request in ``row``."""
+        """Whether the request in ``row`` fits the budget that the accepted requests leave."""
         table = queue.table
         left_s = float(table[row, ARRIVAL] + table[row, TTFT]) - now_s
         if left_s == inf:

@@ -29,10 +29,10 @@ from simulation.workloads.settings import FLOWPREFILL_TTFT_S, flowprefill, flowp
 FIGURE = "attainment_mean"
 
 MODELS = {"llama3-8b": ("8b", LLAMA3_8B), "llama3-70b": ("70b", LLAMA3_70B)}
-"""By model, the setup whose step times it has, and its operators."""
+"""By model: the setup with its step times, and its operators."""
 
 LONG_TOKENS = 2_500
-"""A recorded prompt without a task of Table 1 counts as a search from here on, else as text."""
+"""A recorded prompt without a task of Table 1 counts as search from this length, else as text."""
 
 SETTING = {
     "TPOT": "none: only the first token is judged, on an instance that only prefills",
@@ -49,13 +49,13 @@ SETTING = {
 
 
 class Suspending(NamedTuple):
-    """An engine that suspends prefills, as it stands in tables.
+    """An engine that suspends prefills.
 
     Attributes:
-        label: its name there.
+        label: its name in tables.
         config: where prefills stop.
-        admission: policy that tells what can be promised; empty: everything is served.
-        refuses: whether what cannot be promised is refused.
+        admission: registered name of the admission policy; empty: every request is served.
+        refuses: whether requests without a guarantee are refused.
     """
 
     label: str
@@ -67,7 +67,7 @@ class Suspending(NamedTuple):
 Kind = Contender | Suspending
 
 PAPER = PreemptionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=4_096)
-"""As in the paper: prompts are not split, and any number is suspended."""
+"""As in the paper: prompts are not split, and the number of suspended prefills is unlimited."""
 
 
 def flow(label: str, **changes: object) -> Suspending:
@@ -76,7 +76,7 @@ def flow(label: str, **changes: object) -> Suspending:
 
 
 def bounded(label: str, **changes: object) -> Suspending:
-    """The engine with the bounds that it has by default, and changes."""
+    """The engine with its default bounds, and changes."""
     return Suspending(label, PreemptionConfig().model_copy(update=changes))
 
 
@@ -115,7 +115,7 @@ def workloads(model: str, scale: float, traces: Path | None) -> dict[str, Make]:
 
 
 def setup_of(model: str) -> Setup:
-    """A prefill-only instance: ample KV, and planners know the step times."""
+    """A prefill-only instance: ample KV, and planners know the real step times."""
     setup = SETUPS[MODELS[model][0]]
     return setup._replace(engine=EngineConfig(kv_blocks=32_768), believed=setup.truth)
 
@@ -146,8 +146,8 @@ def measure(
 
 
 def prefill_figures(served: PrefillRun) -> dict[str, float]:
-    """Attainment of all requests, of those that were promised, and by prompt tokens; throughput;
-    what suspensions took. A refused request attains nothing."""
+    """Attainment of all requests, of the guaranteed ones, and by prompt tokens; throughput; the
+    cost of suspensions. A refused request attains nothing."""
     requests, counts = served.requests, served.counts
     met = attained(requests, stages(requests), TPOTMetric.MEAN)
     promised = ~requests.best_effort
@@ -192,7 +192,7 @@ def grid(
 
 
 def goodput(make: Make, model: str, kind: Kind, lasting: Span, seed: int) -> Mapping[str, float]:
-    """The greatest rate at which 90 % attain."""
+    """The highest rate at which 90 % attain."""
     full = full_load_rate(make, setup_of(model))
 
     def attainment(load: float) -> float:
@@ -205,7 +205,7 @@ def goodput(make: Make, model: str, kind: Kind, lasting: Span, seed: int) -> Map
 def tightest(
     make: Callable[[float], Make], model: str, load: float, kind: Kind, lasting: Span, seed: int
 ) -> Mapping[str, float]:
-    """The least factor on the objectives at which 90 % attain; infinite if none of up to 20 does.
+    """The lowest factor on the objectives at which 90 % attain; infinite if none up to 20 suffices.
 
     Args:
         make: the workload by the factor.

@@ -1,4 +1,4 @@
-"""Promises with margins, against those without and against an oracle, where the model is wrong."""
+"""Guarantees with margins, against those without and an oracle, under a wrong latency model."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ MARGINS, NONE, ORACLE = "margins", "no margins", "oracle"
 REPLICAS = 2
 
 LEAST_PROMISES = 200
-"""A cell with fewer, over all seeds, says nothing of the share that is kept."""
+"""A cell with fewer guarantees, over all seeds, has no verdict on the share that is kept."""
 
 KEPT_BELOW, GOODPUT_BELOW, OF_ORACLE = 0.01, 0.03, 0.9
-"""How far the share kept may be below its level, and goodput in a cell below that without margins;
-and what share of the oracle's goodput there must be."""
+"""Tolerances: of the share kept below its level, and of a cell's goodput below the one without
+margins; and the required share of the oracle's goodput."""
 
 
 class Wrong(NamedTuple):
@@ -61,7 +61,7 @@ class Wrong(NamedTuple):
     drift: float = 1.0
 
     def believed(self, model: LatencyModel) -> LatencyModel:
-        """What is believed where ``model`` would be without the error."""
+        """The planners' model with this error, where ``model`` has none."""
         fixed, *others = model.coefficients
         return type(model).of([fixed / self.fixed, *(each / self.tokens for each in others)])
 
@@ -82,7 +82,7 @@ def measure(
     level: float | None,
     seed: int,
 ) -> Mapping[str, float]:
-    """The counts of one run with promises."""
+    """The counts of one run with admission."""
     workload = make(setup, rate, requests, seed)
     lasts_s = workload.arrivals[-1].arrival_s
     drift = [Slowdown(lasts_s / 3, 0, wrong.drift), Slowdown(lasts_s * 2 / 3, 0, 1.0)]
@@ -103,7 +103,7 @@ def measure(
 
 
 def oracle(make: Make, setup: Setup, rate: float, requests: int, seed: int) -> Mapping[str, float]:
-    """The counts of who knows the future, see :data:`EXPERIMENT`."""
+    """The counts of an oracle that knows the future, see :data:`EXPERIMENT`."""
     workload = make(setup, rate, requests, seed)
 
     def run(admitted: bool) -> float:
@@ -127,15 +127,16 @@ def oracle(make: Make, setup: Setup, rate: float, requests: int, seed: int) -> M
 
 
 def admissions() -> admission.AdmissionPolicy:
-    """What a controller decides by on promises unless told otherwise."""
+    """The admission policy that a controller has by default."""
     assert ADMISSION is not None
     return admission.make_policy(ADMISSION)
 
 
 def counts(result: Result) -> dict[str, float]:
-    """Of all requests: those promised; of these, those that met everything that they state
-    (``kept``) and each objective; those that met everything, promised or not; and of the promised
-    first tokens that were late the P95 of how late they were, in times of the objective."""
+    """Counts of requests: ``promised``: guaranteed; ``kept``: guaranteed and met every stated
+    objective; by objective: guaranteed and met it; ``attained``: met every objective, guaranteed or
+    not. ``late_p95``: P95 of the lateness of late guaranteed first tokens, in multiples of the
+    objective."""
     requests = result.requests
     measured = stages(requests)
     promised = ~np.isnan(requests.promised_s)
@@ -187,15 +188,15 @@ class Sums(NamedTuple):
     of: Mapping[str, Sequence[Row]]
 
     def sum(self, system: str, figure: str) -> float:
-        """Of a count."""
+        """The sum of a count."""
         return sum(float(row[figure]) for row in self.of[system])
 
     def share(self, system: str, figure: str, of: str = "requests") -> float:
-        """Of one count in another; 1 where there is nothing."""
+        """One count over another; 1 if that is 0."""
         return _of(self.sum(system, figure), self.sum(system, of))
 
     def ratio(self, other: str) -> float:
-        """Promises kept with margins over those of another system; 1 where it kept none."""
+        """Guarantees kept with margins over those of another system; 1 where it kept none."""
         return _of(self.sum(MARGINS, "kept"), self.sum(other, "kept"))
 
 
@@ -212,7 +213,7 @@ def sums_of(rows: Sequence[Row]) -> list[Sums]:
 
 
 def findings(rows: Sequence[Row]) -> Findings:
-    """The targets, the means, and the cells where least is kept."""
+    """The targets, the means, and the cells with the lowest share kept."""
     sums = sums_of(rows)
     worst = sorted(sums, key=lambda each: each.share(MARGINS, "kept", "promised"))[:16]
     lines = [(*each.labels, *_line([each], system)) for each in worst for system in (NONE, MARGINS)]
@@ -234,15 +235,16 @@ def findings(rows: Sequence[Row]) -> Findings:
             Table("By model error, mean over cells", ("model", "system", *titles), by_model, _NOTE),
             Table("By workload, mean over cells", ("workload", "system", *titles), by_workload),
             Table(
-                "Where least is kept", (*CELL, *titles), lines, "Each without, then with margins."
+                "Lowest shares kept", (*CELL, *titles), lines, "Each without, then with margins."
             ),
         )
     )
 
 
 _NOTE = (
-    "Kept, and kept by objective, of what was promised; goodput: promised and kept, of the "
-    "oracle's; late: of promised first tokens that were late, in times of the objective."
+    "Promised: guaranteed; kept, and kept by objective: share of the guaranteed; goodput: "
+    "guaranteed and kept, over the oracle's; late: lateness of late guaranteed first tokens, in "
+    "multiples of the objective."
 )
 
 
@@ -262,7 +264,7 @@ def _of(part: float, whole: float) -> float:
 
 
 def targets(sums: Sequence[Sums]) -> Table:
-    """What must hold, and whether it does."""
+    """The targets, and whether they hold."""
     many = [each for each in sums if each.sum(MARGINS, "promised") >= LEAST_PROMISES]
     kept = {each.labels: each.share(MARGINS, "kept", "promised") for each in many}
     to_none = {each.labels: each.ratio(NONE) for each in sums}
@@ -272,10 +274,10 @@ def targets(sums: Sequence[Sums]) -> Table:
     }
     least = LEVEL - KEPT_BELOW
     checks: list[tuple[str, Mapping[tuple[str, ...], float], float, float | None]] = [
-        (f"kept, cells of {LEAST_PROMISES} promises or more", kept, least, None),
-        ("goodput to that without margins", to_none, 1 - GOODPUT_BELOW, 1.0),
-        ("goodput to the oracle's", to_oracle, OF_ORACLE, None),
-        ("attained, less that without margins", points, -np.inf, 0.0),
+        (f"kept, cells of {LEAST_PROMISES} guarantees or more", kept, least, None),
+        ("goodput over that without margins", to_none, 1 - GOODPUT_BELOW, 1.0),
+        ("goodput over the oracle's", to_oracle, OF_ORACLE, None),
+        ("attained, minus that without margins", points, -np.inf, 0.0),
     ]
     lines = []
     for words, values, floor, mean_floor in checks:
@@ -307,24 +309,24 @@ def targets(sums: Sequence[Sums]) -> Table:
 EXPERIMENT = Experiment(
     name="promises",
     source="ours; adaptive conformal inference is Gibbs and Candès 2021",
-    question="Is what is promised kept where the model of the engine is wrong, and what do the "
+    question="Are guarantees kept where the engine's latency model is wrong, and what do the "
     "margins cost?",
     setting={
-        "TPOT": "mean since the first token; kept is every stated objective of every stage",
-        "Goodput": "promised and kept; all systems have the same arrivals, so per request or per "
-        "second of arrivals alike",
+        "TPOT": "mean since the first token; kept: every stated objective of every stage is met",
+        "Goodput": "guaranteed and kept; all systems have the same arrivals, so ratios per request "
+        "and per second are equal",
         "Arrivals": f"{LOAD_WORDS}; {REPLICAS} replicas behind the default router, admission "
-        f"{ADMISSION}, local policy {LOCAL}; what cannot be promised is served as best effort",
+        f"{ADMISSION}, local policy {LOCAL}; other requests are served as best effort",
         "Objectives and priorities": "each workload's own, as in default_policy",
         "Latency": "setups of benchmarks/experiments/engines.py; all x 1.3: steps take 1.3 times "
-        "what is believed at the start; fixed x 1.5: their fixed part takes 1.5 times; noise, "
+        "the predicted time at the start; fixed x 1.5: their fixed part takes 1.5 times; noise, "
         "drift: 15 % noise on every step instead of 3 %, and one replica is 1.3 times slower in "
         "the middle third of the arrivals; the online correction of production learns",
-        "Margins": f"{MARGINS}: learned to keep {LEVEL:g} of the promises; {NONE}: what is "
-        "promised is planned for when it is due",
+        "Margins": f"{MARGINS}: learned to keep {LEVEL:g} of the guarantees; {NONE}: guaranteed "
+        "requests are planned to finish exactly when they are due",
         "Oracle": "an exact model without noise or drift, no head-room, output lengths known to "
-        "replicas; and it promises what it will keep, so all that met its objectives counts, of "
-        "the better of a run with admission and one without",
+        "replicas; it guarantees exactly the requests that it keeps, so every request that met "
+        "its objectives counts, of the better of a run with admission and one without",
     },
     seeds=2,
     cells=cells,

@@ -33,7 +33,7 @@ SETTING = {
     "two priorities with equal chance, weights 2 and 1 unless stated",
     "Latency": "setups 8b and 70b of benchmarks/experiments/engines.py, in place of Qwen2-7B and "
     "Qwen3-32B on Ascend 910B; nothing ran on an accelerator",
-    "Sarathi": "token budget profiled per setup: what a batch takes within the TPOT objective",
+    "Sarathi": "token budget profiled per setup: tokens of a batch within the TPOT objective",
 }
 
 
@@ -204,7 +204,7 @@ def weight_findings(rows: Sequence[Row]) -> Findings:
 POLICIES = Experiment(
     name="proserve_policies",
     source="ProServe Fig. 10 and 13",
-    question="Does SlideBatching gain more than the other policies, and how do priorities fare?",
+    question="Does SlideBatching gain more than the other policies, and what do priorities attain?",
     setting=SETTING,
     seeds=3,
     cells=policy_cells,

@@ -38,7 +38,7 @@ MIN_LOAD, GO_ROUTING = "min_load", "go_routing"
 SETTING = {
     **ONE_NODE,
     "Arrivals": f"{ONE_NODE['Arrivals']}; {LOAD_WORDS}",
-    "Min-load": "fewest requests, waiting, running and on their way",
+    "Min-load": "fewest requests: waiting, running and in transit",
 }
 
 
@@ -82,7 +82,7 @@ def disaggregated_cells(plan: Plan) -> list[Cell]:
 
 
 def colocated_cells(plan: Plan) -> list[Cell]:
-    """Data sets x loads x systems on replicas that do both."""
+    """Data sets x loads x systems on co-located replicas."""
     pairs = [
         (local, router)
         for local in ("slidebatching", "sarathi_priority", LOCAL)
@@ -143,7 +143,7 @@ DISAGGREGATED = Experiment(
 COLOCATED = Experiment(
     name="proserve_colocated",
     source="ProServe Fig. 12",
-    question="What does GoRouting add where every replica does both?",
+    question="What does GoRouting add on co-located replicas?",
     setting={
         **SETTING,
         "Latency": "setup 8b of benchmarks/experiments/engines.py in place of Qwen2-7B on Ascend "

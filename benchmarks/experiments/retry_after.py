@@ -1,4 +1,4 @@
-"""Whether refused requests are promised their objective when they come again as they were told."""
+"""Whether refused requests are guaranteed when they retry after exactly ``Retry-After``."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from simulation.requests import Requests
 SETUP = SETUPS["8b"]
 REPLICAS = 2
 WORKLOADS = ("proserve sharegpt", "proserve azure", "chat and code", "proserve bursty")
-AGAIN, GONE, NO_ROOM = "come again", "go away", "go away, no room kept"
+AGAIN, GONE, NO_ROOM = "retry", "leave", "leave, nothing reserved"
 COME_BACKS = {AGAIN: 10, GONE: 0, NO_ROOM: 0}
-"""How often a refused client comes again, by what clients do."""
+"""Max retries of a refused client, by what clients do."""
 
 WANTED = 0.8
-"""Share of those who come when told to that is to be promised."""
+"""Target share of the retries, sent exactly at ``Retry-After``, that are guaranteed."""
 
 LEAST_RETURNS = 50
-"""A cell in which fewer come again, over all seeds, says nothing of that share."""
+"""A cell with fewer retries, over all seeds, has no verdict on that share."""
 
 WARM_UP_S = 10.0
-"""What happens before is left out, or of a short run what happens in its first third."""
+"""This start of a run does not count; of a short run, its first third."""
 
 
 def measure(make: Make, rate: float, requests: int, clients: str, seed: int) -> Mapping[str, float]:
@@ -41,7 +41,8 @@ def measure(make: Make, rate: float, requests: int, clients: str, seed: int) -> 
     workload = make(SETUP, rate, requests, seed)
     lasts_s = workload.arrivals[-1].arrival_s
     if clients == NO_ROOM:
-        # Only newcomers of the same API key leave room, and here each request has its own.
+        # Only new requests of the same API key respect a reservation, and here each request has
+        # its own key.
         alone = tuple(each._replace(tenant=key) for key, each in enumerate(workload.arrivals))
         workload = replace(workload, arrivals=alone)
     system = System(DEFAULT, Contender(LOCAL, LOCAL), ADMISSION, "reject")
@@ -50,10 +51,10 @@ def measure(make: Make, rate: float, requests: int, clients: str, seed: int) -> 
 
 
 def counts(requests: Requests, lasts_s: float) -> dict[str, float]:
-    """Of those who came again after the warm-up and before ``lasts_s``: how many (``returns``), how
-    many were promised then (``held``), and the P95 of what they were told, seconds. ``promised``:
-    of all requests, in the end. ``goodput``: requests that came last in that time, were promised
-    and met their objective, a second of it."""
+    """Of the retries after the warm-up and before ``lasts_s``: their number (``returns``), how many
+    were guaranteed (``held``), and the P95 of their ``Retry-After``, seconds (``told_p95``).
+    ``promised``: share of all requests that were guaranteed in the end. ``goodput``: requests a
+    second whose last attempt arrived in that time, was guaranteed and met its objective."""
     begin_s = min(WARM_UP_S, lasts_s / 3)
     returns = [each for each in requests.returns if begin_s < each.at_s <= lasts_s]
     came_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
@@ -86,7 +87,7 @@ def cells(plan: Plan) -> list[Cell]:
 
 
 def findings(rows: Sequence[Row]) -> Findings:
-    """By cell: how good the moments are, and what it costs to keep room for nobody."""
+    """By cell: how good the retry times are, and what unused reservations cost."""
     moments, costs = [], []
     for (name, load), own in grouped(rows, "workload", "load").items():
         of = {str(clients): part for (clients,), part in grouped(own, "clients").items()}
@@ -99,26 +100,26 @@ def findings(rows: Sequence[Row]) -> Findings:
         kept, none = (estimate(of[each], "goodput").mean for each in (GONE, NO_ROOM))
         ratio = f"{kept / none:.3f}" if none else "-"
         costs.append((str(name), f"{load:g}", f"{kept:.2f}", f"{none:.2f}", ratio))
-    title = f"All come again, and {WANTED:g} of them are to be promised"
-    columns = ("workload", "load", "come-backs", "held", "holds", "told, P95, s", "promised")
-    note = f"-: fewer than {LEAST_RETURNS} came again. Promised: of all requests, in the end."
-    cost_columns = ("workload", "load", "room kept", "none kept", "ratio")
-    costly = Table("Nobody comes again: goodput, requests a second", cost_columns, costs)
+    title = f"All clients retry, and {WANTED:g} of the retries are to be guaranteed"
+    columns = ("workload", "load", "retries", "held", "holds", "retry-after, P95, s", "promised")
+    note = f"-: fewer than {LEAST_RETURNS} retries. Promised: share of all requests, in the end."
+    cost_columns = ("workload", "load", "reserved", "not reserved", "ratio")
+    costly = Table("No client retries: goodput, requests a second", cost_columns, costs)
     return Findings((Table(title, (*columns, "goodput, 1/s"), moments, note), costly))
 
 
 EXPERIMENT = Experiment(
     name="retry_after",
     source="ours; reservation with backfilling is Lifka 1995",
-    question="Is a refused request promised its objective when it comes again as it was told, and "
-    "what does it cost to keep room for it?",
+    question="Is a refused request guaranteed when it retries at its Retry-After, and what does "
+    "the capacity reserved for it cost?",
     setting={
         **SETTING,
-        "Admission": f"{ADMISSION}; what cannot be promised is refused",
+        "Admission": f"{ADMISSION}; requests that cannot be guaranteed are refused",
         "Replicas": f"{REPLICAS}, co-located, behind the default router; local policy {LOCAL}",
-        "Clients": f"{AGAIN}: exactly when told, up to {COME_BACKS[AGAIN]} times, under one id; "
-        f"{GONE}: never, which has to be learned; {NO_ROOM}: the same, each request with its own "
-        "API key, so that no newcomer leaves room",
+        "Clients": f"{AGAIN}: exactly at Retry-After, up to {COME_BACKS[AGAIN]} times, under one "
+        f"id; {GONE}: never retry, which the controller has to learn; {NO_ROOM}: the same, each "
+        "request with its own API key, so that no new request respects a reservation",
         "Counted": f"after the first {WARM_UP_S:g} s, until the last new request",
     },
     seeds=2,

@@ -53,8 +53,8 @@ SETTING = {
 
 
 def workloads(plan: Plan) -> dict[str, Make]:
-    """Generated ones, and recorded ones at the wanted rate: a cluster's rate is above that of the
-    traces, so that all of them are stretched and none is thinned."""
+    """Generated workloads, and traces stretched to the wanted rate: a cluster's rate is above the
+    traces' own, so none is thinned."""
     names = plan.pick(GENERATED_NORMAL[:1], GENERATED_NORMAL, GENERATED_FULL)
     traces = {
         name: make for name, make in recorded(plan.traces).items() if name.endswith("(stretched)")
@@ -90,8 +90,8 @@ def _routers(plan: Plan) -> tuple[str, ...]:
 
 
 def colocated_cells(plan: Plan) -> list[Cell]:
-    """Workloads x sizes x loads x local policies x routers; in normal scale other policies than
-    the default on 32 replicas with the default router and its rivals alone."""
+    """Workloads x sizes x loads x local policies x routers; in normal scale, 32 replicas run
+    non-default policies only with the default router and its rivals."""
     few = [router for router in ROUTERS if router == DEFAULT or router in RIVALS]
     small = [colocated(size) for size in plan.pick((4,), (4, 8), (4, 8, 32))]
     large = [colocated(size) for size in plan.pick((), (32,), ())]
@@ -129,7 +129,7 @@ def findings(rows: Sequence[Row]) -> Findings:
 COLOCATED = Experiment(
     name="routers",
     source="ours; the routers are those of the five papers and the usual baselines",
-    question="Which router serves most within objectives, and does the default lose anywhere?",
+    question="Which router has the highest SLO attainment, and does the default lose anywhere?",
     setting=SETTING,
     seeds=2,
     cells=colocated_cells,

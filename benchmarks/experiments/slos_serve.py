@@ -30,7 +30,7 @@ SHARES = (0.9, 0.98)
 FIGURE = "attainment_window"
 ALPHA = 0.7
 DRAFT_S = 0.0005
-"""A draft step of a model of 125M parameters on 2 TB/s is some 0.2 ms; ours is with overhead."""
+"""A draft step of a 125M-parameter model on 2 TB/s takes some 0.2 ms; this value adds overhead."""
 
 SETTING = {
     "TPOT": "the largest mean over 10 tokens, of every stage",
@@ -80,7 +80,7 @@ Serve = Callable[[Workload, int], Run]
 def capacity(
     scenario: str, setup: Setup, span: Span, replicas: int, serve: Serve, seed: int
 ) -> Mapping[str, float]:
-    """The greatest rates at which 90 % and 98 % of the requests attain, per replica."""
+    """The highest rates at which 90 % and 98 % of the requests attain, per replica."""
     full = full_load_rate(_generated(scenario), setup)
 
     def attainment(load: float) -> float:
@@ -163,7 +163,7 @@ def _cluster(
 
 
 def scaling_cells(plan: Plan) -> list[Cell]:
-    """Scenarios x replicas x routers; `slos_serve` hands declined requests on (Fig. 7)."""
+    """Scenarios x replicas x routers; `slos_serve` forwards declined requests (Fig. 7)."""
     setup = SETUPS["8b"]
     systems = (
         ("fcfs", "round_robin"),
@@ -222,7 +222,7 @@ def drafting(setup: Setup, alpha: float, length: int, draft_s: float) -> Setup:
 
 
 def ablation_cells(plan: Plan) -> list[Cell]:
-    """The optimisations taken away one after the other."""
+    """The optimisations removed one after the other."""
     setup = SETUPS["8b"]
     sarathi = _sarathi(setup)
     static = profiled_budget(setup, TIGHT_TPOT_S)
@@ -254,7 +254,7 @@ def ablation_findings(rows: Sequence[Row]) -> Findings:
     """Fig. 14: capacity without each optimisation."""
     note = (
         f"Drafts: acceptance {ALPHA:g}, {DRAFT_S * 1e3:g} ms for each drafted token of the "
-        "longest; adaptive is the paper's, 3 is what an engine does by itself. Static batch: the "
+        "longest; adaptive is the paper's, 3 is an engine's own fixed length. Static batch: the "
         "engine's token limit is Sarathi's budget. No "
         "admission: earliest deadlines in a time budget, by FairBatching with last-token deadlines."
     )

@@ -20,7 +20,7 @@ MOST_DRAFTS = 9
 NONE, ADAPTIVE = "none", "adaptive"
 
 JUDGED = {"slos_serve": "window", "deadline_triage": "mean"}
-"""The policies, and the TPOT that each is for."""
+"""By policy, the TPOT metric that it targets."""
 
 
 def _chat(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
@@ -30,8 +30,8 @@ def _chat(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
 def capacity(
     make: Make, setup: Setup, span: Span, contender: Contender, seed: int
 ) -> Mapping[str, float]:
-    """The greatest rate at which 90 % of the requests attain, and the drafts that were checked and
-    accepted there, per token of output."""
+    """The highest rate at which 90 % of the requests attain, and the drafted tokens checked and
+    accepted at that rate, per output token."""
     full = full_load_rate(make, setup)
     figure = f"attainment_{JUDGED[contender.policy]}"
 
@@ -79,7 +79,7 @@ def cells(plan: Plan) -> list[Cell]:
 
 
 def findings(rows: Sequence[Row]) -> Findings:
-    """Capacity, and what was checked for it."""
+    """Capacity, and the drafted tokens checked and accepted at it."""
     down = ["setup", "policy", "drafts"]
     words = {
         "rate": "Capacity at 90 % attainment by acceptance, requests/s",
@@ -94,7 +94,8 @@ def findings(rows: Sequence[Row]) -> Findings:
 EXPERIMENT = Experiment(
     name="speculation_lengths",
     source="SLOs-Serve §3.2.3 and appendix D, with lengths by request; the comparison is ours",
-    question="What is won by choosing how many drafted tokens to check, at equal attainment?",
+    question="How much capacity does choosing the number of drafted tokens to check gain, at equal "
+    "attainment?",
     setting={
         "TPOT": "slos_serve: the largest mean over 10 tokens; deadline_triage: the mean",
         "Arrivals": "chatbot of SLOs-Serve, generated, Poisson; a rate is reached by generating at "
@@ -102,9 +103,9 @@ EXPERIMENT = Experiment(
         "Objectives and priorities": "SLOs-Serve Tables 1 and 3: TTFT 3 or 5 times the idle "
         "engine's, at least 0.2 s; TPOT 50 or 100 ms; one priority",
         "Latency": "setups 8b and 70b of benchmarks/experiments/engines.py; nothing ran on an "
-        "accelerator. A drafted token costs what a prompt's token does, drafting nothing",
-        "Drafts": "each is right with the stated probability if those before it are; `adaptive` "
-        f"has up to {MOST_DRAFTS} and does not know the probability",
+        "accelerator. Checking a drafted token costs as much as a prompt token, drafting nothing",
+        "Drafts": "each is right with the stated probability if all before it are; `adaptive` "
+        f"drafts up to {MOST_DRAFTS} and does not know the probability",
         "Output lengths": "known",
         "Capacity": f"bisection over loads from {LOADS.least:g} to {LOADS.most:g} in {LOADS.steps} "
         "halvings, within 4 %; each seed has its own",

@@ -1,4 +1,4 @@
-"""Clusters that are not as a router would like them: old news, unlike replicas, a slow one."""
+"""Routers in non-ideal clusters: stale reports, heterogeneous replicas, a slow replica."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def mixed_cells(plan: Plan) -> list[Cell]:
 
 
 def slow_cells(plan: Plan) -> list[Cell]:
-    """Workloads x factors of the slow replica x loads x routers."""
+    """Workloads x slowdowns of one replica x loads x routers."""
     from_s = plan.pick(0.2, 3.0, 10.0)
     layouts = [
         colocated(REPLICAS)._replace(
@@ -82,7 +82,7 @@ def slow_cells(plan: Plan) -> list[Cell]:
 
 
 def findings(rows: Sequence[Row]) -> Findings:
-    """Every router by what the cluster is like, and the default against each."""
+    """Every router by cluster, and the default against each."""
     tables = [
         pivot(f"{words}, mean over workloads and loads", rows, ["router"], "cluster", figure)
         for figure, words in METRICS.items()
@@ -101,7 +101,7 @@ STALE = Experiment(
     question="What do late and lost reports cost each router?",
     setting={
         **_COMMON,
-        "Reports": "as named: how often, how late, how many are lost; the rest as in production",
+        "Reports": "as named: interval, delay, share lost; the rest as in production",
     },
     seeds=2,
     cells=age_cells,
@@ -115,7 +115,7 @@ HETEROGENEOUS = Experiment(
     setting={
         **_COMMON,
         "Latency": "setups 8b-fast (5 ms and 25 us a token) and 8b (9 ms and 80 us); each replica "
-        "reports its own profile, corrected; load 1 is the sum of what each serves",
+        "reports its own corrected profile; load 1 is the sum of each replica's load 1",
     },
     seeds=2,
     cells=mixed_cells,
@@ -129,7 +129,7 @@ SLOW = Experiment(
     setting={
         **_COMMON,
         "Slow replica": "every step takes longer from 3 s on (10 s in full scale); its planner "
-        "learns it from its steps, and its reports say so; loads are those of the cluster before",
+        "learns this from its steps and reports it; loads are relative to the cluster before",
     },
     seeds=2,
     cells=slow_cells,
