@@ -27,7 +27,7 @@ from router.tenancy.keys import (
 from router.tenancy.limits import ANYONE, Client
 
 POLL_S = 2.0
-"""Interval at which a key file is read again, seconds. A removed key may be accepted for as long."""
+"""Interval between reads of a key file, seconds. A removed key may be accepted for as long."""
 
 MAX_FILE_BYTES = 4 << 20
 """Maximum size of a key file."""
