@@ -1,4 +1,4 @@
-"""Who may use the admin API and the live page."""
+"""Configuration of access to the admin API and the live page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.tenancy.keys import KeyEntry, KeyFile, check_bare, check_entries
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address, without a port, is this machine alone."""
+    """Whether a host name or address, without a port, is a loopback one."""
     if host == "localhost":
         return True
     try:
@@ -27,14 +27,14 @@ class AdminConfig(BaseModel):
 
     access: Literal["off", "key", "open"] = Field(
         default="key",
-        description="`off`: there is no admin API and no page; `key`: one of these keys opens "
-        "them, and without any nothing does; `open`: no key, only with `sluice serve` on a "
-        "loopback `router.host`.",
+        description="`off`: no admin API and no page; `key`: an admin key is required, and without "
+        "configured keys access is refused; `open`: no key, only with `sluice serve` on a loopback "
+        "`router.host`.",
     )
     keys: tuple[KeyEntry, ...] = Field(
         default=(),
         max_length=100,
-        description="Keys that open the admin API and nothing else; API keys do not open it.",
+        description="Keys for the admin API only; API keys do not give access to it.",
     )
     keys_file: KeyFile | None = Field(
         default=None,
@@ -52,5 +52,5 @@ class AdminConfig(BaseModel):
 
     @property
     def has_keys(self) -> bool:
-        """Whether a key is configured that opens the admin API."""
+        """Whether an admin key is configured."""
         return bool(self.keys) or self.keys_file is not None

@@ -1,4 +1,4 @@
-"""Answers on their way from replicas, and how an attempt at one fails."""
+"""Answers that replicas send, and the failures of attempts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class ReplicaFailedError(Exception):
     """A replica did not serve an attempt.
 
     Args:
-        reason: what the client is told if this was the last attempt.
-        message: what happened, without inner details.
-        dead: the replica is known to serve nothing any more.
-        retry: another replica may do better.
-        hung: the replica stands still, and the controller has been told.
-        lost: nothing more comes of what it had, as when it is dead or hung.
+        reason: of the client's error if this was the last attempt.
+        message: what happened, without internal details.
+        dead: the replica is known to serve no more requests.
+        retry: another replica may succeed.
+        hung: the replica is unresponsive, and the controller has been notified.
+        lost: the replica's requests are lost, as when it is dead or hung.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class ReplicaFailedError(Exception):
 
 
 class MovedError(Exception):
-    """An attempt is given up for one at another replica that can keep its promise. Its own replica
-    has not failed."""
+    """An attempt is abandoned for one at another replica that can meet its SLO. Its own replica has
+    not failed."""
 
 
 class NobodyTakesError(ReplicaFailedError):
-    """Nobody takes a stream from its replica any more, which is not at fault: the client left, or
-    the connection between HAProxy and the replica broke.
+    """A stream's reader is gone, which is not the replica's fault: the client left, or the
+    connection between HAProxy and the replica broke.
 
     Args:
-        stalled: the client is there, and has taken nothing for too long.
+        stalled: the client is connected, but has read nothing for too long.
     """
 
     def __init__(self, stalled: bool = False) -> None:
@@ -73,13 +73,14 @@ class NobodyTakesError(ReplicaFailedError):
 
 
 class ReplicaStream(Protocol):
-    """One attempt's answer, on its way."""
+    """The incoming answer of one attempt."""
 
     def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
-        """Yield items as they come: a head, chunks, a tail. Who takes it may say so before.
+        """Yield items as they arrive: a head, chunks, a tail. Before the head, the replica that has
+        the request may confirm it.
 
         Raises:
-            ReplicaFailedError: the replica or the way to it failed.
+            ReplicaFailedError: the replica or the connection to it failed.
         """
 
     def cancel(self) -> None:
@@ -87,9 +88,10 @@ class ReplicaStream(Protocol):
 
 
 class Piece(NamedTuple):
-    """Bytes to hand on, and the output tokens (of the first choice) in them. ``sent`` are the
-    chunks that the replica has sent to the client itself: their tokens, and when, on the clock of
-    the attempt. With ``reasoned`` of all these tokens the reasoning ended; 0: it did not."""
+    """Bytes to forward, and the output tokens (of the first choice) in them. ``sent`` are the
+    chunks that the replica has sent to the client itself: their token counts and send times, on the
+    clock of the attempt. ``reasoned``: the reasoning ended with this many of all these tokens; 0:
+    it did not end."""
 
     data: bytes
     tokens: int
@@ -104,26 +106,26 @@ class Attempt:
 
     Attributes:
         waited_s: the request's age when it was sent to the replica.
-        head: of the response; before there is one, a status of 500.
-        tail: once the response has ended by itself.
-        tier: ``GUARANTEED`` if the objective was promised where it was sent. Where admission is off
-            nothing is promised, so it is best effort, too.
-        predicted_ttft_s: from the call's arrival to the first token, where that was promised.
-        prefill_id: the replica that has computed the prompt, where that is another one.
-        prefill: the attempt at that, which is over.
-        span: of this attempt, where the request is traced; it ends with :meth:`close`.
+        head: of the response; until it arrives, a status of 500.
+        tail: set once the response has ended by itself.
+        tier: ``GUARANTEED`` if the SLO is guaranteed at the replica that it was sent to. Without
+            admission control there is no guarantee, so it is best effort, too.
+        predicted_ttft_s: from the call's arrival to the first token, if the SLO is guaranteed.
+        prefill_id: the prefill replica, if it is a separate one.
+        prefill: the finished attempt there.
+        span: of this attempt, if the request is traced; it ends with :meth:`close`.
         place: the replica that has it, as far as is known. role: of its pool.
         opened: :meth:`begin` has returned.
         told: HAProxy knows the tokens of what the replica has sent to the client itself.
-        heard: anything has come of it.
+        heard: the replica has sent anything.
         made_s: when it was made.
-        heard_s: when something came last; before that, when it was made.
+        heard_s: when something arrived last; before that, when it was made.
 
     Args:
         request_id: of the attempt.
-        place: where it was sent; ``None``: anywhere.
+        place: the replica that it was sent to; ``None``: any.
         close: ends the replica's work and the controller's reservation.
-        take: what to hand on of a chunk.
+        take: returns the part of a chunk to forward.
         clock: monotonic seconds.
     """
 
@@ -165,16 +167,16 @@ class Attempt:
 
     @property
     def waits(self) -> bool:
-        """Whether somebody waits for its next items now. Nobody does while the client is slow."""
+        """Whether a read of its next items is pending. There is none while the client is slow."""
         return self._waiter is not None and self._given_up is None
 
     def sent_to(self, replica_id: str) -> None:
-        """Serve has sent it there: the place, until it says itself who has it."""
+        """Serve has sent it to this replica: its place, until the answer names the replica."""
         if not self.heard:
             self.place = replica_id
 
     def give_up(self, failure: ReplicaFailedError | MovedError) -> bool:
-        """Fail it with ``failure`` for who waits for its next items, if anybody does."""
+        """Fail the pending read with ``failure``, if there is one. Returns whether it did."""
         if self._waiter is None or not self.waits:
             return False
         self._given_up = failure
@@ -185,7 +187,7 @@ class Attempt:
 
         Raises:
             ReplicaFailedError: it failed, or ended without a head or a tail.
-            MovedError: it was given up for another one.
+            MovedError: it was abandoned for another one.
         """
         head = None
         while self.tail is None:
@@ -217,7 +219,7 @@ class Attempt:
         return head
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        """What :meth:`begin` read, then what follows.
+        """The pieces that :meth:`begin` read, then the following ones.
 
         Raises:
             ReplicaFailedError: it failed, or ended without a tail.
@@ -271,7 +273,7 @@ class Attempt:
         """Join the chunks of one delivery, so that they cost one send."""
         data, tokens, reasoned = [], self._untold_tokens, self._untold_reasoned
         sent: tuple[tuple[int, float], ...] = ()
-        # What is no stream (a refusal, say) is handed on as it is.
+        # A response that is not a stream (a refusal, say) is forwarded unchanged.
         take = self._taken if self.head.media_type == EVENT_STREAM else _all_of
         for item in items:
             if isinstance(item, ResponseChunk):
@@ -289,7 +291,7 @@ class Attempt:
                     reasoned = sum(count for count, _ in sent) + item.reasoned
                 sent += tuple(zip(item.tokens, at_s, strict=True))
         joined = b"".join(data)
-        # Tokens of which no text has come yet leave with the next bytes.
+        # Tokens without text yet are counted with the next bytes.
         self._untold_tokens = 0 if joined else tokens
         self._untold_reasoned = 0 if joined or sent else reasoned
         return Piece(joined, tokens, sent, reasoned)
@@ -307,14 +309,14 @@ class Answer:
 
     Args:
         attempt: the first one that has opened.
-        resume: opens one that goes on where the last one broke off, or raises the failure.
+        resume: opens one that resumes where the last one broke off, or raises the failure.
 
     Attributes:
-        head, waited_s, tier, predicted_ttft_s, prefill_id: of the first attempt, as the client was
-            told.
-        promised: the objective was guaranteed when it was sent to a replica, also one that failed.
-        moved: it has left a replica that was going to miss its first token.
-        resumes: how often another replica has gone on.
+        head, waited_s, tier, predicted_ttft_s, prefill_id: of the first attempt, as reported to the
+            client.
+        promised: the SLO was guaranteed when it was sent to a replica, even if that one failed.
+        moved: it has left a replica that was going to miss its TTFT.
+        resumes: how often another replica has resumed it.
     """
 
     def __init__(
@@ -349,7 +351,7 @@ class Answer:
     @property
     def queued_s(self) -> float | None:
         """From the call's arrival to the first batch that it was in, once the response has ended by
-        itself; ``None`` where the engine does not tell, or another replica has gone on."""
+        itself; ``None`` if the engine does not report it, or another replica has resumed it."""
         attempt = self._attempt.prefill or self._attempt
         if self.resumes or attempt.tail is None or attempt.tail.queued_s is None:
             return None
@@ -359,7 +361,7 @@ class Answer:
         """The pieces, in order.
 
         Raises:
-            ReplicaFailedError: it broke off, and nobody can go on with it.
+            ReplicaFailedError: it broke off, and no replica can resume it.
         """
         while True:
             try:

@@ -106,7 +106,7 @@ def make_api(
         except ClientDisconnect:
             metrics.left_early(endpoint, arrival.client)
             telemetry.left_early(arrival, endpoint, span)
-            return Response(status_code=400)  # nobody is there to read it
+            return Response(status_code=400)  # never read: the client has left
         if charge is not NO_CHARGE or span is not None:
             call = replace(call, charge=charge, span=span)
         direct = None
@@ -191,7 +191,7 @@ def make_api(
 
 
 def _running(*jobs: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
-    """What goes on for as long as the application does."""
+    """Runs background jobs for as long as the application runs."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -32,12 +32,12 @@ from telemetry.tracing import make_tracer
 
 
 class ServedModel(NamedTuple):
-    """What a router is told of a model.
+    """A router's configuration of a model.
 
     Attributes:
-        name: that requests use. adapters: names of its LoRA adapters.
-        controller: to create its controller where there is none.
-        key: names its controller where the application has several models.
+        name: of the model in requests. adapters: names of its LoRA adapters.
+        controller: configuration to create its controller if it does not exist.
+        key: names its controller if the application has several models.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ServedModel(NamedTuple):
 
 
 class _Part:
-    """One model in this process: the way to its controller and to its replicas."""
+    """One model in this process: access to its controller and to its replicas."""
 
     def __init__(
         self, model: ServedModel, pools: Mapping[Role, DeploymentHandle], config: RouterConfig

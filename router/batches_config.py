@@ -1,4 +1,4 @@
-"""Configuration of files and batches: where they are kept and how much of them."""
+"""Configuration of files and batches: their storage and limits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
 
 
 class BatchesConfig(BaseModel):
-    """Files and batches. All limits hold for the whole directory, not for each router, but those
-    that say otherwise."""
+    """Files and batches. Limits apply to the whole directory and not per router, unless they state
+    otherwise."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -35,61 +35,63 @@ class BatchesConfig(BaseModel):
         description="Values of `completion_window` that are accepted, such as `24h` or `7d`.",
     )
     max_file_bytes: int = Field(
-        default=200_000_000, ge=1 << 10, le=1 << 40, description="Largest upload, bytes."
+        default=200_000_000, ge=1 << 10, le=1 << 40, description="Maximum size of an upload, bytes."
     )
     max_lines: int = Field(
-        default=50_000, ge=1, le=1_000_000, description="Most lines of one batch."
+        default=50_000, ge=1, le=1_000_000, description="Maximum lines of one batch."
     )
     max_files_per_key: int = Field(
         default=1_000,
         ge=1,
         le=100_000,
-        description="Most uploaded files of one API key. With as many files of results no batch "
-        "is taken.",
+        description="Maximum uploaded files of one API key. With as many result files, new batches "
+        "are refused.",
     )
     max_bytes_per_key: int = Field(
         default=10 << 30,
         ge=1 << 10,
         le=1 << 50,
-        description="Most bytes of one API key, results included. Batches wait while it is passed.",
+        description="Maximum bytes of one API key, results included. Batches wait while it is "
+        "exceeded.",
     )
     max_bytes: int = Field(
         default=50 << 30,
         ge=1 << 10,
         le=1 << 50,
-        description="Most bytes in all, results included. Batches wait while it is passed.",
+        description="Maximum bytes in total, results included. Batches wait while it is exceeded.",
     )
     min_free_bytes: int = Field(
         default=256 << 20,
         ge=0,
         le=1 << 50,
-        description="Least free bytes on the folder's disk. With less nothing is taken and batches "
-        "wait, so that no answer is lost for want of a place to write it.",
+        description="Minimum free bytes on the folder's disk. With fewer, uploads are refused and "
+        "batches wait, so that no answer is lost because it cannot be written.",
     )
     max_unfinished_per_key: int = Field(
-        default=100, ge=1, le=10_000, description="Most batches of one API key that have not ended."
+        default=100, ge=1, le=10_000, description="Maximum unfinished batches of one API key."
     )
     max_ended_per_key: int = Field(
         default=1_000,
         ge=1,
         le=100_000,
-        description="Most ended batches of one API key that are remembered; the oldest go first.",
+        description="Maximum ended batches of one API key that are kept; the oldest are deleted "
+        "first.",
     )
     retention_s: float = Field(
         default=30.0 * DAY_S,
         ge=HOUR_S,
         le=3_650.0 * DAY_S,
-        description="How long a file is kept where its maker says nothing, and a batch after its "
-        "end, seconds.",
+        description="How long a file is kept if its client does not state it, and a batch after "
+        "its end, seconds.",
     )
     max_running: int = Field(
-        default=4, ge=1, le=256, description="Most batches that one router replica runs at once."
+        default=4, ge=1, le=256, description="Maximum batches that one router replica runs at once."
     )
     max_lines_in_flight: int = Field(
         default=32,
         ge=1,
         le=4_096,
-        description="Most lines that one router replica has under way at once.",
+        description="Maximum lines in flight in one router replica.",
     )
     max_line_attempts: int = Field(
         default=5,
@@ -103,23 +105,24 @@ class BatchesConfig(BaseModel):
         default=4,
         ge=1,
         le=256,
-        description="Most uploads into one router replica at once; more get 503. Where there are "
-        "API keys each gets half of them at most, then 429.",
+        description="Maximum uploads into one router replica at once; further ones get 503. If "
+        "there are API keys, each may have at most half of them; further ones get 429.",
     )
     upload_timeout_s: float = Field(
-        default=600.0, ge=1, le=86_400, description="Longest time for one upload, seconds."
+        default=600.0, ge=1, le=86_400, description="Timeout of one upload, seconds."
     )
     poll_s: float = Field(
         default=2.0,
         ge=0.01,
         le=3_600,
-        description="How often a router replica looks for batches that nobody runs, seconds.",
+        description="Interval at which a router replica looks for batches that no router runs, "
+        "seconds.",
     )
 
     @field_validator("directory")
     @classmethod
     def _check_directory(cls, value: Path | None) -> Path | None:
-        # Processes of the application have working directories of their own.
+        # Processes of the application have different working directories.
         if value is not None and not value.is_absolute():
             raise ValueError("batches.directory must be an absolute path")
         return value

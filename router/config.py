@@ -21,11 +21,11 @@ Origin = Annotated[
         pattern=r"^(\*|https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?)$",
     ),
 ]
-"""What a browser sends as ``Origin``: no path, and no slash at the end."""
+"""A browser's ``Origin`` header: no path, and no slash at the end."""
 
 
 class ServiceClass(BaseModel):
-    """What a request of this class is promised where it states nothing itself."""
+    """The SLO of a request of this class that states none itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,9 +43,9 @@ class ServiceClass(BaseModel):
     )
     tpot_anchor: TPOTAnchor = Field(
         default=TPOTAnchor.MEAN,
-        description="How TPOT is measured, of the class's objective as of a client's own: `mean` "
-        "from the first token to the last, `running_max` at every token, `window` over any 10 "
-        "tokens.",
+        description="How TPOT is measured, for the class's objective and for a client's own: "
+        "`mean` from the first token to the last, `running_max` at every token, `window` over any "
+        "10 tokens.",
     )
     e2e_ms: float | None = Field(
         default=None,
@@ -65,25 +65,26 @@ class ServiceClass(BaseModel):
     )
     when_unattainable: Literal["best_effort", "reject", "queue"] = Field(
         default="best_effort",
-        description="What becomes of a request whose objective no replica can promise: "
-        "`best_effort` serves it on what the promised ones leave, `reject` answers 429, `queue` "
-        "lets it wait at the router until one can.",
+        description="Handling of a request whose SLO no replica can guarantee: `best_effort` "
+        "serves it with the capacity that guaranteed requests leave, `reject` answers 429, `queue` "
+        "lets it wait at the router until a replica can.",
     )
     queue_limit_s: float = Field(
         default=10.0,
         gt=0,
         le=3_600,
-        description="With `queue`: longest wait, seconds; then 429.",
+        description="With `queue`: maximum wait, seconds; then 429.",
     )
     queue_length: int = Field(
         default=256,
         ge=1,
         le=100_000,
-        description="With `queue`: most requests that wait in one router replica; more get 429.",
+        description="With `queue`: maximum waiting requests in one router replica; further ones "
+        "get 429.",
     )
 
     def objective(self, name: str) -> SLO:
-        """That of a request of this class, whose name is ``name``, which states nothing itself."""
+        """The SLO of a request of this class that states none itself. ``name``: of the class."""
         ttft_s, tpot_s, e2e_s = (
             None if value_ms is None else value_ms / 1e3
             for value_ms in (self.ttft_ms, self.tpot_ms, self.e2e_ms)
@@ -104,17 +105,17 @@ def _default_classes() -> dict[str, ServiceClass]:
 
 
 class MetricsConfig(BaseModel):
-    """Who may read `/metrics`."""
+    """Access to `/metrics`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     access: Literal["key", "open"] = Field(
         default="key",
-        description="`key`: one of these keys, where there are API keys; `open`: no key, for a "
-        "port that only the monitoring reaches.",
+        description="`key`: a metrics key is required if there are API keys; `open`: no key, for a "
+        "port that only the monitoring can reach.",
     )
     keys: tuple[KeyEntry, ...] = Field(
-        default=(), max_length=100, description="Keys that open `/metrics` and nothing else."
+        default=(), max_length=100, description="Keys for `/metrics` only."
     )
     keys_file: KeyFile | None = Field(
         default=None,
@@ -124,7 +125,7 @@ class MetricsConfig(BaseModel):
 
 
 class RetryBudgetConfig(BaseModel):
-    """Bounds the attempts after first ones, resumed streams included, in each router replica."""
+    """Limits retries, resumed streams included, in each router replica."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -132,18 +133,18 @@ class RetryBudgetConfig(BaseModel):
         default=0.2,
         ge=0,
         le=10,
-        description="Further attempts for each request of the window. 0 leaves the floor.",
+        description="Retries per request in the window. 0 leaves the floor.",
     )
     floor: int = Field(
         default=100,
         ge=0,
         le=1_000_000,
-        description="Further attempts in a window that are allowed besides, however few requests "
-        "there are. About what one replica serves at once: when it dies, all of that is tried "
-        "again.",
+        description="Retries per window that are allowed in addition, whatever the traffic. About "
+        "the number of requests that one replica serves at once: when it dies, all of these are "
+        "retried.",
     )
     window_s: float = Field(
-        default=60.0, gt=0, le=3_600, description="Over which they are counted, seconds."
+        default=60.0, gt=0, le=3_600, description="Sliding window of the budget, seconds."
     )
 
 
@@ -158,9 +159,9 @@ class RouterConfig(BaseModel):
     api_keys: tuple[KeyEntry, ...] = Field(
         default=(),
         max_length=1_000,
-        description="Accepted `Authorization: Bearer` keys: each a text, or an object with the "
-        "key or its digest and the most that who holds it may ask for. With none here and in "
-        "`api_keys_file` every request is accepted.",
+        description="Accepted `Authorization: Bearer` keys: each a string, or an object with the "
+        "key or its digest and the limits of its client. With none here and in `api_keys_file`, "
+        "every request is accepted.",
     )
     api_keys_file: KeyFile | None = Field(
         default=None,
@@ -168,7 +169,7 @@ class RouterConfig(BaseModel):
         "It is read again when it changes.",
     )
     metrics: MetricsConfig = Field(
-        default_factory=MetricsConfig, description="Who may read the page of metrics."
+        default_factory=MetricsConfig, description="Access to the page of metrics."
     )
     admin: AdminConfig = Field(
         default_factory=AdminConfig, description="The admin API and the live page."
@@ -186,36 +187,37 @@ class RouterConfig(BaseModel):
         default=0.25,
         gt=0,
         le=10,
-        description="Longest wait for the controller, seconds; then the local fallback decides.",
+        description="Timeout of the controller's decision, seconds; then the local fallback "
+        "decides.",
     )
     max_body_bytes: int = Field(
-        default=4 << 20, ge=1 << 10, le=1 << 30, description="Largest request body, bytes."
+        default=4 << 20, ge=1 << 10, le=1 << 30, description="Maximum request body, bytes."
     )
     max_held_bytes: int = Field(
         default=512 << 20,
         ge=1 << 10,
         le=1 << 40,
-        description="Most bytes of request bodies in one router replica at once; more get 503. A "
-        "body counts until its request has ended. Those of one API key may take half.",
+        description="Maximum bytes of request bodies in one router replica; further bodies get "
+        "503. A body counts until its request has ended. One API key may use half.",
     )
     max_in_flight: int = Field(
         default=4096,
         ge=1,
         le=1_000_000,
-        description="Most requests in one router replica at once; more get 503.",
+        description="Maximum requests in flight in one router replica; further ones get 503.",
     )
     refusals_per_s: float = Field(
         default=100.0,
         gt=0,
         le=1e6,
-        description="Refusals that leave one router replica in a second: more wait for their turn, "
-        "5 s at most, so that clients which come again at once cannot keep it busy.",
+        description="Refusals that one router replica sends per second: further ones wait for "
+        "their turn, at most 5 s, so that clients which retry at once cannot keep it busy.",
     )
     stalled_reader_s: float = Field(
         default=60.0,
         ge=1,
         le=3_600,
-        description="After so long a client that takes nothing of its stream is dropped, seconds.",
+        description="A client that reads nothing of its stream for this long is dropped, seconds.",
     )
     cors_origins: tuple[Origin, ...] = Field(
         default=(),
@@ -228,37 +230,38 @@ class RouterConfig(BaseModel):
     max_output_tokens: OutputLimit = None
     prefix_sharing: Literal["all", "key"] = Field(
         default="all",
-        description="Whose prompts share KV in the prefix caches: `all` clients', so that response "
-        "times may tell one what another has asked; `key`: only those of one API key.",
+        description="Which prompts share KV in the prefix caches: `all`: those of all clients, so "
+        "that response times may reveal to one client what another has asked; `key`: only those of "
+        "one API key.",
     )
     fetch_media: bool = Field(
         default=False,
-        description="Whether engines may fetch images, sounds and videos from addresses that "
-        "clients give, from inside your network: then bound them with `allowed-media-domains` in "
-        "engine.vllm_args. False: media come as `data:` URLs.",
+        description="Whether engines may fetch images, sounds and videos from clients' URLs, from "
+        "inside your network: then restrict them with `allowed-media-domains` in "
+        "engine.vllm_args. False: media must be `data:` URLs.",
     )
     structured_output: bool = Field(
         default=True,
         description="Whether clients may constrain outputs by schemas, grammars, patterns, choices "
-        "or tools that must be called. Engines try each of them first (engine.grammar_check_s), "
-        "but no trial is proof. False: they get 403.",
+        "or tools that must be called. Engines test each constraint first "
+        "(engine.grammar_check_s), but a test is no proof. False: such requests get 403.",
     )
     max_attempts: int = Field(
         default=3,
         ge=1,
         le=10,
-        description="Attempts at a request, those that go on with its stream included.",
+        description="Maximum attempts per request, those that resume its stream included.",
     )
     stall_after_s: float = Field(
         default=1.0,
         ge=0.1,
         le=3_600,
-        description="Silence of a response after which its replica is asked whether it goes on, "
-        "seconds. One that hangs or does not answer is left, where another one can serve.",
+        description="Silence of a response after which its replica is probed, seconds. If the "
+        "replica hangs or does not answer, and another one can serve, the attempt is abandoned.",
     )
     retry_budget: RetryBudgetConfig = Field(
         default_factory=RetryBudgetConfig,
-        description="Bounds the attempts after first ones of all requests together.",
+        description="Limits the retries of all requests together.",
     )
     batches: BatchesConfig = Field(
         default_factory=BatchesConfig, description="OpenAI's files and batches."
@@ -270,7 +273,7 @@ class RouterConfig(BaseModel):
         check_entries(self.metrics.keys, (), "metrics.keys")
         check_bare(self.metrics.keys, "metrics.keys")
         if set(map(digest_of, self.api_keys)) & set(map(digest_of, self.metrics.keys)):
-            raise ValueError("a key is in api_keys and in metrics.keys: each opens one of them")
+            raise ValueError("a key is in both api_keys and metrics.keys; use different keys")
         return self
 
     @model_validator(mode="after")
@@ -278,8 +281,8 @@ class RouterConfig(BaseModel):
         least = 2 * self.max_body_bytes
         if self.max_held_bytes < least:
             raise ValueError(
-                f"max_held_bytes must be at least twice max_body_bytes, {least}, or the largest "
-                f"body of an API key is never taken; got {self.max_held_bytes}"
+                f"max_held_bytes must be at least twice max_body_bytes, {least}, so that one API "
+                f"key can send the largest body; got {self.max_held_bytes}"
             )
         return self
 
@@ -287,12 +290,14 @@ class RouterConfig(BaseModel):
     def _check_admin(self) -> RouterConfig:
         if self.admin.access == "open" and not is_loopback(self.host):
             raise ValueError(
-                f"admin.access is open, but host is {self.host!r}: without a key only a loopback "
-                "address such as 127.0.0.1 may be listened on"
+                f"admin.access is open, but host is {self.host!r}: without a key, host must be a "
+                "loopback address such as 127.0.0.1"
             )
         others = set(map(digest_of, (*self.api_keys, *self.metrics.keys)))
         if others & set(map(digest_of, self.admin.keys)):
-            raise ValueError("a key of admin.keys opens something else, too: each opens one thing")
+            raise ValueError(
+                "a key of admin.keys is also an API or metrics key; use different keys"
+            )
         return self
 
     @model_validator(mode="after")

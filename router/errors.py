@@ -1,4 +1,4 @@
-"""From the reason of a failure to what the client sees: one table, OpenAI's error shape."""
+"""Maps the reason of a failure to the client's response: one table, OpenAI's error shape."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ RATE_LIMIT_ERROR = "rate_limit_error"
 SERVER_ERROR = "server_error"
 
 MAX_RETRY_AFTER_S = 3_600.0
-"""Longest time after which a client is told to come again, seconds."""
+"""Maximum of ``Retry-After``, seconds."""
 
 
 LONGEST_REPEAT_S = 60.0
-"""OpenAI's clients wait as long as they are told up to here, seconds; told of more, some of them
-repeat a request at once."""
+"""OpenAI's clients obey a ``Retry-After`` up to this, seconds; after a longer one, some of them
+retry at once."""
 
 
 class Reason(enum.StrEnum):
@@ -64,8 +64,8 @@ class Reason(enum.StrEnum):
 
 
 class Rule(NamedTuple):
-    """What a reason becomes. ``retry_after_s`` is sent as ``Retry-After`` where the failure does
-    not know better; without either, repeating the request is in vain, and the response says so."""
+    """The response for a reason. ``retry_after_s`` is sent as ``Retry-After`` unless the failure
+    has its own value; without either, a retry is useless, and the response says so."""
 
     status: int
     type: str
@@ -112,15 +112,16 @@ RULES: dict[Reason, Rule] = {
 
 
 class ApiError(Exception):
-    """A failure that the client is told of.
+    """A failure that is reported to the client.
 
     Args:
         reason: selects status, type and headers from :data:`RULES`.
         message: what was wrong and what is allowed.
         param: the field or header at fault, if one is.
-        headers: sent besides those of the rule.
-        retry_after_s: when there may be room for the request, seconds, if that was predicted. It
-            stands in the body as milliseconds, and rounded up to whole seconds in the header.
+        headers: sent in addition to those of the rule.
+        retry_after_s: predicted time until there may be capacity for the request, seconds, if
+            known. It is sent in milliseconds in the body, and rounded up to whole seconds in the
+            header.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
-        """The whole HTTP response, with ``headers`` added."""
+        """The complete HTTP response, with ``headers`` added."""
         merged = {**self._headers, **(headers or {})}
         retry_after_s = self.retry_after_s
         if retry_after_s is None:

@@ -52,42 +52,42 @@ REPLICA_HEADER: Final = "x-sluice-replica"
 """Response: the replica that served the request."""
 
 PREFILL_REPLICA_HEADER: Final = "x-sluice-prefill-replica"
-"""Response: the replica that computed the prompt, where that is another one."""
+"""Response: the prefill replica, if it is a separate one."""
 
 REQUEST_ID_HEADER: Final = "x-sluice-request-id"
-"""Response: our id of the request. It is never the client's."""
+"""Response: Sluice's id of the request. It is never the client's."""
 
 CLIENT_REQUEST_ID_HEADER: Final = "x-request-id"
-"""Request: the client's own id of it, for lookups only. Serve makes one where there is none, and
-sends it back in the response."""
+"""Request: the client's own request id, for lookups only. Serve generates one if it is missing, and
+returns it in the response."""
 
 CLASS_HEADER: Final = "x-sluice-class"
 """Response: the service class that the request was served as."""
 
 ADMISSION_HEADER: Final = "x-sluice-admission"
-"""Response: ``guaranteed`` where the objective was promised, else ``best-effort``."""
+"""Response: ``guaranteed`` if the SLO is guaranteed, else ``best-effort``."""
 
 PREDICTED_TTFT_HEADER: Final = "x-sluice-predicted-ttft-ms"
-"""Response, where the objective was promised: the time to the first token that half of such
-requests keep, by what was observed, milliseconds from the request's arrival."""
+"""Response, if the SLO is guaranteed: the predicted TTFT, which half of such requests meet by past
+observations, milliseconds from the request's arrival."""
 
 PROMISED_TTFT_HEADER: Final = "x-sluice-promised-ttft-ms"
-"""Response, where an objective with a TTFT was promised: that TTFT, milliseconds from the request's
+"""Response, if an SLO with a TTFT is guaranteed: that TTFT, milliseconds from the request's
 arrival."""
 
 CLAMPED_HEADER: Final = "x-sluice-clamped"
-"""Response: what the API key's caps changed in what applies, such as ``priority=4,
+"""Response: the values that the limits of the API key changed, such as ``priority=4,
 ttft_ms=500``."""
 
 SHOULD_RETRY_HEADER: Final = "x-should-retry"
-"""Response: ``false`` where repeating the request is in vain. OpenAI's clients obey it; otherwise
-they repeat each 409, 429 and 5xx."""
+"""Response: ``false`` if a retry is useless. OpenAI's clients obey it; otherwise they retry each
+409, 429 and 5xx."""
 
 SESSION_HEADER: Final = "x-sluice-session"
-"""Request: what it belongs to, such as a conversation."""
+"""Request: the session that it belongs to, such as a conversation."""
 
 SESSION_FIELDS: Final = ("prompt_cache_key", "user")
-"""OpenAI's body fields that name a session where the header does not; the first one wins."""
+"""OpenAI's body fields that name a session if the header is missing; the first one wins."""
 
 TARGET_KWARG: Final = "_target"
 """Keyword of the replica call that the request router reads its hint from."""
@@ -119,4 +119,4 @@ RESPONSE_HEADERS: Final = (
         for kind in ("requests", "tokens")
     ),
 )
-"""What pages of other sites may read of a response's head, where they may ask at all."""
+"""Response headers that pages of other origins may read, if CORS allows them requests at all."""

@@ -1,6 +1,6 @@
-"""The admin API: what the fleet does, why requests went where they went, and draining replicas.
+"""The admin API: the state of the fleet, explained routing decisions, and draining replicas.
 
-Who may use it is decided before, see :mod:`router.ingress.access`.
+Access is checked before, see :mod:`router.ingress.access`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def admin_routes(admin_service: AdminService) -> APIRouter:
     ) -> JSONResponse:
         _check_parameters(request, parameters)
         if not _REPLICA_ID.fullmatch(replica_id):
-            raise invalid(f"{shown(replica_id)} is no replica's id", "replica_id")
+            raise invalid(f"{shown(replica_id)} is not a valid replica id", "replica_id")
         told = await admin_service.drain(replica_id, to, _force(request))
         arrival: Arrival = request.state.arrival
         _log.warning(

@@ -15,7 +15,7 @@ _FOLDER = Path(__file__).with_name("static")
 _TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 HEADERS: Final = {
-    # Nothing from elsewhere, nothing inline, and nobody may put the page into a frame of theirs.
+    # No content of other origins, nothing inline, and no other page may embed this one in a frame.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",

@@ -12,29 +12,30 @@ from router.dispatch.recent import Recent
 from router.errors import ApiError, Reason, shown
 
 TTL_S = 1.0
-"""How long what a controller has told is shown again, seconds."""
+"""How long a controller's answer is reused, seconds."""
 
 MAX_DECISIONS = 256
-"""Most decisions in one answer; a controller keeps as many."""
+"""Maximum decisions in one answer; a controller keeps as many."""
 
 FORCE = "force"
-"""Parameter with which also the last replica of a model is drained."""
+"""Query parameter that allows to drain the last replica of a model."""
 
 FEW_DECISIONS = 50
-"""As many as a page shows: asked for so often that not all are fetched for it."""
+"""Number that the live page shows. It asks so often that only this many are fetched for it."""
 
 
 class Overseen(Protocol):
-    """What is needed of a model's controller: its client."""
+    """The part of a controller's client that the service uses."""
 
     async def snapshot(self) -> dict[str, Any] | None:
-        """Its view of everything; ``None`` where it does not answer."""
+        """Its snapshot of replicas and classes; ``None`` if it does not answer."""
 
     async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
-        """Its last decisions, the latest first; ``None`` where it does not answer."""
+        """Its last decisions, the latest first; ``None`` if it does not answer."""
 
     async def drain(self, replica_id: str, drain: bool, spare_last: bool) -> dict[str, Any] | None:
-        """Close or reopen a replica; ``None`` where it is not known. ``last``: it was spared.
+        """Close or reopen a replica; ``None`` if it is unknown. ``last``: it was not drained, as it
+        is the last one.
 
         Raises:
             NoAnswerError: it did not answer.
@@ -42,8 +43,8 @@ class Overseen(Protocol):
 
 
 class AdminService:
-    """One per router process. However many ask, each controller is asked at most once in
-    :data:`TTL_S` for what it shows.
+    """One per router process. Each controller is asked at most once in :data:`TTL_S`, however many
+    clients ask.
 
     Args:
         controllers: by the name of their model.
@@ -72,8 +73,8 @@ class AdminService:
         """The last decisions, the latest first, with their reasons.
 
         Args:
-            limit: at most so many, up to :data:`MAX_DECISIONS`.
-            request_id: of requests with this id only: Sluice's own, or the client's.
+            limit: maximum number, up to :data:`MAX_DECISIONS`.
+            request_id: only decisions of requests with this id: Sluice's own, or the client's.
 
         Raises:
             ApiError: 503; no controller answered.

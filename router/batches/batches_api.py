@@ -1,4 +1,4 @@
-"""``/v1/batches``: to have a file of requests run, to see how far it is, and to stop it."""
+"""``/v1/batches``: create, list, inspect and cancel batches of requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from router.request.arrival import BATCH_PATHS
 from router.request.body import parse_object, read_body
 
 MAX_BODY_BYTES = 64 << 10
-"""Largest body that asks for a batch, bytes."""
+"""Maximum body of a request to create a batch, bytes."""
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
-"""Entries of a batch's metadata, and characters of their keys and values, at most."""
+"""Maximum entries of a batch's metadata, and maximum characters of their keys and values."""
 
 PAGE = 20
 MAX_PAGE = 100
@@ -42,7 +42,7 @@ _FIELDS = (
 
 
 class BatchesApi:
-    """The endpoints over one store, and the runner that is told of changes."""
+    """The endpoints over one store, and the runner that is notified of changes."""
 
     def __init__(self, resources: Resources, runner: Runner) -> None:
         self._resources = resources
@@ -61,7 +61,7 @@ class BatchesApi:
         try:
             body = parse_object(await read_body(request, MAX_BODY_BYTES))
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody is there to read it
+            return Response(status_code=400)  # never read: the client has left
         resources = self._resources
         record = self._new(owner_of(request), body)
         source = await resources.disk.run(resources.store.file, record.owner, record.input_file_id)

@@ -1,4 +1,4 @@
-"""What the store needs of a file system: whole writes, locks, and the bytes in use.
+"""File system operations of the store: atomic writes, locks, and the bytes in use.
 
 Locks are ``flock``: they belong to an open file, so they also hold between two users in one
 process, and the system frees them when their process dies.
@@ -40,8 +40,8 @@ class DiskThreads:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="batches")
 
     async def run(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call ``function`` in a thread. It is never left running: cancelled, this waits for its
-        end first, so that nothing is written by who has given up the right to."""
+        """Call ``function`` in a thread. If cancelled, this waits for its end first, so that it
+        never writes after its caller has released a lock."""
         loop = asyncio.get_running_loop()
         call = loop.run_in_executor(self._threads, partial(function, *args, **kwargs))
         try:
@@ -55,13 +55,13 @@ class DiskThreads:
             raise
 
     def close(self) -> None:
-        """Take no more work; what is under way ends by itself."""
+        """Accept no more work; running calls end by themselves."""
         self._threads.shutdown(wait=False)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that only its owner can read, and such folders above it where they lack; they
-    outlive a loss of power."""
+    """Create a folder that only its owner can read, with missing parents of the same kind; they
+    survive a power failure."""
     if not path.parent.exists():
         make_folder(path.parent)  # mkdir's own way to make those lets everyone read them
     try:
@@ -93,7 +93,7 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder outlive a loss of power."""
+    """Make the names in a folder survive a power failure."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -120,12 +120,12 @@ class Lock:
         self._file = file
 
     def release(self) -> None:
-        """Let another have it. Idempotent."""
+        """Release the lock. Idempotent."""
         self._file.close()
 
 
 def try_lock(path: Path) -> Lock | None:
-    """The lock of ``path``, or ``None`` where another has it or its folder is gone."""
+    """The lock of ``path``, or ``None`` if another process holds it or its folder is gone."""
     try:
         file = open_private(path, "ab")
     except FileNotFoundError:
@@ -140,7 +140,7 @@ def try_lock(path: Path) -> Lock | None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of ``path``; blocks while another has it."""
+    """Hold the lock of ``path``; blocks while another process holds it."""
     with open_private(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

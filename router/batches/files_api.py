@@ -1,4 +1,4 @@
-"""``/v1/files``: what batches are made of, and what they give."""
+"""``/v1/files``: the input and result files of batches."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from router.errors import ApiError, Reason, invalid, shown
 from router.tenancy.limits import ANYONE
 
 MAX_PAGE = 10_000
-"""Most files in one page of the list, and how many there are where nobody asks for less."""
+"""Maximum and default number of files in one page of the list."""
 
 MAX_FILENAME = 255
-"""Longest name of a file that is kept, characters. It is only shown, and never a path of ours."""
+"""Maximum stored characters of a file's name. It is only shown, and never used as a path."""
 
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 
@@ -53,7 +53,7 @@ class FilesApi:
             with full_disk_told():
                 record = await self._receive(request)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody is there to read it
+            return Response(status_code=400)  # never read: the client has left
         finally:
             self._uploads[owner] -= 1
             self._uploads += Counter()  # drops what is zero: keys come and go
@@ -63,14 +63,14 @@ class FilesApi:
         most = self._resources.config.max_uploads
         if self._uploads.total() >= most:
             raise ApiError(
-                Reason.ROUTER_FULL, f"The router takes {most} uploads at once; try again."
+                Reason.ROUTER_FULL, f"The router accepts {most} uploads at once; try again."
             )
-        # Or one that sends slowly keeps everybody else from it.
+        # Otherwise one client with slow uploads blocks all others.
         own = max(1, most // 2)
         if owner != ANYONE.owner and self._uploads[owner] >= own:
             raise ApiError(
                 Reason.CLIENT_FULL,
-                f"The router takes {own} uploads at once with this API key; try again.",
+                f"The router accepts {own} uploads at once with this API key; try again.",
             )
 
     async def _receive(self, request: Request) -> FileRecord:
@@ -123,13 +123,13 @@ class FilesApi:
 
 
 def owner_of(request: Request) -> str:
-    """Whose files and batches a request sees."""
+    """The owner whose files and batches a request can access."""
     owner: str = request.state.arrival.client.owner
     return owner
 
 
 def _checked(form: Form) -> int | None:
-    """How long the file shall be kept, seconds; ``None`` where the form says nothing.
+    """How long the file is to be kept, seconds; ``None`` if the form does not state it.
 
     Raises:
         ApiError: 400, a field is missing, unknown or wrong.

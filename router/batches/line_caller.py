@@ -34,18 +34,18 @@ from scheduling.stage_clock import clock_of
 from telemetry.logs import of_request
 
 FIRST_PAUSE_S = 0.5
-"""Pause before a line that found no room is tried again, about; doubled each time."""
+"""Approximate pause before a line without capacity is retried, seconds; doubled each time."""
 
 FAILED_PAUSE_S = 5.0
-"""The same for a line that failed: its tries span the time in which dead replicas are replaced, or
-the death of the only replica would cost its batches all lines that were under way."""
+"""The same for a line that failed, seconds. Its attempts span the time in which dead replicas are
+replaced; otherwise the death of the only replica would fail all lines in flight."""
 
 SHORTEST_PAUSE_S = 0.01
-"""Shortest pause of a line that its client's rate does not let in yet."""
+"""Minimum pause of a line that its client's rate limit does not admit yet, seconds."""
 
 LONGEST_PAUSE_S = 30.0
-"""Longest such pause, about. A line that waits for room keeps its place, so that lines that find no
-room keep others from being sent."""
+"""Approximate maximum of these pauses, seconds. A line that waits for capacity keeps its slot, so
+that such lines keep others from being sent."""
 
 _NO_ROOM = frozenset({Reason.ROUTER_FULL, Reason.REPLICAS_FULL, Reason.NO_REPLICA})
 _TOO_MANY = 429
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class Admitted(NamedTuple):
-    """A checked line that its client's rates have let in. It is to be run, or dropped."""
+    """A checked line within its client's rate limits. It must be run or dropped."""
 
     line: BatchRequest
     call: Call
@@ -64,7 +64,7 @@ class Admitted(NamedTuple):
     client: Callable[[], Client]
 
     def drop(self) -> None:
-        """It is not going to be run, or has ended: give back what was set aside and not used."""
+        """The line will not be run, or has ended: return its unused reserved tokens."""
         self.call.charge.close(None, None)
 
 
@@ -72,7 +72,7 @@ class LineCaller:
     """Runs lines as best-effort calls. One per router process.
 
     Args:
-        pause: waits for that many seconds.
+        pause: sleeps for the given number of seconds.
         telemetry: logs and traces the lines, as requests.
     """
 
@@ -85,7 +85,7 @@ class LineCaller:
         pause: Callable[[float], Any] = asyncio.sleep,
         telemetry: Telemetry | None = None,
     ) -> None:
-        # The same rules as for live calls, except for the class of a line that names none.
+        # The same rules as for live calls, except for the default class.
         default = {"default_class": config.batches.service_class}
         self._reader = CallReader(config.model_copy(update=default))
         self._max_attempts = config.batches.max_line_attempts
@@ -98,14 +98,14 @@ class LineCaller:
     async def admit(
         self, line: BatchRequest, url: str, client: Callable[[], Client]
     ) -> Admitted | Reply:
-        """Wait until ``line`` is let in at the rates of its client, and check it. It counts in
-        them once, however often it will be tried.
+        """Wait until the rate limits of its client admit ``line``, and check it. It counts towards
+        them once, however often it is attempted.
 
         Args:
-            client: whose line it is; what it may do may change meanwhile.
+            client: returns the line's client, whose limits may change meanwhile.
 
         Returns:
-            What :meth:`run` takes, or the reply to a line that is refused.
+            The argument of :meth:`run`, or the reply to a line that is refused.
         """
         await self._when_let_in(lambda: self._limiter.count_request(client()))
         arrival = self._arrival(client(), line)
@@ -131,7 +131,7 @@ class LineCaller:
                 await self._pause(min(wait_s, LONGEST_PAUSE_S))
 
     async def run(self, admitted: Admitted) -> Reply:
-        """The reply to a line, which may be an error. While there is no room for it, it waits."""
+        """The reply to a line, which may be an error. Waits while there is no capacity for it."""
         try:
             return await self._run(admitted)
         finally:
@@ -164,7 +164,7 @@ class LineCaller:
         try:
             if call.client == arrival.client:
                 call = replace(call, request_id=arrival.request_id, received_s=arrival.received_s)
-            else:  # what it may do has changed
+            else:  # its limits have changed
                 charge = call.charge
                 call, fleet = await self._call(admitted.line, call.endpoint, arrival)
                 call = replace(call, charge=charge)
@@ -179,7 +179,7 @@ class LineCaller:
     async def _call(
         self, line: BatchRequest, endpoint: Endpoint, arrival: Arrival
     ) -> tuple[Call, Model]:
-        """The checked call, and who serves it.
+        """The checked call, and the model that serves it.
 
         Raises:
             ApiError: a 4xx.
@@ -201,10 +201,10 @@ class LineCaller:
         return replace(call, best_effort=True), fleet
 
     async def _serve(self, call: Call, fleet: Model) -> Reply:
-        """The reply of a replica. It counts as a request that ended, unless there was no room.
+        """The reply of a replica. It counts as an ended request, unless there was no capacity.
 
         Raises:
-            ApiError: there is none.
+            ApiError: there is no reply.
         """
         clock = clock_of(call.slo, call.received_s)
         outcome: Outcome | None = Outcome.FAILED
@@ -212,7 +212,7 @@ class LineCaller:
         reason: Reason | None = None
         try:
             answer = await fleet.dispatcher.open(call)
-            # Whole: a plain response is open once it is complete.
+            # A plain response is complete once it is open.
             body = b"".join([piece.data async for piece in answer])
             status = answer.head.status
             no_room = status == _TOO_MANY
@@ -257,8 +257,8 @@ def _time(answer: Answer, call: Call, clock: TokenClock) -> None:
 
 def _failed(error: Exception, arrival: Arrival) -> Reply:
     if not isinstance(error, ApiError):
-        _log.error("a line of a batch failed in an unexpected way", exc_info=error)
-        error = ApiError(Reason.INTERNAL, "The router failed; its log says why.")
+        _log.error("unexpected failure of a batch line", exc_info=error)
+        error = ApiError(Reason.INTERNAL, "The router failed; see its log for the cause.")
     body = json.dumps(error.body).encode()
     final = error.reason is Reason.REQUEST_SUSPECTED
     return Reply(error.rule.status, arrival.request_id, body, _is_no_room(error), final=final)
@@ -269,6 +269,6 @@ def _is_no_room(error: ApiError) -> bool:
 
 
 def _pause_s(first_s: float, times: int) -> float:
-    """Doubled each time, and spread, so that lines that failed together do not return together."""
+    """Doubled each time, with jitter, so that lines that failed together do not retry together."""
     longest_s = min(LONGEST_PAUSE_S, first_s * 2.0 ** min(times - 1, 16))
     return longest_s * random.uniform(0.5, 1.0)

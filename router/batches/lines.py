@@ -1,4 +1,4 @@
-"""The input of a batch: a JSON object a line, each one request."""
+"""The input of a batch: each line is a JSON object with one request."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from router.errors import ApiError, shown
 from router.request.body import parse_object
 
 MAX_CUSTOM_ID: Final = 512
-"""Longest ``custom_id``, characters."""
+"""Maximum length of ``custom_id``, characters."""
 
 MAX_FAULTS: Final = 100
-"""Most faults of one input that are told; reading stops there."""
+"""Maximum number of reported faults of one input; reading stops there."""
 
 SLICE_LINES: Final = 64
 SLICE_BYTES: Final = 1 << 20
@@ -22,8 +22,7 @@ SLICE_BYTES: Final = 1 << 20
 
 
 class BatchRequest(NamedTuple):
-    """One request of a batch. Nothing was checked of ``body``; ``size`` is that of the whole line,
-    bytes."""
+    """One request of a batch. ``body`` is unchecked; ``size`` is that of the whole line, bytes."""
 
     custom_id: str
     body: dict[str, Any]
@@ -31,14 +30,14 @@ class BatchRequest(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What came of a check: the number of requests, and what is wrong with them."""
+    """Result of a check: the number of requests, and their faults."""
 
     total: int
     faults: tuple[LineFault, ...]
 
 
 class LineError(ValueError):
-    """A line is no request of the batch.
+    """A line is not a valid request of the batch.
 
     Args:
         code: for programs. param: the key at fault.
@@ -51,10 +50,10 @@ class LineError(ValueError):
 
 
 def check_lines(path: Path, url: str, max_lines: int, max_line_bytes: int) -> Checked:
-    """Read the whole input, and find the lines that are no requests.
+    """Read the whole input, and find the invalid lines.
 
-    What an engine would be asked is not looked into: a request that the API would refuse is
-    refused in its turn, and the others run. ``O(bytes)``; the ids are kept in memory.
+    The bodies of the requests are not checked: a request that the API would refuse is refused when
+    it runs, and the others run. ``O(bytes)``; the ids are kept in memory.
     """
     faults: list[LineFault] = []
     seen: set[str] = set()
@@ -75,7 +74,7 @@ def check_lines(path: Path, url: str, max_lines: int, max_line_bytes: int) -> Ch
                 if line.custom_id in seen:
                     raise LineError(
                         "duplicate_custom_id",
-                        f"custom_id {shown(line.custom_id)} is that of an earlier line.",
+                        f"custom_id {shown(line.custom_id)} is already used by an earlier line.",
                         "custom_id",
                     )
                 seen.add(line.custom_id)
@@ -127,7 +126,7 @@ def parse_line(raw: bytes, url: str, max_bytes: int) -> BatchRequest:
 
 
 def slices(path: Path, url: str, max_line_bytes: int) -> Generator[list[BatchRequest], None, None]:
-    """The requests of an input that was checked, some at a time. Closes the file at its end."""
+    """The requests of a checked input, in slices. Closes the file at its end."""
     with path.open("rb") as file:
         lines: list[BatchRequest] = []
         size = 0
@@ -142,8 +141,8 @@ def slices(path: Path, url: str, max_line_bytes: int) -> Generator[list[BatchReq
 
 
 def _numbered(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1. Of one that is too long only a part
-    that is too long comes back, and its rest is never held in memory."""
+    """The lines that are not blank, with their numbers from 1. A line that is too long is cut right
+    beyond the limit, and its rest is never held in memory."""
     number = 0
     # One more than the limit and its line feed, so that the longest line and a longer one differ.
     while raw := file.readline(max_bytes + 2):

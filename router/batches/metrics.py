@@ -1,4 +1,4 @@
-"""What the runner counts. Labels are bounded: they are names of our own."""
+"""Metrics of batches. Labels are bounded: their values are fixed names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LineOutcome(enum.StrEnum):
 
 
 class BatchMetrics:
-    """The counts of one router; added up over the routers they are those of the application."""
+    """The counts of one router; their sum over the routers is that of the application."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._ended = Counter(
@@ -31,19 +31,17 @@ class BatchMetrics:
         )
         self.waits = Counter(
             "sluice_batch_line_waits",
-            "Times that a line waited because there was no room for it.",
+            "Waits of lines because there was no capacity for them.",
             registry=registry,
         )
         self.put_off = Counter(
             "sluice_batches_put_off",
-            "Times that a batch could not be run on, and was put off; the log says why.",
+            "Failed runs of batches, which are retried later; the log has the cause.",
             registry=registry,
         )
-        self.running = Gauge(
-            "sluice_batches_running", "Batches that are being run.", registry=registry
-        )
+        self.running = Gauge("sluice_batches_running", "Running batches.", registry=registry)
         self.in_flight = Gauge(
-            "sluice_batch_lines_in_flight", "Lines that are under way.", registry=registry
+            "sluice_batch_lines_in_flight", "Lines in flight.", registry=registry
         )
 
     def ended(self, status: Status) -> None:

@@ -1,4 +1,4 @@
-"""How many lines may be under way in one router: in all, and of one client."""
+"""Limits the batch lines in flight in one router: in total, and per client."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class _Waiting(NamedTuple):
 
 
 class LinePlaces:
-    """Places for lines, given out in the order in which they are asked for.
+    """Slots for lines, granted in the order in which they are requested.
 
-    A client's lines take no more of them than it may have requests in flight; those behind it in
-    the order do not wait for it.
+    A client's lines use no more slots than it may have requests in flight. Lines of other clients
+    that queue behind it do not wait for it.
     """
 
     def __init__(self, count: int) -> None:
@@ -28,8 +28,8 @@ class LinePlaces:
         self._waiting: list[_Waiting] = []
 
     async def take(self, client: Callable[[], Client]) -> Callable[[], None]:
-        """Wait for a place for ``client``, whose caps may change meanwhile. Returns what gives it
-        back, to be called once."""
+        """Wait for a slot for ``client``, whose limits may change meanwhile. Returns a function
+        that releases the slot, to be called once."""
         waiting = _Waiting(client, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._hand_out()
@@ -38,7 +38,7 @@ class LinePlaces:
         except asyncio.CancelledError:
             if waiting.granted.cancelled():
                 self._hand_out()  # which forgets it
-            else:  # it was granted, and nobody knows
+            else:  # it was granted, but the caller will not learn that
                 self._give_back(waiting.granted.result())
             raise
         return lambda: self._give_back(owner)

@@ -1,4 +1,4 @@
-"""What is kept of files and batches, and how OpenAI's API shows it."""
+"""Stored records of files and batches, and their form in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Purpose = Literal["batch", "batch_output"]
 
 
 class Status(enum.StrEnum):
-    """Where a batch is; the names are OpenAI's. ``CANCELLING`` is shown and never stored."""
+    """Status of a batch; the names are OpenAI's. ``CANCELLING`` is shown and never stored."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -40,7 +40,7 @@ _TIMED: Final = (
     Status.CANCELLING,
     Status.CANCELLED,
 )
-"""Those that the API shows a time for."""
+"""Statuses for which the API shows a time."""
 
 
 class FileRecord(BaseModel):
@@ -117,16 +117,16 @@ class BatchRecord(BaseModel):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more happens to it."""
+        """Whether its status is final."""
         return self.status in ENDED
 
     @property
     def cancelling(self) -> bool:
-        """Whether it was asked to end early."""
+        """Whether it was cancelled."""
         return Status.CANCELLING in self.reached_s
 
     def at(self, status: Status, now_s: float, **changes: Any) -> BatchRecord:
-        """A copy that got to ``status`` now, with ``changes``."""
+        """A copy that has reached ``status`` now, with ``changes``."""
         reached_s = {**self.reached_s, status: now_s}
         return self.model_copy(update={"status": status, "reached_s": reached_s, **changes})
 
@@ -167,8 +167,8 @@ def new_batch_id() -> str:
 
 
 def result_file_id(batch_id: str, name: str) -> str:
-    """The id of a batch's result file ``name``: always the same, so that who takes over a batch
-    that was about to end does not publish its results twice."""
+    """The id of a batch's result file ``name``: always the same, so that a router which takes over
+    a batch that was about to end does not publish its results twice."""
     return f"file-{hashlib.blake2b(f'{batch_id}/{name}'.encode(), digest_size=16).hexdigest()}"
 
 

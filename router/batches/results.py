@@ -16,7 +16,7 @@ from router.batches.lines import BatchRequest
 
 
 class Reply(NamedTuple):
-    """What a line got.
+    """The reply to a line.
 
     Attributes:
         status: HTTP status. request_id: our id of the attempt. body: of the response, JSON.
@@ -34,8 +34,8 @@ class Reply(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What is written of a line: ``text`` with its line feed, into the results or, if not ``ok``,
-    into the errors."""
+    """The written result of a line: ``text`` with its line feed, for the results or, if not ``ok``,
+    for the errors."""
 
     custom_id: str
     ok: bool
@@ -43,7 +43,7 @@ class Result(NamedTuple):
 
 
 def answered(line: BatchRequest, reply: Reply) -> Result:
-    """The result of a line that got a reply, be it an error. ``O(len(reply.body))``."""
+    """The result of a line with a reply, which may be an error. ``O(len(reply.body))``."""
     try:
         body = json.loads(reply.body)
     except ValueError:
@@ -108,7 +108,7 @@ class ResultLog:
                 self._done.add(result.custom_id)
 
     def sync(self) -> None:
-        """Make what was added outlive a loss of power."""
+        """Flush added results to disk, so that they survive a power failure."""
         with self._lock:
             for log in self._logs.values():
                 os.fsync(log.file)

@@ -1,4 +1,5 @@
-"""One batch, from the check of its input to its result files, by the router that has its lease."""
+"""Runs one batch, from the check of its input to its result files, by the router that holds its
+lease."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from router.batches_config import BatchesConfig
 from router.tenancy.limits import Client
 
 SAVE_S = 1.0
-"""How often the progress of a batch is written to disk, and room for more looked for, seconds. A
-crash loses nothing by it, a loss of power what ran since; those lines run again."""
+"""Interval at which the progress of a batch is written to disk and its storage quota is checked,
+seconds. A crash loses no result; a power failure loses the results since the last write, and their
+lines run again."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,11 +35,11 @@ _CANCELLED = "The batch was cancelled before this request had been run."
 
 @dataclass(frozen=True)
 class Resources:
-    """What all batches of a router share.
+    """Resources that all batches of a router share.
 
     Attributes:
-        max_line_bytes: longest line of an input.
-        places: for the lines that are under way.
+        max_line_bytes: maximum length of an input line.
+        places: slots for the lines in flight.
         now: Unix seconds.
     """
 
@@ -52,14 +54,14 @@ class Resources:
 
 
 class BatchRun:
-    """Runs a batch, or as much of it as is left.
+    """Runs a batch, or the remaining part of it.
 
-    It may be given up at any point, by a crash too: who takes the lease next goes on from what is
-    on disk. Every line of the input gets one result.
+    The run may end at any point, also by a crash: the next holder of the lease resumes from the
+    state on disk. Every line of the input gets one result.
 
     Args:
         lock: the lease; released at the end.
-        client: whose batch it is.
+        client: the batch's owner.
     """
 
     def __init__(
@@ -74,9 +76,9 @@ class BatchRun:
         self.look(record, client)
 
     def look(self, record: BatchRecord, client: Client | None) -> None:
-        """Notice whether the record on disk says that it was cancelled, what time it is, and what
-        the client may do now, which holds for lines that are sent from now on. Without a client,
-        whose key is gone, no more are to be sent; that is for the caller to see to."""
+        """Update the run: whether the record on disk is cancelled, whether the batch has expired,
+        and the client's current limits, which apply to lines sent from now on. ``client`` is
+        ``None`` if its key was removed; then the caller must stop the run."""
         self._client = client or self._client
         if record.cancelling and not self._record.cancelling:
             reached_s = {**self._record.reached_s}
@@ -89,8 +91,8 @@ class BatchRun:
         """Run it to its end.
 
         Raises:
-            Exception: it could not be run on, because of the disk for example. It has lost nothing
-                and can be tried again.
+            Exception: the run failed, because of the disk for example. No result is lost, and the
+                batch can be run again.
         """
         try:
             self._resources.metrics.running.inc()
@@ -109,7 +111,7 @@ class BatchRun:
             self._lock.release()
 
     async def _check(self) -> bool:
-        """Whether the input can be run. Otherwise the batch has failed."""
+        """Whether the input is valid. Otherwise the batch fails."""
         config, record = self._resources.config, self._record
         checked = await self._resources.disk.run(
             check_lines,
@@ -127,7 +129,7 @@ class BatchRun:
         return False
 
     async def _answer(self, log: ResultLog) -> None:
-        """Run the lines that have no result, until all have, or until it is to end."""
+        """Run the lines without a result until all have one, or until the batch must end."""
         work = asyncio.create_task(self._run_lines(log))
         ending = asyncio.create_task(self._ending.wait())
         saved = asyncio.Event()
@@ -153,8 +155,8 @@ class BatchRun:
                             await self._begin(line, log, group)
 
     async def _begin(self, line: BatchRequest, log: ResultLog, group: asyncio.TaskGroup) -> None:
-        # First, and one line at a time: lines that wait for their client's rate take no place from
-        # other clients' lines, and there is one of them to a batch.
+        # First, and one line at a time: a line that waits for its client's rate limit takes no slot
+        # from other clients' lines, and a batch has only one such line.
         admitted = await self._resources.caller.admit(
             line, self._record.endpoint, lambda: self._client
         )
@@ -176,7 +178,7 @@ class BatchRun:
         except BaseException:
             ended(None)
             raise
-        # Not in the task: one that is cancelled before it starts runs nothing.
+        # Not in the task: a task that is cancelled before it starts runs no code.
         task.add_done_callback(ended)
 
     async def _run_line(self, admitted: Admitted, log: ResultLog) -> None:
@@ -194,8 +196,8 @@ class BatchRun:
             return
         store, owner = self._resources.store, self._record.owner
         if not await self._resources.disk.run(store.has_room, owner):
-            _log.warning("batch %s waits: there is no room for its results", self._record.id)
-            # Room comes from other processes, too: no event here can tell of it.
+            _log.warning("batch %s waits: no storage is left for its results", self._record.id)
+            # Other processes free storage, too, so there is no event to wait for.
             while not await self._resources.disk.run(store.has_room, owner):  # noqa: ASYNC110
                 await asyncio.sleep(self._resources.config.poll_s)
         self._had_room_s = clock()
@@ -213,7 +215,7 @@ class BatchRun:
                     await self._save(self._record.model_copy(update=update))
 
     async def _finish(self, log: ResultLog) -> None:
-        """Give every line that has no result one that says why, and publish the results."""
+        """Write a result with the reason for every line without one, and publish the results."""
         store, disk = self._resources.store, self._resources.disk
         await self._move(Status.FINALIZING)
         outcome, code, message = (
@@ -235,7 +237,7 @@ class BatchRun:
         await disk.run(store.drop_work, self._record)
         self._resources.metrics.line(outcome, missing)
         self._resources.metrics.ended(status)
-        _log.info("batch %s is %s", self._record.id, status.value)
+        _log.info("batch %s ended: %s", self._record.id, status.value)
 
     def _fill(self, log: ResultLog, code: str, message: str) -> int:
         missing = 0

@@ -1,4 +1,4 @@
-"""Finds batches that nobody runs, and runs them."""
+"""Finds batches that no router runs, and runs them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from router.tenancy.auth import KeyRing
 from router.tenancy.limits import ANYONE
 
 SWEEP_S = 60.0
-"""How often what has expired is deleted, seconds."""
+"""Interval at which expired files and batches are deleted, seconds."""
 
 RETRY_S = 30.0
-"""Pause before a batch is run on that could not be, seconds: the disk may be full."""
+"""Pause before a failed run of a batch is retried, seconds: the disk may be full."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ class _Running(NamedTuple):
 
 
 class Runner:
-    """Runs the batches of one router, and with those of other routers all batches.
+    """Runs batches in one router; the runners of all routers share all batches.
 
-    Each looks at the shared folder every ``poll_s``, and takes the lease of a batch that has none
-    while it has places. So a new batch starts at once where it was made, and one whose router died
-    goes on elsewhere after ``poll_s``.
+    Each scans the shared folder every ``poll_s``, and takes the lease of a batch without one while
+    it has free slots. So a new batch starts at once in the router where it was created, and a batch
+    whose router died resumes on another one after ``poll_s``.
 
     Args:
-        keys: who may have batches run: one whose key is gone gets its batches ended only by time.
+        keys: the API keys. Batches of a client whose key was removed do not run; they only expire.
         clock: monotonic seconds.
     """
 
@@ -57,11 +57,11 @@ class Runner:
         self._task = asyncio.create_task(self._loop())
 
     def wake(self) -> None:
-        """Look at once: something was added or cancelled."""
+        """Scan at once: a batch was added or cancelled."""
         self._woken.set()
 
     async def stop(self) -> None:
-        """Let go of all batches. What was under way runs again elsewhere or later. Idempotent."""
+        """Release all batches. Lines in flight run again, later or in another router. Idempotent."""
         task, self._task = self._task, None
         tasks = [running.task for running in self._runs.values()]
         tasks += [task] if task is not None else []
@@ -76,8 +76,8 @@ class Runner:
             try:
                 await self._look()
             except Exception:
-                # The disk, say. The next look may do better.
-                _log.exception("the batches could not be looked at")
+                # The disk may have failed, for example. The next scan may succeed.
+                _log.exception("could not scan the batches; retrying")
             try:
                 async with asyncio.timeout(self._resources.config.poll_s):
                     await self._woken.wait()
@@ -102,20 +102,21 @@ class Runner:
         for record in self._in_turn(waiting):
             try:
                 await self._try_to_run(record)
-            except OSError as error:  # of this one's folder; the others may do
+            except OSError as error:  # of this batch's folder; the others may work
                 self._put_off(record.id, error)
 
     def _look_after(self, running: _Running, record: BatchRecord) -> None:
         client = self._keys.holder(record.owner)
         running.run.look(record, client)
         taken_away = client is None and not self._is_to_end(record)
-        # Once: it is to end in order, and a second time would break that off.
+        # Only once: a second cancellation would interrupt the orderly end.
         if taken_away and not running.task.cancelling():
             running.task.cancel()
 
     def _in_turn(self, waiting: list[BatchRecord]) -> list[BatchRecord]:
-        """Those that are to end first, as that is little work. Then one of each owner's before any
-        owner's second, the running ones included; else the oldest first, as they come."""
+        """Sort: batches that must end come first, as that is little work. Then one batch of each
+        owner before any owner's second, the running ones included; else the oldest first, which is
+        their given order."""
         before = Counter(running.owner for running in self._runs.values())
         turns = []
         for record in waiting:
@@ -124,7 +125,7 @@ class Runner:
         return [record for *_, record in sorted(turns, key=lambda turn: turn[:2])]
 
     async def _try_to_run(self, record: BatchRecord) -> None:
-        """Run a batch if there is a place for it, and nobody else does."""
+        """Run a batch if there is a slot for it, and no other router runs it."""
         resources = self._resources
         client = self._keys.holder(record.owner)
         if self._is_to_end(record):
@@ -152,6 +153,6 @@ class Runner:
         self.wake()
 
     def _put_off(self, batch_id: str, error: BaseException) -> None:
-        _log.error("batch %s is put off", batch_id, exc_info=error)
+        _log.error("batch %s failed to run; retrying later", batch_id, exc_info=error)
         self._resources.metrics.put_off.inc()
         self._not_before_s[batch_id] = self._clock() + RETRY_S

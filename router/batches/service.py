@@ -40,7 +40,7 @@ def batch_routes(
 
     Args:
         keys: those of the API.
-        limiter: holds the lines to their clients' rates.
+        limiter: applies their clients' rate limits to the lines.
         now: Unix seconds.
         telemetry: logs and traces the lines, as requests.
 

@@ -5,13 +5,14 @@
     <directory>/lock                        held while limits are checked and something is added
     <directory>/<owner>/files/<id>.json     a file's record; while it is there, so is the file
     <directory>/<owner>/files/<id>.data     its bytes
-    <directory>/<owner>/batches/<id>/       batch.json: its record; lease: locked by who runs it;
-                                            cancel: it was asked to end; input.jsonl: the input, a
-                                            second name of the file; output.jsonl and errors.jsonl:
-                                            results, a line each, until they become files
+    <directory>/<owner>/batches/<id>/       batch.json: its record; lease: locked by the router that
+                                            runs it; cancel: it was cancelled; input.jsonl: the
+                                            input, a second name of the file; output.jsonl and
+                                            errors.jsonl: results, a line each, until they become
+                                            files
 
-One process writes each file: who holds the lease is the only one to change a batch once it is made.
-A record is replaced as a whole. All methods block on the disk: call them in a thread.
+One process writes each file: only the holder of the lease changes a batch after its creation. A
+record is replaced as a whole. All methods block on the disk: call them in a thread.
 
 The folder must be on a file system with hard links and ``flock``.
 """
@@ -53,8 +54,8 @@ from router.batches_config import BatchesConfig
 from router.errors import ApiError, Reason, shown
 
 ORPHAN_S = 3_600.0
-"""Least age, in seconds, of what is taken for the leftover of a crash because nothing refers to it.
-Writes under way are younger."""
+"""Minimum age, in seconds, at which an unreferenced file or folder counts as left over by a crash.
+Writes in progress are younger."""
 
 INPUT = "input.jsonl"
 OUTPUT = "output.jsonl"
@@ -74,11 +75,11 @@ class Store:
     """The folder of one configuration. Any number of processes may have it open.
 
     Args:
-        directory: the folder; it is made where it is missing.
+        directory: the folder; it is created if it is missing.
         now: Unix seconds.
 
     Raises:
-        OSError: the folder cannot be made or locked.
+        OSError: the folder cannot be created or locked.
     """
 
     def __init__(self, config: BatchesConfig, directory: Path, now: Callable[[], float]) -> None:
@@ -205,8 +206,8 @@ class Store:
     def unfinished(self) -> list[BatchRecord]:
         """Every owner's batches that have not ended, oldest first.
 
-        To be called by one thread at a time. It is called ever again, so a batch that was seen to
-        have ended is not looked at any more.
+        Must be called by one thread at a time. As it is called repeatedly, a batch that was found
+        to have ended is not read again.
         """
         found, ended = [], set()
         for owner in self._owners():
@@ -223,14 +224,14 @@ class Store:
         return sorted(found, key=lambda record: (record.created_s, record.id))
 
     def cancel(self, record: BatchRecord) -> None:
-        """Ask who runs a batch to end it. The first time counts."""
+        """Ask the router that runs a batch to end it. Only the first call has an effect."""
         path = self._folder(record) / _CANCEL
         if not path.exists():
             write_whole(path, str(self._now()).encode())
 
     def lease(self, record: BatchRecord) -> tuple[Lock, BatchRecord] | None:
-        """The right to run a batch, and the batch as it is now; ``None`` where another has it, or
-        where there is nothing left to run."""
+        """Take the lease of a batch, and return it with the current record; ``None`` if another
+        router holds it, or the batch has ended."""
         folder = self._folder(record)
         lock = try_lock(folder / _LEASE)
         if lock is None:
@@ -241,10 +242,10 @@ class Store:
             return None
         return lock, current
 
-    # For who has the lease.
+    # For the holder of the lease.
 
     def path(self, record: BatchRecord, name: str) -> Path:
-        """Where a batch has its :data:`INPUT`, :data:`OUTPUT` or :data:`ERRORS`."""
+        """Path of a batch's :data:`INPUT`, :data:`OUTPUT` or :data:`ERRORS`."""
         return self._folder(record) / name
 
     def save(self, record: BatchRecord) -> None:
@@ -253,7 +254,7 @@ class Store:
 
     def publish(self, record: BatchRecord, name: str) -> str | None:
         """Make a file of the results :data:`OUTPUT` or :data:`ERRORS`, and return its id; ``None``
-        where there are none. To do it again changes nothing."""
+        if there are none. Idempotent."""
         source = self._folder(record) / name
         if not source.exists() or source.stat().st_size == 0:
             return None
@@ -267,7 +268,7 @@ class Store:
         return file_id
 
     def drop_work(self, record: BatchRecord) -> None:
-        """Delete what an ended batch needs no more."""
+        """Delete files that an ended batch no longer needs."""
         for name in (INPUT, OUTPUT, ERRORS):
             (self._folder(record) / name).unlink(missing_ok=True)
 
@@ -282,7 +283,8 @@ class Store:
     # Upkeep.
 
     def sweep(self) -> None:
-        """Delete what has expired and what crashes have left. Any process may, at any time."""
+        """Delete expired files and batches, and leftovers of crashes. Any process may call this at
+        any time."""
         for owner in self._owners():
             self._sweep_files(self._files(owner))
             for folder in _listed(self._batches(owner), "batch_*"):
@@ -377,18 +379,18 @@ class Store:
 
 
 def file_not_found(file_id: str, param: str | None = None) -> ApiError:
-    """A 404 that does not tell whether somebody else has the file."""
+    """A 404 that does not reveal whether another client has the file."""
     return ApiError(Reason.NOT_FOUND, f"There is no file {shown(file_id)}.", param)
 
 
 def storage_full() -> ApiError:
-    """A 507: nobody's fault who asks."""
-    return ApiError(Reason.STORAGE_FULL, "There is no room for more files and batches.")
+    """A 507: the server's storage is full, which is not the client's fault."""
+    return ApiError(Reason.STORAGE_FULL, "The storage for files and batches is full.")
 
 
 @contextmanager
 def full_disk_told() -> Iterator[None]:
-    """Turns the system's word that the disk is full into a :func:`storage_full`."""
+    """Convert the system's error for a full disk into :func:`storage_full`."""
     try:
         yield
     except OSError as error:
@@ -402,7 +404,7 @@ def _listed(folder: Path, pattern: str) -> list[Path]:
 
 
 def _batch(folder: Path, fresh: bool = False) -> BatchRecord | None:
-    """The record in ``folder``, with what was asked of the batch since."""
+    """The record in ``folder``, with a cancellation requested since."""
     record = _read(folder / _RECORD, BatchRecord, fresh)
     if record is None or record.ended or record.cancelling:
         return record
@@ -413,8 +415,8 @@ def _batch(folder: Path, fresh: bool = False) -> BatchRecord | None:
 
 
 def _asked_s(path: Path) -> float | None:
-    """When the batch was asked to end, Unix seconds. That the file is there is what counts: of a
-    damaged one its own time is taken."""
+    """When the batch was cancelled, Unix seconds; ``None`` if it was not. The file's existence
+    decides: if its content is damaged, its modification time is used."""
     try:
         with suppress(ValueError):
             asked_s = float(path.read_text(encoding="ascii"))
@@ -426,10 +428,10 @@ def _asked_s(path: Path) -> float | None:
 
 
 def _read(path: Path, kind: type[_Record], fresh: bool = False) -> _Record | None:
-    """The record at ``path``; ``None`` where there is none or it cannot be read.
+    """The record at ``path``; ``None`` if it is missing or cannot be read.
 
-    A record is parsed once, as each is replaced by a file of its own. ``fresh`` is for who acts on
-    it and does not trust that two files always differ in their number or time.
+    Each version of a record is parsed once, as it is a new file. ``fresh`` parses it in any case,
+    for callers that must not rely on two versions differing in inode number or time.
     """
     try:
         found = path.stat()
@@ -456,9 +458,9 @@ def _first_line(error: ValueError) -> str:
 
 @lru_cache(maxsize=1_024)
 def _tell_of(path: str, why: str) -> None:
-    """Say once that a record cannot be read: it is come by every few seconds."""
+    """Log once that a record cannot be read: it is tried every few seconds."""
     _log.warning(
-        "%s is not a record of ours, and what it tells of is hidden: restore it, or delete it (%s)",
+        "unreadable record %s; its file or batch is hidden until it is restored or deleted: %s",
         path,
         why,
     )
@@ -471,12 +473,12 @@ def _parsed(path: str, kind: type[BaseModel], *_version: int) -> BaseModel:
 
 def _parse(path: Path, kind: type[BaseModel]) -> BaseModel:
     record = kind.model_validate_json(path.read_bytes())
-    # Or what else is of it would be looked for elsewhere, outside of the folder perhaps.
+    # Otherwise its other files would be looked for in another folder, perhaps outside of this one.
     if isinstance(record, BatchRecord):
         sound = (record.owner, record.id) == (path.parents[2].name, path.parent.name)
     else:
         assert isinstance(record, FileRecord)
         sound = (record.owner, record.id) == (path.parents[1].name, path.stem)
     if not sound:
-        raise ValueError("it is the record of something else")
+        raise ValueError("its owner or id does not match its path")
     return record

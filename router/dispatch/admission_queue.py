@@ -1,8 +1,8 @@
-"""Lines of requests that wait at the router until some replica can promise their objective.
+"""Admission queues: requests wait at the router until some replica can guarantee their SLO.
 
-One line per service class that queues. Its first few ask the controller again and again, the others
-wait behind them; so a request is overtaken only by one of the few beside it, whose objective or
-length is easier to promise. The clients in a line take turns, and none takes all places.
+There is one queue per service class that queues. Its first few requests ask the controller
+repeatedly, the others wait behind them; so a request is overtaken only by one of these few, whose
+SLO or length is easier to guarantee. The clients in a queue take turns, and none takes all slots.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from scheduling.fair_shares import PLACES_PART
 from scheduling.job import UNATTAINABLE
 
 ASKERS = 4
-"""How many of a line ask: enough that one request which nobody can promise does not hold up the
-others, few enough that a long line is no load on the controller."""
+"""Requests of a queue that ask: enough that one request which no replica can guarantee does not
+hold up the others, few enough that a long queue is no load on the controller."""
 
 MIN_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
@@ -32,14 +32,14 @@ Ask = Callable[[], Awaitable[RouteDecision | None]]
 
 
 def may_wait(decision: RouteDecision) -> bool:
-    """Whether no replica can promise the request's objective, but one will."""
+    """Whether no replica can guarantee the request's SLO now, but one will be able to."""
     return decision.reason == UNATTAINABLE and decision.retry_after_s is not None
 
 
 class _Place:
-    """A request's place in a line. ``called`` is set when the request should ask or has no time
-    left, ``answered`` when it has asked or is gone. ``refused`` is the last that it was told, or
-    that anyone was before it came."""
+    """A request's slot in a queue. ``called`` is set when the request should ask or has no time
+    left, ``answered`` when it has asked or has left. ``refused`` is its last refusal, or the last
+    one of any request in the queue before it joined."""
 
     def __init__(self, refused: RouteDecision | None) -> None:
         self.called = asyncio.Event()
@@ -55,14 +55,13 @@ class _Place:
 
 
 class AdmissionQueue:
-    """The requests of one class that wait: each client's in the order in which they came, and
-    clients in turns.
+    """The waiting requests of one class: each client's in order of arrival, and clients in turns.
 
     Args:
         name: of the class. entry: its configuration.
-        metrics: what is counted.
+        metrics: its length and its waiting times.
         clock: monotonic seconds.
-        pause: waits for that many seconds.
+        pause: sleeps for the given number of seconds.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class AdmissionQueue:
         self._clock = clock
         self._pause = pause
         self._length_now = 0
-        # By client; who was served last is last.
+        # By client; the client that was served last is last.
         self._places: dict[str, dict[_Place, None]] = {}
         self._front_changed = asyncio.Event()
         self._caller: asyncio.Task[None] | None = None
@@ -97,19 +96,20 @@ class AdmissionQueue:
         refused: RouteDecision | None = None,
         client: Client = ANYONE,
     ) -> RouteDecision | None:
-        """Wait at the end of the line for the first answer of ``ask`` that is another than that
-        waiting may help.
+        """Wait at the end of the queue until ``ask`` returns anything but a decision for which
+        :func:`may_wait` is true, and return that.
 
-        Cancelling it leaves the line at once.
+        Cancelling it leaves the queue at once.
 
         Args:
             ask: asks the controller.
-            due_s: when the request is late, on the clock; may be infinite.
-            refused: the answer that sent the request here, if it has asked.
-            client: whose it is.
+            due_s: the request's deadline, on the clock; may be infinite.
+            refused: the decision that sent the request here, if it has asked.
+            client: of the request.
 
         Raises:
-            ApiError: 429; the line is full, the request is late, or has waited for too long.
+            ApiError: 429; the queue is full, the deadline has passed, or the request has waited
+                for too long.
         """
         self._check_room(client)
         joined_s = self._clock()
@@ -137,22 +137,22 @@ class AdmissionQueue:
     def _too_late(self, place: _Place, late: bool) -> ApiError:
         if late:
             reason = Reason.DEADLINE_PASSED
-            message = "The objective's deadline passed before a replica could promise it."
+            message = "The SLO's deadline passed before a replica could guarantee it."
         else:
             reason = Reason.QUEUE_TIMEOUT
-            message = f"No replica could promise the objective within {self._limit_s:g} seconds."
+            message = f"No replica could guarantee this SLO within {self._limit_s:g} seconds."
         return ApiError(reason, message, retry_after_s=_told_s(place.refused))
 
     def _check_room(self, client: Client) -> None:
-        message = f"{self._most} requests of this class wait already, which is the limit."
+        message = f"The queue of this class is full: it holds at most {self._most} requests."
         free = self._most - self._length_now
         if free > 0:
             own = len(self._places.get(client.owner, ()))
             if client.may_hold(own, free, PLACES_PART):
                 return
             message = (
-                f"{own} requests of this class wait already with this API key, and more would "
-                "leave too little room for others."
+                f"This API key has {own} requests in the queue of this class already; more would "
+                "leave too few slots for other keys."
             )
         raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=_told_s(self._refused))
 
@@ -170,8 +170,8 @@ class AdmissionQueue:
         return place
 
     def _leave(self, place: _Place, owner: str, served: bool) -> None:
-        """It is over. Whose request leaves before it could ask keeps its turn: else who gives its
-        requests little time would never come to the front."""
+        """The wait is over. A client whose request leaves before it could ask keeps its turn:
+        otherwise a client with tight deadlines would never come to the front."""
         in_front = place in self._front()
         if in_front:
             self._front_changed.set()
@@ -186,15 +186,15 @@ class AdmissionQueue:
         place.answered.set()
 
     def _front(self) -> list[_Place]:
-        """The first few: one of each client, then another one of each."""
+        """The first :data:`ASKERS` requests: one of each client, then another one of each."""
         columns = [islice(own, ASKERS) for own in islice(self._places.values(), ASKERS)]
         rounds = chain.from_iterable(zip_longest(*columns))
         return list(islice((place for place in rounds if place is not None), ASKERS))
 
     async def _call(self) -> None:
-        """Call the first few to ask, in order and in one turn of the event loop, so that they ask
-        in that order. Again at once when the front has changed, else after a pause. Ends with the
-        line."""
+        """Call the first few requests to ask, in order and in one turn of the event loop, so that
+        they ask in that order. Repeat at once when the front has changed, else after a pause. Ends
+        when the queue is empty."""
         while self._places:
             if not self._front_changed.is_set():
                 await self._rest()
@@ -207,7 +207,7 @@ class AdmissionQueue:
                 await place.answered.wait()
 
     async def _rest(self) -> None:
-        """Pause between two rounds, or until the front of the line changes."""
+        """Pause between two rounds, or until the front of the queue changes."""
         refused = [place.refused for place in self._front()]
         known = [0.0 if each is None else each.room_s or 0.0 for each in refused]
         pause_s = min(max(min(known) / 2, MIN_PAUSE_S), MAX_PAUSE_S)
@@ -223,5 +223,6 @@ class AdmissionQueue:
 
 
 def _told_s(refused: RouteDecision | None) -> float | None:
-    """After how long who leaves the line should come again, if anybody was told."""
+    """When a client whose request leaves the queue should retry; ``None`` where the controller has
+    predicted nothing."""
     return None if refused is None else refused.retry_after_s

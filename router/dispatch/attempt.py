@@ -1,5 +1,5 @@
-"""One attempt at a call: the controller's decision, the replica that computes the prompt where
-that is another one, and the one that answers."""
+"""One attempt at a call: the controller's decision, the prefill replica if it is a separate one,
+and the replica that answers."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ from scheduling.roles import Role
 from telemetry.tracing import Kind, Span
 
 _BUSY = 503
-_NOT_RESUMED = (Reason.INTERNAL, "Another replica did not go on with the stream.")
+_NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
 _UNTRACED: Mapping[str, str] = {}
 
 
 class Replicas(Protocol):
-    """The way to the replicas, in pools by their roles."""
+    """Access to the replicas, in pools by their roles."""
 
     @property
     def roles(self) -> Sequence[Role]:
-        """The pools that there are, in the order in which they are to be asked to serve a request
-        whole: mixed, decode, prefill. At least one."""
+        """The existing pools, in the order in which they are asked to serve a whole request
+        (prefill and decode): mixed, decode, prefill. At least one."""
 
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ReplicaStream:
-        """Send a request to ``target`` in the pool of ``role``, one of :attr:`roles`; or where that
-        is ``None`` or unknown to any replica of that pool, if possible none of ``avoid``.
+        """Send a request to ``target`` in the pool of ``role``, one of :attr:`roles`. If ``target``
+        is ``None`` or unknown, send it to any replica of that pool, if possible to none of
+        ``avoid``.
 
-        The stream fails with ``NO_REPLICA`` where the pool has none; another pool is asked next.
+        The stream fails with ``NO_REPLICA`` if the pool is empty; another pool is asked next.
         """
 
     async def progress(
@@ -77,21 +78,22 @@ class Replicas(Protocol):
 
 @dataclass(slots=True)
 class CallState:
-    """What has become of a call so far.
+    """State of a call over its attempts.
 
     Attributes:
-        transcript: what its client has of the stream; ``None`` where that cannot be resumed.
-        attempts: made so far, the one under way included.
-        failed: replicas that have failed it.
-        empty: pools that had nobody for it when they were last asked.
+        transcript: what its client has received of the stream; ``None`` if the stream cannot be
+            resumed.
+        attempts: made so far, the current one included.
+        failed: replicas that have failed the call.
+        empty: pools that had no replica for the call when they were last asked.
         in_vain: attempts that found a pool empty or were moved: neither counts as a failed one.
-        promises: attempts whose objective was guaranteed at the replica that they were sent to.
-        granted: the attempt under way is given up for another one, which the budget has paid for.
-        case: what it has to do with lost replicas.
-        verdict: why there must be no further attempt, if it is to blame for that.
-        direct: how HAProxy learns where to fetch the stream; ``None``: it goes through here.
-        moved: it has left a replica that was going to miss its first token, which it does once.
-        moves_to: where it goes next, because of that.
+        promises: attempts whose SLO was guaranteed at the replica that they were sent to.
+        granted: the current attempt is abandoned for another one, which the retry budget allows.
+        case: the call's part in lost replicas.
+        verdict: the failure that ends the call, if it is blamed for lost replicas.
+        direct: tells HAProxy where to fetch the stream; ``None``: the router relays the stream.
+        moved: the call has left a replica that was going to miss its TTFT; it does so at most once.
+        moves_to: the placement of the next attempt after such a move.
     """
 
     call: Call
@@ -110,12 +112,12 @@ class CallState:
 
     @property
     def moved_id(self) -> str:
-        """The id of the attempt that is made where it moves to."""
+        """The id of the attempt at the replica that the call moves to."""
         return f"{self.call.request_id}-moved"
 
     @property
     def made(self) -> int:
-        """The attempts that were not in vain."""
+        """The attempts that reached a replica and were not moved."""
         return self.attempts - self.in_vain
 
 
@@ -123,9 +125,9 @@ class Attempts:
     """Makes attempts. One per router process.
 
     Args:
-        stalls: watches over them.
-        suspicion: which calls may be why replicas are lost.
-        leave: whether an attempt may be given up for another one, which is then granted.
+        stalls: detects attempts at unresponsive replicas.
+        suspicion: tracks calls that may be the cause of lost replicas.
+        leave: whether an attempt may be abandoned for another one, which is then granted.
         clock: monotonic seconds; the one of :attr:`~router.request.call.Call.received_s`.
     """
 
@@ -154,24 +156,25 @@ class Attempts:
 
     @property
     def has_pools(self) -> bool:
-        """Whether there are several."""
+        """Whether there are several pools."""
         return len(self._replicas.roles) > 1
 
     def whole(self, state: CallState) -> list[Role]:
-        """The pools that may still serve the call whole, in their order."""
+        """The pools that may still serve the whole call, in their order."""
         return [role for role in self._replicas.roles if role not in state.empty]
 
     async def attempt(self, state: CallState) -> Attempt:
-        """Make the next attempt: an event stream has sent its first new bytes when this returns,
-        and any other response is complete. It may be a refusal of the engine.
+        """Make the next attempt. When this returns, an event stream has sent its first new bytes,
+        and any other response is complete. The response may be a refusal of the engine.
 
-        Each attempt has its own id: an engine may still hold the last one, and the ledger could
-        take the release of the last one for that of this one. Cancelling it stops all of it.
+        Each attempt has its own id: an engine may still hold the last attempt, and the ledger could
+        mistake the release of the last attempt for a release of this one. Cancelling stops the
+        whole attempt.
 
         Raises:
-            ReplicaFailedError: it failed. Who failed it is noted.
-            MovedError: it was given up for one at :attr:`CallState.moves_to`.
-            ApiError: the objective cannot be promised, and the call may not be served without.
+            ReplicaFailedError: the attempt failed. The replica that failed it is recorded.
+            MovedError: it was abandoned for one at :attr:`CallState.moves_to`.
+            ApiError: the SLO cannot be guaranteed, and the class does not allow best effort.
         """
         state.attempts += 1
         call, transcript = state.call, state.transcript
@@ -217,7 +220,7 @@ class Attempts:
                 raise ReplicaFailedError(*_NOT_RESUMED, retry=False)
             return first
         if first.head.replica_id not in ("", placement.prefill_id):
-            # What was promised of the one is not promised of the other.
+            # The guarantee was for a P/D pair with the other prefill replica.
             if placement.tier is Tier.GUARANTEED:
                 state.promises -= 1
             placement = placement._replace(
@@ -231,7 +234,7 @@ class Attempts:
         return answer
 
     async def _find(self, state: CallState, call: Call, request_id: str, begun: bool) -> Placement:
-        """See :meth:`PlacementClient.find`; with a span of its own, the wait in a line included."""
+        """See :meth:`PlacementClient.find`; with its own span, which includes the time queued."""
         key, prefill_key = request_key(request_id), 0
         if self._splits and not state.empty & {"prefill", "decode"} and may_split(call):
             prefill_key = request_key(_prefill_id(request_id))
@@ -257,7 +260,7 @@ class Attempts:
     async def _prefill(
         self, state: CallState, request: EngineRequest, placement: Placement, span: Span | None
     ) -> Attempt:
-        """Have the prompt computed by the replica that was chosen for it.
+        """Compute the prompt on the chosen prefill replica.
 
         Raises:
             ReplicaFailedError: it failed.
@@ -299,7 +302,7 @@ class Attempts:
     async def _answer(
         self, state: CallState, request: EngineRequest, placement: Placement, span: Span | None
     ) -> Attempt:
-        """Have the call answered by the replica that was chosen, or by any.
+        """Have the call answered by the chosen replica, or by any if none was chosen.
 
         Raises:
             ReplicaFailedError: it failed.
@@ -337,7 +340,8 @@ class Attempts:
         """Send a request to one replica, and wait until its answer has begun.
 
         Raises:
-            ReplicaFailedError: it failed. Its reservation is given up, and who failed is noted.
+            ReplicaFailedError: it failed. Its reservation is released, and the replica that failed
+                is recorded.
         """
         async with self._suspicion.trial(state.case, target):
             return await self._begin(state, request, target, role, span, take)
@@ -401,8 +405,8 @@ class Attempts:
         return attempt
 
     async def _move(self, state: CallState, attempt: Attempt, replica_id: str) -> None:
-        """Give up an attempt that is going to be late at ``replica_id``, if another replica can
-        promise what is left of the objective and nothing has come of it meanwhile."""
+        """Abandon an attempt that is going to miss its TTFT at ``replica_id``, if another replica
+        can guarantee what is left of the SLO and the attempt has produced nothing meanwhile."""
         call, key = state.call, request_key(state.moved_id)
         found = await self._placements.elsewhere(call, key, state.failed, replica_id)
         if found is None:
@@ -414,12 +418,12 @@ class Attempts:
         state.in_vain += 1
 
     def drop(self, state: CallState) -> None:
-        """A call ended: nothing goes where it was about to move."""
+        """A call ended: release the reservation of a move that was not made."""
         if state.moves_to is not None:
             self._controller.release(request_key(state.moved_id))
 
     def note_failure(self, state: CallState, attempt: Attempt, failure: ReplicaFailedError) -> None:
-        """A replica has failed a call. To be called before the attempt is closed."""
+        """Record that a replica has failed a call. Call this before the attempt is closed."""
         state.verdict = self._suspicion.judge(state.call, state.case, attempt, failure)
         replica_id = attempt.place
         if replica_id is None:
@@ -433,15 +437,15 @@ class Attempts:
             self._controller.troubled(replica_id, Trouble.FAILED)
 
     def _has_moved(self, attempt: Attempt, target: str | None) -> bool:
-        """Whether another replica serves than the one that was chosen: none will confirm the
-        reservation, and what was promised there is not promised here."""
+        """Whether another replica serves than the chosen one: then no replica will confirm the
+        reservation, and the chosen replica's guarantee does not hold here."""
         moved = target is not None and attempt.head.replica_id not in ("", target)
         if moved:
             self._metrics.fallback(Fallback.MOVED)
         return moved
 
     def _note_handover(self, attempt: Attempt, seconds: float) -> None:
-        """From the prompt's end to the first token, or to its bytes where they stream."""
+        """Record the time from the prompt's end to the first token, or to its bytes if streamed."""
         if attempt.tail is not None and attempt.tail.token_offsets_s:
             seconds = attempt.tail.token_offsets_s[0]
         elif attempt.tail is not None and attempt.head.media_type != EVENT_STREAM:
@@ -450,8 +454,8 @@ class Attempts:
 
 
 def _may_move(state: CallState, request: EngineRequest) -> bool:
-    """Whether an attempt may be given up for one at a replica that is earlier. Once, and neither
-    one of two replicas that serve a call together, nor what may be why replicas are lost."""
+    """Whether an attempt may be abandoned for one at a replica that is earlier. At most once per
+    call; not for a phase of a P/D pair, and not for a call suspected of losing replicas."""
     whole = not request.prefill_only and request.handoff is None and request.resume is None
     stated = state.call.slo.ttft_s is not None
     return request.promised and stated and whole and not (state.moved or state.case.suspected)
@@ -466,10 +470,10 @@ def _prefill_id(request_id: str) -> str:
 
 
 def _check_resumed(state: CallState, attempt: Attempt) -> None:
-    """Refuse an answer that is not the rest of what was sent.
+    """Check that an answer continues the stream that the client has received.
 
     Raises:
-        ReplicaFailedError: it is not.
+        ReplicaFailedError: it does not.
     """
     repeated = state.transcript is not None and state.transcript.repeated
     if attempt.head.status != 200 or attempt.head.media_type != EVENT_STREAM or not repeated:

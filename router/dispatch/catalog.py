@@ -1,5 +1,5 @@
-"""What replicas say of themselves, kept for a moment: the list of models, and whether any of them
-takes requests."""
+"""Short-lived cache of two replica answers: the list of models, and whether any replica takes
+requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 2.0
 
 
 class Catalog:
-    """Asks at most one replica at a time for each of both, however many clients ask."""
+    """Asks at most one replica at a time for either answer, however many clients ask."""
 
     def __init__(self, replicas: Replicas, clock: Callable[[], float] = time.monotonic) -> None:
         self._models = Recent(lambda: _asked(replicas.models()), TTL_S, clock)
@@ -41,14 +41,14 @@ class Catalog:
         """Return if a replica takes requests.
 
         Raises:
-            ApiError: 503, none does: each is drained, or away.
+            ApiError: 503, none does: each is drained or unreachable.
         """
         await self._ready.get()
 
     async def exceeded(self, tokens: int) -> int | None:
-        """The most tokens that an engine takes, where a prompt of ``tokens`` exceeds them; ``None``
-        where it does not, or that is not known. A prompt that seems too long is judged by a new
-        answer of a replica: an update may have brought engines that take more."""
+        """The maximum model length of the engines if a prompt of ``tokens`` exceeds it; ``None`` if
+        it does not, or the length is unknown. A prompt that seems too long is checked against a
+        new answer of a replica: an update may have brought engines with a larger maximum."""
         if self._longest is None or tokens > self._longest:
             with contextlib.suppress(ApiError):
                 lengths = [entry.get("max_model_len") for entry in (await self.models())["data"]]
@@ -57,7 +57,7 @@ class Catalog:
 
 
 async def _asked(question: Awaitable[Answer]) -> Answer:
-    """What a replica says.
+    """A replica's answer.
 
     Raises:
         ApiError: 503, none answered.
@@ -70,4 +70,4 @@ async def _asked(question: Awaitable[Answer]) -> Answer:
             Reason.NO_REPLICA, f"No replica answered within {TIMEOUT_S:g} seconds."
         ) from None
     except ReplicaFailedError as failure:
-        raise ApiError(Reason.NO_REPLICA, f"No replica serves: {failure}") from failure
+        raise ApiError(Reason.NO_REPLICA, f"No replica is available: {failure}") from failure

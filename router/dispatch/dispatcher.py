@@ -1,8 +1,9 @@
-"""From a validated call to an open response, and on to its end: attempts, while they fail.
+"""From a validated call to an open response and to its end: makes attempts while they fail.
 
-What has been sent to the client decides what is left to do: nothing, and the call is made again on
-another replica; some of a stream, and another replica goes on with it where that is possible. An
-event stream counts as open when it holds its first bytes, any other response when it is complete.
+The client's state decides what follows a failure. If the client has received nothing, the call is
+retried on another replica; if it has received part of a stream, another replica resumes the stream
+where that is possible. An event stream counts as open when it holds its first bytes, any other
+response when it is complete.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from router.serve.hint import NO_REPLICA_WAIT_S
 from scheduling.objective import TokenClock
 
 RETRY_PAUSE_S = 0.02
-"""Pause before the second attempt, doubled before each later one: time for the news of a dead
-replica to arrive, and a brake on a failure that hits every replica."""
+"""Pause before the second attempt, doubled before each later one, seconds: time for the report of a
+dead replica to arrive, and a backoff for a failure that hits every replica."""
 
 EMPTY_POOLS_PAUSE_S = 0.25
-"""Pause before pools that were all found empty are asked again."""
+"""Pause before pools that were all found empty are asked again, seconds."""
 
 
 class Dispatcher:
@@ -46,7 +47,7 @@ class Dispatcher:
 
     Args:
         clock: monotonic seconds; the one of :attr:`Call.received_s`.
-        pause: waits for that many seconds.
+        pause: sleeps for the given number of seconds.
     """
 
     def __init__(
@@ -77,23 +78,23 @@ class Dispatcher:
         self._metrics = metrics
         self._max_attempts = config.max_attempts
         self._pause = pause
-        # When all pools were first and last found empty, without an answer in between.
+        # When all pools were first and last found empty, with no answer in between.
         self._empty_since_s = self._last_empty_s = float("-inf")
 
     @property
     def estimator(self) -> TokenEstimator:
-        """Learns from answers how long prompts are."""
+        """Estimates prompt lengths, and learns them from answers."""
         return self._placements.estimator
 
     async def open(self, call: Call, direct: DirectAnswer | None = None) -> Answer:
-        """Send ``call`` to a replica, and to another while attempts fail. Where it is answered by a
-        stream that HAProxy can fetch from the replica, ``direct`` knows so.
+        """Send ``call`` to a replica, and to another while attempts fail. If the answer is a stream
+        that HAProxy can fetch from the replica, ``direct`` is notified.
 
-        Cancelling it stops the attempt under way.
+        Cancelling it stops the current attempt.
 
         Raises:
-            ApiError: every attempt failed, and it tells of the last one; or the objective cannot be
-                promised and the call may not be served without; or the call is quarantined.
+            ApiError: every attempt failed, and the error is that of the last one; or the SLO cannot
+                be guaranteed and the class does not allow best effort; or the call is quarantined.
         """
         case = self._suspicion.open(call)
         transcript = Transcript() if may_resume(call) else None
@@ -119,7 +120,7 @@ class Dispatcher:
         return Answer(attempt, resume, promised=state.promises > 0, moved=state.moved)
 
     def _count_unanswered(self, state: CallState, left: bool) -> None:
-        """A call whose answer has not begun ended early; ``left``: its client left."""
+        """Count a call that ended before its answer began; ``left``: its client left."""
         if state.promises:
             call = state.call
             slo = call.slo
@@ -142,8 +143,8 @@ class Dispatcher:
         """Tell the controller how a call ended. Does not wait.
 
         Args:
-            seen: its tokens.
-            reason: of an error.
+            seen: the times of its tokens.
+            reason: of its error, if it failed.
             replica_id, kept: see :class:`RequestEnding`.
         """
         if not call.scheduled:
@@ -169,8 +170,8 @@ class Dispatcher:
         )
 
     def progressed(self, call: Call, seen: TokenClock) -> None:
-        """Tell the controller what a promised call's answer misses while it goes on; ``seen`` are
-        the tokens that have come. Does not wait."""
+        """Report to the controller the objectives that a guaranteed call misses while it still
+        runs. ``seen``: the times of its tokens so far. Does not wait."""
         ttft_s, tpot_s, _ = seen.judged_s(self.clock())
         late = call.slo.late(ttft_s, tpot_s, seen.tokens)
         if late != (None, None):
@@ -180,7 +181,7 @@ class Dispatcher:
         """The first attempt that does not fail.
 
         Raises:
-            ReplicaFailedError: none is left; it is the last one's.
+            ReplicaFailedError: no attempt is left; it is the last one's failure.
             ApiError: see :meth:`open`.
         """
         while True:
@@ -197,7 +198,8 @@ class Dispatcher:
                 return attempt
 
     def _count_first(self, state: CallState) -> None:
-        """A call that was refused before it reached a replica gives no right to retries."""
+        """Count the first attempt for the retry budget. A call that was refused before it reached a
+        replica does not count."""
         if state.attempts == 1:
             self._budget.count_request()
 
@@ -205,7 +207,7 @@ class Dispatcher:
         """Return when another attempt may be made.
 
         Raises:
-            ReplicaFailedError: there must be none.
+            ReplicaFailedError: no further attempt may be made.
         """
         if state.verdict is not None:
             raise state.verdict from failure
@@ -225,8 +227,8 @@ class Dispatcher:
         await self._pause(RETRY_PAUSE_S * 2 ** (state.made - 1))
 
     async def _wait_for_pools(self, state: CallState, failure: ReplicaFailedError) -> None:
-        """Return when pools that were all empty may be asked again: together they get the time
-        that a single one gives requests itself, counted from when they were first found empty.
+        """Return when pools that were all empty may be asked again. Together they get the time for
+        which a single pool keeps requests waiting, counted from when all were first found empty.
 
         Raises:
             ReplicaFailedError: they have been empty for too long.
@@ -241,13 +243,13 @@ class Dispatcher:
         state.empty.clear()
 
     def _spent(self, state: CallState) -> bool:
-        """Whether it has had its attempts."""
+        """Whether the call has used all of its attempts."""
         return state.made >= self._max_attempts
 
     def _leave(self, state: CallState, attempt: Attempt) -> bool:
-        """Whether ``attempt``, whose replica hangs, is to be given up: for another one, which is
-        then granted, or for good where it may be the cause. What cannot go on elsewhere waits: its
-        replica may come back."""
+        """Whether ``attempt``, whose replica hangs, is to be abandoned: for another one, which is
+        then granted, or finally if it may be the cause. A call that cannot be resumed on another
+        replica waits: its replica may recover."""
         if self._suspicion.ends_when_hung(state.call):
             return True
         transcript = state.transcript
@@ -262,11 +264,11 @@ class Dispatcher:
     async def _resume(
         self, state: CallState, broken: Attempt, failure: ReplicaFailedError
     ) -> Attempt:
-        """An attempt that goes on with a stream that broke off.
+        """An attempt that resumes a stream that broke off.
 
         Raises:
-            ReplicaFailedError: none does.
-            NotReportedError, StalledReaderError: nobody takes the stream any more.
+            ReplicaFailedError: no attempt can resume it.
+            NotReportedError, StalledReaderError: the client no longer reads the stream.
         """
         broken.end_span(failure.reason.value)
         self._legs.note_failure(state, broken, failure)
@@ -287,7 +289,7 @@ class Dispatcher:
         await self._before_the_next(state, failure)
         try:
             attempt = await self._attempts(state)
-        except ApiError:  # nobody takes it as it is
+        except ApiError:  # the controller admits it nowhere
             raise failure from None
         self._metrics.resumes.inc()
         return attempt

@@ -1,4 +1,4 @@
-"""The models behind the endpoint: for each one its replicas, as a router sees them."""
+"""The models behind the endpoint, and how a router reaches the replicas of each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Model(NamedTuple):
     """The replicas of one model.
 
     Attributes:
-        model: the name that requests use.
+        model: its name in requests.
         dispatcher: opens responses of its replicas.
-        catalog: what its replicas serve.
+        catalog: the models that its replicas list, and their readiness.
         metrics: of its requests.
-        adapters: names of its LoRA adapters, which requests use in place of the model's.
+        adapters: names of its LoRA adapters; a request names one in place of the model.
     """
 
     model: str
@@ -32,15 +32,15 @@ class Model(NamedTuple):
 
 
 class ModelRegistry:
-    """Every fleet by the names that requests use. One per router process.
+    """Every fleet by its names in requests. One per router process.
 
     Args:
         fleets: at least one.
-        edge: what is counted before a request's model is known. With a single fleet it may be that
-            one's metrics.
+        edge: metrics of requests whose model is not known yet. With a single fleet it may be that
+            fleet's metrics.
 
     Raises:
-        ValueError: there is none, or two share a name.
+        ValueError: there is no fleet, or two share a name.
     """
 
     def __init__(self, fleets: Sequence[Model], edge: RouterMetrics) -> None:
@@ -64,11 +64,11 @@ class ModelRegistry:
         return self._fleets[0].dispatcher.clock
 
     def of(self, model: str | None, allowed: Collection[str] | None = None) -> Model:
-        """The fleet that serves ``model``, the name of a model or of an adapter. ``None`` is the
-        only model, where there is one. Names that are not ``allowed`` are as if unknown.
+        """The fleet that serves ``model``, the name of a model or of an adapter. ``None`` selects
+        the model if there is only one. Names that are not ``allowed`` are treated as unknown.
 
         Raises:
-            ApiError: 404; there is no such model. 400; there are several, and none is named.
+            ApiError: 404; the model does not exist. 400; there are several, and none is named.
         """
         if model is None and len(self._fleets) == 1:
             model = self._fleets[0].model
@@ -82,16 +82,16 @@ class ModelRegistry:
         return fleet
 
     async def exceeded(self, model: Any, tokens: int) -> int | None:
-        """The most tokens that an engine of ``model`` takes, where a prompt of ``tokens`` exceeds
-        them; ``None`` where it does not, that is not known, or there is no such model."""
+        """The maximum length of ``model`` if a prompt of ``tokens`` exceeds it; ``None`` if it does
+        not, or the length or the model is unknown."""
         if model is None and len(self._fleets) == 1:
             model = self._fleets[0].model
         fleet = self._by_name.get(model) if isinstance(model, str) else None
         return None if fleet is None else await fleet.catalog.exceeded(tokens)
 
     async def models(self, allowed: Collection[str] | None = None) -> dict[str, Any]:
-        """The OpenAI list-models body: of every fleet of which a replica answers, without those
-        that are not ``allowed``.
+        """The OpenAI list-models body: the ``allowed`` models of every fleet with a replica that
+        answers.
 
         Raises:
             ApiError: 503, no replica of any model answered.
@@ -108,8 +108,8 @@ class ModelRegistry:
         """The OpenAI body of one model or adapter.
 
         Raises:
-            ApiError: 404, there is none of this name, or it is not ``allowed``. 503, no replica of
-                it answered.
+            ApiError: 404, the name is unknown or not ``allowed``. 503, no replica of the model
+                answered.
         """
         listed = (await self.of(name, allowed).catalog.models())["data"]
         found = next((entry for entry in listed if entry["id"] == name), None)
@@ -133,8 +133,8 @@ class ModelRegistry:
     async def _ask(
         self, question: Callable[[Model], Coroutine[Any, Any, Answer]]
     ) -> tuple[dict[str, Answer], dict[str, ApiError]]:
-        """Each fleet's answer, or why it has none, by its model's name. All are asked at once: of
-        several that are away, each would take its time.
+        """Each fleet's answer, or its error, by its model's name. All are asked concurrently, so
+        that the timeouts of unreachable fleets do not add up.
 
         Raises:
             Exception: what a question raises besides ``ApiError``.

@@ -1,11 +1,11 @@
-"""Promised requests that wait for their first tokens, and may move to an earlier replica.
+"""Guaranteed requests that wait for their first tokens, and may move to an earlier replica.
 
-The controller is asked about them with each push of metrics, and says which of them are going to
-miss their first tokens where they are (:mod:`controller.moves`). Nothing of such a request has been
-sent to its client, so it can be made again elsewhere: it moves, once, if another replica promises
-what is left of its objective. Until that promise is there it stays where it is.
+The router asks the controller about them with each push of metrics. The controller answers which of
+them are going to miss their TTFT at their replica (:mod:`controller.moves`). The client of such a
+request has received nothing, so the request can be retried: it moves, at most once, if another
+replica guarantees what is left of its SLO. Until then it stays where it is.
 
-It costs an attempt a dictionary entry.
+The cost per attempt is a dictionary entry.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Waiting(NamedTuple):
 
 
 class Moves:
-    """Of one router process and model, on its event loop.
+    """Waiting requests of one router process and model. Runs on its event loop.
 
     Args:
         clock: monotonic seconds; the one of :attr:`~router.request.call.Call.received_s`.
@@ -40,8 +40,8 @@ class Moves:
     def watch(
         self, key: int, replica_id: str, call: Call, move: Callable[[], Awaitable[None]]
     ) -> None:
-        """A promised call, whose TTFT is stated, waits for its first token at a replica until
-        :meth:`forget`. ``O(1)``.
+        """Watch a guaranteed call with a TTFT objective, which waits for its first token at a
+        replica, until :meth:`forget`. ``O(1)``.
 
         Args:
             key: of the attempt.
@@ -50,11 +50,11 @@ class Moves:
         self._waiting[key] = _Waiting(replica_id, call, move)
 
     def forget(self, key: int) -> None:
-        """It waits no more. ``O(1)``."""
+        """The attempt no longer waits. ``O(1)``."""
         self._waiting.pop(key, None)
 
     def waits(self) -> tuple[FirstTokenWait, ...]:
-        """Those that are not late yet; of more than ``MAX_WAITS``, those due soonest.
+        """The waiting calls that are not late yet; of more than ``MAX_WAITS``, those due soonest.
         ``O(waiting calls)``."""
         now_s, found = self._clock(), []
         for key, (replica_id, call, _) in self._waiting.items():
@@ -66,8 +66,8 @@ class Moves:
         )
 
     def missing(self, keys: Sequence[int]) -> None:
-        """These are going to miss their first tokens: move them. Those that wait no more are
-        ignored."""
+        """Move these calls, which are going to miss their TTFT. Keys of calls that no longer wait
+        are ignored."""
         for key in keys:
             waiting = self._waiting.get(key)
             if waiting is not None and key not in self._moving:

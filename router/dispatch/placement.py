@@ -1,5 +1,5 @@
-"""Where a call goes and what it is promised: the controller's decision, and what its class makes of
-a refusal."""
+"""Placement and admission tier of a call: the controller's decision, and how the call's class
+handles a refusal."""
 
 from __future__ import annotations
 
@@ -32,52 +32,53 @@ _BEST_EFFORT_ONLY = frozenset({Tier.BEST_EFFORT})
 
 
 FULL_FOR_S = 5.0
-"""Longest time for which a class counts as without capacity by one decision, seconds."""
+"""Longest time for which one decision marks a class as out of capacity, seconds."""
 
 
 class Controller(Protocol):
-    """What the router needs of the controller's client."""
+    """The part of the controller's client that the router uses."""
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
-        """The decision, or ``None`` where the controller does not answer in time."""
+        """The decision, or ``None`` if the controller does not answer in time."""
 
     def release(self, key: int) -> None:
-        """The request does not run where it was placed. Returns at once."""
+        """Release the reservation: the request does not run where it was placed. Returns at
+        once."""
 
     def replica_gone(self, replica_ids: Sequence[str]) -> None:
-        """These replicas serve nothing any more. Returns at once."""
+        """These replicas no longer serve requests. Returns at once."""
 
     def troubled(self, replica_id: str, trouble: Trouble) -> None:
-        """This replica has failed a request, or stands still. Returns at once."""
+        """This replica has failed a request, or is unresponsive. Returns at once."""
 
     def ended(self, ending: RequestEnding) -> None:
         """A request that was placed has ended. Returns at once."""
 
     def late(self, notice: LateNotice) -> None:
-        """A promised response is late while it goes on. Returns at once."""
+        """A guaranteed response that still runs is late. Returns at once."""
 
     def on_push(
         self,
         waits: Callable[[], Sequence[FirstTokenWait]],
         missing: Callable[[Sequence[int]], None],
     ) -> None:
-        """From now on ask about the requests that ``waits`` names, once a second or so, and hand
-        the keys of those that are going to miss their first tokens to ``missing``."""
+        """From now on, ask about once a second about the requests that ``waits`` returns, and pass
+        the keys of the ones that are going to miss their TTFT to ``missing``."""
 
 
 class Placement(NamedTuple):
     """Where a call goes.
 
     Attributes:
-        replica_id: the controller's choice; ``None``: Serve's.
-        tier: as the controller decided. ``None``: it did not, because it is away or admission is
-            off; then the call is served like a promised one, and nothing is promised.
-        predicted_ttft_s: from the call's arrival to its first token, where that was promised.
+        replica_id: the controller's choice; ``None``: Serve chooses.
+        tier: the controller's decision. ``None``: it decided nothing, because it is unreachable or
+            admission is off; then the call is served like a guaranteed one, without a guarantee.
+        predicted_ttft_s: from the call's arrival to its first token, if the SLO is guaranteed.
         role: of that replica.
-        prefill_id: the replica that computes the prompt first; ``None``: the one that answers.
-        handover_s: predicted time from the end of that to the first token.
-        planned: TTFT, TPOT and end-to-end time by which the replica is to work, where something was
-            promised; see :class:`~scheduling.job.RouteDecision`.
+        prefill_id: the prefill replica; ``None``: the replica that answers computes the prompt.
+        handover_s: predicted time from the end of the prefill to the first token.
+        planned: TTFT, TPOT and end-to-end time that the replica schedules for, if the SLO is
+            guaranteed; see :class:`~scheduling.job.RouteDecision`.
     """
 
     replica_id: str | None = None
@@ -90,7 +91,7 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, decision: RouteDecision) -> Placement:
-        """Where the controller decided that it goes."""
+        """The placement that the controller decided."""
         return cls(
             decision.replica_id,
             decision.tier,
@@ -103,11 +104,11 @@ class Placement(NamedTuple):
 
 
 class PlacementClient:
-    """Finds them by asking the controller. One per router process.
+    """Asks the controller for placements. One per router process.
 
     Args:
         clock: monotonic seconds; the one of :attr:`~router.request.call.Call.received_s`.
-        pause: waits for that many seconds.
+        pause: sleeps for the given number of seconds.
     """
 
     def __init__(
@@ -141,14 +142,16 @@ class PlacementClient:
         prefill_key: int = 0,
         begun: bool = False,
     ) -> Placement:
-        """Where ``call`` goes under this key, but to none of ``failed`` by the controller's choice.
+        """The placement of ``call`` under this key. The controller does not choose any of
+        ``failed``.
 
         Args:
-            prefill_key: the key of its prompt's computation, where another replica may do that.
-            begun: some of the answer is sent already: it is served, promised or not.
+            prefill_key: the key of its prefill, where a separate replica may compute that.
+            begun: some of the answer is sent already: it is served in any tier.
 
         Raises:
-            ApiError: 429; no replica can promise its objective, and it may not be served without.
+            ApiError: 429; no replica can guarantee its SLO, and its class does not allow best
+                effort.
         """
         if not call.scheduled:
             return Placement()
@@ -168,18 +171,18 @@ class PlacementClient:
     async def elsewhere(
         self, call: Call, key: int, failed: Sequence[str], replica_id: str
     ) -> Placement | None:
-        """Where a promised call, which ``replica_id`` has and is going to miss, goes under this
-        key, with what is left of its objective promised there; ``None``: it stays."""
+        """Another placement, under this key, of a guaranteed call that is going to miss its TTFT at
+        ``replica_id``: one that guarantees what is left of its SLO. ``None``: the call stays."""
         decision = await self._ask(call, key, failed, 0, _GUARANTEED_ONLY, replica_id)
         if decision is None or decision.tier is not Tier.GUARANTEED:
             return None
         return Placement.of(decision)
 
     def _note(self, call: Call, decision: RouteDecision) -> None:
-        """Remember that there is no capacity to promise to the class.
+        """Remember that the class has no guaranteed capacity left.
 
-        A promise does not end that: under overload they come between refusals, and each would be a
-        way in for all that the controller does not answer in time then.
+        A guarantee does not end that: under overload there are guarantees between refusals, and
+        each would admit all requests that the controller does not answer in time then.
         """
         refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None
         asked = call.slo.stated and not call.best_effort and not decision.over_share
@@ -188,7 +191,7 @@ class PlacementClient:
             self._full_until_s[call.slo.service_class] = self._clock() + for_s
 
     def _full_s(self, call: Call) -> float:
-        """For how long its class still counts as without capacity, seconds."""
+        """For how long its class still counts as out of capacity, seconds."""
         return self._full_until_s.get(call.slo.service_class, -inf) - self._clock()
 
     def _but_failed(
@@ -199,7 +202,7 @@ class PlacementClient:
         if replica_id not in failed and prefill_id not in failed:
             return Placement.of(decision)
         self._metrics.fallback(Fallback.REPEATED)
-        # What was promised there is promised nowhere else.
+        # The guarantee holds only at the chosen replicas.
         tier = None if decision.tier is Tier.GUARANTEED else decision.tier
         if prefill_id is not None:
             self._controller.release(prefill_key)
@@ -211,10 +214,10 @@ class PlacementClient:
     async def _decide(
         self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
     ) -> RouteDecision | None:
-        """The controller's decision, where the class queues after a wait in line.
+        """The controller's decision; after a wait in the admission queue if the class queues.
 
         Raises:
-            ApiError: 429; it waited for too long.
+            ApiError: 429; the queue is full, or the call waited for too long.
         """
         tiers = self._tiers(call, begun)
 
@@ -223,8 +226,8 @@ class PlacementClient:
             if decision is not None:
                 self._note(call, decision)
                 return decision
-            # While the controller has just said that there is no capacity, silence is no reason to
-            # serve what it would not promise: who asks often enough would get in by a late answer.
+            # If the controller has just reported that there is no capacity, a missing answer does
+            # not admit the request: a client that asks often would get in by a late answer.
             left_s = self._full_s(call)
             if left_s > 0 and tiers == _GUARANTEED_ONLY:
                 return RouteDecision(None, UNATTAINABLE, retry_after_s=left_s, room_s=left_s)
@@ -234,7 +237,7 @@ class PlacementClient:
         if line is None:
             return await ask()
         refused = None
-        # Who comes while others wait stands behind them, and has not asked yet.
+        # A request that arrives while others wait queues behind them, before it asks.
         if len(line) == 0:
             refused = await ask()
             if refused is None or not may_wait(refused):
@@ -247,7 +250,7 @@ class PlacementClient:
             return _BEST_EFFORT_ONLY
         if begun:
             return _ANY_TIER
-        # Without an objective there is nothing to promise, whatever the class wants.
+        # Without an SLO there is nothing to guarantee, whatever the class demands.
         promised_only = call.slo.stated and call.slo.service_class in self._promised_only
         return _GUARANTEED_ONLY if promised_only else _ANY_TIER
 
@@ -292,13 +295,13 @@ def _refusal(call: Call, decision: RouteDecision) -> ApiError:
     if decision.over_share:
         return ApiError(
             Reason.OVER_SHARE,
-            "This API key has its share of what can be promised, other keys ask for theirs, and "
-            f"the class {name} is not served without a promise.",
+            "This API key has used its share of guaranteed capacity while other keys ask for "
+            f"theirs, and class {name} does not allow best effort.",
             retry_after_s=decision.retry_after_s,
         )
     when = "now" if decision.retry_after_s is not None else "even when it is idle"
     return ApiError(
         Reason.SLO_UNATTAINABLE,
-        f"No replica can hold the objective {when}, and the class {name} is not served without.",
+        f"No replica can meet this SLO {when}, and class {name} does not allow best effort.",
         retry_after_s=decision.retry_after_s,
     )

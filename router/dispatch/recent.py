@@ -1,4 +1,4 @@
-"""An answer that many ask for and that may be a moment old."""
+"""A short-lived cache of one answer that many callers ask for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ Answer = TypeVar("Answer")
 
 
 class Recent(Generic[Answer]):
-    """Makes an answer at most once in ``ttl_s`` and one at a time, however many ask.
+    """Computes an answer at most once in ``ttl_s`` and one at a time, however many callers ask.
 
-    One who asks and leaves does not end the work, or coming and leaving would ask ever again.
+    A cancelled caller does not cancel the computation: otherwise callers that come and leave would
+    start it again each time.
 
     Args:
-        make: makes the answer. What it raises is raised to all who wait for it.
-        ttl_s: how long an answer is given again, seconds.
+        make: computes the answer. Its exceptions are raised to every caller that waits for it.
+        ttl_s: how long an answer is reused, seconds.
         clock: monotonic seconds.
     """
 
@@ -39,7 +40,7 @@ class Recent(Generic[Answer]):
         return await asyncio.shield(task)
 
     def drop(self) -> None:
-        """Something changed: who asks from now on gets a new answer."""
+        """Something changed: later calls get a new answer."""
         self._task = None
 
     async def _run(self) -> Answer:
@@ -50,6 +51,6 @@ class Recent(Generic[Answer]):
 
 
 def _noted(task: asyncio.Task[Answer]) -> None:
-    """A failure belongs to those who wait; where nobody does any more it is no news."""
+    """Mark a failure as retrieved: the waiting callers get it, and without any it is not logged."""
     if not task.cancelled():
         task.exception()

@@ -29,7 +29,7 @@ class DisconnectGuard:
     """Cancels the block inside it when the client leaves, and then ends it without an exception.
 
     Serve's tuned mode and plain ASGI servers differ in whether they cancel a handler whose client
-    left; with this every phase is covered, also the wait for the first token. ``receive`` must
+    left. The guard covers every phase, including the wait for the first token. ``receive`` must
     belong to a request whose body was read.
     """
 
@@ -68,8 +68,8 @@ class CallResponse(Response):
     """Serves one call and accounts for it, however it ends.
 
     Args:
-        stalled_reader_s: the client is dropped when it takes nothing for so long, seconds.
-        direct: where HAProxy can fetch a stream from the replica.
+        stalled_reader_s: the client is dropped when it reads nothing for this long, seconds.
+        direct: set if HAProxy can fetch a stream from the replica.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CallResponse(Response):
         except StalledReaderError:
             self._metrics.stalled_readers.inc()
             outcome = Outcome.CANCELLED
-        # The second is how a server says that nobody is there to send to.
+        # A server raises OSError when the client has left.
         except (NotReportedError, OSError):
             outcome = Outcome.CANCELLED
         except asyncio.CancelledError:
@@ -146,7 +146,7 @@ class CallResponse(Response):
         return await self._whole(self._answer, scope, receive, send)
 
     async def _stream(self, answer: Answer, send: TimeoutSend) -> ApiError | None:
-        """Hand on the pieces of an event stream. Returns the error that broke it, if one did."""
+        """Forward the pieces of an event stream. Returns the error that broke it, if one did."""
         headers = self._own_headers() | {
             "content-type": f"{EVENT_STREAM}; charset=utf-8",
             "cache-control": "no-cache",
@@ -182,7 +182,7 @@ class CallResponse(Response):
         return None
 
     async def _whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> Outcome:
-        """Send a response that is complete."""
+        """Send a complete response."""
         body = b"".join([piece.data async for piece in answer])
         tail = answer.tail
         if tail is not None and answer.head.status < 400:
@@ -210,15 +210,15 @@ class CallResponse(Response):
         clock.emit(tokens, at_s, reasoned)
         promised = self._answer is not None and self._answer.promised
         if promised and clock.tokens.bit_length() > told:
-            # At the first token, and then each time that there are twice as many.
+            # At the first token, and then each time that the count has doubled.
             self._dispatcher.progressed(self._call, clock)
         if last_s is None and clock.ttft_s is not None:
             self._metrics.first_token(self._call.slo.service_class, clock.ttft_s)
         return at_s - last_s if tokens and last_s is not None else None
 
     def _tokens_in(self, piece: Piece) -> int:
-        """How many have come with it, or with what the client has got before without our knowing:
-        a replica that fails reports no more of what it has sent."""
+        """The tokens in ``piece``. After HAProxy's stream broke, also the tokens that the client
+        has received without a report: a replica that fails stops reporting what it has sent."""
         if self._direct is None or not self._direct.is_broken:
             return piece.tokens
         self._direct.tokens += piece.tokens

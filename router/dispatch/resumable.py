@@ -1,7 +1,7 @@
-"""Which calls more than one replica may serve: by turns, or one after the other has died.
+"""Which calls more than one replica may serve: as a P/D pair, or by resuming after a failure.
 
-What an engine alone knows is not asked here: where its output cannot be gone on with, it does not
-tell the tokens (:attr:`~replica.engine.EngineRequest.resumable`).
+Conditions that only the engine knows are not checked here: if its output cannot be resumed, it does
+not report the tokens (:attr:`~replica.engine.EngineRequest.resumable`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _WHOLE = ("echo", "prompt_logprobs", "prompt_embeds")
 _TEXT = ("text", "input_text", "output_text", "refusal")
 
 NOT_RESUMABLE = (
-    "No other replica can go on with such a stream: several choices, log probabilities, structured "
+    "No other replica can resume this stream: several choices, log probabilities, structured "
     "output, penalties or the like depend on more than the tokens that were sent."
 )
-"""What a client is told whose stream ends with its replica."""
+"""Error message for a stream that cannot be resumed after its replica failed."""
 
 LEAST_SHARE = 0.1
-"""Of the time to the first token, what is left for the computation of the prompt at the least."""
+"""Minimum share of the TTFT objective that is left for the prefill."""
 
 
 def may_split(call: Call) -> bool:
-    """Whether one replica may compute its prompt and another one the rest. ``O(messages)``.
+    """Whether a P/D pair may serve the call. ``O(messages)``.
 
-    Not where the prompt's own computation is part of the answer, nor with media: their features
-    would have to be handed over, too.
+    Not if the answer includes results of the prefill, nor with media: their features would have to
+    be transferred, too.
     """
     body = call.body
     whole = any(_is_set(body.get(name)) for name in _WHOLE)
@@ -37,13 +37,13 @@ def may_split(call: Call) -> bool:
 
 
 def may_resume(call: Call) -> bool:
-    """Whether its stream may go on elsewhere. ``O(1)``."""
+    """Whether another replica may resume its stream. ``O(1)``."""
     return bool(call.body.get("stream")) and not call.body.get("echo") and _is_single(call)
 
 
 def prompt_slo(slo: SLO, handover_s: float) -> SLO:
-    """The objective of a prompt's computation, where the first token comes ``handover_s`` after it:
-    its end is due so much earlier, if that leaves any time."""
+    """The SLO of the prefill phase, if the first token comes ``handover_s`` after it: its TTFT is
+    shorter by that, but at least :data:`LEAST_SHARE` of the call's."""
     if slo.ttft_s is None:
         return slo
     ttft_s = max(slo.ttft_s - handover_s, LEAST_SHARE * slo.ttft_s)
@@ -51,11 +51,11 @@ def prompt_slo(slo: SLO, handover_s: float) -> SLO:
 
 
 def rest_of(call: Call, tokens: int, waited_s: float) -> Call:
-    """What is left of a call whose client has so many output tokens: they are part of the prompt.
+    """The rest of a call whose client has ``tokens`` output tokens: they are part of the prompt.
 
-    Its first token is the next one, due when the objective says or, as a replica has failed and
-    that may have passed, as soon as that of a new request. Of stages, the tightest pace is kept to
-    the end.
+    Its first token is the next one. It is due at the later of the SLO's time for it, which may have
+    passed as a replica has failed, and the first token of a new request. Of stages, the tightest
+    pace applies to the end.
 
     Args:
         waited_s: the call's age.
@@ -82,7 +82,7 @@ def _is_single(call: Call) -> bool:
 
 
 def _is_set(value: object) -> bool:
-    # Zero log probabilities are some: that of the token itself.
+    # With 0 the answer still holds the log probability of the token itself.
     return value is not None and value is not False
 
 

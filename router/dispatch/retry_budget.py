@@ -1,5 +1,5 @@
-"""How many further attempts a router makes: a share of its requests, so that failures which hit
-every replica are not multiplied by retries."""
+"""Retry budget of a router: retries are limited to a share of its requests, so that they do not
+multiply failures which hit every replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from router.config import RetryBudgetConfig
 
 _SLOTS: Final = 20
-"""Parts that the window is counted in: what leaves it leaves by such a part."""
+"""Parts of the sliding window: counts expire one part at a time."""
 
 
 class RetryBudget:
@@ -37,7 +37,7 @@ class RetryBudget:
         self._requests += 1
 
     def take(self) -> bool:
-        """Whether one more attempt may be made now; then it counts."""
+        """Whether one more attempt may be made now. If so, it is counted."""
         slot = self._slot()
         if self._retries >= self._config.floor + self._config.ratio * self._requests:
             return False
@@ -46,7 +46,7 @@ class RetryBudget:
         return True
 
     def _slot(self) -> list[int]:
-        """The one of now. What is no longer in the window is forgotten."""
+        """The current slot. Slots that have left the window are dropped."""
         number = int(self._clock() / self._config.window_s * _SLOTS)
         while self._slots and self._slots[0][0] <= number - _SLOTS:
             _, requests, retries = self._slots.popleft()

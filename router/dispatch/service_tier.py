@@ -1,8 +1,8 @@
 """OpenAI's ``service_tier`` in answers: if a request names a tier, its answer says which served it.
 
-Only chats and responses have the field. It is put into the bytes, because the router does not parse
-answers. Within a JSON text a quote is escaped and a line does not break, so what is looked for is
-never part of a text.
+Only chats and responses have the field. It is inserted into the bytes, because the router does not
+parse answers. Within a JSON string, quotes and line breaks are escaped, so the patterns never match
+inside one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def with_tier(data: bytes, endpoint: Endpoint, tier: str | None, streams: bool) 
     """Whole events of an answer, or a whole answer, with the tier in it. ``O(bytes)``.
 
     Args:
-        tier: one of the configuration's; ``None``: the request names none.
+        tier: a configured tier; ``None``: the request names none.
     """
     if tier is None or not data:
         return data

@@ -1,14 +1,14 @@
-"""Attempts whose replica stands still without a word: no error comes, and no token.
+"""Detects attempts whose replica is unresponsive: neither an error nor a token arrives.
 
-A replica may be silent for good reasons: a best-effort request may wait for minutes. So silence is
-only a reason to ask. A replica that answers that it goes on is waited for, for as long as it takes.
-One that says that its engine hangs, or does not answer twice in a row, stands still: its attempts
-are given up, each where another one may be made and somebody else is alive. Where everything stands
-still, or a stream cannot be resumed, to wait is better: the replica may come back, and where Serve
+A replica may be silent for good reasons: a best-effort request may wait for minutes. So silence
+only triggers a probe. A replica that answers that its engine runs is waited for, without a limit.
+One that reports that its engine hangs, or misses two probes in a row, is unresponsive: its attempts
+are abandoned, each only if another attempt may be made and another replica is alive. If no replica
+is alive, or a stream cannot be resumed, waiting is better: the replica may recover, and if Serve
 stops it the attempt ends with an error.
 
-It costs an attempt a dictionary entry, and a piece a time stamp: one task looks at all attempts a
-few times a second, and a replica is asked once for all of its silent ones.
+The cost is a dictionary entry per attempt and a time stamp per piece: one task checks all attempts
+a few times a second, and a replica gets one probe for all of its silent attempts.
 """
 
 from __future__ import annotations
@@ -25,56 +25,57 @@ from router.metrics.instruments import RouterMetrics
 from scheduling.roles import Role
 
 SWEEP_S = 0.25
-"""Time between two looks at all attempts, seconds."""
+"""Interval between two checks of all attempts, seconds."""
 
 ASK_EVERY_S = 1.0
-"""Least time between two questions to a replica, seconds."""
+"""Minimum time between two probes of a replica, seconds."""
 
 ANSWER_S = 0.5
-"""Longest wait for an answer, seconds."""
+"""Timeout of a probe, seconds."""
 
 MISSES = 2
-"""Questions without an answer in a row after which a replica stands still."""
+"""Unanswered probes in a row after which a replica counts as unresponsive."""
 
 MAX_NAMES = 256
-"""Most requests that are named in one question; the others are in later ones."""
+"""Maximum number of requests named in one probe; later probes name the others."""
 
 REMEMBERED_S = 60.0
-"""For how long a replica that stood still is known for that when nothing was heard of it since."""
+"""How long an unresponsive replica stays marked as such if nothing was heard of it since,
+seconds."""
 
 SEARCHES = 3
-"""Questions to find somebody in a pool who is alive; the first goes to the least loaded one that is
-not known to stand still, the others where Serve sends them."""
+"""Probes to find a live replica in a pool. The first goes to the least loaded replica that is not
+known to be unresponsive, the others to any that Serve chooses."""
 
 _NOBODY = Progress("", hung=False)
 
-_STANDS_STILL = "The replica stands still."
-_LOST = "The replica does not have the request any more."
+_STANDS_STILL = "The replica is unresponsive."
+_LOST = "The replica has lost the request."
 
 
 class Askable(Protocol):
-    """What is needed of the replicas."""
+    """The part of the replicas that the detector uses."""
 
     @property
     def roles(self) -> Sequence[Role]:
-        """The pools that there are."""
+        """The existing pools."""
 
     async def progress(
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
     ) -> Progress:
-        """Ask ``target`` whether it goes on; where that is ``None`` or not in the pool any more,
-        anybody there, if possible none of ``avoid``.
+        """Ask ``target`` whether its engine runs. If ``target`` is ``None`` or has left the pool,
+        ask any replica of the pool, if possible none of ``avoid``.
 
         Raises:
-            ReplicaFailedError: it could not be asked, or failed over the question.
+            ReplicaFailedError: it could not be asked, or the probe failed there.
         """
 
 
 class Informed(Protocol):
-    """What is needed of the controller's client."""
+    """The part of the controller's client that the detector uses."""
 
     def troubled(self, replica_id: str, trouble: Trouble) -> None:
-        """A replica is in trouble. Returns at once."""
+        """Report that a replica failed or hangs. Returns at once."""
 
 
 class _Suspect:
@@ -92,7 +93,7 @@ class _Suspect:
         self.unknown: frozenset[str] = frozenset()
 
     def next_of(self, attempts: list[Attempt]) -> list[Attempt]:
-        """Those that the next question names: all in turns, where there are many."""
+        """The attempts that the next probe names: all, or if there are too many, all in turns."""
         if len(attempts) <= MAX_NAMES:
             return attempts
         start = self.turn * MAX_NAMES % len(attempts)
@@ -104,10 +105,10 @@ class _Suspect:
 
 
 class StallDetector:
-    """Watches over the open attempts. One per router process and model, on its event loop.
+    """Watches the open attempts. One per router process and model, on its event loop.
 
     Args:
-        after_s: silence after which a replica is asked, seconds.
+        after_s: silence after which a replica is probed, seconds.
         clock: monotonic seconds; that of the attempts.
     """
 
@@ -124,25 +125,25 @@ class StallDetector:
         self._metrics = metrics
         self._after_s = after_s
         self._clock = clock
-        # In the order in which they were made; who waits longest leaves first.
+        # In the order in which they were made; the one that waits longest leaves first.
         self._open: dict[Attempt, Callable[[], bool]] = {}
         self._suspects: dict[str, _Suspect] = {}
-        # When each was last found to stand still.
+        # When each replica was last found to be unresponsive.
         self._hung: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
 
     def watch(self, attempt: Attempt, leave: Callable[[], bool]) -> None:
-        """Watch over an attempt until it has ended or is forgotten. ``O(1)``.
+        """Watch an attempt until it has ended or is forgotten. ``O(1)``.
 
         Args:
-            leave: whether it may be given up for another one; that is then as good as made.
+            leave: whether it may be abandoned for another one, which is then granted.
         """
         self._open[attempt] = leave
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="stalls")
 
     def forget(self, attempt: Attempt) -> None:
-        """It was closed. ``O(1)``."""
+        """The attempt was closed. ``O(1)``."""
         self._open.pop(attempt, None)
 
     async def _run(self) -> None:
@@ -151,7 +152,7 @@ class StallDetector:
             self.sweep()
 
     def sweep(self) -> None:
-        """Look at all attempts, and begin to ask where some are silent. ``O(open attempts)``."""
+        """Check all attempts, and probe the replicas of silent ones. ``O(open attempts)``."""
         now_s = self._clock()
         for attempt in [attempt for attempt in self._open if attempt.tail is not None]:
             self.forget(attempt)
@@ -181,7 +182,7 @@ class StallDetector:
         return now_s - attempt.heard_s >= self._after_s and attempt.waits
 
     async def _examine(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
-        """Ask a replica, and do for the attempts there what its answer asks for."""
+        """Probe a replica, and handle its attempts according to the answer."""
         # Before its first item a request may still be on its way there.
         begun = [each for each in here if each.heard and self._is_silent(each, asked_s)]
         named = {each.request_id: each for each in suspect.next_of(begun)}
@@ -205,8 +206,9 @@ class StallDetector:
             await self._move(suspect, here, asked_s)
 
     async def _leave_replaced(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
-        """Serve lists it no longer, and it cannot be asked. What drains ends what it has; what
-        stood still before is waited for by Serve, too, for as long as a drain may take."""
+        """Serve no longer lists the replica, so it cannot be probed. A draining replica finishes
+        its requests, so nothing is done. If it was unresponsive before, its attempts are abandoned:
+        Serve would wait for it as long as a drain may take."""
         hung_s = self._hung.get(suspect.replica_id)
         if hung_s is None or any(each.heard and each.heard_s > hung_s for each in here):
             return
@@ -216,8 +218,8 @@ class StallDetector:
     def _give_up_lost(
         self, suspect: _Suspect, named: dict[str, Attempt], told: Progress, asked_s: float
     ) -> None:
-        """Fail the attempts that a living replica did not know twice: nothing will come of them.
-        The first time, their last items may have been on their way."""
+        """Fail the attempts that a live replica has reported as unknown twice: they are lost. The
+        first time, their last items may have been in flight."""
         lost = suspect.unknown.intersection(told.unknown)
         suspect.unknown = (suspect.unknown - named.keys()) | frozenset(told.unknown)
         for attempt in (named[name] for name in lost):
@@ -225,7 +227,8 @@ class StallDetector:
                 self._give_up(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _LOST))
 
     async def _move(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
-        """Fail the attempts at a replica that stands still, as far as they may go elsewhere."""
+        """Fail the attempts at an unresponsive replica that may be retried or resumed on another
+        one."""
 
         def stuck(attempt: Attempt) -> bool:
             return attempt in self._open and attempt.waits and attempt.heard_s <= asked_s
@@ -242,7 +245,7 @@ class StallDetector:
             self._metrics.given_up.inc()
 
     async def _elsewhere(self, suspect: _Suspect) -> bool:
-        """Whether any other replica answers that it goes on."""
+        """Whether any other replica answers that its engine runs."""
         hung = tuple(self._hung)
         for pool in sorted(self._replicas.roles, key=lambda role: role != suspect.role):
             avoided = [hung, *[()] * (SEARCHES - 1)]
@@ -257,7 +260,8 @@ class StallDetector:
     async def _ask(
         self, names: tuple[str, ...], target: str | None, avoid: tuple[str, ...], role: Role
     ) -> Progress | None:
-        """The answer, if there is one in time. Who raises an error answers, too."""
+        """The answer, or ``None`` if there is none in time. An error that the replica itself raises
+        counts as an answer."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._replicas.progress(names, target, avoid, role)

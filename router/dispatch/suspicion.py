@@ -1,28 +1,28 @@
-"""Which requests may be the cause that replicas were lost.
+"""Detects requests that may be the cause of lost replicas.
 
 A replica is *lost* to a router when it dies, its engine dies, its connection breaks, or it hangs.
-What it was serving is tried again elsewhere. If one of these requests is the cause, a plain retry
-takes the next replica, and then the next one. So:
+Its requests are retried on other replicas. If one of these requests is the cause, a plain retry
+takes down the next replica, and then the next one. So:
 
-- **Suspected** is a request that was at a replica when that was lost. It is tried again. No two
+- **Suspected** is a request that was at a replica when that was lost. It is retried. No two
   suspects *begin* at one replica at the same time. One that has waited for :data:`TRIAL_S` begins
   all the same: a replica may have had hundreds of requests. The next replica confirms at once that
   it has the request.
 - **Cleared** is a suspect that has been at the next replica for as long as at the one that was
   lost, and for at least :data:`CLEARED_S`.
 - **Blamed** is a suspect whose second replica is lost, too, after it has confirmed the request. Of
-  several suspects there, those without an output since are blamed, else all; but not if they are
-  more than :data:`FEW`: then most of them are innocent, and they are tried once more. Whoever loses
-  a third replica so is blamed.
-- Structured output is blamed for a hang at once. Its grammar is followed between the steps of an
-  engine, so it can stop them; to try it again would stop the next engine. It is *quarantined* when
-  a second replica hangs with the same content.
+  several suspects there, the ones without an output since are blamed, else all; but not if there
+  are more than :data:`FEW`: then most of them are innocent, and they are retried once more. A
+  suspect that loses a third replica in this way is blamed.
+- Structured output is blamed for a hang at once. Its grammar is advanced between the steps of an
+  engine, so it can stop them; a retry would stop the next engine. It is *quarantined* when a second
+  replica hangs with the same content.
 
 A blamed request ends with an error that tells clients not to repeat it. It is **quarantined**: the
 same body of the same client is refused for :data:`QUARANTINED_S`. Other requests are not affected.
 
-Two losses at once, such as that of a node, blame nobody: what goes from a dead replica to another
-one that dies before it has confirmed the request was never there.
+After two losses at once, as when a node fails, no request is blamed: a request counts as present at
+its second replica only once that has confirmed it.
 """
 
 from __future__ import annotations
@@ -44,39 +44,39 @@ from router.request.call import Call
 from router.request.engine_bounds import is_structured
 
 CLEARED_S: Final = 10.0
-"""Least time at the next replica after which a suspect is cleared, seconds."""
+"""Minimum time at the next replica after which a suspect is cleared, seconds."""
 
 TRIAL_S: Final = 1.0
 """Longest wait of a suspect for another one that begins at the same replica, seconds."""
 
 FEW: Final = 3
-"""Most suspects that are blamed for one loss."""
+"""Maximum number of suspects that are blamed for one loss."""
 
 ONE_LOSS_S: Final = 5.0
-"""Attempts that fail within so much time of each other at one replica fail of one loss, seconds."""
+"""Failures at one replica within this time of each other count as one loss, seconds."""
 
 QUARANTINED_S: Final = 300.0
 """How long a request is refused, and how long one loss of it is remembered, seconds."""
 
 REMEMBERED: Final = 1_024
-"""Contents that are remembered; the one that was not seen for longest goes first."""
+"""Maximum number of remembered contents; the least recently seen one is evicted first."""
 
 _HUNG = (
-    "The replica hung while it served this request. Structured output is not tried again after "
-    "that, as it may be the cause."
+    "The replica hung while it served this request. Structured output is not retried after a hang, "
+    "as it may be the cause."
 )
-_LOST = "Several replicas were lost while they served this request. It is not tried again."
+_LOST = "Several replicas were lost while they served this request. It is not retried."
 
 
 @dataclass(slots=True)
 class Case:
-    """What one call has to do with lost replicas.
+    """One call's part in lost replicas.
 
     Attributes:
         suspected: it was at a replica when that was lost.
-        place: the replica that was lost. Whatever fails there again is the same loss.
-        lasted_s: how long it had been there.
-        spared: it was one of many at its second replica when that was lost, too.
+        place: the replica that was lost. A further failure there is the same loss.
+        lasted_s: how long the call had been there.
+        spared: it was one of many suspects at its second replica when that was lost, too.
     """
 
     suspected: bool = False
@@ -87,8 +87,8 @@ class Case:
 
 @dataclass(slots=True)
 class _Content:
-    """What is remembered of a content: how many replicas were lost with it, until when that counts,
-    and how long they lasted."""
+    """Record of one content: how many replicas were lost with it, until when that counts, and how
+    long the last one served it."""
 
     losses: int
     until_s: float
@@ -96,11 +96,11 @@ class _Content:
 
 
 class Suspicion:
-    """Keeps the rules above. One per router process and model.
+    """Applies the rules above. One per router process and model.
 
-    It costs an ordinary request a look at an empty table, and a suspect ``O(suspects)`` when a
-    replica is lost. A digest of a body is made only while some content is remembered, and only of
-    bodies as long as that one.
+    The cost is a lookup in an empty table for an ordinary request, and ``O(suspects)`` for a
+    suspect when a replica is lost. A body is hashed only while some content is remembered, and only
+    if its size equals that of one.
 
     Args:
         clock: monotonic seconds; that of the attempts.
@@ -111,7 +111,7 @@ class Suspicion:
         self._clock = clock
         self._contents: OrderedDict[tuple[tuple[int, int], bytes], _Content] = OrderedDict()
         self._open = WeakKeyDictionary[Attempt, Case]()
-        # When each was lost, and who is blamed for it.
+        # When each replica was lost, and the attempts blamed for it.
         self._lost: dict[str, tuple[float, frozenset[Attempt]]] = {}
         self._trials: dict[str, asyncio.Event] = {}
 
@@ -119,7 +119,7 @@ class Suspicion:
         """The case of a new call.
 
         Raises:
-            ApiError: 422: it is quarantined.
+            ApiError: 422; the call is quarantined.
         """
         content = self._find(call)
         if content is None:
@@ -130,13 +130,14 @@ class Suspicion:
         left_s = content.until_s - self._clock()
         raise ApiError(
             Reason.REQUEST_QUARANTINED,
-            "Replicas were lost while they served this request, so the same request is refused "
-            f"for {max(1, round(left_s))} s more.",
+            "Replicas were lost while they served this request. The same request is refused for "
+            f"another {max(1, round(left_s))} s.",
         )
 
     @asynccontextmanager
     async def trial(self, case: Case, place: str | None) -> AsyncIterator[None]:
-        """Around the beginning of an attempt at ``place``: alone among suspects, if possible."""
+        """Enclose the start of an attempt at ``place``: no other suspect starts there meanwhile, if
+        possible."""
         if not case.suspected:
             yield
             return
@@ -162,17 +163,17 @@ class Suspicion:
             self._open[attempt] = case
 
     def ended(self, attempt: Attempt) -> None:
-        """It is over, or closed. Idempotent."""
+        """The attempt is over, or closed. Idempotent."""
         self._open.pop(attempt, None)
 
     def ends_when_hung(self, call: Call) -> bool:
-        """Whether a call is over once its replica hangs."""
+        """Whether a call must end once its replica hangs."""
         return is_structured(call.body)
 
     def judge(
         self, call: Call, case: Case, attempt: Attempt, failure: ReplicaFailedError
     ) -> ReplicaFailedError | None:
-        """An attempt has failed. Returns the failure that ends the call if it is to blame."""
+        """An attempt has failed. Returns the failure that ends the call if the call is blamed."""
         blamed = self._blamed(attempt) if case.suspected else frozenset()
         self.ended(attempt)
         if attempt.place in (None, case.place) or not failure.lost:
@@ -198,8 +199,8 @@ class Suspicion:
         return self._clock() - attempt.made_s >= max(CLEARED_S, case.lasted_s)
 
     def _blamed(self, attempt: Attempt) -> frozenset[Attempt]:
-        """Who is blamed for the loss of the replica of ``attempt``: decided when the first of the
-        attempts there fails."""
+        """The attempts that are blamed for the loss of the replica of ``attempt``: decided when the
+        first attempt there fails."""
         now_s, place = self._clock(), attempt.place
         for name in [name for name, (at_s, _) in self._lost.items() if now_s - at_s > ONE_LOSS_S]:
             del self._lost[name]
@@ -240,11 +241,11 @@ class Suspicion:
 
 
 def _size(call: Call) -> tuple[int, int]:
-    """What equal contents have in common, and is known without a look at the body."""
+    """Equal for equal contents, and known without reading the body."""
     return call.prompt.characters, call.prompt.tokens
 
 
 def _digest(call: Call) -> bytes:
-    """Of the content, and of whose it is: nobody's request is refused for another client's."""
+    """Digest of the content and its client: no request is refused because of another client's."""
     content = json.dumps([call.endpoint, call.client.owner, call.body], sort_keys=True)
     return hashlib.sha256(content.encode()).digest()

@@ -1,8 +1,8 @@
-"""What a client has of a streamed answer, so that another replica can go on with it.
+"""Record of the part of a stream that the client has, so that another replica can resume it.
 
-The replica that goes on makes the whole stream again, without computing what it is told
-(:class:`~replica.engine.Resume`). What the client has is left out here and held against what was
-sent: a stream that is not the same is not handed on.
+The resuming replica produces the whole stream again, without computing the known tokens
+(:class:`~replica.engine.Resume`). The repeated part is dropped here and compared with what was
+sent: a stream that differs is not forwarded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from router.answer import Piece, ReplicaFailedError
 from router.errors import Reason
 
 _CREATED = re.compile(rb'"created": ?\d+')
-"""The date of an event; it stands before anything that was generated."""
+"""The date of an event; it precedes all generated text."""
 
 _NOTHING = Piece(b"", 0)
 
 
 class Transcript:
-    """Of one stream, over all of its attempts. Its memory is 4 bytes a token and 4 a chunk.
+    """One stream, over all of its attempts. Its memory is 4 bytes per token and 4 per chunk.
 
-    Each attempt starts with :meth:`begin`, and each of its chunks goes through :meth:`take`; where
-    a replica has sent the stream to the client itself, :meth:`told` says what the client has.
+    Each attempt starts with :meth:`begin`, and each of its chunks goes through :meth:`take`. If a
+    replica has sent the stream to the client itself, :meth:`told` sets what the client has.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Transcript:
         self._bytes = 0
         self._created = b""
         self._complete = True
-        # Of the attempt under way: the chunks and bytes that it has repeated, and its own date.
+        # Of the current attempt: the chunks and bytes that it has repeated, and its own date.
         self._repeated = self._repeated_bytes = 0
         self._created_again = b""
 
@@ -46,29 +46,29 @@ class Transcript:
 
     @property
     def resumable(self) -> bool:
-        """Whether all tokens that were sent are known. A replica does not tell them where another
-        one could not go on from them."""
+        """Whether all sent tokens are known. A replica does not report tokens from which another
+        one could not resume."""
         return self._complete
 
     @property
     def repeated(self) -> bool:
-        """Whether the attempt under way has given again all that the client has."""
+        """Whether the current attempt has repeated everything that the client has."""
         return self._repeated == len(self._chunks)
 
     def begin(self, request_id: str) -> Resume | None:
-        """An attempt under this id starts. Returns what it is to go on from, if anything."""
+        """An attempt under this id starts. Returns the state to resume from, if any was sent."""
         self._repeated = self._repeated_bytes = 0
         self._created_again = b""
         if self.begun:
             return Resume(tuple(self._token_ids), tuple(self._chunks), self._response_id)
-        # An attempt that failed may have made tokens that no text has come of.
+        # A failed attempt may have generated tokens without text yet.
         self._token_ids, self._chunks = array("I"), array("I")
         self._response_id = request_id
         self._complete = True
         return None
 
     def take(self, chunk: ResponseChunk) -> Piece:
-        """What the client gets of a chunk: nothing of one that it has.
+        """The part of a chunk to send to the client: nothing if the client has it already.
 
         Raises:
             ReplicaFailedError: the attempt does not repeat what was sent.
@@ -90,8 +90,13 @@ class Transcript:
     def told(
         self, counts: Sequence[int], token_ids: Sequence[int], sent_bytes: int, created: bytes
     ) -> None:
-        """What the client has by now: how many tokens each chunk held, and which in all, as far as
-        the replica told them; the bytes, and the date in them."""
+        """Set what the client has by now.
+
+        Args:
+            counts: tokens of each chunk.
+            token_ids: of all chunks, as far as the replica reported them.
+            sent_bytes: number of bytes. created: the date in them.
+        """
         self._chunks, self._token_ids = array("I", counts), array("I", token_ids)
         self._bytes, self._created = sent_bytes, created
         self._complete = len(token_ids) == sum(counts)
@@ -103,11 +108,11 @@ class Transcript:
         if not self._created_again:
             self._created_again = _created_in(chunk.data)
         if self._repeated == len(self._chunks):
-            # The names of tool calls are made anew each time, so the bytes are counted, not kept.
+            # The names of tool calls differ each time, so the bytes are counted, not compared.
             same = same and self._repeated_bytes == self._bytes
         if not same:
             raise ReplicaFailedError(
-                Reason.INTERNAL, "Another replica did not make the same stream.", retry=False
+                Reason.INTERNAL, "Another replica produced a different stream.", retry=False
             )
         return _NOTHING
 

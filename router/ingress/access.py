@@ -1,4 +1,4 @@
-"""The keys of a router, and which of them open which path."""
+"""The keys of a router, and the paths that each kind of key gives access to."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from router.tenancy.limits import ANYONE, Client
 from router.wire import BROKEN_PATH
 
 OPEN_PATH: Final = "/health"
-"""It needs no key: load balancers probe it."""
+"""Needs no key: load balancers probe it."""
 
 ROOT_PATH: Final = "/"
-"""It needs no key: it only says where what is."""
+"""Needs no key: it only lists the other paths."""
 
 METRICS_PATH: Final = "/metrics"
 
 
 def is_for_operators(path: str) -> bool:
-    """Whether ``path`` is the metrics, the live page, or of the admin API."""
+    """Whether ``path`` is the metrics, the live page, or part of the admin API."""
     return path == METRICS_PATH or path.startswith(ADMIN_PREFIX) or is_page(path)
 
 
 class Access:
-    """Who may use what. One per router process.
+    """Access control by path. One per router process.
 
-    - API keys open the API, and without any everybody may use it;
-    - ``/metrics`` shows the names and counts of all clients, so where there are API keys it needs
-      one of its own, unless it is open by configuration;
-    - the admin API needs a key of its own, see :mod:`router.ingress.admin_access`. The live page
-      holds no data and needs none.
+    - The API needs an API key; if none is configured, it is open.
+    - ``/metrics`` shows the names and counts of all clients. If there are API keys, it needs a
+      separate metrics key, unless it is open by configuration.
+    - The admin API needs an admin key, see :mod:`router.ingress.admin_access`. The live page holds
+      no data and needs no key.
 
     Args:
-        metrics: where the fate of key files is counted.
+        metrics: counts the loads of key files.
 
     Raises:
         ValueError, OSError: a key file cannot be used.
@@ -51,10 +51,11 @@ class Access:
         self.admin = AdminAccess(config.admin, metrics)
 
     def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Client:
-        """Who asks for ``path``, after Serve's route prefix, with these raw request headers.
+        """The client that requests ``path`` (after Serve's route prefix) with these raw request
+        headers.
 
         Raises:
-            ApiError: 401, or 403 where no key could open it.
+            ApiError: 401, or 403 if no key could give access.
         """
         if path in (OPEN_PATH, ROOT_PATH, BROKEN_PATH):  # the ticket opens the last one
             return ANYONE
@@ -67,7 +68,7 @@ class Access:
         return self.api.check(headers)
 
     async def watch(self) -> None:
-        """Take in what changes in key files, for ever."""
+        """Apply changes of key files, indefinitely."""
         await asyncio.gather(self.api.watch(), self._page.watch(), self.admin.watch())
 
     def _check_page(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
@@ -76,8 +77,8 @@ class Access:
         if self._page.accepts_anyone:
             raise ApiError(
                 Reason.NOT_PERMITTED,
-                "No key opens the metrics: set router.metrics.keys, or router.metrics.access to "
-                "open where only the monitoring reaches this port.",
+                "The metrics are closed, as no metrics key is configured: set router.metrics.keys, "
+                "or router.metrics.access to open if only the monitoring can reach this port.",
             )
         self._page.check(headers)
         return ANYONE

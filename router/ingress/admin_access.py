@@ -1,4 +1,4 @@
-"""Who may use the admin API: holders of admin keys, or where it is open this machine alone."""
+"""Access control of the admin API: admin keys, or if it is open, only clients on this machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from router.tenancy.auth import KeyMetrics, KeyRing
 from router.tenancy.limits import ANYONE, Client
 
 ADMIN_PREFIX: Final = "/admin/"
-"""What the paths of the admin API begin with."""
+"""Path prefix of the admin API."""
 
 PAGE_PATH: Final = "/ui"
-"""The page. It holds no data, so everybody may have it; what it shows comes from the admin API."""
+"""The live page. It holds no data, so it needs no key; its data comes from the admin API."""
 
 
 def is_page(path: str) -> bool:
@@ -24,10 +24,10 @@ def is_page(path: str) -> bool:
 
 
 class AdminAccess:
-    """Lets requests to the admin API pass, or refuses them. One per router process.
+    """Admits or refuses requests to the admin API. One per router process.
 
     Args:
-        metrics: where the fate of the key file is counted.
+        metrics: counts the loads of the key file.
 
     Raises:
         ValueError, OSError: the key file cannot be used.
@@ -35,15 +35,15 @@ class AdminAccess:
 
     def __init__(self, config: AdminConfig, metrics: KeyMetrics | None = None) -> None:
         self.on = config.access != "off"
-        """Whether there is an admin API at all."""
+        """Whether the admin API is enabled."""
         self._open = config.access == "open"
         self._keys = KeyRing(config.keys, config.keys_file, ring="admin", metrics=metrics)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
-        """Who sent these raw request headers (lower-case names), and may pass.
+        """The client that sent these raw request headers (lower-case names), if it has access.
 
         Raises:
-            ApiError: 401, or 403 where no key could open it.
+            ApiError: 401, or 403 if no key could give access.
         """
         if self._open:
             _check_same_site(headers)
@@ -51,19 +51,20 @@ class AdminAccess:
         if self._keys.accepts_anyone:
             raise ApiError(
                 Reason.NOT_PERMITTED,
-                "No admin key is configured, so nothing opens the admin API: set "
-                "router.admin.keys or router.admin.keys_file.",
+                "The admin API is closed, as no admin key is configured: set router.admin.keys or "
+                "router.admin.keys_file.",
             )
         return self._keys.check(headers)
 
     async def watch(self) -> None:
-        """Take in what changes in the key file, for ever."""
+        """Apply changes of the key file, indefinitely."""
         await self._keys.watch()
 
 
 def _check_same_site(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Refuse what a page of another site may have made the operator's browser send. Such a page
-    can also have a name that leads to this machine, which shows in the header ``host``.
+    """Refuse requests that a page of another site may have made the operator's browser send. Such a
+    page can also have a host name that resolves to this machine, which shows in the header
+    ``host``.
 
     Raises:
         ApiError: 403.
@@ -76,13 +77,13 @@ def _check_same_site(headers: Iterable[tuple[bytes, bytes]]) -> None:
     if not is_loopback(host.hostname or "") or foreign or site not in ("none", "same-origin"):
         raise ApiError(
             Reason.NOT_PERMITTED,
-            "The admin API is open to this machine only: ask for it at a loopback address, and not "
-            "from the page of another site.",
+            "The admin API is open to this machine only: use a loopback address, and not a page of "
+            "another site.",
         )
 
 
 def _split(url: str) -> SplitResult:
-    """An address in its parts; without any where it is none."""
+    """The parts of a URL; empty parts if it is invalid."""
     try:
         return urlsplit(url)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which pages of other sites may call the API from a browser."""
+"""CORS: the origins whose pages may call the API from a browser."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from router.ingress.access import is_for_operators
 
 
 class Cors:
-    """ASGI middleware around the gate, because a browser's question before the request carries no
-    key. It never allows cookies, nor anything that is for operators.
+    """ASGI middleware outside the ingress middleware, because a browser's preflight request carries
+    no key. It never allows cookies, nor the paths for operators.
 
     Args:
-        origins: such as ``https://app.example``; ``*``: any.
+        origins: allowed ones, such as ``https://app.example``; ``*``: any.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
@@ -31,6 +31,6 @@ class Cors:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a browser's question, or let the request on."""
+        """Answer a preflight request, or forward the request."""
         shared = scope["type"] == "http" and not is_for_operators(get_route_path(scope))
         await (self._shared if shared else self._app)(scope, receive, send)

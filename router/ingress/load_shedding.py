@@ -1,17 +1,17 @@
-"""What keeps a router up when far more comes than it can serve.
+"""Load shedding: keeps a router responsive under far more load than it can serve.
 
-A refusal costs a router about as much as a short answer, and clients that come again at once turn
-one refused request into hundreds a second. Two things bound that:
+A refusal costs a router about as much as a short answer, and clients that retry at once turn one
+refused request into hundreds a second. Two mechanisms bound that:
 
-- :class:`Pace`: refusals leave at a rate. Who waits for one does not ask again meanwhile, so
-  however many clients retry at once, they retry no faster than that;
-- :class:`Shedder`: while the event loop falls behind all the same, new requests are turned away
-  before their bodies are read, those of the clients that send most of them first.
+- :class:`Pace`: refusals are sent at a limited rate. A client that waits for one does not retry
+  meanwhile, so the clients' retries have at most this rate, too.
+- :class:`Shedder`: while the event loop falls behind all the same, new requests are refused before
+  their bodies are read, first those of the clients that send the most.
 
-Streams under way, and what is answered, are delayed by neither. The first needs no measurement, so
-that the same load is always treated alike; the second takes the least delay of some time as a
-standing one, as CoDel (Nichols and Jacobson, ACM Queue 10(5), 2012) does for packets, so that one
-long step of the loop turns nobody away.
+Neither delays running streams or answers. The first needs no measurement, so it always treats the
+same load alike. The second takes the minimum delay of a period as the standing delay, as CoDel
+(Nichols and Jacobson, ACM Queue 10(5), 2012) does for packets, so that a single long step of the
+loop causes no refusals.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ MAX_HOLD_S: Final = 5.0
 """Longest time that a refusal waits for its turn, seconds."""
 
 TICK_S: Final = 0.05
-"""How often the delay of the event loop is measured, seconds."""
+"""Interval between measurements of the event loop's delay, seconds."""
 
 MAX_DELAY_S: Final = 0.05
-"""A standing delay beyond this is overload, seconds. Every token of every stream is late by it."""
+"""A standing delay beyond this is overload, seconds. It delays every token of every stream."""
 
 PERIOD_S: Final = 0.5
-"""For so long a delay must have stood, seconds; the rate is set anew as often."""
+"""A delay must last this long to count as standing, seconds; the rate is updated as often."""
 
 ALWAYS_PER_S: Final = 100.0
-"""So many requests a second of all clients together are always taken: fewer are not what keeps an
-event loop busy, but a machine that is short of time."""
+"""Requests a second of all clients together that are always accepted. If the event loop is late at
+a lower rate, the cause is a machine short of CPU time and not the requests."""
 
 Pause = Callable[[float], Awaitable[object]]
-"""Waits for that many seconds."""
+"""Sleeps for the given number of seconds."""
 
 _FALL: Final = 0.7
 _RISE: Final = 1.1
@@ -52,11 +52,11 @@ class Pace:
     """Spaces out refusals. One per router process. ``O(1)``.
 
     Args:
-        per_s: how many leave in a second. As many leave at once after a pause.
-        most: how many wait at once; any more do not wait.
-        gauge: shows how many wait.
+        per_s: refusals a second. After a pause, this many may be sent at once.
+        most: maximum number of waiting refusals; further ones are sent without a wait.
+        gauge: shows the number of waiting refusals.
         clock: monotonic seconds.
-        pause: waits for that many seconds.
+        pause: sleeps for the given number of seconds.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Pace:
         self._pause = pause
         self._next_s = -inf
         self.held = 0
-        """How many wait."""
+        """Number of waiting refusals."""
 
     async def turn(self) -> None:
-        """Return when the refusal may leave, after :data:`MAX_HOLD_S` at the latest."""
+        """Return when the refusal may be sent, after :data:`MAX_HOLD_S` at the latest."""
         now_s = self._clock()
         turn_s = max(self._next_s, now_s - 1.0)
-        # Without a bound a long storm would be a long debt of those who come after it.
+        # The bound keeps a long overload from delaying refusals long after its end.
         self._next_s = min(turn_s + self._gap_s, now_s + MAX_HOLD_S)
         if turn_s <= now_s or self.held >= self._most:
             return
@@ -94,16 +94,18 @@ class Pace:
 
 
 class Shedder:
-    """Decides which new requests a router takes while its event loop falls behind. One per process.
+    """Decides which new requests a router accepts while its event loop falls behind. One per
+    process.
 
-    All clients may send the same rate of requests. It falls while there is a standing delay, from
-    that of the client which sends most, and rises when there is none; so who sends little is turned
-    away last. ``O(1)`` for a request; memory for the clients of the last :data:`PERIOD_S`.
+    All clients have the same limit on their request rate. While there is a standing delay, the
+    limit falls, starting at the rate of the client that sends the most; without one, it rises. So
+    the clients that send few requests are refused last. ``O(1)`` for a request; memory for the
+    clients of the last :data:`PERIOD_S`.
 
     Args:
         delays: observes the delay of the event loop.
         clock: monotonic seconds.
-        pause: waits for that many seconds.
+        pause: sleeps for the given number of seconds.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class Shedder:
         return self._rate
 
     def takes(self, owner: str) -> bool:
-        """Whether a new request of this client is taken. Counts it."""
+        """Whether a new request of this client is accepted. Counts it."""
         self._came[owner] += 1
         if self._rate == inf:
             return True
@@ -135,20 +137,20 @@ class Shedder:
         return self._came[owner] <= max(1.0, self._rate * span_s)
 
     async def watch(self) -> None:
-        """Measure the delay of the event loop, for ever."""
+        """Measure the delay of the event loop, indefinitely."""
         while True:
             due_s = self._clock() + TICK_S
             await self._pause(TICK_S)
             self.tick(self._clock() - due_s)
 
     def tick(self, delay_s: float) -> None:
-        """What was to run just now runs ``delay_s`` late."""
+        """Record that the event loop runs ``delay_s`` late."""
         self._delays.observe(delay_s)
         self._least_delay_s = min(self._least_delay_s, delay_s)
         self._ticks += 1
         now_s = self._clock()
         span_s = now_s - self._began_s
-        # A single late one may be one long step of the loop.
+        # A single late tick may be one long step of the loop.
         if span_s < PERIOD_S or self._ticks < 2:
             return
         self._set_rate(max(self._came.values(), default=0) / span_s)
@@ -156,7 +158,7 @@ class Shedder:
         self._came.clear()
 
     def _set_rate(self, most: float) -> None:
-        """Set the rate anew, after a period in which no client has sent more than ``most`` a
+        """Update the rate after a period in which no client has sent more than ``most`` requests a
         second."""
         if self._least_delay_s > MAX_DELAY_S:
             least = ALWAYS_PER_S / max(1, len(self._came))

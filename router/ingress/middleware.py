@@ -1,4 +1,5 @@
-"""The first thing that a request meets: its id, its key, and whether there is room for it."""
+"""Ingress middleware, the first stage of a request: its id, its key, and its admission to the
+router."""
 
 from __future__ import annotations
 
@@ -27,29 +28,30 @@ from scheduling.fair_shares import PLACES_PART
 from telemetry.logs import of_request
 
 _COUNTED_PATHS = frozenset((*INFERENCE_PATHS, "/v1/files", "/v1/batches"))
-"""Those whose POST counts in the rates of requests: the others cost little, and to cancel a batch
-must not be refused because of its own lines."""
+"""Paths whose POST counts towards request rate limits. The others cost little, and the requests of
+a batch must not block its cancellation."""
 
 _PACED_STATUSES = frozenset((401, 429, 503))
-"""After these clients come again with the same request."""
+"""After these statuses clients retry the same request."""
 
 
 class IngressMiddleware:
     """ASGI middleware around the API.
 
-    - Every request gets an id of our own; a client's ``x-request-id`` is not trusted as one. It is
-      sent back in every response.
-    - Who may ask for which path is said in :mod:`router.ingress.access`.
-    - At most ``max_in_flight`` inference requests are inside, and of one client at most as many as
-      its key allows, and as leave room for others; more are refused before their body is read.
-    - So are those, uploads and new batches among them, that come more often than its key allows,
-      and some while the router falls behind.
-    - Refusals leave no faster than ``refusals_per_s``; see :mod:`router.ingress.load_shedding`.
-      Those of requests without a key have a pace of their own, so that they hold up nobody else's.
-      Probes of the router's health are told at once.
-    - The bodies of those that are inside have at most ``max_held_bytes`` together.
+    - Every request gets an id from the router, which is returned in every response; a client's
+      ``x-request-id`` is not trusted as one.
+    - Access to paths is checked by :mod:`router.ingress.access`.
+    - At most ``max_in_flight`` inference requests are in flight. A client has at most as many of
+      them as its key allows, and as leave slots for other clients. Further requests are refused
+      before their body is read.
+    - Requests, uploads and new batches beyond the rate limits of a key are refused in the same way,
+      as are some requests while the router is overloaded.
+    - Refusals are sent no faster than ``refusals_per_s``; see :mod:`router.ingress.load_shedding`.
+      Refusals of requests without a valid key have a separate rate, so that they do not delay
+      others. Health probes are answered at once.
+    - The bodies of all requests in flight have at most ``max_held_bytes`` together.
 
-    Paths are those after Serve's route prefix, as for routing.
+    Paths exclude Serve's route prefix, as for routing.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class IngressMiddleware:
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request in, or refuse it."""
+        """Admit the request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -89,7 +91,7 @@ class IngressMiddleware:
         refusal: list[Message] = []
         with of_request(arrival.request_id):
             await self._admit(arrival, scope, receive, send, refusal)
-            # By now nothing else is left of the request: no body, and no place.
+            # The request's body and slot have been released by now.
             if refusal:
                 await self._pace_of(refusal[0]["status"]).turn()
             for message in refusal:
@@ -103,7 +105,7 @@ class IngressMiddleware:
         send: Send,
         refusal: list[Message],
     ) -> None:
-        """Answer the request; a refusal is written down and not sent."""
+        """Answer the request; a refusal is stored in ``refusal`` and not sent."""
         scope.setdefault("state", {})["arrival"] = arrival
         named = [(wire.REQUEST_ID_HEADER.encode(), arrival.request_id.encode())]
 
@@ -117,7 +119,7 @@ class IngressMiddleware:
             else:
                 await send(message)
 
-        # The function that routing itself calls, so that the two never differ over a path.
+        # Routing calls the same function, so the two never disagree about a path.
         path = get_route_path(scope)
         counted = scope["method"] == "POST" and path in _COUNTED_PATHS
         paced = path != OPEN_PATH
@@ -150,32 +152,31 @@ class IngressMiddleware:
         if not self._shedder.takes(client.owner):
             raise ApiError(
                 Reason.ROUTER_OVERLOADED,
-                "More requests come than the router can look at; those of the clients that send "
-                "most are turned away.",
+                "The router is overloaded; it refuses requests of the clients that send the most.",
             )
 
     def _check_room(self, client: Client) -> None:
         if self._in_flight >= self._max_in_flight:
             raise ApiError(
                 Reason.ROUTER_FULL,
-                f"The router serves {self._max_in_flight} requests, which is its limit.",
+                f"The router is full: it serves at most {self._max_in_flight} requests at once.",
             )
         most = client.caps.max_in_flight
         if most is not None and self._of_client[client.owner] >= most:
             raise ApiError(
                 Reason.CLIENT_FULL,
-                f"The router serves {most} requests with this API key, which is the key's limit.",
+                f"This API key may have at most {most} requests in flight, and has them already.",
             )
         free = self._max_in_flight - self._in_flight
         if not client.may_hold(self._of_client[client.owner], free, PLACES_PART):
             raise ApiError(
                 Reason.CLIENT_FULL,
-                "The router serves as many requests with this API key as leave room for others: at "
-                f"most {PLACES_PART:g} times the places that are free, by the key's weight.",
+                "This API key has used its share of the router's slots: at most "
+                f"{PLACES_PART:g} times the free slots, by the key's weight.",
             )
 
     async def _count(self, owner: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in and count it while it is inside."""
+        """Run a request, and count it while it is in flight."""
         self._in_flight += 1
         self._of_client[owner] += 1
         self._metrics.in_flight.inc()

@@ -1,4 +1,4 @@
-"""Sending to a client that may not take what it is sent."""
+"""Sending to a client that may stop reading."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _RESOLUTION_S: Final = 1e-3
 
 
 class StalledReaderError(OSError):
-    """The client has taken nothing for too long."""
+    """The client has read nothing for too long."""
 
 
 class TimeoutSend:
-    """Hands the messages of one response on, within the block, and gives up on a client that takes
+    """Forwards the messages of one response within the block, and drops a client that reads
     nothing.
 
-    The server keeps the task that sends waiting once its buffers are full. One timer watches over
-    the whole response: one for each message would cost more than handing that on.
+    The server blocks the sending task once its buffers are full. One timer watches the whole
+    response: a timer per message would cost more than the sending.
 
     Args:
         send: of the server.
-        limit_s: longest wait for the client to take a message, seconds.
+        limit_s: longest wait for the client to accept a message, seconds.
     """
 
     def __init__(self, send: Send, limit_s: float) -> None:
@@ -52,10 +52,10 @@ class TimeoutSend:
         self._timer.cancel()
 
     async def __call__(self, message: Message) -> None:
-        """Hand a message on.
+        """Forward a message.
 
         Raises:
-            StalledReaderError: the client does not take it.
+            StalledReaderError: the client does not read it.
         """
         await self.wait(self._send(message))
 
@@ -63,21 +63,21 @@ class TimeoutSend:
         """Wait until something is sent to the client, in whatever way.
 
         Raises:
-            StalledReaderError: the client does not take it.
+            StalledReaderError: the client does not read it.
         """
         self._due_s = self._loop.time() + self._limit_s
         try:
             await sent
         except asyncio.CancelledError:
-            # Somebody else may have cancelled the task as well, and then it ends as cancelled.
+            # If the task was also cancelled for another reason, it ends as cancelled.
             if self._gave_up and self._task.uncancel() == 0:
-                raise StalledReaderError("the client takes nothing") from None
+                raise StalledReaderError("the client reads nothing") from None
             raise
         finally:
             self._due_s = inf
 
     def _look(self) -> None:
-        """Give up, or look again when it may be time to."""
+        """Drop the client, or check again at the next possible deadline."""
         now_s = self._loop.time()
         if self._due_s - now_s < _RESOLUTION_S:
             self._gave_up = True

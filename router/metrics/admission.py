@@ -1,4 +1,4 @@
-"""What the edge counts of promises: made, kept, refused and waited for."""
+"""Metrics of admission: guarantees given, met, refused and waited for."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _REFUSING = (403, 429, 503)
 
 
 class AdmissionMetrics:
-    """Metrics of admission, in ``registry``. ``clients`` label those that count clients."""
+    """Metrics of admission, in ``registry``. ``clients`` labels the metrics by client."""
 
     def __init__(self, registry: CollectorRegistry, clients: ClientNames) -> None:
         self._clients = clients
         self._admissions = cache(
             Counter(
                 "sluice_admissions",
-                "Requests that a replica answered, by whether their objective was promised.",
+                "Requests that a replica answered, by admission tier.",
                 ["class", "admission"],
                 registry=registry,
             ).labels
@@ -35,7 +35,7 @@ class AdmissionMetrics:
         self._refusals = cache(
             Counter(
                 "sluice_refusals",
-                "Requests that were refused with 403, 429 or 503, by the error's code.",
+                "Requests that were refused with 403, 429 or 503, by error code.",
                 ["class", "reason"],
                 registry=registry,
             ).labels
@@ -43,8 +43,8 @@ class AdmissionMetrics:
         self._promises = cache(
             Counter(
                 "sluice_promises",
-                "Promised requests: kept if all that they stated was met and the answer did not "
-                "fail.",
+                "Guaranteed requests by outcome: kept if every stated objective was met and the "
+                "answer did not fail.",
                 ["class", "outcome"],
                 registry=registry,
             ).labels
@@ -52,8 +52,8 @@ class AdmissionMetrics:
         self._moved = cache(
             Counter(
                 "sluice_promises_moved",
-                "Of these, requests that left a replica that was going to miss their first token "
-                "for another one that promised it.",
+                "Of these, requests that moved from a replica that was going to miss their TTFT to "
+                "another one that guaranteed it.",
                 ["class", "outcome"],
                 registry=registry,
             ).labels
@@ -61,7 +61,7 @@ class AdmissionMetrics:
         self._missed = cache(
             Counter(
                 "sluice_promises_missed",
-                "Missed promises by what was missed: each stated objective, or failed.",
+                "Guaranteed requests that missed their SLO, by missed objective, or failed.",
                 ["class", "objective"],
                 registry=registry,
             ).labels
@@ -69,7 +69,7 @@ class AdmissionMetrics:
         self._ttft_ratio = cache(
             Histogram(
                 "sluice_ttft_ratio",
-                "Real time to first token of promised requests over its predicted median.",
+                "Observed TTFT of guaranteed requests divided by its predicted median.",
                 ["class"],
                 buckets=RATIO_BUCKETS,
                 registry=registry,
@@ -77,13 +77,13 @@ class AdmissionMetrics:
         )
         self.line_length = Gauge(
             "sluice_line_requests",
-            "Requests that wait at the router until their objective can be promised.",
+            "Requests in the router's admission queue.",
             ["class"],
             registry=registry,
         )
         self.line_wait_s = Histogram(
             "sluice_line_wait_seconds",
-            "How long requests waited at the router, however that ended.",
+            "Time that requests spent in the router's admission queue, whatever the outcome.",
             ["class"],
             buckets=WAIT_BUCKETS_S,
             registry=registry,
@@ -91,8 +91,8 @@ class AdmissionMetrics:
         self._over_share = cache(
             Counter(
                 "sluice_over_share",
-                "Requests that were not promised their objective because their client had its "
-                "share of what could be promised.",
+                "Requests without a guarantee because their client exceeded its fair share of "
+                "guaranteed capacity.",
                 ["client"],
                 registry=registry,
             ).labels
@@ -100,7 +100,7 @@ class AdmissionMetrics:
         self._clamped = cache(
             Counter(
                 "sluice_clamped",
-                "Requests in which an API key's caps changed a field of the objective.",
+                "Requests in which an API key's limits changed a field of the SLO.",
                 ["client", "field"],
                 registry=registry,
             ).labels
@@ -111,17 +111,17 @@ class AdmissionMetrics:
         self._admissions(service_class, tier.value).inc()
 
     def refused(self, reason: Reason, service_class: str = NO_CLASS) -> None:
-        """Count a request that the router did not serve. Other mistakes of the client than asking
-        for too much are no refusals."""
+        """Count a request that the router did not serve. Client errors other than exceeding a limit
+        do not count as refusals."""
         if RULES[reason].status in _REFUSING:
             self._refusals(service_class, reason.value).inc()
 
     def over_share(self, client: str) -> None:
-        """Count a request that ``client`` was not promised because it has its share."""
+        """Count a request without a guarantee because ``client`` has used its share."""
         self._over_share(self._clients.label(client)).inc()
 
     def clamped(self, client: str, fields: Iterable[str]) -> None:
-        """Count what the caps of ``client`` changed in a request."""
+        """Count the fields of a request that the limits of ``client`` changed."""
         for field in fields:
             self._clamped(self._clients.label(client), field).inc()
 
@@ -133,12 +133,12 @@ class AdmissionMetrics:
         now_s: float,
         moved: bool = False,
     ) -> bool | None:
-        """Count a promised request that ended at ``now_s``. Returns whether the promise was kept;
-        ``None`` where that does not show.
+        """Count a guaranteed request that ended at ``now_s``. Returns whether its SLO was met;
+        ``None`` if that is unknown.
 
-        It is kept if the answer did not fail and all that the request stated was met: TTFT, TPOT
-        and end to end. Of a client that left, what it had until then counts; one that left without
-        a token and before its deadlines shows nothing. ``moved``: see
+        It was met if the answer did not fail and every stated objective was met: TTFT, TPOT and end
+        to end. If the client left, the tokens until then count; if it left without a token and
+        before its deadlines, the outcome is unknown. ``moved``: see
         :class:`~router.answer.Answer`.
         """
         slo, ttft_s = clock.slo, clock.ttft_s

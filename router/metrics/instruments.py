@@ -1,4 +1,4 @@
-"""What the edge counts.
+"""Metrics of the router.
 
 Every label is bounded: classes by configuration, priorities 1 to 10, clients by
 :mod:`router.metrics.client_names`.
@@ -33,15 +33,15 @@ class Outcome(enum.StrEnum):
     CLIENT_ERROR = "client_error"
     """The client's mistake: a 4xx of the router or of the engine."""
     REFUSED = "refused"
-    """No room, no promise or no replica: a 429 or 503 before anything was served."""
+    """No capacity, no guarantee or no replica: a 429 or 503 before anything was served."""
     FAILED = "failed"
-    """A replica's or our own failure: a 5xx, or an error event in a stream."""
+    """A failure of a replica or the router: a 5xx, or an error event in a stream."""
     CANCELLED = "cancelled"
     """The client left."""
 
     @classmethod
     def of_status(cls, status: int) -> Outcome:
-        """How a request ended that was answered with this status."""
+        """The outcome of a request that was answered with this status."""
         if status < 400:
             return cls.OK
         if status in (429, 503):
@@ -50,12 +50,12 @@ class Outcome(enum.StrEnum):
 
     @property
     def error(self) -> str:
-        """The kind of error: its name, or empty where the request was served."""
+        """The kind of error: its name, or empty if the request was served."""
         return "" if self is Outcome.OK else self.value
 
 
 class Fallback(enum.StrEnum):
-    """Why a request went by Serve's own balancing and not by the controller's decision."""
+    """Why a request followed Serve's own balancing and not the controller's decision."""
 
     NO_ANSWER = "no_answer"
     """The controller did not answer in time."""
@@ -64,11 +64,11 @@ class Fallback(enum.StrEnum):
     REPEATED = "repeated"
     """It chose a replica that had just failed this request."""
     MOVED = "moved"
-    """Serve did not know the chosen replica, or that one had no room."""
+    """Serve did not know the chosen replica, or that one was full."""
 
 
 class Way(enum.StrEnum):
-    """How a call goes to a replica."""
+    """How a call is sent to a replica."""
 
     CONNECTION = "connection"
     """Over the router's own connection to it."""
@@ -77,38 +77,38 @@ class Way(enum.StrEnum):
 
 
 class StreamWay(enum.StrEnum):
-    """How an event stream goes from its replica to the client."""
+    """How an event stream is sent from its replica to the client."""
 
     DIRECT = "direct"
     """HAProxy fetches it from the replica."""
     ROUTER = "router"
     """Through the router's process."""
     UNFETCHED = "unfetched"
-    """It was to be fetched from the replica and could not be: from another one, by the router."""
+    """HAProxy could not fetch it from the replica: the router relays it from another one."""
 
 
 class Phase(enum.StrEnum):
-    """A part of the way of a request whose prompt another replica computes."""
+    """A phase of a request that a P/D pair serves."""
 
     PREFILL = "prefill"
-    """Until the prompt is computed, the way there and the wait included."""
+    """Until the prompt is computed, transport and queueing included."""
     HANDOVER = "handover"
     """From then to the first token."""
 
 
 class RouterMetrics:
-    """The edge's metrics, in a registry of their own.
+    """The router's metrics, in their own registry.
 
     The latency metrics are those of :class:`~scheduling.objective.TokenClock`: tokens of the first
-    choice, when their bytes are handed to the socket; for a plain response, when they left the
-    engine. A cancelled request counts in none of the attainment metrics, and one without an
-    objective does not count in ``sluice_slo_requests``.
+    choice, when their bytes are written to the socket; for a plain response, when they left the
+    engine. A cancelled request counts in none of the attainment metrics, and one without an SLO
+    does not count in ``sluice_slo_requests``.
     """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        # The library looks a series up by its labels under a lock, and each request has dozens.
-        # There are no more entries here than series there.
+        # The library looks up a series by its labels under a lock, and each request has dozens.
+        # These caches have no more entries than there are series.
         self._requests = cache(
             Counter(
                 "sluice_requests",
@@ -138,13 +138,13 @@ class RouterMetrics:
         by_worth = ["class", "priority"]
         self._slo_requests = cache(
             Counter(
-                "sluice_slo_requests", "Requests with an objective.", by_worth, registry=registry
+                "sluice_slo_requests", "Requests with an SLO.", by_worth, registry=registry
             ).labels
         )
         self._attained = cache(
             Counter(
                 "sluice_attained",
-                "Requests that met their objectives.",
+                "Requests that met their SLO.",
                 by_worth,
                 registry=registry,
             ).labels
@@ -171,41 +171,41 @@ class RouterMetrics:
         self._fallbacks = cache(
             Counter(
                 "sluice_fallback",
-                "Requests that went by Serve's own balancing, by reason.",
+                "Requests that Serve's own balancing placed, by reason.",
                 ["reason"],
                 registry=registry,
             ).labels
         )
         self._sent = Counter(
             "sluice_replica_calls",
-            "Calls sent to replicas, by the way that they went.",
+            "Calls sent to replicas, by transport.",
             ["way"],
             registry=registry,
         )
         self._streams = cache(
             Counter(
                 "sluice_streams",
-                "Event streams that began, by their way to the client.",
+                "Event streams that began, by their path to the client.",
                 ["way"],
                 registry=registry,
             ).labels
         )
         self.retries = Counter(
-            "sluice_retries", "Attempts after a first one that failed.", registry=registry
+            "sluice_retries", "Retries of requests after a failed attempt.", registry=registry
         )
         self.retries_refused = Counter(
             "sluice_retries_refused",
-            "Attempts that were not made because the retry budget was spent.",
+            "Retries that were not made because the retry budget was exhausted.",
             registry=registry,
         )
         self.resumes = Counter(
             "sluice_resumes",
-            "Streams that another replica went on with after theirs had failed.",
+            "Streams that another replica resumed after theirs had failed.",
             registry=registry,
         )
         self.given_up = Counter(
             "sluice_given_up_attempts",
-            "Attempts that were given up because their replica stood still, or had lost them.",
+            "Attempts that were abandoned because their replica was unresponsive or had lost them.",
             registry=registry,
         )
         self.quarantined_requests = Counter(
@@ -216,30 +216,30 @@ class RouterMetrics:
         self._legs = cache(
             Histogram(
                 "sluice_leg_seconds",
-                "Time of requests whose prompt another replica computes, by part of their way.",
+                "Time of requests that a P/D pair serves, by phase.",
                 ["leg"],
                 buckets=TTFT_BUCKETS_S,
                 registry=registry,
             ).labels
         )
         self.in_flight = Gauge(
-            "sluice_in_flight_requests", "Requests inside the edge.", registry=registry
+            "sluice_in_flight_requests", "Requests in flight in the router.", registry=registry
         )
         self.held_bytes = Gauge(
-            "sluice_held_body_bytes", "Bytes of request bodies inside the edge.", registry=registry
+            "sluice_held_body_bytes", "Bytes of request bodies in the router.", registry=registry
         )
         self.held_refusals = Gauge(
             "sluice_held_refusals", "Refusals that wait for their turn.", registry=registry
         )
         self.loop_delay_s = Histogram(
             "sluice_loop_delay_seconds",
-            "How late the router's event loop runs what is due, 20 times a second.",
+            "Delay of the router's event loop, sampled 20 times a second.",
             buckets=DECISION_BUCKETS_S,
             registry=registry,
         )
         self.stalled_readers = Counter(
             "sluice_stalled_readers",
-            "Streams that were ended because their client took nothing of them.",
+            "Streams that were ended because their client stopped reading.",
             registry=registry,
         )
         self._by_client = cache(
@@ -256,7 +256,7 @@ class RouterMetrics:
 
     @property
     def of_the_edge(self) -> tuple[Collector, ...]:
-        """Those of a whole router, whatever the model."""
+        """The metrics of a whole router, independent of the model."""
         return (self.in_flight, self.held_bytes, self.held_refusals, self.loop_delay_s)
 
     def sent(self, way: Way) -> None:
@@ -264,15 +264,15 @@ class RouterMetrics:
         self._sent.labels(way.value).inc()
 
     def stream(self, way: StreamWay) -> None:
-        """An event stream goes this way to its client."""
+        """Count an event stream by its path to the client."""
         self._streams(way.value).inc()
 
     def fallback(self, reason: Fallback) -> None:
-        """Count a request that did not go where the controller said."""
+        """Count a request that did not follow the controller's decision."""
         self._fallbacks(reason.value).inc()
 
     def leg(self, leg: Phase, seconds: float) -> None:
-        """Observe a part of the way of a request."""
+        """Observe a phase of a request."""
         self._legs(leg.value).observe(seconds)
 
     def first_token(self, service_class: str, ttft_s: float) -> None:
@@ -300,7 +300,7 @@ class RouterMetrics:
         now_s: float,
         client: Client = ANYONE,
     ) -> None:
-        """Count a request that ended, with what ``clock`` saw of it."""
+        """Count a request that ended, with the times in ``clock``."""
         slo = clock.slo
         self._requests(slo.service_class, outcome.value, endpoint).inc()
         self._by_client(self._clients.label(client.name), outcome.value).inc()

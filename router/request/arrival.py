@@ -1,4 +1,4 @@
-"""What is known of an inference request before its body is read."""
+"""State of an inference request before its body is read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ INFERENCE_PATHS: dict[str, Endpoint] = {
     "/detokenize": "detokenize",
 }
 BATCH_PATHS = tuple(path for path in INFERENCE_PATHS if path.startswith("/v1/"))
-"""Those that a batch may be for."""
+"""The paths that a batch may be for."""
 
 
 class Arrival(NamedTuple):
-    """What the ingress middleware notes of a request, in the scope's state as ``arrival``.
+    """The ingress middleware's record of a request, in the scope's state as ``arrival``.
 
-    ``held`` counts the bytes of its body for as long as it is inside. ``client_request_id`` is the
-    client's own id of it, see :mod:`router.request.client_request_id`.
+    ``held`` counts the bytes of its body while it is in flight. ``client_request_id`` is the
+    client's own request id, see :mod:`router.request.client_request_id`.
     """
 
     request_id: str

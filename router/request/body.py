@@ -16,23 +16,23 @@ from router.request.large_body import PIECE_BYTES, parse_in_pieces
 from router.tenancy.limits import Client
 
 MAX_DEPTH = 64
-"""Deepest nesting of a body."""
+"""Maximum nesting depth of a body."""
 
 MAX_PARTS = 100_000
-"""Most lists, objects and keys of objects in a body. They cost far more time and memory than their
-bytes; plain values, such as token ids, are not counted."""
+"""Maximum number of lists, objects and object keys in a body. They cost far more time and memory
+than their bytes; plain values, such as token ids, are not counted."""
 
 BODY_TIMEOUT_S = 30.0
 """Longest time that a client may take to send its body, seconds."""
 
 
 class BodyBudget:
-    """How many bytes of bodies one router may have in memory. A client may have as many as it
-    leaves to others, times its weight where that is above 1: half of all where it is alone, a third
-    where another one has as many, and so on.
+    """Limits the bytes of request bodies in a router's memory. A client may hold as many as remain
+    free, times its weight if that is above 1: half of all if it is alone, a third if another one
+    holds as many, and so on.
 
     Args:
-        gauge: shows how many there are.
+        gauge: shows the bytes held.
     """
 
     def __init__(self, max_bytes: int, gauge: Gauge) -> None:
@@ -42,30 +42,30 @@ class BodyBudget:
         self.held = 0
 
     def take(self, client: Client, size: int) -> None:
-        """So many more bytes have come.
+        """Count ``size`` more received bytes.
 
         Raises:
-            ApiError: 503, there is no room for them; 429, the client has its part.
+            ApiError: 503, the budget is exhausted; 429, the client's part of it is.
         """
         if self.held + size > self._max_bytes:
             raise ApiError(
                 Reason.ROUTER_FULL,
-                f"The router holds request bodies of {self._max_bytes} bytes, which is its limit.",
+                f"The router's memory for request bodies, {self._max_bytes} bytes, is full.",
             )
-        # Or one that sends much keeps everybody else out.
+        # Otherwise one client with large bodies blocks all others.
         left = self._max_bytes - self.held - size
         own = self._of_client[client.owner]
         part = max(1.0, 1.0 / client.caps.weight)  # a low weight must not forbid long bodies
         if not client.may_hold(own + size - 1, left, part):
             raise ApiError(
                 Reason.CLIENT_FULL,
-                f"The router holds request bodies of {own} bytes with this API key, and {size} "
-                f"bytes more would leave too little of its {self._max_bytes} bytes to others.",
+                f"This API key has request bodies of {own} bytes in the router, and {size} bytes "
+                f"more would leave too few of its {self._max_bytes} bytes for other keys.",
             )
         self._change(client, size)
 
     def give_back(self, client: Client, size: int) -> None:
-        """So many bytes are gone."""
+        """Release ``size`` bytes."""
         self._change(client, -size)
         if not self._of_client[client.owner]:
             del self._of_client[client.owner]
@@ -77,7 +77,7 @@ class BodyBudget:
 
 
 class HeldBytes:
-    """The bytes of one body of ``client``, which are given back at the end of the block."""
+    """The bytes of one body of ``client``, released at the end of the block."""
 
     def __init__(self, budget: BodyBudget, client: Client) -> None:
         self._budget = budget
@@ -91,23 +91,23 @@ class HeldBytes:
         self._budget.give_back(self._client, self._size)
 
     def add(self, size: int) -> None:
-        """So many more bytes have come.
+        """Count ``size`` more received bytes.
 
         Raises:
-            ApiError: 503 or 429, there is no room for them.
+            ApiError: 503 or 429, the budget is exhausted.
         """
         self._budget.take(self._client, size)
         self._size += size
 
 
 async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = None) -> bytes:
-    """The request's body, counted in ``held`` as it comes.
+    """The request's body, counted in ``held`` as it arrives.
 
-    Refused: more than ``max_bytes`` (counted while reading, so also without ``Content-Length``),
-    another media type than JSON, an encoding, and a client that is slow.
+    Refused: more than ``max_bytes`` (counted while reading, so also without ``Content-Length``), a
+    media type other than JSON, a content encoding, and a slow client.
 
     Raises:
-        ApiError: 400, 413, 415, or 503 or 429 where there is no room for it.
+        ApiError: 400, 413, 415, or 503 or 429 if the budget in ``held`` is exhausted.
         starlette.requests.ClientDisconnect: the client left.
     """
     _check_headers(request, max_bytes)
@@ -125,7 +125,7 @@ def parse_object(raw: bytes) -> RequestBody:
     """The JSON object in ``raw``. ``O(len(raw))``.
 
     Refused: more than :data:`MAX_DEPTH` levels or :data:`MAX_PARTS` parts, text that is not UTF-8,
-    ``NaN`` and infinities, and half surrogate pairs, which no tokenizer takes.
+    ``NaN`` and infinities, and half surrogate pairs, which no tokenizer accepts.
 
     Raises:
         ApiError: 400.
@@ -151,7 +151,7 @@ def parse_object(raw: bytes) -> RequestBody:
 
 
 def check_plain(request: Request) -> None:
-    """Refuse a body that is packed.
+    """Refuse a compressed body.
 
     Raises:
         ApiError: 415.
@@ -160,7 +160,7 @@ def check_plain(request: Request) -> None:
     if encoding.strip().lower() != "identity":
         raise ApiError(
             Reason.UNSUPPORTED_MEDIA,
-            "content-encoding is not supported: send the body as it is.",
+            "content-encoding is not supported: send the body uncompressed.",
             "content-encoding",
         )
 
@@ -192,13 +192,13 @@ async def _read(request: Request, max_bytes: int, held: HeldBytes | None) -> byt
             raise _too_large(max_bytes)
         if held is not None:
             held.add(len(chunk))
-        if chunk:  # the last one is empty, and to join it would copy a body that came whole
+        if chunk:  # the last one is empty; joining it would copy a body that came in one chunk
             chunks.append(chunk)
     return b"".join(chunks)
 
 
 def _check_parts(raw: bytes) -> None:
-    """Count the marks again, outside of strings: a long text may hold any number of them."""
+    """Count the brackets and colons again, outside of strings: a long text may have many."""
     strings_and_rest = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     rest = b"".join(strings_and_rest[::2])
     if rest.count(b"[") + rest.count(b"{") + rest.count(b":") > MAX_PARTS:

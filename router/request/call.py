@@ -39,8 +39,8 @@ MAX_INLINE_BYTES = 64 << 10
 _Made = TypeVar("_Made")
 
 ModelLength = Callable[[Any, int], Awaitable[int | None]]
-"""The most tokens that a model takes, where a prompt of so many exceeds them; ``None`` where it
-does not, or that is not known."""
+"""The maximum length of a model in tokens if a prompt of the given number exceeds it; ``None`` if
+it does not, or the length is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,17 @@ class Call:
     """A validated API call.
 
     Attributes:
-        received_s: when it came, on the dispatcher's monotonic clock.
-        best_effort: it asks for no promise: it runs on what the promised ones leave.
-        output_tokens: the most that it may generate; 0 if only the model's length bounds it.
-        session: names what it belongs to, a 63-bit hash; 0 for nothing.
-        prefix: how its prompt begins.
-        client: who asks.
-        clamped: what the client's caps changed in what it asked, and to what, by field.
-        charge: the tokens set aside for it of the client's rate.
-        span: of the request, where it is traced.
-        client_request_id: the client's own id of it, for lookups.
-        service_tier: OpenAI's name for its class, where it named one.
+        received_s: its arrival, on the dispatcher's monotonic clock.
+        best_effort: it asks for no guarantee: it runs on the capacity that guaranteed calls leave.
+        output_tokens: maximum that it may generate; 0 if only the model's length bounds it.
+        session: 63-bit hash of its session's name; 0 for none.
+        prefix: hashes of its prompt's beginning.
+        client: that sent it.
+        clamped: the values that the client's limits changed, by field, as changed.
+        charge: the tokens reserved for it in the client's rate limit.
+        span: of the request, if it is traced.
+        client_request_id: the client's own request id, for lookups.
+        service_tier: OpenAI's name for its class, if it named one.
     """
 
     request_id: str
@@ -80,12 +80,12 @@ class Call:
 
     @property
     def scheduled(self) -> bool:
-        """Whether it takes an engine's time, and so is placed and timed."""
+        """Whether it uses an engine, and so is placed and timed."""
         return self.endpoint not in UNSCHEDULED
 
     @property
     def model(self) -> str | None:
-        """The name of a model or an adapter; ``None`` where the endpoint needs none."""
+        """The name of a model or an adapter; ``None`` if the endpoint needs none."""
         return self.body.get("model")
 
 
@@ -97,13 +97,13 @@ class CallReader:
     """Turns a request into a validated call.
 
     A body over :data:`MAX_INLINE_BYTES` is parsed and checked in a thread, so that the event loop
-    gets its turns between. Python's global lock limits the gain: the JSON parser does not let go
-    of it while it parses a piece (:mod:`router.request.large_body`). One such body at a time: more
+    can run meanwhile. Python's global interpreter lock limits the gain: the JSON parser holds it
+    while it parses a piece (:mod:`router.request.large_body`). One such body at a time: more
     threads would only compete with the loop for the lock.
 
     Args:
-        model_length: refuses prompts of token ids that no engine of the model takes, before they
-            are looked at one by one.
+        model_length: used to refuse prompts of token ids that are too long for every engine of the
+            model, before each id is checked.
     """
 
     def __init__(self, config: RouterConfig, model_length: ModelLength = _takes_any) -> None:
@@ -133,8 +133,8 @@ class CallReader:
         return await self._in_turn(self.make, body, *rest)
 
     async def _in_turn(self, work: Callable[..., _Made], *given: Any) -> _Made:
-        """Work for a large body in a thread, one at a time, and then leave the event loop as much
-        time before the next: an answer to anybody else takes several turns of the loop."""
+        """Run work for a large body in a thread, one at a time, and then pause for as long: an
+        answer to any other client takes several turns of the event loop."""
         async with self._large:
             began_s = time.monotonic()
             try:
@@ -143,7 +143,7 @@ class CallReader:
                 await asyncio.sleep(time.monotonic() - began_s)
 
     async def _check_length(self, endpoint: Endpoint, body: RequestBody) -> None:
-        """Refuse a prompt of more token ids than any engine of the model takes. ``O(prompts)``.
+        """Refuse a prompt of more token ids than any engine of the model accepts. ``O(prompts)``.
 
         Raises:
             ApiError: 400.

@@ -1,7 +1,7 @@
-"""Bounds on what the options of one body may cost an engine beside its tokens.
+"""Bounds on the engine cost of one body's options, in addition to its tokens.
 
-Without them the size of the body would be the only one: a hundred thousand biases are read again
-in each step of a batch, and the time to compile a pattern grows with the cube of its length.
+Without them the size of the body would be the only bound: a hundred thousand biases are read in
+each step of a batch, and the time to compile a pattern grows with the cube of its length.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ MAX_ENTRIES: Final = {
     "stop_token_ids": 1_024,
     "tools": 1_024,
 }
-"""Most entries of lists and objects, by field. An engine may allow less."""
+"""Maximum entries of lists and objects, by field. An engine may allow fewer."""
 
 MAX_STOP_CHARACTERS: Final = 4_096
-"""Most characters of all stop texts: so many are held back from a stream."""
+"""Maximum characters of all stop texts: a stream holds back as many."""
 
 MAX_SCHEMA_CHARACTERS: Final = 65_536
-"""Most characters of what an output is to look like, as JSON: schemas, choices, grammars."""
+"""Maximum characters of an output constraint as JSON: schemas, choices, grammars."""
 
 MAX_GRAMMAR_CHARACTERS: Final = 8_192
-"""Most characters of a grammar in it."""
+"""Maximum characters of a grammar in it."""
 
 MAX_PATTERN_CHARACTERS: Final = 2_048
-"""Most characters of all regular expressions in it. The worst of this length, such as
+"""Maximum characters of all regular expressions in it. The worst patterns of this length, such as
 ``a?`` and then ``a`` hundreds of times, take xgrammar seconds of one core."""
 
 _CONSTRAINTS: Final = ("response_format", "structured_outputs", "text")
 _PATTERNS: Final = frozenset(("pattern", "regex", "whitespace_pattern"))
 _TEXTS_OF_JSON: Final = ("json", "structural_tag")
-"""Fields of `structured_outputs` that may be a text of JSON."""
+"""Fields of `structured_outputs` that may be a string of JSON."""
 
 
 def check_options(body: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def is_structured(body: dict[str, Any]) -> bool:
 
 
 def refuse_structured(body: dict[str, Any]) -> None:
-    """Refuse structured output, where it is switched off. ``O(tools)``.
+    """Refuse structured output, for a client or router that does not allow it. ``O(tools)``.
 
     Raises:
         ApiError: 403.
@@ -85,7 +85,7 @@ def refuse_structured(body: dict[str, Any]) -> None:
     if is_structured(body):
         raise ApiError(
             Reason.NOT_PERMITTED,
-            "Structured output is switched off here for this API key or for all: leave out "
+            "Structured output is disabled for this API key or for all keys: leave out "
             f"{', '.join(_CONSTRAINTS)}, strict tools and a tool_choice that demands a call.",
         )
 
@@ -112,8 +112,8 @@ def check_media(contents: list[Any], name: str) -> None:
         address = value.get("url") if isinstance(value, dict) else value
         if isinstance(address, str) and address[:5].lower() != "data:":
             raise invalid(
-                f"{key} must hold the medium itself, as a data: URL, got {shown(address)}: here "
-                "engines fetch nothing from addresses of clients (router.fetch_media)",
+                f"{key} must contain the medium itself, as a data: URL, got {shown(address)}: "
+                "fetching media from URLs is disabled (router.fetch_media)",
                 name,
             )
 
@@ -160,7 +160,7 @@ def _parsed(text: Any) -> Any:
 
 
 def _characters(texts: Any) -> int:
-    """Of all texts in a list; what is none is for the engine to refuse."""
+    """Characters of all texts in a list; the engine refuses other values."""
     if not isinstance(texts, list):
         return 0
     return sum(len(text) for text in texts if isinstance(text, str))

@@ -1,10 +1,10 @@
-"""HTTP heads as the router's server reads them: the headers of the head, and of those none that is
-meant for Serve.
+"""HTTP heads as the router's server reads them: without trailers, and without headers that control
+Serve.
 
 uvicorn's parser adds trailers, the headers after a chunked body, to those of the head. A key or an
-objective there would count where a proxy in front of the router has not seen it. Serve looks at
-headers before the application does: it ends requests by ``x-request-timeout-seconds``, and answers
-500 to text that it cannot decode.
+SLO there would count although a proxy in front of the router has not seen it. Serve reads headers
+before the application does: it ends requests by ``x-request-timeout-seconds``, and answers 500 to
+text that it cannot decode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOR_SERVE: Final = frozenset(
         b"serve-multiplexed-model-id",
     )
 )
-"""Headers by which Serve would be steered; with ``_`` in place of ``-``, too."""
+"""Headers that control Serve; also with ``_`` in place of ``-``."""
 
 AS_TEXT: Final = frozenset((b"x-request-id", b"traceparent", b"tracestate"))
 """Headers that Serve decodes, and clients may send."""
@@ -34,7 +34,7 @@ class StrictHeadProtocol(HttpToolsProtocol):
     _in_head = False
 
     def on_message_begin(self) -> None:
-        """Called by the parser, as are the others."""
+        """Called by the parser, like the other methods."""
         self._in_head = True
         super().on_message_begin()
 
@@ -54,6 +54,6 @@ class StrictHeadProtocol(HttpToolsProtocol):
 
 
 def use_strict_heads() -> None:
-    """Have the servers that this process starts from now on use :class:`StrictHeadProtocol`. Serve
-    has no setting for the protocol of the servers of its replicas."""
+    """Make servers that this process starts later use :class:`StrictHeadProtocol`. Serve has no
+    setting for the protocol of its replicas' servers."""
     config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{StrictHeadProtocol.__name__}"

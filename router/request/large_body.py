@@ -1,9 +1,10 @@
 """A large JSON body, parsed in pieces.
 
-The parser keeps Python's global lock for as long as a call takes, so a thread that parses millions
-of short values in one call stops the event loop all the same. Fields that honest clients fill with
-so many are lists of numbers, such as token ids, and those can be cut at their commas. Whatever else
-has so many is read one by one, which takes some thirty times as long and stops nobody.
+The parser holds Python's global interpreter lock for the whole call, so a thread that parses
+millions of short values in one call stops the event loop all the same. Honest clients send this
+many values only in lists of numbers, such as token ids, which can be split at their commas. Any
+other value with as many parts is read one by one, which takes some thirty times as long but does
+not stop the loop.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 PIECE_BYTES: Final = 128 << 10
-"""Longest part of a list of numbers that is parsed at once, bytes: some 2 ms at worst."""
+"""Maximum part of a list of numbers that is parsed at once, bytes: some 2 ms at worst."""
 
 MANY_VALUES: Final = 500_000
-"""Most values that are parsed at once, a string counted as five: some 10 ms."""
+"""Maximum values that are parsed at once, a string counted as five: some 10 ms."""
 
 _TURN_VALUES: Final = 1_000
 """Values that are read one by one between two pauses."""
 
 _TURN_S: Final = 1e-4
-"""Pause between two pieces, seconds. By itself Python passes the lock on after 5 ms only, and an
-answer takes several turns of the event loop, each with the lock taken anew."""
+"""Pause between two pieces, seconds. By itself Python releases the lock only after 5 ms, and an
+answer takes several turns of the event loop, each of which acquires the lock again."""
 
 _split = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode = msgspec.json.Decoder().decode
@@ -36,10 +37,10 @@ _decode_list = msgspec.json.Decoder(list[Any]).decode
 
 
 def parse_in_pieces(raw: bytes) -> dict[str, Any]:
-    """The JSON object in ``raw``. For a thread: other threads get their turn between the pieces.
+    """The JSON object in ``raw``. Call it in a thread: other threads run between the pieces.
 
     Raises:
-        msgspec.DecodeError: it is no JSON object, or a number is not finite.
+        msgspec.DecodeError: it is not a JSON object, or a number is not finite.
         UnicodeDecodeError: it is not UTF-8.
         RecursionError: it is nested too deeply for the parser.
     """
@@ -50,7 +51,7 @@ def _value(text: bytes) -> Any:
     if len(text) <= PIECE_BYTES:
         return _decode(text)
     if not _is_list_of_numbers(text):
-        # Lists, objects and keys are bounded elsewhere, and of other values each has its comma.
+        # Lists, objects and keys are bounded elsewhere, and each other value has a comma.
         if text.count(b",") + 2 * text.count(b'"') < MANY_VALUES:
             return _decode(text)
         return _OneByOne().decode(text.decode())
@@ -67,13 +68,13 @@ def _value(text: bytes) -> Any:
 
 
 def _is_list_of_numbers(text: bytes) -> bool:
-    """Whether a value that was found sound as a whole has no comma but between its own elements."""
+    """Whether a valid JSON value is a list whose only commas separate its own elements."""
     return text[:1] == b"[" and b'"' not in text and text.find(b"[", 1) < 0 and b"{" not in text
 
 
 class _OneByOne(json.JSONDecoder):
-    """The parser of Python's own library without its parts in C, but for that of strings: the lock
-    is free between any two values. What a value is says the other parser."""
+    """The parser of Python's standard library without its C parts, except that of strings: the lock
+    can be released between any two values. Numbers are decoded by msgspec, as elsewhere."""
 
     def __init__(self) -> None:
         super().__init__(object_hook=self._object, parse_constant=_refused)
@@ -84,7 +85,7 @@ class _OneByOne(json.JSONDecoder):
         self._seen = count(1)
 
     def decode(self, text: str) -> Any:  # type: ignore[override]
-        """The value in ``text``, which was found sound as a whole.
+        """The value in ``text``, which is valid JSON.
 
         Raises:
             msgspec.DecodeError: a number is not finite, or half of a surrogate pair is alone.
@@ -120,4 +121,4 @@ def _whole(text: str) -> str:
 
 
 def _refused(name: str) -> NoReturn:
-    raise msgspec.DecodeError(f"{name} is no number of JSON")
+    raise msgspec.DecodeError(f"{name} is not a JSON number")

@@ -1,13 +1,13 @@
-"""The names of a prompt's beginning, see :mod:`scheduling.prefix`, from its text or token ids.
+"""Prefix hashes of a prompt, see :mod:`scheduling.prefix`, from its text or token ids.
 
-What a prompt becomes in the engine depends on more than its text: on the model, the tools, the
-template. All of that goes in before the text, so that prompts share a hash only where their tokens
-begin alike. Where it is not known in which order a template renders, the order here is the one that
-claims less: tools come first, as some templates render them there.
+The tokens of a prompt depend on more than its text: on the model, the tools, the template. All of
+these are hashed before the text, so that prompts share a hash only if their tokens begin alike.
+Templates render tools in different places; here they come first, as in some templates, which
+predicts fewer shared prefixes.
 
-The hashes are not keyed: they go to the controller and the replicas and no further. What a client
+The hashes are not keyed: only the controller and the replicas receive them. Anything that a client
 could learn by probing, it learns from any prefix cache's response times; the field ``cache_salt``
-keeps prompts apart in vLLM's cache, and so it does here.
+separates prompts here as it does in vLLM's cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SETTINGS = (
     "tool_choice",
     "reasoning",
 )
-"""Fields that change what all of a prompt is rendered to."""
+"""Fields that change the rendering of the whole prompt."""
 
 _UNREADABLE = ("prompt_embeds", "truncate_prompt_tokens")
 """Fields with which a prompt does not begin with its text."""
@@ -48,8 +48,8 @@ _MEDIUM_UNITS = MEDIA_TOKENS * TOKEN_UNITS
 def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
     """Hash the beginning of a validated body's prompt.
 
-    There is nothing to hash in a prompt that is shorter than a chunk, and in a call with several
-    prompts. ``O(characters)`` up to the last of :data:`~scheduling.prefix.CHUNK_ENDS`.
+    There are no hashes for a prompt shorter than a chunk, or for a call with several prompts.
+    ``O(characters)`` up to the last of :data:`~scheduling.prefix.CHUNK_ENDS`.
     """
     if endpoint not in _READABLE or any(body.get(field) is not None for field in _UNREADABLE):
         return NO_PREFIX
@@ -68,8 +68,9 @@ def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
 
 
 def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
-    """``body`` with a ``cache_salt`` that only ``owner`` can have, whatever it was before: KV of
-    its prompts serves nobody else. A salt that is no text is left for the engine to refuse."""
+    """``body`` with a ``cache_salt`` that only ``owner`` can have, derived from the given one: its
+    prompts share no KV with other clients. A salt that is not a string is left for the engine to
+    refuse."""
     salt = body.get(_SALT)
     if salt is not None and not isinstance(salt, str):
         return body
@@ -84,7 +85,7 @@ def _chat_texts(body: dict[str, Any]) -> Iterator[str | None]:
     for message in body["messages"]:
         content = message.get("content")
         rest = {key: value for key, value in message.items() if key not in ("content", "role")}
-        # A text that holds zeros can look like two messages; all that comes of it is a wrong guess.
+        # A text with zeros can look like two messages; the only effect is a wrong prediction.
         yield f"\0{message.get('role')}\0{json.dumps(rest, ensure_ascii=False) if rest else ''}\0"
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, dict) else part
@@ -95,7 +96,7 @@ def _chat_texts(body: dict[str, Any]) -> Iterator[str | None]:
 
 
 def _of_texts(hasher: blake2b, texts: list[str | None]) -> PromptPrefix:
-    """Nothing from the first medium on is hashed: its tokens are not in the body."""
+    """Hash the texts up to the first medium, whose tokens are not in the body."""
     size = sum(_MEDIUM_UNITS if text is None else len(text) for text in texts)
     hashes: list[int] = []
     position = 0

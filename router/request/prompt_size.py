@@ -1,4 +1,4 @@
-"""How much work a call is before anyone has tokenised it, for the controller's placement."""
+"""Estimated size of a call's prompt before it is tokenised, for the controller's placement."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from replica.engine import Endpoint
 MIN_RATIO = 1.0
 MAX_RATIO = 16.0
 FIRST_RATIO = 4.0
-"""Characters per token until an engine has said better; usual for English text."""
+"""Characters per token until answers of engines correct it; usual for English text."""
 
 SMOOTHING = 0.1
 """Weight of the newest observation in the moving average."""
 
 MESSAGE_TOKENS = 4
-"""What a chat template adds to a message, about."""
+"""Approximate tokens that a chat template adds to a message."""
 
 MEDIA_TOKENS = 512
-"""Our guess for an image or a sound; only the engine knows."""
+"""Assumed tokens of an image or a sound; only the engine knows the number."""
 
 COMPLETION_TOKENS = 16
-"""Output tokens of a completion that does not say how many: OpenAI's default, and vLLM's."""
+"""Output tokens of a completion that states no maximum: OpenAI's default, and vLLM's."""
 
 MAX_OUTPUT_TOKENS = 1 << 31
-"""No output counts as longer."""
+"""Upper bound of the counted output tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """What can be counted in a prompt: ``characters`` of text and ``tokens`` that are known."""
+    """Countable parts of a prompt: ``characters`` of text and the number of known ``tokens``."""
 
     characters: int = 0
     tokens: int = 0
 
 
 def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
-    """Measure a validated body. ``O(messages)``: it never looks into the text."""
+    """Measure a validated body. ``O(messages)``: it never reads the text."""
     if endpoint == "chat":
         return _measure_chat(body)
     if endpoint == "completions":
@@ -53,8 +53,8 @@ def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
 
 
 def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:
-    """The field of an unchecked body that holds prompts, and how many token ids the longest of them
-    has; 0 where no prompt is token ids, or the engine is to shorten them. ``O(prompts)``."""
+    """The field of an unchecked body that holds prompts, and the number of token ids of the longest
+    one; 0 if no prompt is token ids, or the engine is asked to truncate them. ``O(prompts)``."""
     name = "input" if endpoint == "embeddings" else "prompt"
     given = body.get(name)
     if endpoint not in ("completions", "embeddings") or not isinstance(given, list) or not given:
@@ -67,8 +67,8 @@ def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:
 
 
 def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
-    """The most tokens that a validated body may generate, over all its prompts and choices; 0
-    where only the model's length bounds it."""
+    """Maximum tokens that a validated body may generate, over all its prompts and choices; 0 if
+    only the model's length bounds it."""
     if endpoint == "chat":
         tokens = body.get("max_completion_tokens") or body.get("max_tokens") or 0
     elif endpoint == "completions":
@@ -84,7 +84,7 @@ def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
 
 
 def outputs_of(endpoint: Endpoint, body: dict[str, Any]) -> int:
-    """How many outputs a validated body asks for: choices, of each of its prompts."""
+    """Number of outputs that a validated body asks for: the choices of all its prompts."""
     if endpoint == "embeddings":
         return _prompts(body.get("input"))
     if endpoint == "responses":
@@ -117,7 +117,7 @@ class TokenEstimator:
         return max(1, size.tokens + round(size.characters / self.ratio))
 
     def learn(self, size: PromptSize, prompt_tokens: int) -> None:
-        """Take in that a prompt had ``prompt_tokens``."""
+        """Update the ratio with a prompt that had ``prompt_tokens``."""
         from_text = prompt_tokens - size.tokens
         if size.characters == 0 or from_text <= 0:
             return

@@ -1,4 +1,4 @@
-"""What a request belongs to, so that a routing policy can keep its parts together."""
+"""The session of a request, so that a routing policy can keep a session's requests together."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _HEADER = wire.SESSION_HEADER.encode()
 
 
 def session_of(body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]], owner: str) -> int:
-    """A 63-bit hash of the session's name; 0 where none is given.
+    """A 63-bit hash of the session's name; 0 if none is given.
 
     The name is the header's, else that of the first of :data:`~router.wire.SESSION_FIELDS` in the
-    body. Different owners' sessions are different ones, however they are called.
+    body. Sessions of different owners are distinct, even with the same name.
 
     Raises:
-        ApiError: 400; a name is no text, too long, or the header is given twice.
+        ApiError: 400; a name is not a string or too long, or the header is given twice.
     """
     values = [value for name, value in headers if name == _HEADER]
     if len(values) > 1:
@@ -32,7 +32,7 @@ def session_of(body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]], 
     for field, value in given.items():
         if not isinstance(value, str) or len(value) > MAX_SESSION_CHARACTERS:
             raise invalid(
-                f"{field} must be a text of at most {MAX_SESSION_CHARACTERS} characters, "
+                f"{field} must be a string of at most {MAX_SESSION_CHARACTERS} characters, "
                 f"got {shown(value)}",
                 field,
             )

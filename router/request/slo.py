@@ -1,14 +1,14 @@
-"""The objective of a request, from what the client stated, its service class and its key's caps.
+"""The SLO of a request, from the client's statements, its service class and its key's limits.
 
 Precedence, field by field: the body's ``slo`` object, the ``x-slo-*`` headers, their
 ``x-llm-d-slo-*`` aliases, the service class. The class itself: ``slo.class``, ``x-slo-class``,
 ``service_tier``, the configured default.
 
-Stages, which only a body states, take the place of any TTFT and TPOT beside them but those of the
-body itself: stating both is a contradiction.
+Only a body can state stages. They replace a TTFT and TPOT from any other source; stating these in
+the same body is a contradiction.
 
-Every stated value is checked, also one that another overrides. JSON ``null`` is the same as
-leaving the field out. The caps hold what applies in the end, see
+Every stated value is checked, even if another overrides it. JSON ``null`` is the same as leaving
+the field out. The key's limits apply to the resulting values, see
 :class:`~router.tenancy.limits.LimitCheck`."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from router.tenancy.limits import NO_CAPS, LimitCheck, TenantLimits
 from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 
-# As many digits as a float of that range is written with, so that a client may send what it has.
+# As many digits as floats of that range are printed with, so that clients may send any such value.
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,20})?")
 _INTEGER = re.compile(r"[0-9]{1,12}")
 _ALLOWED_MS = f"a number of milliseconds from {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:.0f}"
@@ -45,7 +45,8 @@ _Milliseconds = Annotated[
 
 
 class _Stated(BaseModel):
-    """What one source (body, headers or aliases) states. Strict: no text for a number."""
+    """The values that one source (body, headers or aliases) states. Strict: no string for a
+    number."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -67,21 +68,21 @@ _BODY_KEYS = (*wire.SLO_HEADERS, wire.STAGES)
 
 
 class Objective(NamedTuple):
-    """What applies to a request, and what its key's caps changed in that, and to what."""
+    """The resulting SLO of a request, and the values that its key's limits changed, as changed."""
 
     slo: SLO
     clamped: Mapping[str, str]
 
 
 class _Sources(NamedTuple):
-    """What the client stated, the source that wins first."""
+    """The client's statements by source, in order of precedence."""
 
     body: _Stated
     headers: _Stated
     aliases: _Stated
 
     def first(self, field: str) -> tuple[Any, str | None]:
-        """The value of ``field`` and how the client called it; nothing if none was stated."""
+        """The value of ``field`` and the client's name for it; ``None`` for both if not stated."""
         attribute = "service_class" if field == wire.CLASS else field
         names = (_BODY_NAMES, wire.SLO_HEADERS, wire.SLO_HEADER_ALIASES)
         for source, name in zip(self, names, strict=True):
@@ -92,7 +93,7 @@ class _Sources(NamedTuple):
 
 
 class SloReader:
-    """Reads objectives by one configuration of classes."""
+    """Reads SLOs, with the service classes of one configuration."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._classes = config.classes
@@ -107,11 +108,11 @@ class SloReader:
         headers: Iterable[tuple[bytes, bytes]],
         caps: TenantLimits = NO_CAPS,
     ) -> Objective:
-        """The objective of a request with this body and these raw headers (lower-case names).
+        """The SLO of a request with this body and these raw headers (lower-case names).
 
         Raises:
-            ApiError: 400; the message names the field and what is allowed. 403: ``caps`` are to be
-                refused beyond, and it states more.
+            ApiError: 400; the message names the field and what is allowed. 403; the request states
+                more than ``caps`` allow, and these refuse that.
         """
         stated, stages = self._stated(body.get(wire.SLO_FIELD))
         sources = _Sources(stated, *self._from_headers(headers))
@@ -155,8 +156,8 @@ class SloReader:
         return Objective(slo, limit_check.clamped)
 
     def tier_of(self, service_class: str) -> str | None:
-        """OpenAI's name for a class: the first of its tiers but ``auto``, which says that another
-        one is chosen. ``None`` where it has none."""
+        """OpenAI's name for a class: the first of its tiers except ``auto``, which stands for a
+        tier that the server chooses. ``None`` if it has none."""
         tiers = self._classes[service_class].service_tiers
         return next((tier for tier in tiers if tier != "auto"), None)
 
@@ -169,7 +170,7 @@ class SloReader:
                 f"got {shown(value)}",
                 wire.SLO_FIELD,
             )
-        # At most one key more than are known is looked at, however many there are.
+        # Stops at the first unknown key, however many there are.
         for key in value:
             if key not in _BODY_KEYS:
                 raise invalid(
@@ -189,7 +190,7 @@ class SloReader:
         return self._checked(rest, _BODY_NAMES), stages
 
     def _from_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[_Stated, _Stated]:
-        """What the headers and what their aliases state. One pass over the headers."""
+        """The values of the headers and of their aliases. One pass over the headers."""
         found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for raw_name, raw_value in headers:
             name = raw_name.decode("latin-1")
@@ -214,7 +215,7 @@ class SloReader:
         )
 
     def _checked(self, values: dict[str, Any], names: Mapping[str, str]) -> _Stated:
-        """``values`` by field, validated; ``names`` says how the client calls each field."""
+        """``values`` by field, validated; ``names`` are the client's names of the fields."""
         try:
             stated = _Stated.model_validate(values)
         except ValidationError as error:
@@ -251,7 +252,7 @@ class SloReader:
 
 
 def _parsed(field: str, name: str, text: str) -> object:
-    """The value of a header as JSON would have it. Only plain decimal numbers are taken."""
+    """The value of a header as its JSON type. Only plain decimal numbers are accepted."""
     if field == wire.CLASS:
         return text
     if field == wire.PRIORITY and _INTEGER.fullmatch(text):

@@ -1,7 +1,7 @@
 """The stages in a body's ``slo``: ``[{"until": "reasoning_end", "ttft_ms": 500}, ...]``.
 
-``until`` says where a stage ends: ``{"tokens": N}`` after so many tokens of its own,
-``"reasoning_end"`` with the reasoning, ``"end"`` with the request, which is the last one's.
+``until`` states where a stage ends: ``{"tokens": N}`` after N tokens of its own,
+``"reasoning_end"`` with the reasoning, ``"end"`` with the request, for the last stage only.
 
 A client states no prompt tokens of a later stage, as a request of the OpenAI API has one prompt.
 """
@@ -19,8 +19,8 @@ from router.wire import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from scheduling.stages import MOST_STAGE_TOKENS, MOST_STAGES, Stage
 
 Hold = Callable[[str, float | None, str], float | None]
-"""Holds an objective, ms, to what its client may ask for: by its field, and by what the client
-calls it."""
+"""Applies the client's limits to an objective, ms. Takes its field, its value and the client's name
+for it."""
 
 FIELD = f"{wire.SLO_FIELD}.{wire.STAGES}"
 
@@ -50,7 +50,7 @@ class StatedStage(BaseModel):
     e2e_ms: _Milliseconds = None
 
     def stage(self, name: str, hold: Hold) -> Stage:
-        """It, held to what its client may ask for; the client calls it ``name``."""
+        """The stage within its client's limits; ``name`` is the client's name for it."""
 
         def seconds(field: str, stated_ms: float | None) -> float | None:
             value_ms = hold(field, stated_ms, f"{name}.{field}")
@@ -65,10 +65,10 @@ class StatedStage(BaseModel):
 
 
 def read_stages(value: Any) -> tuple[StatedStage, ...]:
-    """The stages in ``value``; none where that is ``None``.
+    """The stages in ``value``; none if that is ``None``.
 
     Raises:
-        ApiError: 400; it says what is wrong and what is allowed.
+        ApiError: 400; the message names the error and the allowed values.
     """
     if value is None:
         return ()
@@ -92,7 +92,7 @@ def _read(name: str, value: Any) -> StatedStage:
             f"got {shown(value)}",
             FIELD,
         )
-    # At most one key more than are known is looked at, however many there are.
+    # Stops at the first unknown key, however many there are.
     unknown = next((key for key in value if key not in fields), None)
     if unknown is not None:
         raise invalid(

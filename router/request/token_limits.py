@@ -1,4 +1,4 @@
-"""How long prompt and output of one request may be, by the limits of the router and of its key."""
+"""Limits on the prompt and output length of one request, of the router and of its key."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from router.request.prompt_size import MEDIA_TOKENS, output_limit
 from router.tenancy.limits import TenantLimits
 
 CHARACTERS_PER_TOKEN: Final = 4
-"""What a token of text counts as, whatever the tokenizer: a client can tell beforehand."""
+"""Characters that count as a token, whatever the tokenizer: a client can compute it beforehand."""
 
 UNSTATED_OUTPUT_TOKENS: Final = 512
-"""Expected of an output of which nothing says how long it may get."""
+"""Expected output tokens of a request without any limit of them."""
 
 _PROMPT_FIELDS: Final = (
     "messages",
@@ -29,10 +29,10 @@ _PROMPT_FIELDS: Final = (
     "documents",
     "chat_template_kwargs",
 )
-"""Everything that a chat template may put into the prompt, and tokens to be decoded."""
+"""All fields that a chat template may put into the prompt, and tokens to be decoded."""
 
 _PROMPTS: Final = ("prompt", "messages", "input", "tokens")
-"""Those that a refusal names."""
+"""The fields that a refusal names."""
 
 _MEDIA: Final = frozenset(
     ("image_url", "input_image", "image_pil", "audio_url", "input_audio", "video_url")
@@ -42,16 +42,16 @@ _OUTPUT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "completions": ("max_tokens",),
     "responses": ("max_output_tokens",),
 }
-"""Endpoints that generate, and their fields for how much; the first one that is given counts."""
+"""Endpoints that generate, and their fields for output tokens; the first given one counts."""
 
 
 def output_to_expect(endpoint: Endpoint, most: int) -> int:
-    """Output tokens to be ready for, where a request may have at most ``most``; 0 is no limit."""
+    """Output tokens to reserve for a request that may have at most ``most``; 0 is no limit."""
     return most or (UNSTATED_OUTPUT_TOKENS if endpoint in _OUTPUT_FIELDS else 0)
 
 
 class TokenLimits:
-    """Holds bodies to the limits. What a key allows is no more than what the router does."""
+    """Applies the limits to bodies: the smaller of the router's and the key's."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._prompt = config.max_prompt_tokens
@@ -60,13 +60,13 @@ class TokenLimits:
     def hold(
         self, endpoint: Endpoint, body: dict[str, Any], caps: TenantLimits
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The validated ``body`` as it may be served, and what was changed in it, and to what.
+        """The validated ``body`` within the limits, and the changed fields with their new values.
 
         ``O(body)`` where prompts are limited, else ``O(1)``.
 
         Raises:
             ApiError: 400, the prompt is too long, or there are more choices than output tokens.
-                403, more output is asked for, and the key's caps refuse that.
+                403, the request states more output, and the key's limits refuse that.
         """
         most = _least(self._prompt, caps.max_prompt_tokens)
         if most is not None:
@@ -89,7 +89,7 @@ def _hold_output(
     if stated and caps.beyond == "refuse" and asked > most:
         raise ApiError(
             Reason.NOT_PERMITTED,
-            f"{stated[0]} must be at most {each} with this API key and so many choices, "
+            f"{stated[0]} must be at most {each} with this API key and this number of choices, "
             f"got {shown(body[stated[0]])}",
             stated[0],
         )
@@ -110,7 +110,7 @@ def _check_prompt(body: dict[str, Any], most: int) -> None:
             kind = value.get("type")
             if isinstance(kind, str) and kind in _MEDIA:
                 tokens += MEDIA_TOKENS
-                # What else stands beside the medium is text that may be read, too.
+                # The object's other fields are text that may become part of the prompt.
                 value = {name: part for name, part in value.items() if name not in _MEDIA}
             level.extend(value.values())
             characters += sum(map(len, value))

@@ -1,7 +1,7 @@
 """The light check of an OpenAI body before an engine sees it.
 
-It refuses what would be unsafe, what bounds the work of one request, and what the router itself
-relies on. All else is left to the engine, whose own 4xx answers pass through.
+It refuses unsafe fields, values beyond the bounds of one request's work, and invalid values of
+fields that the router uses. The engine checks the rest, and its 4xx answers pass through.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from router.request.engine_bounds import check_media, check_options
 from router.wire import MAX_TOKENS
 
 MAX_CHOICES = 16
-"""Most choices (``n``) of a prompt."""
+"""Maximum number of choices (``n``) of a prompt."""
 
 MAX_PROMPTS = 128
-"""Most prompts of one completion request."""
+"""Maximum number of prompts of one completion request."""
 
 MAX_INPUTS = 2048
-"""Most inputs of one embeddings request, as OpenAI allows."""
+"""Maximum number of inputs of one embeddings request, as OpenAI allows."""
 
 MAX_MESSAGES = 4096
-"""Most messages of one chat request, and most items of one response's input."""
+"""Maximum number of messages of one chat request, and of items of one response's input."""
 
 MAX_CONTENT_PARTS = 16_384
-"""Most content parts of one chat request, over all its messages."""
+"""Maximum number of content parts of one chat request, over all its messages."""
 
 _SLICE = 1 << 16
 """Token ids that are checked in one call."""
@@ -47,7 +47,7 @@ _NOT_KEPT = {
     "prompt": "no prompts are kept here; send it as instructions and input",
     "previous_input_messages": "send the whole conversation as input",
 }
-"""Fields of responses that need state which outlives a request."""
+"""Fields of the responses API that need state beyond one request."""
 
 _ARGS_FIELD = "vllm_xargs"
 _RESERVED_ARGS_PREFIX = "sluice"
@@ -93,7 +93,7 @@ class _Tokens(_Any):
 
 
 def check_body(endpoint: Endpoint, body: dict[str, Any], fetch_media: bool = False) -> None:
-    """Refuse a body that no engine should see.
+    """Refuse a body that must not reach an engine.
 
     ``O(messages)`` or ``O(prompt tokens)``, and ``O(options)``.
 
@@ -260,7 +260,7 @@ def _check_prompt(prompt: Any, name: str, most: int) -> None:
 
 
 def _are_token_ids(values: list[Any]) -> bool:
-    # There may be millions: built-in functions, and other threads get a turn between the slices.
+    # There may be millions: built-in functions are fast, and other threads run between the slices.
     slices = (values[begin : begin + _SLICE] for begin in range(0, len(values), _SLICE))
     return bool(values) and all(map(_are_few_token_ids, slices))
 

@@ -1,11 +1,12 @@
 """Streams that flow from a replica to the client without passing through this process.
 
-HAProxy asks a router as ever, and says that it can fetch a stream by itself (:data:`EDGE_HEADER`).
-The answer's head then names the place (:data:`STREAM_HEADER`). Its body is empty and ends with the
-stream: if the client leaves, HAProxy closes that connection, and the call ends as ever. The replica
-reports what it has sent. Where the stream breaks, or cannot be fetched, HAProxy says what the
-client has (:data:`BROKEN_PATH`), and the rest is the answer to that: it comes from another replica
-and passes through this process.
+HAProxy forwards the request to a router, and states that it can fetch a stream by itself
+(:data:`EDGE_HEADER`). The head of the router's answer then names the stream's address
+(:data:`STREAM_HEADER`). Its body is empty and ends with the stream: if the client leaves, HAProxy
+closes that connection, and the call ends as usual. The replica reports to the router what it has
+sent. If the stream breaks, or cannot be fetched, HAProxy reports what the client has
+(:data:`BROKEN_PATH`). The answer to that report is the rest of the stream: it comes from another
+replica and passes through this process.
 ``deploy/direct/relay.lua`` is the other side.
 """
 
@@ -25,8 +26,8 @@ from router.answer import Attempt, NobodyTakesError
 from router.errors import ApiError, Reason
 
 EDGE_HEADER: Final = "x-sluice-edge"
-"""Request: ``direct`` where who asks can fetch a stream. Clients cannot send it through HAProxy;
-one that does without HAProxy gets no more than its own stream."""
+"""Request: ``direct`` if the sender can fetch a stream. Clients cannot send it through HAProxy; a
+client that sends it without HAProxy can only fetch its own stream."""
 
 STREAM_HEADER: Final = "x-sluice-stream"
 """Response: ``HOST:PORT TICKET`` of a stream to fetch."""
@@ -36,29 +37,29 @@ BYTES_HEADER: Final = "x-sluice-bytes"
 CREATED_HEADER: Final = "x-sluice-created"
 
 REPORT_S: Final = 10.0
-"""How long HAProxy has to tell what the client has of a stream that broke, seconds."""
+"""Timeout for HAProxy's report on a broken stream, seconds."""
 
 UNFETCHED_S: Final = 60.0
-"""For how long streams of a replica go through this process after one could not be fetched."""
+"""How long streams of a replica go through this process after one could not be fetched, seconds."""
 
 MAX_REPORT_BYTES: Final = 8 << 20
-"""Longest report: a stream of 131,072 tokens in chunks of one takes a fifth of it."""
+"""Maximum size of a report: a stream of 131,072 tokens in chunks of one takes a fifth of it."""
 
 _CHUNK = re.compile(rb"(\d{1,9})((?:,\d{1,10})*);")
 _CREATED = re.compile(r'"created": ?\d{1,20}')
 
 
 class NotReportedError(Exception):
-    """HAProxy does not say what the client has of a stream that broke: nobody takes it any more."""
+    """HAProxy has not reported a broken stream: it has no reader any more."""
 
 
 class Got(NamedTuple):
-    """What a client has of a stream.
+    """The part of a stream that a client has received.
 
     Attributes:
         counts: the output tokens of each chunk.
-        token_ids: in all chunks, as far as the replica tells them.
-        sent_bytes: in all.
+        token_ids: of all chunks, as far as the replica reports them.
+        sent_bytes: bytes of all chunks.
         created: the date in them, as :class:`~router.dispatch.transcript.Transcript` finds it.
     """
 
@@ -69,11 +70,11 @@ class Got(NamedTuple):
 
 
 class DirectAnswer:
-    """A stream that HAProxy fetches, and its rest where it breaks.
+    """A stream that HAProxy fetches, and its rest if it breaks.
 
     Args:
-        answers: knows those of this process.
-        patience_s: how long its client may take nothing, seconds.
+        answers: of this process.
+        patience_s: how long its client may read nothing, seconds.
     """
 
     def __init__(self, answers: DirectAnswers, patience_s: float) -> None:
@@ -85,19 +86,19 @@ class DirectAnswer:
         self._over: asyncio.Future[None] | None = None
         self._send: Send | None = None
         self.claimed = False
-        """HAProxy is about to tell that it broke."""
+        """HAProxy has begun to report that the stream broke."""
         self.is_broken = False
-        """HAProxy has told so."""
+        """HAProxy has reported that the stream broke."""
         self.tokens = 0
         """Output tokens that the client has of a stream that broke."""
 
     def patience_s(self, replica_id: str | None) -> float | None:
-        """How long the client may take nothing, seconds; ``None`` where streams of this replica
-        cannot be fetched, as far as is known."""
+        """How long the client may read nothing, seconds; ``None`` if streams of this replica cannot
+        be fetched, as far as is known."""
         return self._patience_s if self._answers.possible(replica_id) else None
 
     def began(self, attempt: Attempt) -> None:
-        """HAProxy is told where to fetch the stream of an attempt."""
+        """HAProxy receives the address of the stream of an attempt."""
         loop = asyncio.get_running_loop()
         self._ticket = attempt.head.fetch.rpartition(" ")[2]
         self._name = self._ticket.partition(".")[0]
@@ -106,10 +107,10 @@ class DirectAnswer:
         self._answers.expect(self._name, self)
 
     async def broken(self) -> Got:
-        """What the client has of the stream, which broke.
+        """The part of the broken stream that the client has.
 
         Raises:
-            NotReportedError: nobody says it.
+            NotReportedError: HAProxy does not report it in time.
         """
         assert self._got is not None and self._attempt is not None
         try:
@@ -123,40 +124,40 @@ class DirectAnswer:
         return got
 
     async def send(self, data: bytes) -> None:
-        """Hand on more of a stream that broke."""
+        """Forward more of the rest of a broken stream."""
         assert self._send is not None
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, last: bytes) -> None:
-        """There is no more than ``last``, which is empty unless the stream broke."""
+        """Send ``last`` and end the stream; ``last`` is empty unless the stream failed."""
         if self._send is not None:
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     def close(self) -> None:
-        """Nothing more comes. Idempotent."""
+        """The stream is over. Idempotent."""
         self._answers.forget(self._name)
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
 
     def opens(self, ticket: str) -> bool:
-        """Whether ``ticket`` is that of the stream, of which nobody has told yet that it broke."""
+        """Whether ``ticket`` is that of this stream, and no report of a break has used it yet."""
         same = hmac.compare_digest(self._ticket.encode(), ticket.encode())
         return same and not self.claimed
 
     async def report(self, got: Got, send: Send) -> None:
-        """HAProxy tells of a break, and takes the rest by ``send``. Returns when it has it."""
+        """HAProxy reports a break, and receives the rest by ``send``. Returns when that is sent."""
         assert self._got is not None and self._over is not None and self._attempt is not None
         self._send = send
-        headers = [(b"transfer-encoding", b"chunked")]  # so that a rest that is cut looks so
+        headers = [(b"transfer-encoding", b"chunked")]  # so that a truncated rest is detected
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._got.set_result(got)
-        # Where the attempt has not failed: the connection between HAProxy and the replica has.
+        # If the attempt has not failed, the connection between HAProxy and the replica has.
         self._attempt.give_up(NobodyTakesError())
         await asyncio.shield(self._over)
 
 
 class DirectAnswers:
-    """Those of a router's process, by the names of their tickets.
+    """The direct answers of a router's process, by the names of their tickets.
 
     Args:
         clock: monotonic seconds.
@@ -191,7 +192,7 @@ class DirectAnswers:
         self._answers.pop(name, None)
 
     async def broken(self, request: Request) -> Response:
-        """HAProxy tells of a break.
+        """HAProxy reports a break.
 
         Raises:
             ApiError: 404, the ticket is unknown. 400, the report is malformed. 413, it is too long.
@@ -228,7 +229,7 @@ class _Rest(Response):
 
 
 def parse_report(body: bytes, headers: Mapping[str, str]) -> Got:
-    """A report of a break.
+    """Parse a report of a break.
 
     Raises:
         ApiError: 400, it is malformed.

@@ -1,12 +1,12 @@
-"""What travels with a call to tell the request router where it should go."""
+"""The routing hint that a call carries for Serve's request router."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 NO_REPLICA_WAIT_S = 5.0
-"""How long after the last replica has gone requests wait for a first one to appear, seconds. Later
-ones are refused at once: what is not replaced by then is not replaced soon."""
+"""How long after the last replica has left requests wait for a new one, seconds. Later requests are
+refused at once: a replica that is not replaced by then is not replaced soon."""
 
 _AVOID = "!"
 _CLOSED = "~"
@@ -27,11 +27,11 @@ class Hint(NamedTuple):
 
     Attributes:
         target: the replica that the controller chose, or ``None``.
-        avoid: replicas that have just failed this request; used where there is no target.
-        closed: replicas that an operator has closed to new requests. Only the controller, which
-            may have decided a moment earlier, still sends there.
-        quarantined: replicas that have failed or hang. Only the controller sends there as long as
-            there are others.
+        avoid: replicas that have just failed this request; used if there is no target.
+        closed: replicas that an operator has closed to new requests. Only a target, which the
+            controller may have chosen a moment earlier, still selects them.
+        quarantined: replicas that have failed or hang. Only a target selects them as long as there
+            are others.
     """
 
     target: str | None = None
@@ -41,7 +41,7 @@ class Hint(NamedTuple):
 
     @classmethod
     def parse(cls, text: object) -> Hint:
-        """From the keyword that travels with the call. Anything odd is no hint."""
+        """Parse the keyword argument of the call. An invalid value is an empty hint."""
         if not isinstance(text, str) or not text:
             return cls()
         text, _, last = text.partition(_QUARANTINED)
@@ -52,8 +52,8 @@ class Hint(NamedTuple):
 
     def encode(self) -> str | None:
         """One string, because the replica's method takes one: the target's id, or ``!`` and the
-        ids to avoid; then ``~`` and the closed ids, and ``?`` and the quarantined ones. ``None``
-        where there is nothing of it."""
+        ids to avoid; then ``~`` and the closed ids, and ``?`` and the quarantined ones. ``None`` if
+        all of these are empty."""
         where = self.target or ""
         if self.target is None and self.avoid:
             where = _AVOID + _SEPARATOR.join(self.avoid)

@@ -1,4 +1,4 @@
-"""The replicas behind a Serve deployment handle: calls, cancellation, and what failures mean."""
+"""The replicas behind a Serve deployment handle: calls, cancellation, and mapping of failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from router.serve.streams import Channels
 from scheduling.roles import Role
 
 WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
-"""Pools in the order in which they are asked to serve a request whole."""
+"""Pools in the order in which they are asked to serve a whole request."""
 
 _TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED
 """How gRPC refuses a message above its limit."""
@@ -53,10 +53,10 @@ class ServeStream:
         self._cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
-        """What the replica yields, batch by batch.
+        """Yield the replica's items, batch by batch.
 
         Raises:
-            ReplicaFailedError: the replica or the way to it failed.
+            ReplicaFailedError: the replica or the connection to it failed.
         """
         try:
             async for items in self._response:
@@ -65,7 +65,7 @@ class ServeStream:
             task = asyncio.current_task()
             if self._cancelled or (task is not None and task.cancelling()):
                 raise
-            # Nobody cancelled us: this is how Serve passes on that the replica was.
+            # This task was not cancelled: Serve reports in this way that the replica's was.
             raise ReplicaFailedError(
                 Reason.REPLICA_FAILED, "The replica cancelled the request."
             ) from None
@@ -79,9 +79,9 @@ class ServeStream:
     def cancel(self) -> None:
         """Cancel the call, whether it is still being assigned or already runs.
 
-        Serve's own ``cancel`` misses a call whose assignment is complete but was not yet taken
-        notice of, which happens when the cancellation comes in the same turn of the event loop. So
-        the assigned call is cancelled here, too; Serve has no public way to it.
+        Serve's own ``cancel`` misses a call whose assignment has just completed but was not yet
+        processed, which happens when the cancellation comes in the same turn of the event loop. So
+        the assigned call is cancelled here, too; Serve has no public access to it.
         """
         self._cancelled = True
         assignment = self._response._replica_result_future
@@ -94,13 +94,13 @@ class ServeReplicas:
     """Calls replicas over handles whose deployments use
     :class:`~router.serve.request_router.HintRouter`.
 
-    To be made on the event loop that calls it.
+    Must be constructed on the event loop that calls it.
 
     Args:
         pools: a handle for each role that has a deployment, at least one.
-        closed: the replicas that an operator has closed to new requests, as of now.
-        quarantined: the replicas that have failed or hang, as of now.
-        sent: told of each call by which way it goes.
+        closed: returns the replicas that an operator has currently closed to new requests.
+        quarantined: returns the replicas that currently count as failed or hanging.
+        sent: called for each call with the way that it is sent.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class ServeReplicas:
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ReplicaStream:
-        """Send a request; see :class:`~router.dispatch.attempt.Replicas`. Over a connection of its
-        own, where there is one to the target."""
+        """Send a request; see :class:`~router.dispatch.attempt.Replicas`. It uses the router's own
+        connection to the target, if there is one."""
 
         def by_serve() -> ServeStream:
-            # Where it names nobody, who takes the request says so.
+            # Without a target (an empty hint), the replica that gets the request confirms it.
             hint = self._hint(target, avoid) or ""
             self._sent(Way.HANDLE)
             return ServeStream(self._generate[role].remote(request, **{wire.TARGET_KWARG: hint}))
@@ -149,7 +149,7 @@ class ServeReplicas:
         return by_serve()
 
     async def _find(self, replica_id: str, role: Role) -> StreamEndpoint:
-        """Where a replica listens; the answer names who gives it.
+        """The address that a replica listens on; the answer names the replica that sent it.
 
         Raises:
             ReplicaFailedError: it could not be asked.
@@ -163,10 +163,11 @@ class ServeReplicas:
     async def progress(
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
     ) -> Progress:
-        """Ask a replica whether it goes on; see :class:`~router.dispatch.stall_detector.Askable`.
+        """Ask a replica whether its engine runs; see
+        :class:`~router.dispatch.stall_detector.Askable`.
 
         Raises:
-            ReplicaFailedError: it could not be asked, or failed over the question.
+            ReplicaFailedError: it could not be asked, or the probe failed there.
         """
         hint = self._hint(target, avoid)
         call = self._progress[role].remote(tuple(request_ids), **{wire.TARGET_KWARG: hint})
@@ -182,16 +183,16 @@ class ServeReplicas:
         :class:`~router.dispatch.attempt.Replicas`.
 
         Raises:
-            ReplicaFailedError: no pool answered, and it tells of the last one.
+            ReplicaFailedError: no pool answered; it is the failure of the last one.
         """
         # A drained replica knows the models; one that hangs does not answer.
         return await self._models_by(Hint(quarantined=tuple(self._quarantined())).encode())
 
     async def check(self) -> None:
-        """Return if a replica answers that a request without a target could go to.
+        """Return if any replica answers that takes requests without a target.
 
         Raises:
-            ReplicaFailedError: no pool has one, and it tells of the last one.
+            ReplicaFailedError: no pool has one; it is the failure of the last pool.
         """
         await self._models_by(self._hint(None, ()))
 
@@ -208,7 +209,7 @@ class ServeReplicas:
 
 
 async def _answer_of(call: Any) -> Any:
-    """What a call that does not stream returns.
+    """The result of a call that does not stream.
 
     Raises:
         ReplicaFailedError: it failed.
@@ -223,8 +224,9 @@ async def _answer_of(call: Any) -> Any:
 
 
 def failure_of(error: Exception) -> ReplicaFailedError:
-    """What an exception of a call says of the replica."""
-    # A RayTaskError is an instance of what the replica raised, too, so that comes first.
+    """Map an exception of a call to the replica's failure."""
+    # A RayTaskError is also an instance of the exception that the replica raised, so check that
+    # first.
     if isinstance(error, EngineDeadError):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica's engine died.", dead=True)
     if isinstance(error, ClientLeftError):
@@ -234,7 +236,7 @@ def failure_of(error: Exception) -> ReplicaFailedError:
     if isinstance(error, DrainedError):
         return ReplicaFailedError(
             Reason.NO_REPLICA,
-            "Every replica of the model is drained; an operator must take one back.",
+            "Every replica of the model is drained; an operator must reopen one.",
             retry=False,
         )
     if isinstance(error, (NoReplicaError, DeploymentUnavailableError)):
@@ -244,19 +246,20 @@ def failure_of(error: Exception) -> ReplicaFailedError:
     if isinstance(error, TaskCancelledError):
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica cancelled the request.")
     if isinstance(error, grpc.aio.AioRpcError) and error.code() is _TOO_LARGE:
-        # Any other replica would have the same limit, and this one has done nothing wrong.
+        # Any other replica has the same limit, and this one is not at fault.
         return ReplicaFailedError(
             Reason.TOO_LARGE,
-            "The request or its answer exceeds the largest message between router and replica.",
+            "The request or its answer exceeds the maximum message size between router and "
+            "replica.",
             retry=False,
         )
     if isinstance(error, (RayActorError, RayServeException, grpc.aio.AioRpcError, OSError)):
-        # So it looks, too, when the process at the other end of a connection dies.
+        # The death of the process at the other end of a connection looks the same.
         return ReplicaFailedError(
             Reason.REPLICA_FAILED, "The replica could not be reached.", lost=True
         )
-    _log.error("a replica failed in an unexpected way", exc_info=error)
-    # Ray's own troubles (a lost object, a worker out of memory) may not happen elsewhere; an
-    # exception of the replica's code would only be raised again.
+    _log.error("unexpected failure of a replica", exc_info=error)
+    # Ray's own failures (a lost object, a worker out of memory) may not happen on another replica;
+    # an exception of the replica's code would only be raised again.
     retry = isinstance(error, RayError) and not isinstance(error, RayTaskError)
     return ReplicaFailedError(Reason.INTERNAL, "The replica failed.", retry=retry)

@@ -1,11 +1,11 @@
-"""Serve's request router for the replicas: it sends a request where the controller said.
+"""Serve's request router for the replicas: it sends a request to the controller's choice.
 
-The decision is made elsewhere; this only maps a hint to a replica of Serve. Delivery, rejection by
-a full replica, draining and the death of replicas stay Serve's.
+The controller decides; this class only maps a hint to a replica of Serve. Serve still handles
+delivery, rejection by a full replica, draining and the death of replicas.
 
 Serve builds one of these in every process that holds a handle to the replicas, from a pickle that
-holds this module by value: globals here would be copies, and a class defined here another class
-than the one that is imported elsewhere. So all that is shared is imported.
+holds this module by value: globals here would be copies, and a class defined here would differ from
+the one that other modules import. So all shared objects are imported.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ _log = logging.getLogger(__name__)
 class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Hint first, power of two choices otherwise.
 
-    - The hinted replica is taken at once, outside Serve's queue of pending requests, so that a full
-      replica delays nobody else's request. A replica that rejects a request for being full sends it
-      through Serve's queue, to any other.
-    - Without a hint, or with one that names no running replica, it is Serve's own choice.
-    - A replica that an operator has closed is chosen by a hint only. Where there are closed ones
-      and no hint, it is the least loaded of the others by this process's count, and where there are
-      no others the request fails. The same holds for one that is quarantined as long as there are
-      others.
-    - Where there is no replica at all requests wait for a while, counted from when the last one
-      went, and then they fail. Where the model has other pools of replicas they also fail where all
-      here have failed them already.
-    - Replicas that leave or die are told to the controller.
+    - The hinted replica is chosen at once, outside Serve's queue of pending requests, so that a
+      full replica does not delay other requests. If a full replica rejects a request, that goes
+      through Serve's queue to any other replica.
+    - Without a hint, or if the hinted replica is not running, Serve chooses.
+    - A replica that an operator has closed is only chosen by a hint. If there are closed ones and
+      no hint, the least loaded other replica by this process's count is chosen, and without others
+      the request fails. The same holds for a quarantined replica as long as there are others.
+    - Without any replica, requests wait for a limited time, counted from when the last replica
+      left, and then fail. If the model has other pools of replicas, a request also fails once all
+      replicas of this pool have failed it.
+    - Replicas that leave or die are reported to the controller.
 
-    ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and,
-    if wanted, ``key`` (of the model, where the application has several), ``no_replica_wait_s`` and
+    ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and
+    optionally ``key`` (of the model, if the application has several), ``no_replica_wait_s`` and
     ``other_pools``.
     """
 
@@ -60,8 +59,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._other_pools = bool(kwargs.get("other_pools"))
         self._changed = asyncio.Event()
         self._none_since_s = asyncio.get_running_loop().time()
-        # Now and not when it is first needed: an old process must not look after the controller
-        # when a newer version has replaced it. In a thread, because it blocks.
+        # Now and not at first use: an old process must not start to maintain the controller after a
+        # newer version has replaced it. In a thread, because it blocks.
         self._client = asyncio.ensure_future(
             asyncio.to_thread(
                 ControllerClient,
@@ -91,12 +90,12 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Serve asks for the replica of a request. Everything unexpected ends in Serve's own way:
-        an exception here would fail the request."""
+        """Serve asks for the replica of a request. Unexpected cases fall back to Serve's own
+        choice: an exception here would fail the request."""
         chosen = await self._choice_for(pending_request, is_retry)
         request = pending_request.args[0] if pending_request.args else None
         if isinstance(request, EngineRequest):
-            # By its module: the object itself would be pickled with this class, and be another one.
+            # Through its module: the object itself would be pickled with this class, as a copy.
             choices.CHOICES.made(request.request_id, chosen.replica_id.unique_id)
         return chosen
 
@@ -104,7 +103,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """The replica of a request.
 
         Raises:
-            NoReplicaError: there is none for it.
+            NoReplicaError: there is no replica for it.
         """
         if not self._by_unique_id:
             await self._wait_for_replica()
@@ -137,8 +136,8 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             self._report_gone([replica_id.unique_id])
 
     def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
-        """A call could not reach the replica. Over gRPC a dead one looks the same, so ask Ray,
-        which can tell; the probe calls :meth:`on_replica_actor_died`."""
+        """A call could not reach the replica. Over gRPC a dead one looks the same, so probe it
+        through Ray, which can tell; the probe calls :meth:`on_replica_actor_died`."""
         super().on_replica_actor_unavailable(replica_id)
         replica = self._by_unique_id.get(replica_id.unique_id)
         if replica is not None and replica_id.unique_id not in self._probed:
@@ -153,12 +152,12 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         others = self._least_loaded_but((*hint.avoid, *shunned))
         if others is not None or self._other_pools:
             return others
-        # One that has just failed the request is better than one that gets none.
+        # A replica that has just failed the request is better than one that may get no requests.
         return self._least_loaded_but(shunned) if shunned else None
 
     def _shunned(self, hint: Hint) -> tuple[str, ...]:
-        """The replicas that get requests by a target only: the closed ones, and as long as others
-        are left the quarantined ones."""
+        """The replicas that only get requests with them as target: the closed ones, and as long as
+        there are others the quarantined ones."""
         both = (*hint.closed, *hint.quarantined)
         if hint.quarantined and self._least_loaded_but(both) is None:
             return hint.closed
@@ -188,7 +187,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def _while_there_are_replicas(
         self, choice: Coroutine[Any, Any, RunningReplica]
     ) -> RunningReplica:
-        """Serve's own choice, which would wait for ever once the last replica has died.
+        """Serve's own choice, bounded: otherwise it blocks after the last replica has died.
 
         Raises:
             NoReplicaError: there was none for too long.
@@ -205,7 +204,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             given_up.cancel()
 
     async def _until_none_appears(self) -> None:
-        """Watch the replicas.
+        """Wait until there has been no replica for too long.
 
         Raises:
             NoReplicaError: there was none for too long.
@@ -215,7 +214,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             await self._changed.wait()
 
     def _note_change(self, before: int) -> None:
-        """Wake who waits for other replicas. There were so many ``before``."""
+        """Wake the tasks that wait for a change of replicas. ``before``: their former number."""
         if before and not self._by_unique_id:
             self._none_since_s = asyncio.get_running_loop().time()
         changed, self._changed = self._changed, asyncio.Event()
@@ -235,7 +234,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             self._start(self._tell_gone(unique_ids))
 
     def _start(self, work: Any) -> None:
-        """Run ``work`` beside everything else; a failure is logged and changes nothing."""
+        """Run ``work`` in the background; a failure is only logged."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
@@ -243,7 +242,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _log.warning("a notice of the request router failed", exc_info=task.exception())
+            _log.warning("a task of the request router failed", exc_info=task.exception())
 
 
 def _hint_of(pending_request: PendingRequest | None) -> Hint:

@@ -1,9 +1,9 @@
-"""Calls to replicas over plain TCP connections, which cost a fraction of Serve's own way.
+"""Calls to replicas over plain TCP connections, which cost a fraction of calls over Serve's handle.
 
-Where a replica listens, and the token that opens it, a router asks the replica itself over Serve's
-handle, when it first sends it a request. So nobody else learns it, there is nothing to keep up to
-date, and a replica that Serve does not list any more is not found. Until the connection stands, and
-wherever it cannot be made, calls go Serve's way.
+When a router first sends a request to a replica, it asks the replica over Serve's handle for its
+address and access token. So no other process learns these, there is no list to keep up to date, and
+a replica that Serve no longer lists is not found. Until the connection is established, and if that
+fails, calls use Serve's handle.
 
 There is one connection to each replica. What arrives in one turn of the event loop wakes each
 reader once, however many chunks it has; see :mod:`replica.streams.wire`.
@@ -52,11 +52,11 @@ Find = Callable[[str, Role], Awaitable[StreamEndpoint]]
 """Asks a replica in the pool of a role for its endpoint, by its id; another one may answer."""
 
 Elsewhere = Callable[[], ReplicaStream]
-"""Sends a request Serve's way."""
+"""Sends a request over Serve's handle."""
 
 
 def _failure_of(ending: Ending) -> ReplicaFailedError:
-    """What the replica's word on how a response ended says of it."""
+    """Map the replica's report of a response's end to its failure."""
     if ending is Ending.ENGINE_DEAD:
         return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica's engine died.", dead=True)
     if ending is Ending.CANCELLED:
@@ -66,7 +66,7 @@ def _failure_of(ending: Ending) -> ReplicaFailedError:
     if ending is Ending.TOO_LARGE:
         return ReplicaFailedError(
             Reason.TOO_LARGE,
-            "The answer exceeds the largest message between router and replica.",
+            "The answer exceeds the maximum message size between router and replica.",
             retry=False,
         )
     return ReplicaFailedError(Reason.INTERNAL, "The replica failed.", retry=False)
@@ -112,10 +112,10 @@ class ChannelStream:
         return self
 
     async def __anext__(self) -> Sequence[ResponseItem]:
-        """What has arrived since the last time; where that is nothing, what arrives next.
+        """The items that have arrived since the last call; if none, waits for the next ones.
 
         Raises:
-            ReplicaFailedError: the replica or the way to it failed.
+            ReplicaFailedError: the replica or the connection to it failed.
         """
         while not self._items:
             if self._rest is not None:
@@ -146,7 +146,7 @@ class ChannelStream:
             self._channel.cancel(self._number)
 
     def take(self, delivery: Delivery) -> bool:
-        """Keep what has arrived for the reader; whether it was the last of the response."""
+        """Store a delivery for the reader. Returns whether it was the response's last one."""
         items = self._items
         self.heard = True
         if delivery.taken is not None:
@@ -169,8 +169,8 @@ class ChannelStream:
         return self._over
 
     def lose(self, expected: bool) -> None:
-        """The connection ended. Where the replica had said that it would leave, it has not begun
-        with what nothing was heard of."""
+        """The connection ended. If the replica had announced that it would leave, it has not
+        started requests from which nothing has arrived; these are sent again."""
         if expected and not self.heard and self._elsewhere is not None:
             self._moved = self._elsewhere()
             self._rest = self._moved.__aiter__()
@@ -189,7 +189,7 @@ class Channel(Frames):
 
     Args:
         token: of the replica.
-        on_end: called once when it ended, or is not to be used any more.
+        on_end: called when it ended, or must not be used any more.
     """
 
     def __init__(self, token: str, on_end: Callable[[Channel], None]) -> None:
@@ -200,17 +200,17 @@ class Channel(Frames):
         self._streams: dict[int, ChannelStream] = {}
         self._paused = False
         self.leaving = False
-        """The replica has said that it is about to leave."""
+        """The replica has announced that it is about to leave."""
         self.greeted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether the replica has taken the token, once that is known."""
+        """Whether the replica has accepted the token, once that is known."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Show the token."""
+        """Send the token."""
         super().connection_made(transport)
         self.send(self._token.encode())
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Fail what is open."""
+        """Fail the open streams."""
         super().connection_lost(error)
         if not self.greeted.done():
             self.greeted.set_result(False)
@@ -220,15 +220,15 @@ class Channel(Frames):
             stream.lose(self.leaving)
 
     def pause_writing(self) -> None:
-        """The replica takes nothing now."""
+        """The replica does not read now: the send buffer is full."""
         self._paused = True
 
     def resume_writing(self) -> None:
-        """It goes on."""
+        """The replica reads again."""
         self._paused = False
 
     def frame_received(self, frame: bytes | bytearray) -> None:
-        """Hand on what has arrived."""
+        """Forward arrived deliveries to their streams."""
         if not self.greeted.done():
             self.greeted.set_result(frame == WELCOME)
         elif not frame:
@@ -238,7 +238,7 @@ class Channel(Frames):
             try:
                 deliveries = _decode(frame)
             except msgspec.MsgspecError:
-                _log.exception("a replica's message is malformed")
+                _log.exception("malformed message of a replica; closing the connection")
                 self.abort()
                 return
             for delivery in deliveries:
@@ -247,10 +247,10 @@ class Channel(Frames):
                     del self._streams[delivery.stream]
 
     def open(self, request: EngineRequest, elsewhere: Elsewhere) -> ChannelStream | None:
-        """Send a request; ``None`` where it cannot travel here.
+        """Send a request; ``None`` if this connection cannot carry it.
 
         Args:
-            elsewhere: sends it Serve's way, should the replica leave before it begins with it.
+            elsewhere: sends it over Serve's handle if the replica leaves before it has started it.
         """
         if self._paused or self.closed:
             return None
@@ -272,24 +272,24 @@ class Channel(Frames):
 
 
 class Channels:
-    """The connections of one router to the replicas of one model. To be made on the event loop that
-    uses it.
+    """The connections of one router to the replicas of one model. Must be constructed on the event
+    loop that uses it.
 
     Args:
-        find: asks a replica where it listens.
+        find: asks a replica for its endpoint.
     """
 
     def __init__(self, find: Find) -> None:
         self._find = find
         self._open: dict[str, Channel] = {}
-        # Bounded: by the replicas to which the controller sends within a few seconds.
+        # Bounded by the number of replicas that the controller chooses within a few seconds.
         self._connecting: dict[str, asyncio.Task[None]] = {}
 
     def open(
         self, request: EngineRequest, target: str, role: Role, elsewhere: Elsewhere
     ) -> ChannelStream | None:
-        """Send a request to ``target`` in the pool of ``role``; ``None`` where there is no
-        connection, which is then made for the next one. See :meth:`Channel.open`."""
+        """Send a request to ``target`` in the pool of ``role``; ``None`` if there is no connection,
+        which is then established for later requests. See :meth:`Channel.open`."""
         channel = self._open.get(target)
         if channel is not None:
             return channel.open(request, elsewhere)
@@ -306,8 +306,8 @@ class Channels:
             self._connecting[replica_id] = connect
 
     async def _connect(self, replica_id: str, role: Role) -> None:
-        """One attempt and a pause, which follows a success too: a connection that ends right after
-        it was made must not be made again without end."""
+        """Make one attempt, then pause, even after a success: a connection that ends right after it
+        was established must not be re-established in a tight loop."""
         try:
             await self._attempt(replica_id, role)
             made = replica_id in self._open
@@ -322,20 +322,20 @@ class Channels:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 endpoint = StreamEndpoint(*await self._find(replica_id, role))
                 if endpoint.replica_id != replica_id or endpoint.format != FORMAT:
-                    return  # it is gone, or of another version
+                    return  # the replica is gone, or of another version
                 made = channel = Channel(endpoint.token, partial(self._ended, replica_id, role))
                 await loop.create_connection(lambda: made, endpoint.host, endpoint.port)
-                # It may have ended in the turn in which the answer came.
+                # It may have ended in the loop's turn in which the answer came.
                 if not await made.greeted or made.closed:
-                    raise ConnectionResetError("the replica did not take the token")
+                    raise ConnectionResetError("the replica did not accept the token")
             if not made.leaving:
                 self._open[replica_id] = made
         except ReplicaFailedError as failure:
-            _log.debug("replica %s does not say where it listens: %s", replica_id, failure)
+            _log.debug("cannot get the endpoint of replica %s: %s", replica_id, failure)
         except (OSError, TimeoutError) as error:
             _log.warning("no connection to replica %s: %s", replica_id, error or "timeout")
         except Exception:
-            _log.exception("the connection to replica %s could not be made", replica_id)
+            _log.exception("could not connect to replica %s", replica_id)
         finally:
             if channel is not None and channel is not self._open.get(replica_id):
                 channel.abort()
@@ -344,5 +344,5 @@ class Channels:
         if self._open.get(replica_id) is channel:
             del self._open[replica_id]
             if not channel.leaving:
-                # Serve finds by this question that the replica is dead, if it is.
+                # If the replica is dead, Serve finds that out by this call.
                 self._connect_soon(replica_id, role)

@@ -1,4 +1,4 @@
-"""Bearer keys."""
+"""Authentication by bearer keys."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from router.tenancy.keys import (
 from router.tenancy.limits import ANYONE, Client
 
 POLL_S = 2.0
-"""How often a key file is read again, seconds: as long a key that was taken out may be accepted."""
+"""Interval between reads of a key file, seconds. A removed key may be accepted for as long."""
 
 MAX_FILE_BYTES = 4 << 20
-"""Largest key file."""
+"""Maximum size of a key file."""
 
 _SCHEME = b"bearer "
 
@@ -38,26 +38,26 @@ _log = logging.getLogger(__name__)
 
 
 class KeyMetrics:
-    """What is counted of key files. ``ring`` says what the keys open."""
+    """Metrics of key files. ``ring`` names what the keys give access to."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.broken = Gauge(
             "sluice_key_file_broken",
-            "Routers that could not use the key file when they last read it, and keep the keys of "
-            "before.",
+            "Routers that could not use the key file when they last read it, and keep the previous "
+            "keys.",
             ["ring"],
             registry=registry,
         )
         self.loads = Counter(
             "sluice_key_file_loads",
-            "New contents of a key file, by whether they could be used.",
+            "Loads of changed key files, by outcome.",
             ["ring", "outcome"],
             registry=registry,
         )
 
 
 class _Accepted(NamedTuple):
-    """What is looked up at requests: holders by the place of the key, and clients by owner."""
+    """Lookup tables: holders by the keyed digest of the key, and clients by owner."""
 
     holders: dict[bytes, tuple[bytes, Client]]
     clients: dict[str, Client]
@@ -65,25 +65,25 @@ class _Accepted(NamedTuple):
 
 
 class KeyRing:
-    """The accepted keys and who holds them. A ring without keys and file accepts every request.
+    """The accepted keys and their clients. A ring without keys and file accepts every request.
 
-    Only digests are kept. A key is looked up under a digest of its digest with a secret of this
-    process, so who tries keys can steer neither what it is compared with nor how long that takes.
-    ``O(1)``, however many keys there are.
+    Only digests are kept. A key is looked up by a digest of its digest, keyed with a secret of this
+    process, so a client that guesses keys controls neither the digest that its guess is compared
+    with nor how long that takes. ``O(1)``, however many keys there are.
 
-    The file is read at the start, and by :meth:`watch` from then on, by its path each time: a
-    mounted secret is a link that is pointed elsewhere. What cannot be used changes nothing.
+    The file is read at the start, and then by :meth:`watch`, by its path each time: a mounted
+    secret is a symbolic link whose target changes. An unusable file changes nothing.
 
     Args:
         entries: keys from the configuration.
         file: more keys: a YAML list of such entries.
-        classes: the service classes that entries may name. ``None`` for keys without caps, as of
-            those that open no models.
-        ring: what the keys open, for logs and metrics.
-        metrics: where the file's fate is counted.
+        classes: the service classes that entries may name. ``None`` for keys without limits, as
+            are keys that give no access to models.
+        ring: what the keys give access to, for logs and metrics.
+        metrics: counts the loads of the file.
 
     Raises:
-        ValueError: the file cannot be used; the message says why, without any key.
+        ValueError: the file cannot be used; the message gives the reason, without any key.
         OSError: it cannot be read.
     """
 
@@ -101,8 +101,8 @@ class KeyRing:
         self._ring = ring
         self._metrics = metrics or KeyMetrics(CollectorRegistry())
         self._secret = secrets.token_bytes(32)
-        self._seen: bytes | None = None  # the digest of what the file held, and
-        self._refused: Exception | None = None  # why that could not be used
+        self._seen: bytes | None = None  # the digest of the file's last content
+        self._refused: Exception | None = None  # why that content could not be used
         self._trouble: str | None = None
         if file is None:
             self._take(self._accepted(self._entries))
@@ -117,16 +117,16 @@ class KeyRing:
 
     @property
     def accepts_anyone(self) -> bool:
-        """Whether no key is needed, as none is configured."""
+        """Whether no key is needed because none is configured."""
         return self._file is None and not self._entries
 
     @property
     def count(self) -> int:
-        """How many keys are accepted."""
+        """Number of accepted keys."""
         return len(self._keys.holders)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
-        """Who sent these raw request headers (lower-case names).
+        """The client that sent these raw request headers (lower-case names).
 
         Raises:
             ApiError: 401.
@@ -142,22 +142,22 @@ class KeyRing:
         return client
 
     def holder(self, owner: str) -> Client | None:
-        """The client whose :attr:`~router.tenancy.limits.Client.owner` this is; ``None`` if no key
-        is its any more."""
+        """The client with this :attr:`~router.tenancy.limits.Client.owner`; ``None`` if it no
+        longer has a key."""
         if self.accepts_anyone:
             return ANYONE if owner == ANYONE.owner else None
         return self._keys.clients.get(owner)
 
     async def watch(self) -> None:
-        """Take in what changes in the file, for ever. Returns at once where there is none."""
+        """Apply changes of the file, indefinitely. Returns at once if there is no file."""
         while self._file is not None:
             await asyncio.sleep(POLL_S)
             await self.reload()
 
     async def reload(self) -> bool:
-        """Read the file. Returns whether the keys are now those in it; if not, the log says why.
+        """Read the file. Returns whether its keys are now in use; if not, the reason is logged.
 
-        What was refused is not looked into again until the file has changed.
+        Refused content is not parsed again until the file has changed.
         """
         assert self._file is not None
         try:
@@ -175,7 +175,7 @@ class KeyRing:
             return self._keep(error)
         self._seen, self._refused = seen, None
         self._take(accepted)
-        _log.info("the %s keys were read again: %d are accepted", self._ring, self.count)
+        _log.info("reloaded the %s keys: %d are accepted", self._ring, self.count)
         self._metrics.loads.labels(self._ring, "ok").inc()
         return self._fine()
 
@@ -185,14 +185,14 @@ class KeyRing:
         return True
 
     def _keep(self, error: Exception) -> bool:
-        """Note what is wrong with the file, once for each trouble."""
-        # Of any other error the text may hold a key.
+        """Log why the file cannot be used, once per reason."""
+        # The text of any other error may contain a key.
         told = isinstance(error, ValueError | OSError)
         trouble = str(error) if told else f"reading it failed with a {type(error).__name__}"
         if trouble != self._trouble:
             self._trouble = trouble
             _log.error(
-                "the key file %s cannot be used, the %s keys stay as they were: %s",
+                "cannot use the key file %s; the %s keys stay unchanged: %s",
                 self._file,
                 self._ring,
                 trouble,
@@ -202,7 +202,7 @@ class KeyRing:
         return False
 
     def _load(self, raw: bytes) -> _Accepted:
-        """The keys of the configuration and of a file with these bytes.
+        """The keys of the configuration and of a file with this content.
 
         Raises:
             ValueError: the file cannot be used.
@@ -223,7 +223,8 @@ class KeyRing:
         self._keys = accepted
         if accepted.weak:
             _log.warning(
-                "%d of the %s keys have less than %d characters; `sluice keys new` makes good ones",
+                "%d of the %s keys have fewer than %d characters; "
+                "`sluice keys new` makes strong ones",
                 accepted.weak,
                 self._ring,
                 WEAK_CHARACTERS,
@@ -254,7 +255,7 @@ def _read(path: Path) -> bytes:
 
 
 def _digest(raw: bytes) -> bytes:
-    # In place of the bytes, which may hold keys.
+    # Kept in place of the bytes, which may contain keys.
     return hashlib.sha256(raw).digest()
 
 

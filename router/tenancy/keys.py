@@ -1,4 +1,4 @@
-"""Accepted API keys as configuration and key files give them."""
+"""Accepted API keys: entries of the configuration and of key files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from router.tenancy.limits import UNNAMED, Client, TenantLimits
 from router.wire import LABEL
 
 MAX_FILE_KEYS: Final = 10_000
-"""Most keys in one file."""
+"""Maximum number of keys in one file."""
 
 WEAK_CHARACTERS: Final = 20
-"""A shorter key is warned of: 128 random bits take 22 characters of base64."""
+"""A shorter key causes a warning: 128 random bits take 22 characters of base64."""
 
 _OF_NOTHING: Final = hashlib.sha256(b"").hexdigest()
 _BARE: Final = frozenset(("key", "sha256", "name"))
@@ -36,7 +36,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class ApiKey(TenantLimits):
-    """An accepted key or its digest, the name that it goes by, and the caps of who holds it."""
+    """An accepted key or its digest, with the name and the limits of its client."""
 
     key: SecretStr | None = Field(
         default=None,
@@ -49,14 +49,14 @@ class ApiKey(TenantLimits):
     )
     name: str | None = Field(
         default=None,
-        description="What the client is called in metrics, and what its files and batches are kept "
-        "under, so that they outlive a change of the key. Null: the key itself stands for it.",
+        description="Name of the client in metrics, and owner of its files and batches, so that "
+        "they outlive a change of the key. Null: the key itself identifies the client.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, data: Any) -> Any:
-        # Not left to pydantic, which names an unknown field: it may be a key in the wrong place.
+        # Not left to pydantic, which quotes an unknown field: that may be a misplaced key.
         if isinstance(data, dict) and not data.keys() <= cls.model_fields.keys():
             raise ValueError(f"an unknown field; allowed are {', '.join(cls.model_fields)}")
         return data
@@ -67,7 +67,7 @@ class ApiKey(TenantLimits):
         if digest is not None and not _SHA256.fullmatch(digest.lower()):
             raise ValueError("must be 64 hexadecimal digits, as `sluice keys hash` prints them")
         if digest is not None and digest.lower() == _OF_NOTHING:
-            raise ValueError("is that of no key at all")
+            raise ValueError("is the digest of an empty key")
         return None if digest is None else digest.lower()
 
     @field_validator("name")
@@ -85,7 +85,7 @@ class ApiKey(TenantLimits):
 
 
 def _absolute(path: Path) -> Path:
-    # Processes of the application have working directories of their own.
+    # Processes of the application have different working directories.
     if not path.is_absolute():
         raise ValueError("must be an absolute path")
     return path
@@ -99,7 +99,7 @@ KeyEntry = Annotated[
     Annotated[SecretStr, Tag("plain")] | Annotated[ApiKey, Tag("object")],
     Discriminator(_kind_of_key),
 ]
-"""A key alone, or with more about who holds it."""
+"""A key alone, or with details of its client."""
 
 KeyFile = Annotated[Path, AfterValidator(_absolute)]
 """Path of a file of keys."""
@@ -108,8 +108,8 @@ _ENTRIES: TypeAdapter[tuple[SecretStr | ApiKey, ...]] = TypeAdapter(tuple[KeyEnt
 
 
 def digest_of(entry: SecretStr | ApiKey) -> bytes:
-    """SHA-256 of the key. A key is random and long, so nobody can find it by trying: the slow
-    digests that passwords need would only cost each request time."""
+    """SHA-256 of the key. A key is random and long, so it cannot be guessed: the slow digests that
+    passwords need would only cost each request time."""
     if isinstance(entry, ApiKey) and entry.sha256 is not None:
         return bytes.fromhex(entry.sha256)
     text = _text_of(entry)
@@ -118,8 +118,8 @@ def digest_of(entry: SecretStr | ApiKey) -> bytes:
 
 
 def client_of(entry: SecretStr | ApiKey) -> Client:
-    """Who holds an accepted key."""
-    # Another digest than the one that keys are compared by: this one names folders.
+    """The client of an accepted key."""
+    # Not the digest that keys are compared by: this one names folders.
     owner = hashlib.blake2b(digest_of(entry), digest_size=16, person=b"sluice-owner").hexdigest()
     if isinstance(entry, SecretStr):
         return Client(owner=f"key-{owner}")
@@ -132,58 +132,58 @@ def client_of(entry: SecretStr | ApiKey) -> Client:
 def check_entries(
     entries: Sequence[SecretStr | ApiKey], classes: Collection[str], where: str
 ) -> None:
-    """Check what a single entry does not show. ``where`` names the list in messages.
+    """Check conditions over all entries. ``where`` names the list in messages.
 
     Raises:
-        ValueError: what is wrong, without any key.
+        ValueError: a condition fails; the message contains no key.
     """
     for entry in entries:
         _check_text(_text_of(entry), where)
     if len({digest_of(entry) for entry in entries}) < len(entries):
         raise ValueError(f"two entries of {where} have the same key")
     named = [entry for entry in entries if isinstance(entry, ApiKey)]
-    # Two keys of one client are how a key is changed without a gap.
+    # A client may have two keys, so that a key can be replaced without an interruption.
     caps: dict[str, TenantLimits] = {}
     for client in (client_of(entry) for entry in named if entry.name is not None):
         if caps.setdefault(client.name, client.caps) != client.caps:
-            raise ValueError(f"entries of {where} share the name {client.name!r}, not the caps")
+            raise ValueError(f"entries of {where} named {client.name!r} have different limits")
     unknown = {name for entry in named for name in entry.classes or ()} - set(classes)
     if unknown:
         known = ", ".join(sorted(classes))
-        raise ValueError(f"{where} name classes {sorted(unknown)} that are not of: {known}")
+        raise ValueError(f"{where} name unknown classes {sorted(unknown)}; known are: {known}")
 
 
 def check_bare(entries: Sequence[SecretStr | ApiKey], where: str) -> None:
-    """Check the keys of something that knows no caps: one that is set would mean nothing.
+    """Check a list of keys that cannot have limits, as these would have no effect.
 
     Raises:
-        ValueError: an entry has some.
+        ValueError: an entry has limits.
     """
     for entry in entries:
         if isinstance(entry, ApiKey) and not entry.model_fields_set <= _BARE:
-            raise ValueError(f"an entry of {where} has only key or sha256, and name")
+            raise ValueError(f"an entry of {where} may only have key or sha256, and name")
 
 
 def parse_keys(raw: bytes, classes: Collection[str] | None) -> tuple[SecretStr | ApiKey, ...]:
-    """The entries in the bytes of a key file: a YAML list, as `router.api_keys` is one. Keys
-    without caps where ``classes`` is ``None``.
+    """Parse the content of a key file: a YAML list like `router.api_keys`. Keys may have no limits
+    if ``classes`` is ``None``.
 
     Raises:
-        ValueError: what is wrong, without any key.
+        ValueError: the content is invalid; the message contains no key.
     """
     try:
         data = yaml.load(raw.decode("utf-8"), Loader=_Loader)
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
     except yaml.YAMLError as error:
-        # Not what the parser says: it shows the line, which may hold a key.
+        # Not the parser's message: it quotes the line, which may contain a key.
         mark = getattr(error, "problem_mark", None)
         raise ValueError(
             "it is not YAML" + (f", at line {mark.line + 1}" if mark else "")
         ) from None
     except Exception:
-        # A tagged value that is none of its kind: the error is of any type and may hold a key.
-        raise ValueError("a value in it is not of the type that its tag says") from None
+        # A value that does not match its tag: the error is of any type and may contain a key.
+        raise ValueError("a value in it does not match its YAML tag") from None
     if not isinstance(data, list) or not 1 <= len(data) <= MAX_FILE_KEYS:
         raise ValueError(f"it must hold a YAML list of 1 to {MAX_FILE_KEYS} keys")
     try:
@@ -199,13 +199,13 @@ def parse_keys(raw: bytes, classes: Collection[str] | None) -> tuple[SecretStr |
 
 
 def is_weak(entry: SecretStr | ApiKey) -> bool:
-    """Whether a key is so short that it may be guessed; of a digest nobody can tell."""
+    """Whether a key is so short that it may be guessed; unknown, and false, for a digest."""
     text = _text_of(entry)
     return text is not None and len(text) < WEAK_CHARACTERS
 
 
 _Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The one in C where the YAML package has it: thousands of entries take the other one seconds."""
+"""The C loader if the YAML package has it: the other one takes seconds for thousands of entries."""
 
 
 def _text_of(entry: SecretStr | ApiKey) -> str | None:

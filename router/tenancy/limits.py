@@ -1,4 +1,4 @@
-"""How far a client is trusted: the most that it may ask for."""
+"""Tenant limits: the maximum that a client may ask for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduling.fair_shares import MAX_WEIGHT, has_room
 from scheduling.objective import MAX_PRIORITY, MIN_PRIORITY
 
 UNNAMED: Final = "unnamed"
-"""Name of every client whose key has none."""
+"""Name of every client whose key has no name."""
 
 
 PromptLimit = Annotated[
@@ -24,8 +24,8 @@ PromptLimit = Annotated[
     Field(
         ge=1,
         le=MAX_TOKENS,
-        description="Longest prompt; more get 400. Text counts as a token for each 4 characters, "
-        "as only the engine tokenises. Null: as long as the engine takes.",
+        description="Maximum prompt tokens; longer prompts get 400. Text counts as a token for "
+        "each 4 characters, as only the engine tokenises. Null: the engine's limit.",
     ),
 ]
 OutputLimit = Annotated[
@@ -33,28 +33,27 @@ OutputLimit = Annotated[
     Field(
         ge=1,
         le=MAX_TOKENS,
-        description="Most output tokens of a request, over all its choices and prompts. Null: as "
-        "many as the engine gives.",
+        description="Maximum output tokens of a request, over all its choices and prompts. Null: "
+        "the engine's limit.",
     ),
 ]
-"""How long a request may be, for a key and for a router alike."""
+"""Limits of a request's length, used for a key and for a router."""
 
 
 class TenantLimits(BaseModel):
-    """The most that a client may ask for. Where nothing is set, whatever the API allows."""
+    """The maximum that a client may ask for. A limit that is not set is that of the API."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     classes: tuple[str, ...] | None = Field(
         default=None,
         min_length=1,
-        description="Service classes that it may use. The first stands in for any other. Null: "
-        "all.",
+        description="Service classes that it may use. The first replaces any other. Null: all.",
     )
     models: tuple[str, ...] | None = Field(
         default=None,
         min_length=1,
-        description="Names of models and adapters that it may use and sees; any other gets 404. "
+        description="Names of models and adapters that it may use and list; any other gets 404. "
         "Null: all.",
     )
     max_priority: int = Field(
@@ -82,55 +81,55 @@ class TenantLimits(BaseModel):
         default=None,
         ge=1,
         le=1_000_000,
-        description="Most requests of it in one router replica at once; more get 429. Null: as "
-        "many as the router takes.",
+        description="Maximum requests of it in flight in one router replica; further ones get 429. "
+        "Null: the router's limit.",
     )
     requests_per_minute: float | None = Field(
         default=None,
         gt=0,
         le=1e9,
-        description="Rate of its requests over all routers, lines of batches included; more get "
-        "429. Null: no limit.",
+        description="Rate limit of its requests over all routers, those of batches included; "
+        "further ones get 429. Null: no limit.",
     )
     tokens_per_minute: float | None = Field(
         default=None,
         gt=0,
         le=1e12,
-        description="Rate of its prompt and output tokens over all routers; more get 429. As many "
-        "as a request may need are set aside when it comes. Null: no limit.",
+        description="Rate limit of its prompt and output tokens over all routers; further requests "
+        "get 429. A request reserves as many as it may need on arrival. Null: no limit.",
     )
     burst_s: float = Field(
         default=60.0,
         ge=1,
         le=3_600,
-        description="What may be used at once, after a pause, of both rates: as much as in this "
-        "time, seconds.",
+        description="Burst size of both rates: what the rate allows in this time, seconds, may be "
+        "used at once after a pause.",
     )
     max_prompt_tokens: PromptLimit = None
     max_output_tokens: OutputLimit = None
     structured_output: bool = Field(
         default=True,
-        description="Whether it may constrain outputs, where `router.structured_output` lets "
-        "anybody; else it gets 403.",
+        description="Whether it may request structured output, if `router.structured_output` "
+        "allows that at all; else it gets 403.",
     )
     weight: float = Field(
         default=1.0,
         ge=1 / MAX_WEIGHT,
         le=MAX_WEIGHT,
-        description="Under overload: its share of what can be promised, and of a router's places, "
-        "against that of other keys. One of weight 2 gets twice as many tokens as one of weight 1, "
+        description="Under overload: its share of guaranteed capacity and of a router's slots, "
+        "relative to other keys. A key of weight 2 gets twice as many tokens as one of weight 1, "
         "if it asks for them.",
     )
     beyond: Literal["clamp", "refuse"] = Field(
         default="clamp",
-        description="What becomes of a request that states more than this allows: `clamp` serves "
-        "it as what is allowed and says so, `refuse` answers 403. What a class only presets is "
+        description="Handling of a request that states more than these limits allow: `clamp` "
+        "reduces it to the limits and reports that, `refuse` answers 403. Presets of a class are "
         "clamped in either case.",
     )
 
     def floor_ms(self, field: str) -> float | None:
-        """Tightest value of an objective, ms. The first token is no later than the last, so an
-        end-to-end objective is held to the floor of the TTFT, too."""
+        """Tightest allowed value of an objective, ms. The first token is no later than the last, so
+        the floor of the TTFT also applies to an end-to-end objective."""
         if field == wire.TTFT:
             return self.min_ttft_ms
         if field == wire.TPOT:
@@ -140,18 +139,18 @@ class TenantLimits(BaseModel):
 
 
 NO_CAPS: Final = TenantLimits()
-"""Those of a key without any."""
+"""Limits of a key without any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who asks.
+    """The client of a request.
 
     Attributes:
         name: for metrics; never the key.
-        owner: stands for the client where what belongs to it is kept. It stays the same as long
-            as the key's name does, or where it has none, the key. Not secret.
-        caps: the most that it may ask for.
+        owner: identifies the client in storage. It stays the same as long as the key's name, or if
+            it has none, the key itself. Not secret.
+        caps: its limits.
     """
 
     name: str = UNNAMED
@@ -160,18 +159,18 @@ class Client:
 
     @property
     def tenant(self) -> int:
-        """Names it where what is promised is shared, a 63-bit hash; 0 for :data:`ANYONE`."""
+        """Its id in the sharing of guaranteed capacity, a 63-bit hash; 0 for :data:`ANYONE`."""
         return 0 if self == ANYONE else _tenant_of(self.owner)
 
     def may_hold(self, held: float, free: float, part: float) -> bool:
-        """Whether it may have more of something of the router's, of which it holds ``held`` and
-        nobody holds ``free``; see :func:`scheduling.fair_shares.has_room`. Where there are no keys,
-        everybody is one client, who may have all."""
+        """Whether it may use more of a router's resource, of which it holds ``held`` while ``free``
+        is unused; see :func:`scheduling.fair_shares.has_room`. Without keys, all requests are of
+        one client, which may use all of it."""
         return self == ANYONE or has_room(held, free, self.caps.weight, part)
 
 
 ANYONE: Final = Client()
-"""Who asks where no keys are configured."""
+"""The client of every request if no keys are configured."""
 
 
 @lru_cache(maxsize=4_096)
@@ -181,13 +180,14 @@ def _tenant_of(owner: str) -> int:
 
 
 class LimitCheck:
-    """Holds one request to its client's caps.
+    """Applies its client's limits to one request.
 
-    ``said_in`` names the field or header in which the client stated a value; ``None`` where it
-    stated none and a class presets it.
+    ``said_in`` names the field or header in which the client stated a value; ``None`` if it stated
+    none and a class presets it.
 
     Attributes:
-        clamped: what the caps changed, and to what: ``{"priority": "4", "ttft_ms": "500"}``.
+        clamped: the values that the limits changed, as changed: ``{"priority": "4", "ttft_ms":
+            "500"}``.
     """
 
     def __init__(self, caps: TenantLimits) -> None:
@@ -195,7 +195,7 @@ class LimitCheck:
         self.clamped: dict[str, str] = {}
 
     def service_class(self, asked: str, said_in: str | None) -> str:
-        """The class that it is served as.
+        """The service class of the request.
 
         Raises:
             ApiError: 403.
@@ -208,7 +208,7 @@ class LimitCheck:
         return allowed[0]
 
     def priority(self, asked: int, said_in: str | None) -> int:
-        """The priority that it gets.
+        """The priority of the request.
 
         Raises:
             ApiError: 403.
@@ -221,7 +221,7 @@ class LimitCheck:
         return most
 
     def objective_ms(self, field: str, asked: float | None, said_in: str | None) -> float | None:
-        """An objective of it, ms.
+        """An objective of the request, ms.
 
         Raises:
             ApiError: 403.

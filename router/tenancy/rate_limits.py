@@ -1,7 +1,7 @@
 """Rate limits of API keys: requests and tokens per minute, over all routers.
 
-The buckets are those of :mod:`controller.quotas`. A request takes its place in both before it goes
-anywhere: of tokens as many as it may need, and what it did not need is given back at its end.
+The buckets are those of :mod:`controller.quotas`. A request is charged to both before it is sent
+anywhere. It reserves as many tokens as it may need, and returns unused ones at its end.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from router.tenancy.limits import Client, TenantLimits
 from scheduling.leaky_bucket import Bucket
 
 EXCHANGE_S = 1.0
-"""How often the routers' use is added up, seconds."""
+"""Interval at which the routers' use is added up, seconds."""
 
 _SLACK = 1e-9
-"""Of a bucket's size: what rounding may add."""
+"""Tolerance for rounding errors, relative to a bucket's size."""
 
 _Kind = Literal["requests", "tokens"]
 _REASONS: Final[dict[_Kind, Reason]] = {
@@ -31,20 +31,21 @@ _REASONS: Final[dict[_Kind, Reason]] = {
 }
 
 Share = Callable[[list[QuotaUse]], Awaitable[list[float] | None]]
-"""Tells the controller of uses, and what it answers; ``None`` where it does not."""
+"""Reports uses to the controller and returns its answer; ``None`` if it does not answer."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Limit(NamedTuple):
-    """A limit of a client: what drains from its bucket each second, and what fits in it."""
+    """A limit of a client: the drain rate of its bucket per second, and the bucket's size."""
 
     per_s: float
     size: float
 
 
 class _Account(Bucket):
-    """A router's own view of a bucket. ``unsent`` is what the controller was not told yet."""
+    """A router's own view of a bucket. ``unsent`` is the use not yet reported to the
+    controller."""
 
     __slots__ = ("full_per_s", "unsent")
 
@@ -54,13 +55,13 @@ class _Account(Bucket):
         self.unsent = 0.0
 
     def use(self, amount: float) -> None:
-        """Put ``amount`` in, which the controller is to be told of."""
+        """Add ``amount``, to be reported to the controller."""
         self.add(amount)
         self.unsent += amount
 
 
 class Charge:
-    """The tokens set aside for one request."""
+    """The tokens reserved for one request."""
 
     def __init__(
         self,
@@ -74,18 +75,18 @@ class Charge:
         self._sent = False
 
     def sent(self) -> None:
-        """The request goes to a replica, which may work for it from now on."""
+        """The request is sent to a replica, which may compute tokens for it from now on."""
         self._sent = True
 
     def close(self, answer: Answer | None, output_tokens: int | None, left: bool = False) -> None:
-        """The request is over: give back what it did not need. Only the first call counts.
+        """The request is over: return unused tokens. Only the first call has an effect.
 
         Args:
             answer: the replica's, if one has answered.
-            output_tokens: what has been sent of it, which counts where the engine has not said;
-                ``None`` where that says nothing of what was made, as of an answer that is sent
-                whole: then all that was set aside counts.
-            left: the client left, so that a replica may have worked for it and nobody knows.
+            output_tokens: sent output tokens, used if the engine has not reported its count;
+                ``None`` if the sent tokens do not show how many were generated, as with a response
+                that is sent whole: then the whole reservation counts.
+            left: the client left, so a replica may have computed tokens that were not reported.
         """
         settle, self._settle = self._settle, None
         if settle is None:
@@ -93,7 +94,7 @@ class Charge:
         if answer is not None and answer.tail is not None:
             used = answer.tail.prompt_tokens + answer.tail.output_tokens
             if used == 0 and answer.head.status < 400:
-                # Engines do not count the tokens that they only make from text, or text from.
+                # Engines do not count tokens that they only tokenise or detokenise.
                 used = self._prompt_tokens
         elif answer is None and not (left and self._sent):
             used = 0
@@ -105,18 +106,19 @@ class Charge:
 
 
 NO_CHARGE: Final = Charge()
-"""That of a client without a limit of tokens."""
+"""The charge of a client without a token limit."""
 
 
 class RateLimiter:
-    """Holds clients to their limits. One per router process. ``O(1)`` for a request.
+    """Enforces clients' rate limits. One per router process. ``O(1)`` for a request.
 
-    Its memory is bounded by the clients that have used anything of late.
+    Its memory is bounded by the number of recently active clients.
 
     Args:
-        share: the way to the controller. Without one, and while it does not answer, the router
-            grants its own part of each rate only: the limit divided by the number of routers.
-        routers: how many there are.
+        share: exchanges uses with the controller. Without it, and while it does not answer, the
+            router grants only its own part of each rate: the limit divided by the number of
+            routers.
+        routers: number of routers.
         clock: monotonic seconds.
     """
 
@@ -133,21 +135,22 @@ class RateLimiter:
         self._accounts: dict[str, _Account] = {}
 
     def count_request(self, client: Client) -> None:
-        """A request of ``client`` has come.
+        """Count a request of ``client``.
 
         Raises:
-            ApiError: 429, it is one too many.
+            ApiError: 429, it exceeds the limit.
         """
         self._take("requests", client, 1)
 
     def reserve(self, client: Client, prompt_tokens: int, output_tokens: int) -> Charge:
-        """Set tokens aside for a request: its prompt's, and as many as it may generate.
+        """Reserve tokens for a request: its prompt's, and as many as it may generate.
 
-        A request that needs more than the bucket holds is let in when that is empty, and the
-        others wait for longer: else no limit could be smaller than the longest request.
+        A request that needs more than the bucket's size is admitted when the bucket is empty, and
+        later requests wait for longer: otherwise a limit could not be smaller than the longest
+        request.
 
         Raises:
-            ApiError: 429, there are not as many left.
+            ApiError: 429, too few tokens are left.
         """
         if client.caps.tokens_per_minute is None:
             return NO_CHARGE
@@ -160,7 +163,7 @@ class RateLimiter:
         )
 
     def headers(self, client: Client) -> list[tuple[bytes, bytes]]:
-        """OpenAI's headers on what is left; none for a client without limits."""
+        """OpenAI's rate limit headers; none for a client without limits."""
         now_s = self._clock()
         headers = []
         for kind in _REASONS:
@@ -179,21 +182,20 @@ class RateLimiter:
         return headers
 
     async def run(self) -> None:
-        """Exchange what was used with the other routers, for ever."""
+        """Exchange uses with the other routers through the controller, indefinitely."""
         while self._share is not None:
             await asyncio.sleep(EXCHANGE_S)
             try:
                 await self.exchange()
             except Exception:
-                # Without it every router grants its own part, so the next exchange must come.
-                _log.exception("the use of rate limits could not be exchanged")
+                # Continue: without an exchange every router grants only its own part.
+                _log.exception("could not exchange the use of rate limits with the controller")
 
     async def exchange(self) -> None:
-        """Tell the controller what was used, and take over what it knows. Buckets that are empty
-        are forgotten."""
+        """Report uses to the controller, and adopt its levels. Empty buckets are dropped."""
         now_s = self._clock()
         for name, account in list(self._accounts.items()):
-            # An empty one may still have to be told of: what drains here drains for all routers.
+            # An empty bucket may have unreported use: what drains here drains for all routers.
             if account.drain(now_s, account.per_s) <= 0 and account.unsent == 0:
                 del self._accounts[name]
         names = list(self._accounts)
@@ -218,10 +220,10 @@ class RateLimiter:
                 if levels is not None:
                     account.set(max(0.0, levels[index] + account.unsent))
                 else:
-                    # What has drained meanwhile is over, or a long outage would be a long debt.
-                    # Nobody knows whether the message or its answer was lost. So what was used is
-                    # told again and what was given back is not: either error is to the cost of the
-                    # client, whose bucket drains, and never lets more in than the rate.
+                    # Drained use is not reported: else a long outage would leave a long debt.
+                    # Either the message or its answer was lost. So use is reported again, but
+                    # returned tokens are not: either error is at the cost of the client, whose
+                    # bucket drains, and never admits more than the rate.
                     told_again = max(0.0, uses[index].used)
                     account.unsent = min(account.unsent + told_again, account.level)
 
@@ -234,8 +236,8 @@ class RateLimiter:
         if over > _SLACK * limit.size:
             raise ApiError(
                 _REASONS[kind],
-                f"This API key may use {limit.per_s * 60:.15g} {kind} a minute, "
-                f"{limit.size:.15g} at once; there are not as many left.",
+                f"This API key has exceeded its rate limit of {limit.per_s * 60:.15g} {kind} a "
+                f"minute, at most {limit.size:.15g} at once.",
                 retry_after_s=over / account.per_s,
             )
         account.use(amount)
@@ -244,20 +246,20 @@ class RateLimiter:
     def _settle(
         self, client: Client, taken_from: _Account, mark: int, tokens: float, used: float
     ) -> None:
-        """A request for which ``tokens`` were set aside has used ``used``."""
+        """Settle a request that reserved ``tokens`` and used ``used``."""
         limit = _limit_of("tokens", client.caps)
         assert limit is not None
         account = self._account("tokens", client, limit, self._clock())
         change = used - tokens
-        # What has drained is not given back, or others' use would be forgiven with it; and of an
-        # account that was forgotten, as it was empty, all has.
+        # Drained tokens are not returned: that would cancel use of other requests. In an account
+        # that was dropped because it was empty, all have drained.
         if account is taken_from:
             account.unsent -= account.undo(mark, max(0.0, -change))
         if change > 0:
             account.use(change)
 
     def _account(self, kind: _Kind, client: Client, limit: _Limit, now_s: float) -> _Account:
-        """The bucket as it is now."""
+        """The bucket, drained up to now."""
         name = f"{kind}/{client.owner}"
         account = self._accounts.get(name)
         if account is None:

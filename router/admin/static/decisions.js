@@ -112,7 +112,7 @@ function newDecision(decision) {
   const node = make("details", { "data-key": decision.key }, summary);
   let latest = decision;
   let known = null;
-  // The words are made when somebody wants to read them.
+  // The explanation is built when a reader opens it.
   function explain() {
     if (!node.open) return;
     node.querySelector(".why")?.remove();

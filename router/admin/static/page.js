@@ -97,11 +97,11 @@ function failed(error) {
   const since = lastGood === null ? "" : ` What is shown is of ${new Date(lastGood).toLocaleTimeString()}.`;
   if (lastGood !== null) document.body.dataset.stale = "";
   if (error instanceof Refusal) {
-    const off = error.status === 404 ? "There is no admin API here: router.ingress.admin_access is off." : error.message;
+    const off = error.status === 404 ? "The admin API is disabled: router.admin.access is off." : error.message;
     trouble(`${off}${since}`);
     status("stale", error.status === 503 ? "Controller silent" : "Refused");
   } else {
-    trouble(`The server does not answer.${since} The page goes on trying.`);
+    trouble(`The server does not answer.${since} Retrying.`);
     status("stale", "Unreachable");
   }
 }
@@ -139,7 +139,7 @@ by("find").addEventListener("reset", () => {
 by("pause").addEventListener("click", () => {
   paused = !paused;
   by("pause").setAttribute("aria-pressed", String(paused));
-  by("pause").textContent = paused ? "Go on" : "Pause";
+  by("pause").textContent = paused ? "Resume" : "Pause";
   if (paused) {
     clearTimeout(timer);
     status("waiting", "Paused");
