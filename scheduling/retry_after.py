@@ -8,7 +8,7 @@ newcomers must leave it. That is a reservation with backfilling (Lifka, *The ANL
 system*, JSSPP 1995): a newcomer may pass where it delays no retry whose time is near.
 
 How long the line must be, and how many requests retry, is unknown. Both are learned from those that
-do. A place that is not claimed makes the whole line count for less, so a burst of clients that never
+do. A place not claimed makes the whole line count for less, so a burst of clients that never
 retry is forgotten soon after its first times. And each retry at its time is a test. It moves a
 factor on all times of the line, in its logarithm: up by a share :data:`LEVEL` of a gain where
 nothing was promised, down by the rest of it where something was. So in the long run a share
