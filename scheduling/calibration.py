@@ -3,7 +3,7 @@
 What is promised is planned for a little earlier than it is due: by a *margin*, a share of the
 objective. The plan is what admission tests and what the engine works by; the objective itself is
 what the client sees. The margin covers whatever lies between the two: HTTP, the edge, steps that
-take longer than predicted, neighbours. Nobody states it. It is learned from what routers observed.
+take longer than predicted, neighbours. It is learned from what routers observed.
 
 Of each promise that ended the *score* is ``1 - planned / observed``: how large a share of the
 observed time the margin would have had to be. A promise is kept if and only if its score is at most
@@ -18,15 +18,16 @@ plan under load and lie far below it without. Only the former matter to the quan
 that was learned under load stays until :data:`~scheduling.margins.MEMORY` newer promises, or
 :data:`~scheduling.margins.MEMORY_S`, have gone by.
 
-Before there is anything to learn from, a few scores that nobody observed stand for those to come
+Before there is anything to learn from, a few assumed scores stand for those to come
 (:data:`~scheduling.margins.PRIOR`). And a promise that is being missed teaches before its request
 ends (:meth:`Calibration.behind`), for an answer may take longer than it takes to make a hundred
 more.
 
 All replicas together have one set of margins, as a quantile near 1 takes hundreds of promises to
 learn. A replica whose scores are far above the others' is *set apart*: it has margins of its own,
-made from its own scores, which count for the others no more. So one slow replica makes nobody else
-careful, and its own promises are kept. It joins the others again when its margins are small.
+made from its own scores, which count for the others no more. So one slow replica does not enlarge
+the margins of the others, and its own promises are kept. It joins the others again when its margins
+are small.
 """
 
 from __future__ import annotations
@@ -121,11 +122,11 @@ class Calibration:
     def behind(
         self, key: Hashable, ttft_s: float | None, tpot_s: float | None, now_s: float
     ) -> None:
-        """A request goes on, and its first token came late, or its pace is behind, seconds;
+        """A request is running, and its first token came late, or its pace is behind, seconds;
         ``None`` where that is not so.
 
         A first token comes once, so this is how its TTFT turned out. A pace may recover: until the
-        request has ended it counts as it was told last, and then as it turned out.
+        request has ended it counts as it was reported last, and then as it turned out.
         """
         promise = self._promises.get(key)
         if promise is None:
@@ -184,8 +185,9 @@ class Calibration:
                 own.take(replica_id, self._margins)
 
     def _join(self, replica_id: str, now_s: float) -> None:
-        """Let a replica join the others if it needs no more than anybody at the start. Theirs are
-        no measure: they are large, too, while another replica is about to stand out."""
+        """Let a replica join the others if it needs no more than any replica at the start. The
+        margins of the others are no measure: they are large, too, while another replica is about to
+        stand out."""
         if max(self._apart[replica_id].largest(now_s).values()) <= PRIOR + APART:
             del self._apart[replica_id]
 
@@ -193,7 +195,7 @@ class Calibration:
         return self._apart.get(replica_id, self._margins)
 
     def _taken(self, key: Hashable) -> _Promise | None:
-        """The promise to a request, which goes on no more."""
+        """The promise to a request, which is removed."""
         promise = self._promises.pop(key, None)
         if promise is not None:
             _, stated_tpot_s, _ = promise.stated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class EarnedTime:
-    """Grows by ``share`` of the time while somebody is owed it, and is lost when nobody is.
+    """Grows by ``share`` of the time while it is owed, and is lost when it is not.
 
     Attributes:
         seconds: earned and not spent yet; who spends it subtracts.
@@ -16,7 +16,7 @@ class EarnedTime:
         self._earned_at_s: float | None = None
 
     def earn(self, now_s: float, owed: bool) -> None:
-        """It is now ``now_s``, and somebody is ``owed`` the time, or nobody is."""
+        """It is now ``now_s``, and the time is ``owed``, or not."""
         if not owed:
             self.seconds, self._earned_at_s = 0.0, None
             return

@@ -53,7 +53,7 @@ def claim(
 ) -> float:
     """KV blocks that a request will need more than the ``held`` ones, with an output of ``tokens``.
 
-    One that has ``emitted`` as many goes on for as long as it has. Nothing can need more than the
+    One that has ``emitted`` as many continues for as long as it has. Nothing can need more than the
     ``total`` of all blocks.
     """
     if emitted >= tokens:

@@ -6,10 +6,10 @@ promised what they ask for there is nothing to share. Where not, max-min fairnes
 and divides the rest by weight: there is one level of tokens per weight, the water level, that fills
 what can be promised. The counters that it is found from forget in :data:`WINDOW_S`.
 
-Nobody knows the capacity, requests cannot be split, and a refused one may not come back. So a
+The capacity is unknown, requests cannot be split, and a refused one may not come back. So a
 tenant over its share is not closed out until the others have theirs, which would leave idle what
-they happen not to ask for. It may go on, but only where beside its request there is room for one
-more: the next of those who are below their share find it when they come. Networks of telephone
+they happen not to ask for. It may have more, but only where beside its request there is room for
+one more: the next of those who are below their share find it when they come. Networks of telephone
 lines have long done this with single lines, as trunk reservation (Kelly, *Loss networks*, Annals of
 Applied Probability 1991). For how long a prompt there must be room is learned: for a longer one
 with each request of a tenant below its share that finds none, for a shorter one with each that
@@ -34,7 +34,7 @@ REFRESH_S = 0.1
 """How old the water level may be, seconds."""
 
 MOST_TENANTS = 4_096
-"""Tenants that are told apart. Of more, the one that has asked for least is forgotten."""
+"""Tenants that are counted separately. Of more, the one that has asked for least is forgotten."""
 
 MOST_KEYS = 100_000
 """Requests that are remembered until they end; of more, the oldest tenth is forgotten."""
@@ -65,8 +65,8 @@ _SMOOTHING = 0.1
 
 _GAPS = 4.0
 _LEAST_MEMORY_S, _MOST_MEMORY_S = 1.0, 10.0
-"""When the reserve begins to go because nobody below its share asks: so many times as long as it
-was between two of their requests, within these bounds, seconds."""
+"""When the reserve begins to go because no tenant below its share asks: this many times as long as
+it was between two of their requests, within these bounds, seconds."""
 
 _OLDEST = 30.0
 """Windows after which the counters get a new unit, so that numbers stay small."""
@@ -115,7 +115,7 @@ class FairShares:
         self._usual = 0.0
 
     def __len__(self) -> int:
-        """Tenants that are told apart now."""
+        """Tenants that are counted separately now."""
         return len(self._slots)
 
     def reserve_tokens(self, tenant: int, now_s: float) -> float:
@@ -166,8 +166,8 @@ class FairShares:
             self._bound(self._refused)
 
     def settle(self, key: int, tokens: float) -> None:
-        """A promised request has ended, or was given up, after ``tokens``: its promise counts as so
-        many. Unknown keys are ignored."""
+        """A promised request has ended, or was given up, after ``tokens``: its promise counts as
+        that many. Unknown keys are ignored."""
         charge = self._charges.pop(key, None)
         slot = None if charge is None else self._slots.get(charge.tenant)
         if charge is None or slot is None:
@@ -286,8 +286,8 @@ def water_level(asked: Floats, weights: Floats, capacity: float) -> float:
 
 
 def has_room(held: float, free: float, weight: float, part: float) -> bool:
-    """Whether a tenant that holds ``held`` of something may have more, of which nobody holds
-    ``free``: as long as it has less than ``part * weight`` of that.
+    """Whether a tenant that holds ``held`` of something may have more, of which ``free`` is
+    left: as long as it has less than ``part * weight`` of that.
 
     So whoever asks last finds some left, one alone gets nearly all of it where ``part`` is large,
     and many get equal parts: dynamic thresholds (Choudhury and Hahne, IEEE/ACM Transactions on

@@ -406,8 +406,8 @@ class Fleet:
         return self.prefills[own], self.loads[own]
 
     def _make_room(self, row: int, entries: int) -> None:
-        """Have room for so many prefills and loads of a row; what it has is kept. ``O(1)`` copies
-        of an entry, amortised."""
+        """Have room for ``entries`` prefills and loads of a row; what it has is kept. ``O(1)``
+        copies of an entry, amortised."""
         if entries <= self._rooms[row]:
             return
         room = max(_FIRST_ENTRIES, 2 * entries)
@@ -434,7 +434,7 @@ class Fleet:
         self.prefills, self.loads, self._used = prefills, loads, used
 
     def _again(self, replica_id: str) -> None:
-        """Count a replica anew from its last report."""
+        """Count a replica again from its last report."""
         row = self.row_of.get(replica_id)
         if row is None:
             return

@@ -50,8 +50,7 @@ class RouteQuery(NamedTuple):
         prefill_key: 63-bit key of the computation of its prompt, where that may be done by one
             replica and the rest by another; 0: one replica must serve it whole.
         avoid: replicas that have failed this request. They are left out where there are others.
-        tenant: whose it is, a 63-bit hash; 0: nobody's in particular, and all of these are one
-            tenant.
+        tenant: whose it is, a 63-bit hash; 0: none in particular, and all of these are one tenant.
         weight: of the tenant's share, > 0.
         client_request_id: the client's own id of it, for the same people.
         moves_from: the replica that has this promised request already and is predicted to miss its
@@ -82,9 +81,9 @@ _NO_STAGES: Floats = np.empty((0, 2))
 class Job(NamedTuple):
     """A query, and what it would be on each of the replicas that may serve it, or begin with it.
 
-    Where a replica may compute its prompt for another one to go on, the replicas of the job are
+    Where a replica may compute its prompt for another one to continue, the replicas of the job are
     those where it may begin: such as serve it whole, and such as compute its prompt only. A job of
-    its own tells what the rest would be on each replica that may go on (``moved``).
+    its own tells what the rest would be on each replica that may continue (``moved``).
 
     Attributes:
         query: the request.
@@ -98,8 +97,8 @@ class Job(NamedTuple):
             where that is another replica's; 0 where it is served whole.
         splits: ``bool[n]``, whether each would compute its prompt only.
         moved: whether the KV of its prompt is another replica's work, and comes along.
-        reserve_tokens: a promise to it must leave room for one more request, with a prompt of so
-            many tokens, see :mod:`scheduling.fair_shares`.
+        reserve_tokens: a promise to it must leave room for one more request, with a prompt of
+            this many tokens, see :mod:`scheduling.fair_shares`.
     """
 
     query: RouteQuery
@@ -154,11 +153,11 @@ class RouteDecision(NamedTuple):
         predicted_ttft_s: from the decision to its first token, where that was promised. It is what
             admission predicts; who has observed how such predictions turn out may tell the median
             of that, see :mod:`scheduling.reliability`.
-        retry_after_s: where it is ``unattainable``: after how long it should come again, see
+        retry_after_s: where it is ``unattainable``: after how long it should retry, see
             :mod:`scheduling.retry_after`; ``None`` where there never is capacity.
         role: of the replica ``replica_id``.
         prefill_id: the replica that computes its prompt first and hands the KV over to
-            ``replica_id``; ``None``: nobody, ``replica_id`` serves it whole.
+            ``replica_id``; ``None``: ``replica_id`` serves it whole.
         handover_s: predicted time from the end of that to the first token: by so much earlier than
             the request's own is the prefill's deadline.
         over_share: its objective could have been promised, but for what its tenant, who has its
@@ -167,8 +166,8 @@ class RouteDecision(NamedTuple):
             planned, seconds; ``None`` where one was not stated. The replica works by them, see
             :mod:`scheduling.calibration`; instead of an end-to-end time by its shares, see
             :mod:`scheduling.pacing`.
-        room_s: as ``retry_after_s``: the predicted time until there is room, if nobody else comes.
-            Who waits at the edge asks by that.
+        room_s: as ``retry_after_s``: the predicted time until there is room, if no other request
+            comes. Who waits at the edge asks by that.
     """
 
     replica_id: str | None

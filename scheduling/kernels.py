@@ -66,7 +66,7 @@ def compiled(function: F) -> F:
     """Compile ``function`` with numba when it is first called, and keep the machine code on disk.
 
     It is kept in ``NUMBA_CACHE_DIR`` where that is set, else beside the source, or in the user's
-    cache directory where that cannot be written; and where none can, each process compiles anew.
+    cache directory where that cannot be written; and where none can, each process compiles again.
     numba looks only at the source file of the function itself: after a change to a compiled
     function that others call, delete their ``__pycache__``.
     """

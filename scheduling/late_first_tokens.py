@@ -5,10 +5,10 @@ late where the work up to and with it, by deadline, exceeds the capacity until i
 due. When it was promised it did not. It may since, because the replica's steps take longer than
 predicted, its correction has grown, or it makes no steps at all.
 
-An engine that makes no steps tells nothing of when it goes on. Our reading: a step that is overdue
-is expected to take as long again as it is overdue by now, which is the median of what remains of a
-time whose scale is unknown (Gott, Nature 1993). A step is overdue when it takes longer than the
-longest batch that there could be.
+An engine that makes no steps does not report when it will resume. Our reading: a step that is
+overdue is expected to take as long again as it is overdue by now, which is the median of what
+remains of a time whose scale is unknown (Gott, Nature 1993). A step is overdue when it takes longer
+than the longest batch that there could be.
 """
 
 # numpy's scalars are "Any" to the type checker.

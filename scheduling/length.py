@@ -37,7 +37,7 @@ class LengthDistribution(Protocol):
         """Expected tokens."""
 
     def given(self, emitted_tokens: int) -> float:
-        """Expected tokens in all, of an output that has ``emitted_tokens`` and goes on: always at
+        """Expected tokens in all, of an output that has ``emitted_tokens`` and continues: always at
         least one more."""
 
     def quantile(self, share: float, emitted_tokens: int = 0) -> float:

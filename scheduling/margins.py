@@ -49,14 +49,14 @@ APART: Final = 0.01
 """A score above the margin that the others need by more than this stands out."""
 
 LEAST_OUT: Final = 4
-"""A replica is told from the others by so many scores that stand out, at least."""
+"""A replica is set apart from the others by at least this many scores that stand out."""
 
 OUT_RATIO: Final = 4.0
-"""And by a share of its scores that is so many times what may be missed: of 50 scores 4, which at a
-level of 0.99 happens by chance once in 600 times."""
+"""And by a share of its scores that is this many times what may be missed: of 50 scores 4, which at
+a level of 0.99 happens by chance once in 600 times."""
 
 LEAST_OTHERS: Final = 20
-"""And by comparison with so many scores of others, at least."""
+"""And by comparison with at least this many scores of others."""
 
 _FIRST_SCALE_S = 0.125
 _LEAST_PAUSE_S = 1.0
@@ -87,12 +87,12 @@ class Tracker:
         self._measure(-inf)
 
     def behind(self, key: Hashable, score: float, replica_id: str, now_s: float) -> None:
-        """The promise ``key`` goes on, and has this score by now."""
+        """The promise ``key`` is in progress, and has this score by now."""
         self._behind[key] = _Score(now_s, score, replica_id)
         self._measure(now_s)
 
     def left(self, key: Hashable) -> None:
-        """The promise ``key`` goes on no more."""
+        """The promise ``key`` is no longer in progress."""
         self._behind.pop(key, None)
 
     def ended(self, score: float, kept: bool, replica_id: str, now_s: float) -> None:

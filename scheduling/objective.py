@@ -142,7 +142,7 @@ class SLO:
     def late(
         self, ttft_s: float | None, tpot_s: float | None, tokens: int
     ) -> tuple[float | None, float | None]:
-        """Of the TTFT and the TPOT of a request that goes on, seconds, those that are late by now;
+        """Of the TTFT and the TPOT of a running request, seconds, those that are late by now;
         ``None`` for the others. A TPOT is judged from ``LEAST_PACE_TOKENS`` tokens on."""
         ttft_due_s, tpot_due_s, _, _ = self.columns
         if tokens < LEAST_PACE_TOKENS:
@@ -179,9 +179,9 @@ class SLO:
 
     def at_stage(self, number: int, elapsed_s: float) -> SLO:
         """What an engine works by in one of its stages, from 0 on, that begins ``elapsed_s`` after
-        the arrival: the stage's objective, and no later than the end of the whole. One that goes on
-        decoding and states no TTFT has one TPOT for its first token, so that the pace does not
-        break."""
+        the arrival: the stage's objective, and no later than the end of the whole. One that
+        continues decoding and states no TTFT has one TPOT for its first token, so that the pace
+        does not break."""
         slo = self.of_stage(number)
         ttft_s, tpot_s, e2e_s = slo.times_s
         if self.e2e_s is not None:
@@ -260,8 +260,8 @@ class TokenClock:
         self._meter = TPOTMeter(slo.tpot_anchor)
 
     def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
-        """Count ``tokens`` (>= 0) that left at ``now_s``; with so many of them the reasoning ended,
-        0: it did not. Only a request of stages takes notice of that
+        """Count ``tokens`` (>= 0) that left at ``now_s``; after ``reasoned`` of them the reasoning
+        ended, 0: it did not. Only a request of stages takes notice of that
         (:class:`~scheduling.stage_clock.StageClock`).
 
         Several at once, as speculation gives them, each have the deadline of their place in the

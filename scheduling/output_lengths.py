@@ -4,8 +4,8 @@
 states a range or a distribution. Our reading differs where a promise is made. A Gaussian's tail is
 much shorter than that of real outputs, so a promise takes the quantile of the lengths themselves.
 And an output that ``max_tokens`` cut off, or whose client left, has no known length: it would have
-had at least so many tokens. The quantile is therefore that of the product-limit estimate (Kaplan &
-Meier 1958), which counts such outputs until they were cut off. Without that, a class of short
+had at least that many tokens. The quantile is therefore that of the product-limit estimate (Kaplan
+& Meier 1958), which counts such outputs until they were cut off. Without that, a class of short
 ``max_tokens`` would teach that all outputs are short.
 """
 
@@ -27,15 +27,16 @@ MEMORY: Final = 256
 """Latest outputs that count: at a level of 0.99 the quantile is the second longest of them."""
 
 LEAST_ENDED: Final = 20
-"""Outputs of known length from which on nothing is assumed, and a tenant is told from its class."""
+"""Outputs of known length from which on nothing is assumed, and a tenant counts apart from its
+class."""
 
 UNSEEN: Final = 2.0
-"""An output longer than all that were seen is taken to be so many times as long as the longest: of
-20 outputs with an exponential tail the longest has 3.6 times their mean on average, and the 0.99
+"""An output longer than all that were seen is taken to be this many times as long as the longest:
+of 20 outputs with an exponential tail the longest has 3.6 times their mean on average, and the 0.99
 quantile is 4.6 times."""
 
 EVERY: Final = 8
-"""Once :data:`LEAST_ENDED` are known, so many outputs are counted in at a time."""
+"""Once :data:`LEAST_ENDED` are known, this many outputs are counted in at a time."""
 
 MAX_CLASSES: Final = 64
 MAX_TENANTS: Final = 1_024
@@ -45,7 +46,7 @@ request ended longest ago goes first."""
 _MOST_TOKENS: Final = 1 << 30
 
 _DIGITS: Final = 9
-"""Sums of floats that should be equal are, to so many."""
+"""Sums of floats that should be equal are, to this many digits."""
 
 
 class OutputLength(NamedTuple):
@@ -109,7 +110,7 @@ class OutputLengths:
 
         Args:
             service_class: of the request.
-            tenant: as in :class:`~scheduling.job.RouteQuery`; 0: nobody's in particular.
+            tenant: as in :class:`~scheduling.job.RouteQuery`; 0: none in particular.
             most_tokens: the most that it may have; 0 if that is not known.
         """
         found = self._stated.get(service_class)

@@ -27,11 +27,12 @@ from scheduling.kernels import Floats, Ints, compiled, most_work_s
 from scheduling.objective import SLO
 
 LEAST_SPARE = 1.25
-"""The shares follow what a replica has to do already if it would end by so many times sooner. Else
+"""The shares follow what a replica has to do already if it would end sooner by this factor. Else
 they are those of an idle one, so that admission tells whether it can never be held or not now."""
 
 MOST_FIRST = 2.0
-"""The first token has at most so many times what it would take, so that slack goes to the pace."""
+"""The first token has at most this many times what it would take, so that slack goes to the
+pace."""
 
 LEAST_FIRST = 0.1
 """But at least this share of the whole time, where that is ample: a short prompt of a long answer

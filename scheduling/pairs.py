@@ -1,4 +1,4 @@
-"""Two replicas for one request: one computes its prompt, the other one goes on."""
+"""Two replicas for one request: one computes its prompt, the other one decodes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ under way, and the first of its own."""
 
 
 class DecodeChoice(NamedTuple):
-    """The replica that would go on with a request whose prompt another one computes.
+    """The replica that would continue a request whose prompt another one computes.
 
     Attributes:
-        job: the request, and what it would be on each replica that may go on.
+        job: the request, and what it would be on each replica that may continue.
         promises: what each of them could promise; ``None`` where nothing was asked.
         chosen: place in ``job.rows`` of the one that would: of those that can promise, if any.
         handover_s: predicted time from the end of the prefill to the first token there.

@@ -79,8 +79,8 @@ class Placer:
 
     Where the fleet has replicas that only prefill and such that only decode, a request that may be
     split (``prefill_key``) goes to a pair of them or whole to a mixed replica. Which replica would
-    go on does not depend on who computes the prompt, so it is chosen first: of those that can
-    promise to go on in time, by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill
+    continue does not depend on who computes the prompt, so it is chosen first: of those that can
+    promise to continue in time, by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill
     replicas are weighed in one decision, each by what it would do: the prefill ones can promise if
     the decode one can, and if they are done earlier than the first token is due, by the time of the
     transfer and of :data:`~scheduling.pairs.HANDOVER_STEPS`. The routing policy chooses among all
@@ -91,10 +91,10 @@ class Placer:
 
     Where not everything can be promised, tenants have fair shares of what can
     (:mod:`scheduling.fair_shares`): to one over its share only that is promised which leaves room
-    for the others, the rest of its requests is as if nobody could.
+    for the others, the rest of its requests is as if no replica could.
 
-    Who is refused is told when to come again, and newcomers of the same tenant leave room for those
-    who were (:mod:`scheduling.retry_after`).
+    A refused request learns when to retry, and newcomers of the same tenant leave room for the
+    retries (:mod:`scheduling.retry_after`).
 
     A request that must be served whole goes to a mixed replica; where there is none, to a decode
     one; where there is none either, to any.
@@ -136,7 +136,7 @@ class Placer:
         self.shares = FairShares()
         """What tenants were promised."""
         self.returns = RetryAfter()
-        """When the refused are told to come again."""
+        """When refused requests should retry."""
 
     def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes."""
@@ -204,7 +204,7 @@ class Placer:
         return self._admission
 
     def _by_role(self, query: RouteQuery, rows: Ints) -> tuple[Ints, Ints | None]:
-        """Of ``rows`` those where it may begin, and those where it may go on, if it may be
+        """Of ``rows`` those where it may begin, and those where it may continue, if it may be
         split."""
         fleet = self._fleet
         mixed, prefill, decode = (fleet.of_role(rows, role) for role in ROLES)
@@ -215,7 +215,7 @@ class Placer:
     def _second(
         self, query: RouteQuery, rows: Ints, now_s: float, admission: AdmissionPolicy | None
     ) -> DecodeChoice:
-        """Who would go on, of ``rows``."""
+        """The replica that would continue, of ``rows``."""
         fleet = self._fleet
         job = self._job(query, rows, now_s, moved=True)
         promises = None if admission is None else admission.promises(job, fleet)
@@ -320,7 +320,8 @@ class Placer:
         admission: AdmissionPolicy,
         reserve_tokens: float,
     ) -> Promises:
-        """Of ``promises`` those beside which there is room for another prompt of so many tokens."""
+        """Of ``promises`` those beside which there is room for another prompt of
+        ``reserve_tokens``."""
         kept = admission.promises(job._replace(reserve_tokens=reserve_tokens), self._fleet)
         if second is not None:
             moved = second.job._replace(reserve_tokens=reserve_tokens)
@@ -341,7 +342,7 @@ class Placer:
             return RouteDecision(None, STAYS)
         best_effort = Tier.BEST_EFFORT in query.tiers
         if wait_s < inf:
-            # What can never be promised takes nobody's share.
+            # What can never be promised takes no tenant's share.
             self.shares.refuse(
                 query, job.output_tokens, job.now_s, again=not best_effort, over_share=over_share
             )
@@ -417,7 +418,7 @@ class Placer:
         moved: bool = False,
     ) -> Job:
         """The query on ``rows``, of which the prefill replicas would compute its prompt for
-        ``second``, if anybody; ``moved``: see :class:`~scheduling.job.Job`."""
+        ``second``, if there is one; ``moved``: see :class:`~scheduling.job.Job`."""
         fleet = self._fleet
         if moved:
             cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
@@ -456,8 +457,8 @@ class Placer:
             query.prefill_key,
             made._replace(due_s=job.due_s - handover_s, tpot_s=inf, output_tokens=1.0),
         )
-        # It comes when its prompt is computed, which is by when it is due, or nobody knows better
-        # than the work ahead tells.
+        # It comes when its prompt is computed, which is by when it is due, or after the work
+        # ahead if that takes longer.
         due_in_s = job.due_s - job.now_s if job.due_s < inf else 0.0
         awaited_s = job.now_s + min(max(due_in_s, self._ahead_s(job)[chosen]), MOST_AWAITED_S)
         later = self._reservation(second.job, second.chosen, made.promised)

@@ -37,7 +37,7 @@ class PoolDemand(NamedTuple):
         return 1.0 / (self.prefill + self.decode)
 
     def goodput(self, prefillers: int, decoders: int) -> float:
-        """Requests per second and device with so many of each, both >= 1: the side that is short
+        """Requests per second and device with this many of each, both >= 1: the side that is short
         bounds it."""
         served = min(prefillers / self.prefill, decoders / self.decode)
         return served / (prefillers + decoders)

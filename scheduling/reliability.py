@@ -16,9 +16,9 @@ the prediction (20 ms of HTTP are much of 50 ms and little of two seconds). So b
 their own, sizes in steps of four. Where a replica has too few, those of all replicas for the size
 are taken; where these are too few as well, the prediction as it is.
 
-This is for those who are told a time and those who watch. What is promised is the stated bound, and
-the margin that keeps it is another matter (:mod:`scheduling.calibration`): an engine that works by
-deadlines uses the time that it has, so ratios grow with the bound and say little about it.
+This is for clients that receive a time and for monitoring. What is promised is the stated bound,
+and the margin that keeps it is another matter (:mod:`scheduling.calibration`): an engine that works
+by deadlines uses the time that it has, so ratios grow with the bound and say little about it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Curve:
         return len(self._places)
 
     def note(self, place: int) -> None:
-        """An observation lay above so many of the quantiles, and at or below the rest."""
+        """An observation lay above ``place`` of the quantiles, and at or below the rest."""
         if len(self._places) == CHECKED:
             self._counts[self._places.popleft()] -= 1
         self._places.append(place)

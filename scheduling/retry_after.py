@@ -1,25 +1,25 @@
-"""When refused requests are told to come again, and what is kept for those that were.
+"""When refused requests should retry, and the capacity that is kept for their retries.
 
-What admission predicts is when there would be room if nobody else came. But others come, and all
-that are refused in one moment are told about the same one, and meet again. So each tenant's refused
-requests stand in a *line*. The next one is told a later moment, by the tokens of those in the line
-and what the tenant is promised a second. Who comes after that moment finds room, as the tenant's
+What admission predicts is when there would be room if no other request came. But others come, and
+all that are refused in one moment would get about the same time, and meet again. So each tenant's
+refused requests stand in a *line*. The next one gets a later time, by the tokens of those in the
+line and what the tenant is promised a second. A retry after that time finds room, as the tenant's
 newcomers must leave it. That is a reservation with backfilling (Lifka, *The ANL/IBM SP scheduling
-system*, JSSPP 1995): a newcomer may pass where it delays nobody whose moment is near.
+system*, JSSPP 1995): a newcomer may pass where it delays no retry whose time is near.
 
-Nobody knows how long the line must be, and how many come again. Both are learned from those that
-do. A place that nobody takes makes the whole line count for less, so a burst of clients that never
-come again is forgotten soon after its first moments. And each moment for which somebody came is a
-test. It moves a factor on all times of the line, in its logarithm: up by a share :data:`LEVEL` of a
-gain where nothing was promised, down by the rest of it where something was. So in the long run a
-share ``LEVEL`` of them is promised, as long as neither bound of the factor and not
-:data:`HORIZON_S` is in the way (adaptive conformal inference, Gibbs & Candès 2021, eq. 2, with the
-logarithm of a factor in place of the level of a quantile).
+How long the line must be, and how many requests retry, is unknown. Both are learned from those that
+do. A place not claimed makes the whole line count for less, so a burst of clients that never
+retry is forgotten soon after its first times. And each retry at its time is a test. It moves a
+factor on all times of the line, in its logarithm: up by a share :data:`LEVEL` of a gain where
+nothing was promised, down by the rest of it where something was. So in the long run a share
+``LEVEL`` of them is promised, as long as neither bound of the factor and not :data:`HORIZON_S` is
+in the way (adaptive conformal inference, Gibbs & Candès 2021, eq. 2, with the logarithm of a factor
+in place of the level of a quantile).
 
-A test comes late: those in the line were told by the factor of when they joined. Were each of them
-to move it as far as a single one may, it would go on moving for as long as the line is, and swing
-between times far too short and far too long. So all of a line together move it by :data:`GAIN`, or
-less where there are few.
+A test comes late: the times of those in the line follow from the factor of when they joined. Were
+each of them to move it as far as a single one may, it would keep moving for as long as the line is,
+and swing between times far too short and far too long. So all of a line together move it by
+:data:`GAIN`, or less where there are few.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from scheduling.job import RouteQuery
 from scheduling.recent import used
 
 LEVEL: Final = 0.9
-"""Share of those who come again as told that are to be promised: above the four fifths that we
+"""Share of retries at the stated time that are to be promised: above the four fifths that we
 want, as what is learned of a moment comes only after it."""
 
 HORIZON_S: Final = 600.0
-"""The latest moment that is told, seconds from now. Beyond it the line tells no times apart."""
+"""The latest time for a retry, seconds from now. Beyond it the line distinguishes no times."""
 
 GRACE_S: Final = 1.5
 """So long after its moment a place is kept: the header has whole seconds, rounded up."""
@@ -60,14 +60,14 @@ MEMORY_S: Final = 10.0
 """In this time the rate of what a tenant is promised forgets ``1 - 1/e``, seconds."""
 
 SHOWING: Final = 0.05
-"""How far one place moves the share of the places for which somebody comes. It begins at a half."""
+"""How far one place moves the share of the places that are claimed. It begins at a half."""
 
 MOST_TENANTS: Final = 4_096
 """Lines at a time; of more, the one that was refused in longest ago is forgotten."""
 
 MOST_PLACES: Final = 8_192
-"""Places of one line. Beyond them a request is told a moment, and nothing is kept for it: were the
-oldest forgotten instead, nobody would learn whether they come."""
+"""Places of one line. Beyond them a request gets a time, and nothing is kept for it: were the
+oldest forgotten instead, the line would not learn whether they come."""
 
 _SLOT_S: Final = 0.25
 _MOST_SLOTS: Final = ceil((HORIZON_S + GRACE_S) / _SLOT_S) + 2
@@ -94,17 +94,17 @@ class _Slot:
 
 
 class Line:
-    """The refused requests of one tenant that were told a moment.
+    """The refused requests of one tenant that have a time to retry.
 
     ``O((AHEAD_S + GRACE_S) / _SLOT_S)`` a question, ``O(1)`` a change, and amortised ``O(1)`` for
-    each place that nobody takes; after silence all slots up to the horizon are looked at once.
+    each place that is not claimed; after silence all slots up to the horizon are looked at once.
 
     Args:
         now_s: the time, as everywhere here monotonic seconds of the caller's clock.
 
     Attributes:
         factor: on all times of the line.
-        showing: share of the places for which somebody comes.
+        showing: share of the places that are claimed.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -133,7 +133,7 @@ class Line:
         return sum(slot.prompt_tokens for slot in slots if slot is not None) * self.showing
 
     def promised(self, name: Hashable, tokens: float, now_s: float) -> bool:
-        """A request of so many tokens was promised; whether it had a place."""
+        """A request of ``tokens`` was promised; whether it had a place."""
         place = self._find(name, now_s)
         passed_s = min(now_s - self._counted_s, _MOST_GAP_S)
         left = exp(-passed_s / MEMORY_S)
@@ -147,11 +147,11 @@ class Line:
     def refused(
         self, name: Hashable, prompt_tokens: float, tokens: float, wait_s: float, now_s: float
     ) -> tuple[float, bool]:
-        """A request was refused, for which there would be room after ``wait_s`` if nobody came.
+        """A request was refused, for which there would be room after ``wait_s`` if no other came.
 
         Returns:
-            After how long it should come, and whether it came now because it was told to. Who asks
-            earlier is told the same moment again.
+            After how long it should retry, and whether it came now at its stated time. A request
+            that asks earlier gets the same time again.
         """
         place = self._find(name, now_s)
         if place is not None:
@@ -167,10 +167,10 @@ class Line:
         return due_s - now_s, place is not None
 
     def _find(self, name: Hashable, now_s: float) -> _Place | None:
-        """The place of a request, once those are gone for whom nobody came."""
+        """The place of a request, once those that were not claimed in time are gone."""
         since_s = now_s - GRACE_S
         first = int(since_s / _SLOT_S)
-        # Nobody was told more than the horizon, so no slot is later than the last of these.
+        # No request was given more than the horizon, so no slot is later than the last of these.
         for gone in range(self._first, min(first, self._first + _MOST_SLOTS)):
             slot = self._slots.get(gone)
             for each in tuple(slot.names) if slot is not None else ():
@@ -215,7 +215,7 @@ class RetryAfter:
     """The lines of all tenants.
 
     Attributes:
-        held, missed: those that came when they were told to, and were promised or refused.
+        held, missed: retries at their stated time that were promised or refused.
     """
 
     def __init__(self) -> None:
@@ -236,11 +236,11 @@ class RetryAfter:
     def refused(
         self, query: RouteQuery, output_tokens: float, wait_s: float, now_s: float
     ) -> float:
-        """After how long a refused request should come again, at least ``LEAST_WAIT_S``.
+        """After how long a refused request should retry, at least ``LEAST_WAIT_S``.
 
         Args:
             query: the request. output_tokens: expected length of its output.
-            wait_s: predicted time until there is room for it, if nobody else comes.
+            wait_s: predicted time until there is room for it, if no other request comes.
             now_s: the time.
         """
         line, prompt = self._line(query.tenant, now_s), float(query.prompt_tokens)
@@ -253,7 +253,7 @@ class RetryAfter:
 
 
 def name_of(query: RouteQuery) -> Hashable:
-    """What a request is known by when it comes again, under another key: the client's own id of it,
+    """What a request is known by when it retries, under another key: the client's own id of it,
     or else how its prompt begins; of one too short to have that hashed, its length. Requests that
     are alike in all of this count as one."""
     known = query.client_request_id or tuple(query.prefix) or query.prompt_tokens

@@ -225,7 +225,7 @@ class Speculation(ABC):
         work = _Decodes(alpha, drafted, context, left_s, tpot_s, credit_s)
         lengths = np.ones(len(rows), np.int64)
         apart, waits = table[:, BEST_EFFORT] > 0, False
-        # What is promised goes as if nobody else were there; the others have what that leaves.
+        # What is promised goes as if it were alone; the others have what that leaves.
         for tier in (~apart, apart):
             own = np.flatnonzero(tier[rows])
             waits = waits or bool((prefill & tier).any())

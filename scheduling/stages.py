@@ -33,7 +33,7 @@ class Stage(NamedTuple):
         tokens: how many it has; 0: the output tells its end. So the last stage ends with the
             request, and any other one with the reasoning.
         prompt_tokens: what enters before it beyond all that went before, such as a tool's answer;
-            0 for the first stage, and for one that goes on decoding.
+            0 for the first stage, and for one that continues decoding.
     """
 
     ttft_s: float | None = None

@@ -25,8 +25,7 @@ WINDOW_TOKENS: Final = 10
 
 
 LEAST_PACE_TOKENS: Final = 8
-"""With fewer tokens one slow step makes the pace of a stream that goes on look late that will not
-be."""
+"""With fewer tokens one slow step makes the pace of a running stream look late that will not be."""
 
 
 class TPOTAnchor(enum.StrEnum):

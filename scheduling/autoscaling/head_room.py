@@ -12,7 +12,7 @@ from scheduling.autoscaling.load import Load
 from scheduling.policy import PolicyOptions
 
 SLOWER = 4.0
-"""Demand has two means; the other one is over so many times ``smoothing_s``, and their difference
+"""Demand has two means; the other one is over this many times ``smoothing_s``, and their difference
 is the trend."""
 
 MOST_GROWTH = 2.0
@@ -34,7 +34,7 @@ CURED = 0.6
 """Below this share of what was lost before a replica was added, it has helped."""
 
 MORE_THAN_BORNE = 1.5
-"""So many times what is lost whatever is added must be lost for another try."""
+"""This many times what is lost whatever is added must be lost for another try."""
 
 LEAST_LOST = 3.0
 """Fewest requests lost lately for which a replica is added."""
@@ -89,7 +89,7 @@ class HeadRoomOptions(PolicyOptions):
         default=180.0,
         ge=0,
         description="For so long without a break fewer replicas must suffice before one goes, "
-        "seconds; then anew for the next.",
+        "seconds; then as long again for the next.",
     )
     max_step_up: int = Field(default=8, ge=1, description="Most replicas that come at once.")
     max_step_down: int = Field(default=1, ge=1, description="Most replicas that go at once.")

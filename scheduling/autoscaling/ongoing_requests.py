@@ -1,4 +1,4 @@
-"""So many ongoing requests to each replica: what Ray Serve does by default, to compare with."""
+"""A target of ongoing requests per replica: what Ray Serve does by default, to compare with."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OngoingRequests(AutoscalingPolicy):
         ongoing = sum(value for _, value in samples) / len(samples)
         wanted = self._factored(ongoing / options.target_ongoing_requests, int(load.ready))
         way = (wanted > pool.target) - (wanted < pool.target)
-        # As in Serve, a change of direction begins anew, a moment without one ends it.
+        # As in Serve, a change of direction restarts the delay, a moment without one ends it.
         begun_s = state["since_s"] if state.get("way") == way else load.now_s
         delay_s = options.upscale_delay_s if way > 0 else options.downscale_delay_s
         if way < 0:

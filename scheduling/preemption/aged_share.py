@@ -9,10 +9,10 @@ class AgedShare:
     """Gives prefills older than ``patience_s`` the share ``share`` of the time, a chunk at a time,
     by arrival.
 
-    Without it, S-EDF would let those wait for ever that have no deadline, or can no longer meet
-    theirs. With ``W`` seconds of work of aged prefills before it and of its own, one is computed at
-    most ``patience_s + W / share`` after its arrival, plus one task for each of its chunks, plus
-    the time for which there is no memory.
+    Without it, S-EDF would let prefills wait indefinitely that have no deadline, or can no longer
+    meet theirs. With ``W`` seconds of work of aged prefills before it and of its own, one is
+    computed at most ``patience_s + W / share`` after its arrival, plus one task for each of its
+    chunks, plus the time for which there is no memory.
     """
 
     def __init__(self, patience_s: float, share: float) -> None:

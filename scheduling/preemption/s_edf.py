@@ -108,7 +108,7 @@ def decide(
     options: Options,
     full: bool = False,
 ) -> Batch | None:
-    """The task to start now, inside ``top`` if there is one; None to go on as it is.
+    """The task to start now, inside ``top`` if there is one; None to continue as it is.
 
     ``O(n log n)`` in the waiting prefills.
 

@@ -39,9 +39,9 @@ class RoutingPolicy(ABC):
         where that one would compute its prompt only, ``job.splits`` says so."""
 
     def choose_decode(self, job: Job, fleet: Fleet) -> int:
-        """Place in ``job.rows`` of the replica that should go on once another one has computed the
-        prompt of ``job.query``: by default the one with the most KV blocks that are free and not
-        needed by what is on its way, as in ProServe's Algorithm 2."""
+        """Place in ``job.rows`` of the replica that should continue once another one has computed
+        the prompt of ``job.query``: by default the one with the most KV blocks that are free and
+        not needed by what is on its way, as in ProServe's Algorithm 2."""
         return most_free_blocks(job, fleet)
 
 

@@ -102,7 +102,7 @@ class GoRouting(RoutingPolicy):
     loaded ones in ``C`` (``exec(Q) < mu * TTFT``) the one with the least ``exec(Q)``; else of ``C``
     without the heavily loaded ones (``exec(Q + r) > lambda * TTFT``) the one with the **most**;
     else of ``C`` the one with the least. Ties go to the first in the list. Of decode replicas the
-    one with the most free KV blocks goes on.
+    one with the most free KV blocks continues.
 
     Our readings:
 

@@ -25,8 +25,8 @@ LEAST_SHARE = 0.05
 
 class LeastWork(RoutingPolicy):
     """Takes the replica where this prompt's prefill is done first, if all prefill there is served
-    in order of arrival; where another replica would go on, the time that its KV needs to get there
-    counts, too. ``O(replicas)``.
+    in order of arrival; where another replica would continue, the time that its KV needs to get
+    there counts, too. ``O(replicas)``.
 
     That is the predicted time of the prefills ahead, less what was done since the report, and of
     what this prompt needs there, over the share of the time that the decodes leave. So it is a
