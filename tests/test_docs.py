@@ -46,7 +46,7 @@ def test_every_metric_is_documented_and_none_is_invented() -> None:
         path.read_text(encoding="utf-8")
         for package in ("router", "controller", "replica")
         for path in (ROOT / package).rglob("*.py")
-        if path.name != "vllm_args.py"  # arguments of the engine, which share the prefix
+        if path.name != "xargs.py"  # arguments of the engine, which share the prefix
     ]
     in_code = {name for text in sources for name in re.findall(r'"(sluice_[a-z0-9_]+)"', text)}
     # The client library adds the suffix of counters, and takes it off a name that has it.
