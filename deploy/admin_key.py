@@ -24,7 +24,7 @@ def with_admin_key(config: SluiceConfig) -> tuple[SluiceConfig, str | None]:
 
 def page_address(config: SluiceConfig, url: str, key: str | None) -> str | None:
     """Where the live page is, below ``url``; ``None`` where it is off. The key stands in the
-    fragment, which a browser sends to nobody."""
+    fragment, which a browser does not send."""
     if config.router.admin.access == "off":
         return None
     return f"{url}/ui" if key is None else f"{url}/ui#key={key}"

@@ -64,7 +64,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
             fleet.config.replica.drain_timeout_s for fleet in config.fleets
         ),
         graceful_shutdown_wait_loop_s=0.1,
-        # An update starts one more before it stops any: with a single router nobody would answer.
+        # An update starts a router before it stops one: a single router would leave a gap.
         max_surge_percent=1,
     )
     models = tuple(

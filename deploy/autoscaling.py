@@ -24,7 +24,7 @@ LOOK_BACK_LOOKS = 5
 """Serve records metrics five times in the time that it looks back, and keeps them for so long."""
 
 OLD_NEWS_S = 60.0
-"""No load that is told is older than this."""
+"""No reported load is older than this."""
 
 _STATE, _TOLD_S = "sluice_state", "sluice_told_s"
 
@@ -92,11 +92,11 @@ def is_news(now_s: float, told_s: float) -> bool:
 
 
 def latest_load(metrics: Mapping[str, Mapping[Any, Any]]) -> Load | None:
-    """The latest of the loads that were told last by each replica; ``None`` where none was.
+    """The latest of the loads that each replica reported last; ``None`` if there is none.
 
     Args:
-        metrics: by field of :class:`Load` and replica, the values with the times at which they were
-            told, in their order, as Serve keeps them.
+        metrics: by field of :class:`Load` and replica, the values with their report times, in
+            their order, as Serve keeps them.
     """
     loads = []
     for replica, series in metrics.get("now_s", {}).items():

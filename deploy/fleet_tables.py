@@ -169,7 +169,7 @@ def headline(fleet: Mapping[str, Any]) -> Text:
 
 
 def overview(fleet: Mapping[str, Any], width: int) -> Group:
-    """All of it, for a terminal of so many columns."""
+    """All of it, for a terminal of ``width`` columns."""
     parts: list[Any] = [headline(fleet), Text(), *replica_tables(fleet)]
     if fleet["classes"]:
         minutes = max(facts.get("window_ms", 0) for facts in fleet["models"].values()) / 60_000
@@ -209,12 +209,12 @@ def _splits(rows: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _half_pairs(fleet: Mapping[str, Any]) -> Iterator[str]:
-    """Models of which nobody takes one of the phases, a sentence each."""
+    """A sentence for each model of which no replica takes one of the phases."""
     for model in fleet["models"]:
         rows = [row for row in fleet["replicas"] if row["model"] == model]
         taking = _by_role(filter(_takes, rows))
         if not taking or not _splits(rows):
-            continue  # nobody takes anything, or everybody takes all
+            continue  # no replica takes requests, or every replica takes both phases
         yield from (
             f"no {role} replica of {model} takes requests: others serve them whole"
             for role in ("prefill", "decode")

@@ -2,12 +2,12 @@
 gone, and with TLS where a certificate is given.
 
 With splicing the proxy does not see that a client has left before the response began, so a long
-prefill would be computed for nobody: Serve's configuration turns on both splicing and the
+prefill would be computed for no client: Serve's configuration turns on both splicing and the
 detection, and in HAProxy 2.8 the first defeats the second. The switch is on the command line only,
 so Serve is pointed at this program, which becomes HAProxy.
 
 Serve's configuration waits an hour for the headers of a request and for a client that takes
-nothing, and asks no silent connection whether anybody is there. None of it can be set, so HAProxy
+nothing, and does not probe silent connections. None of it can be set, so HAProxy
 gets a copy of that file with :data:`BOUNDS` in it.
 
 Serve's own settings for TLS (``ssl_certfile`` and the like) are of its Python proxy only: with
@@ -98,7 +98,7 @@ STARTING: Final = (
     """"param": null, "code": "no_router"}}'"""
 )
 """What stands in place of Serve's 404 while HAProxy knows no application, as for a moment after it
-was started again. Clients come again after a 503, and not after a 404."""
+was started again. Clients retry after a 503, and not after a 404."""
 
 GONE: Final = "tcp-ut 60s"
 """Drops a connection whose client takes nothing, or acknowledges nothing, for so long while there
@@ -119,13 +119,13 @@ BOUNDS: Final = """\
 
 
 GONE_ROUTERS: Final = """
-    # Added by sluice-haproxy: routers whose machine is gone or cut off, which nobody says. One that
-    # only stands still is not meant: its kernel answers for it.
+    # Added by sluice-haproxy: routers whose machine is gone or cut off, which nothing reports. A
+    # router that only hangs is not meant: its kernel answers for it.
     option srvtcpka
     srvtcpka-idle 10s
     srvtcpka-intvl 5s
     srvtcpka-cnt 3"""
-"""Of connections to routers. Serve's configuration waits for ever for the end of an answer."""
+"""Of connections to routers. Serve's configuration waits indefinitely for the end of an answer."""
 
 UNHEARD: Final = "tcp-ut 25s"
 """The same while a router has not acknowledged what it was sent. Of each server; HAProxy does not
@@ -208,8 +208,8 @@ def _with_direct_streams(config: str, socket: Path) -> str:
     text = _GLOBAL.sub(rf"\g<0>\n    {settings}", text)
     most = _MAXCONN.search(text)
     if most is not None:
-        # Clients must not take the places by which their own calls go on. More in all would exceed
-        # the files that HAProxy may open.
+        # Clients must not take the connections that forward their own calls. More in all would
+        # exceed the files that HAProxy may open.
         of_clients = int(most[1]) // _CONNECTIONS_OF_A_CALL
         text = _BIND.sub(rf"\g<0>\n    maxconn {of_clients}", text)
     return text.rstrip("\n") + "\n" + _ROUTERS.format(socket=socket)

@@ -227,7 +227,7 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
 
 
 def _check_labels(config: SluiceConfig) -> None:
-    """Without this check Ray would wait for such nodes for ever."""
+    """Without this check Ray would wait for such nodes indefinitely."""
     if any(pool.replica.node_labels for fleet in config.fleets for pool in fleet.pools):
         raise StartError(
             "node_labels ask for nodes of a cluster, and this machine is one without labels: leave "

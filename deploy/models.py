@@ -23,7 +23,7 @@ _OPTIONS = {"policy": "policy_options", "admission": "admission_options"}
 """Fields that choose a policy -> the fields that are only good for that policy."""
 
 _SIZES = ("count", "autoscaling")
-"""Numbers of replicas without pools, and with ``pools`` nobody's."""
+"""Fields for the number of replicas without pools; ``pools`` replaces them."""
 
 
 class ModelConfig(BaseModel):
@@ -110,8 +110,8 @@ def _filled(data: Mapping[str, Any], name: Any, entry: Any) -> Any:
 
 
 def _laid_over(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Field by field; options of a policy that is not chosen are nobody's, and neither is the
-    other way to say how many replicas there are."""
+    """Field by field; options of a policy that is not chosen are dropped, and so is the other way
+    to say how many replicas there are."""
     foreign = {
         options
         for choice, options in _OPTIONS.items()

@@ -37,7 +37,7 @@ TUNED: Mapping[str, str] = {
     # A dead proxy is noticed after 1 s, not 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # One that fails its health check is ended at once: there is nothing to wait for in a process
-    # that stands still, and Serve would wait for as long as a drain may take.
+    # that hangs, and Serve would wait for as long as a drain may take.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Ray starts workers with niceness 15: beside one busy process of normal priority an engine, a
     # router or the controller would get 3 % of a core that they share.
@@ -80,7 +80,7 @@ LOCAL_LISTENERS = (
 """Ports that Serve fixes for the whole machine: a local instance has its own."""
 
 _ROUTER_PORTS = 200
-"""So many for an instance: at most 64 routers, and their successors while they are replaced."""
+"""Ports of an instance: at most 64 routers, and their successors while they are replaced."""
 
 _ROUTER_RANGES = range(20_000, 30_000, _ROUTER_PORTS)
 """Where they begin: above the ports of Ray's workers, below those of a Serve with its defaults."""
@@ -90,7 +90,7 @@ _FREE_PORTS = range(31_100, 32_768)
 Linux gives to connections."""
 
 _BLOCK = 16
-"""So many of them a process claims at a time."""
+"""Ports that a process claims at a time."""
 
 _claims: dict[int, socket.socket] = {}
 
@@ -100,7 +100,7 @@ def _claim(first: int) -> bool:
     for as long as this one runs; whether it has them. Between choice and use nothing listens there.
 
     The claim is a name in Linux's abstract namespace: it goes with the process, however that ends.
-    Elsewhere there is none, and nobody has a claim.
+    Other systems have no such namespace, and no process has a claim.
     """
     if first not in _claims:
         claim = socket.socket(socket.AF_UNIX)

@@ -2,7 +2,7 @@
 
 The API takes all applications at once and deletes those that are not named, so the others are sent
 along as they were deployed. What can change in place is kept out of the application's ``args``:
-Serve builds the application anew, and replaces every replica, when those differ.
+Serve builds the application again, and replaces every replica, when those differ.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
             "out, and set OTEL_EXPORTER_OTLP_HEADERS in the environment in which Ray starts"
         )
     args = deepcopy(dict(data))
-    # The name is the application's; a change of the field must not build it anew.
+    # The name is the application's; a change of the field must not build it again.
     args.pop("name", None)
     shared = bool((args.get("replica") or {}).get("pools"))
     for section in (args, *(args.get("models") or {}).values()):

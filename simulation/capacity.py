@@ -45,7 +45,7 @@ def search(attainment: Callable[[int], float], target: float, start: int, most: 
     reaches it is not looked for.
 
     Args:
-        attainment: share of requests that meet their objectives with so many replicas; nan counts
+        attainment: share of requests that meet their objectives, by number of replicas; nan counts
             as below any target. Called once per count.
         target: share that is wanted, above 0 and at most 1.
         start: where to begin; it is moved into the range. The closer to the answer, the faster, and

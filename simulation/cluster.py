@@ -65,7 +65,7 @@ class Cluster:
     """Places requests by a routing policy, runs the engines, and loses no request.
 
     A request whose replica fails is placed again, up to ``max_attempts``. What it has emitted by
-    then stays emitted: the next replica computes the prompt and those tokens, and goes on (as the
+    then stays emitted: the next replica computes the prompt and those tokens, and continues (as the
     router of production resumes a stream). While no replica is there at all, requests wait at the
     router, for a bounded time.
 
@@ -83,11 +83,11 @@ class Cluster:
         routing: a new policy.
         config: the cluster.
         rng: source of lost reports.
-        admission: tells which replicas can promise a request its objective; default: nothing is
-            promised. A request that nobody can promise is served as best effort, waits, or ends
-            with an explicit failure, as ``config`` says for its class.
-        autoscaling: who changes the numbers of replicas that ``config`` begins with; default:
-            nobody.
+        admission: finds the replicas that can guarantee a request its objective; default: nothing
+            is guaranteed. A request that no replica can guarantee is served as best effort, waits,
+            or ends with an explicit failure, as ``config`` says for its class.
+        autoscaling: changes the numbers of replicas that ``config`` begins with; default: they
+            are fixed.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Cluster:
         self._mirror = Mirror(config, routing, admission, requests.depths)
         self._named: dict[str, Replica] = {}
         self._attempts: dict[int, int] = {}
-        # What was promised and goes on, and what has ended since the last push to those who learn.
+        # Guaranteed requests that still run, and those that ended since the last push to learners.
         self._promised: set[int] = set()
         self._untold: list[int] = []
         self._pushes = False
@@ -128,7 +128,7 @@ class Cluster:
             self._grow(role, config.counts[role])
         self._judged = Judged(requests)
         self.scalers = self._autoscale(autoscaling) if autoscaling is not None else []
-        """Who sizes each role, if anybody does."""
+        """The scalers of the roles; empty without autoscaling."""
 
     def run(self, incidents: Sequence[Incident] = ()) -> float:
         """Run until every request has ended; return the time.
@@ -174,8 +174,8 @@ class Cluster:
         self._place(key)
 
     def _place(self, key: int) -> None:
-        """Send a request where the router decides. Where there is nobody to choose from it waits,
-        and is placed again or ended later."""
+        """Send a request where the router decides. Without a replica to choose from it waits, and
+        is placed again or ended later."""
         now_s = self.events.now_s
         query = self._query(key)
         placed = self._mirror.place(query, now_s)
@@ -201,8 +201,8 @@ class Cluster:
         self.events.after(self._config.dispatch_s, deliver)
 
     def _refused(self, key: int, retry_after_s: float | None) -> None:
-        """Nobody can promise a request, and it is not served without: it waits, comes again, or
-        ends."""
+        """No replica can guarantee a request, and its class does not allow best effort: it waits,
+        is retried, or ends."""
         left = self._config.come_backs - self._came_back.get(key, 0)
         if self._when(key) != "reject" or retry_after_s is None or left <= 0:
             self._wait(key, self._patience_s(key), REFUSED)
@@ -239,7 +239,7 @@ class Cluster:
         return _PROMISED
 
     def _patience_s(self, key: int) -> float:
-        """How long a request waits that nobody can promise: not beyond its own first deadline."""
+        """How long a request waits for a guarantee: not beyond its own first deadline."""
         if self._when(key) == "reject":
             return 0.0
         return min(self._config.queue_limit_s, self._requests.arrivals[key].slo.columns[0])
@@ -373,7 +373,7 @@ class Cluster:
             self._named[name] = replica
 
     def _change(self, role: Role, change: int) -> None:
-        """Let so many replicas of a role join, or the youngest leave."""
+        """Let ``change`` replicas of a role join, or, below 0, the youngest leave."""
         if change >= 0:
             self._grow(role, change)
             return
@@ -455,7 +455,7 @@ def simulate_cluster(
         admission: see :class:`Cluster`; a policy keeps no state, so one serves many runs.
         nodes: what the first replicas to start are, where they differ from ``truth``, ``belief``
             and ``engine``, of which the others are.
-        autoscaling: who changes the numbers of replicas; default: nobody.
+        autoscaling: changes the numbers of replicas; default: they are fixed.
 
     Raises:
         ValueError: see :meth:`Cluster.run`.

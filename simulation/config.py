@@ -124,8 +124,8 @@ class ClusterConfig(BaseModel):
     )
     when_unattainable: dict[str, WhenUnattainable] = Field(
         default_factory=dict,
-        description="What happens, by service class, to a request that nobody can promise its "
-        "objective; default: `best_effort`.",
+        description="What happens, by service class, to a request whose objective no replica can "
+        "guarantee; default: `best_effort`.",
     )
     queue_limit_s: float = Field(
         default=10.0, gt=0, description="Longest wait where that is `queue`."
@@ -143,7 +143,7 @@ class ClusterConfig(BaseModel):
     come_backs: int = Field(
         default=0,
         ge=0,
-        description="How often a refused request comes again, when it was told to, as a new one.",
+        description="How often a refused request is retried as a new one, after the stated delay.",
     )
     detect_s: float = Field(
         default=0.05, ge=0, description="From a replica's failure until the router notices."

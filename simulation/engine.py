@@ -171,8 +171,8 @@ class Engine:
 
     def prefill(self, key: int, handover_s: float) -> bool:
         """Queue a request whose context alone is computed here, for another engine: it ends with a
-        token that nobody gets. That is due ``handover_s`` before its first token is. ``False``: the
-        context is longer than the KV."""
+        token that no client gets. That is due ``handover_s`` before its first token is. ``False``:
+        the context is longer than the KV."""
         requests = self._requests
         if requests.context_tokens(key) >= self.config.kv_tokens:
             return False

@@ -30,7 +30,7 @@ from simulation.config import ClusterConfig
 from simulation.judged import Judged
 
 _WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
-"""Who serves a request whole where nobody decides, the first that is there."""
+"""Roles that serve a request whole where the policy finds no replica, by preference."""
 
 PREFILL_KEYS = 1 << 40
 """Added to the key of a request: that of the computation of its prompt for another replica."""
@@ -128,7 +128,7 @@ class Mirror:
         self.fleet.release((key, key + PREFILL_KEYS))
 
     def ended(self, key: int, tokens: int) -> None:
-        """A request has ended after so many tokens, prompt and output."""
+        """A request has ended after ``tokens`` tokens, prompt and output."""
         self._placer.shares.settle(key, tokens)
 
     def learn(
@@ -150,7 +150,7 @@ class Mirror:
             self._lengths.observe(service_class, 0, output_tokens, ended=True)
 
     def behind(self, key: int, ttft_s: float | None, tpot_s: float | None, now_s: float) -> None:
-        """What a request is seen to miss while it goes on teaches the margins, too."""
+        """The margins also learn from what a request misses while it still runs."""
         if self.calibration is not None:
             self.calibration.behind(key, ttft_s, tpot_s, now_s)
 

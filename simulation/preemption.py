@@ -96,7 +96,7 @@ class Counts:
         tasks: that were started.
         rounds: decisions.
         suspensions: times that a running task was stopped before its end.
-        blocked_s: of each time that one was told to stop, until it had, or had ended.
+        blocked_s: from each order to a task to stop, until it had stopped or ended.
         deepest: most suspended tasks.
         suspended_tokens: most tokens of suspended tasks at a time: their activations are kept.
         held_tokens: most tokens with KV at a time, of prefills that had begun.
@@ -149,7 +149,7 @@ class PrefillEngine:
 
     The caller owns the clock, and calls :meth:`round` once after all that happens at a moment.
 
-    - A task that is told to stop goes on to its next check, and the next one starts then. One that
+    - A task that has to stop runs to its next check, and the next task starts then. A task that
       arrives until then and comes before that one is started inside it, before its first operator.
     - What the engine believes of how far a task is, is the share of its checks that it has passed.
     - KV never lacks; how much was held is counted.

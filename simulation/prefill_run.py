@@ -24,7 +24,7 @@ from simulation.run import HEADROOM
 from simulation.truth import Truth
 from simulation.workload import Workload
 
-REFUSED = "nobody can promise its objective"
+REFUSED = "its objective cannot be guaranteed"
 
 _REPLICA = "prefill"
 _BLOCKS = 1 << 24
@@ -44,7 +44,7 @@ class Gate:
 
     Args:
         admission: tells what can be promised.
-        refuses: what nobody can promise is refused; otherwise it is served as best effort.
+        refuses: what cannot be promised is refused; otherwise it is served as best effort.
         requests: of the run.
         latency: of the replica.
         now_s: the time.

@@ -163,12 +163,12 @@ class PrefixCache:
 
     @property
     def idle_blocks(self) -> int:
-        """KV blocks of prefixes that nobody uses."""
+        """KV blocks of unused prefixes."""
         return len(self._idle) * self._blocks
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks of prefixes that somebody uses."""
+        """KV blocks of prefixes in use."""
         return len(self._users) * self._blocks
 
     def _prefix(self, key: int) -> tuple[int, ...]:

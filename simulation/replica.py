@@ -78,8 +78,8 @@ class Replica:
         return self._took(key + PREFILL_KEYS, self.engine.prefill(key, handover_s))
 
     def take_over(self, key: int, tokens: int, seconds: float) -> bool:
-        """Take a request with the KV of its context of so many tokens, which took that long to
-        come; ``False`` if it can never run here."""
+        """Take a request with the KV of its context of ``tokens`` tokens, whose transfer took
+        ``seconds``; ``False`` if it can never run here."""
         count, all_seconds, all_tokens = self._transfers
         self._transfers = Transfers(count + 1, all_seconds + seconds, all_tokens + tokens)
         return self._took(key, self.engine.take_over(key))

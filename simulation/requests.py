@@ -43,12 +43,12 @@ _LEAST_STEP = 1 / 16
 
 
 class Return(NamedTuple):
-    """A refused request came again.
+    """A refused request was retried.
 
     Attributes:
         key: of the request.
         at_s: when.
-        told_s: after how long it had been told to, seconds.
+        told_s: the delay after which it had to retry, seconds.
         promised: whether its objective was promised then.
     """
 
@@ -80,7 +80,7 @@ class Requests:
         stage_request, stage_tokens: by stage, its request and its output tokens.
         offsets: ``int64[stages + 1]``, where a stage's emission times begin.
         emitted_s: ``float64[all output tokens]``, when each token left; nan before.
-        times: ``emitted_s`` with one place more, for tokens that nobody gets.
+        times: ``emitted_s`` with one more element, for tokens that no client gets.
         failures: why a request ended without its output, by key.
         promised_s: ``float64[requests]``, the time to the first token that was predicted when the
             objective was promised, seconds from the arrival; nan where nothing was.
@@ -97,7 +97,7 @@ class Requests:
         self.whole_stages = not any(arrival.stages for arrival in self.arrivals)
         """Whether no request has several stages."""
         self.returns: list[Return] = []
-        """Every time that a refused request came again, in order."""
+        """Every retry of a refused request, in order."""
         self.hashed = any(arrival.block_hashes for arrival in self.arrivals)
         """Whether any prompt states which blocks it has."""
         self.depths: dict[int, int] = {}
@@ -153,7 +153,7 @@ class Requests:
         return int(self.rows[key, PROMPT])
 
     def come_again(self, key: int, now_s: float) -> None:
-        """A request that was refused comes again: its time counts from now."""
+        """A refused request is retried: its time counts from now."""
         self.arrivals[key] = self.arrivals[key]._replace(arrival_s=now_s)
         self.rows[key, ARRIVAL] = now_s
 
@@ -171,7 +171,7 @@ class Requests:
         stated: SLO | None = None,
         planned: Times | None = None,
     ) -> None:
-        """Write what an engine is told of a request that was placed, before it gets it;
+        """Write what an engine learns of a request that was placed, before it gets it;
         ``promised_s`` is nan where nothing was promised. What was promised of a first token that
         has left stays. It works by ``planned``, or by ``stated`` where that is ``None``; see
         :meth:`~scheduling.objective.SLO.with_times` for later stages."""
@@ -198,7 +198,7 @@ class Requests:
         return served
 
     def prolong(self, key: int, row: Floats, private: Ints) -> None:
-        """Expect more of a request that goes on after as many tokens as it was expected to have,
+        """Expect more of a request that continues after as many tokens as it was expected to have,
         as a replica's local scheduler does."""
         before = int(private[OFFSET] - self.offsets[self.first_stage[key]])
         emitted = before + int(row[EMITTED])
@@ -210,7 +210,7 @@ class Requests:
         row[EXPECTED] = longer - before
 
     def interrupted(self, key: int, row: Floats, private: Ints) -> None:
-        """A request's engine has failed, with these rows of it: another one can go on from there,
+        """A request's engine has failed, with these rows of it: another one can continue there,
         as with a request that has what was emitted in its prompt."""
         emitted = int(row[EMITTED])
         rest, own = self.rows[key], self.private[key]
@@ -225,9 +225,9 @@ class Requests:
         own[ADMISSION:PRIVATE] = 0
 
     def rest(self, key: int, now_s: float) -> SLO:
-        """The objective of what is left of a request, as the router has it for a stream that goes
-        on: the next token is due when the objective says or, as that may have passed, as soon as
-        the first of a new request. Its row gets it, too. Of stages, what is left of them is not
+        """The objective of what is left of a request, as the router has it for a stream that
+        resumes: the next token is due when the objective says or, as that may have passed, as soon
+        as the first of a new request. Its row gets it, too. Of stages, what is left of them is not
         stated again: the router does not know it."""
         row = self.rows[key]
         stage = int(self.first_stage[key + 1] - 1 - self.private[key, STAGES_LEFT])

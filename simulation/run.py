@@ -45,8 +45,8 @@ class Result:
         starting_s: sum of the times for which replicas were started that served nothing yet.
         checked_drafts: drafted tokens that steps checked.
         accepted_drafts: of these, those that were right.
-        sizes: by role, how many replicas were wanted and why, from when on; empty where nobody
-            sized the cluster.
+        sizes: by role, how many replicas were wanted and why, from when on; empty without
+            autoscaling.
     """
 
     requests: Requests
@@ -75,7 +75,7 @@ class Result:
 
 
 class Size(NamedTuple):
-    """So many replicas were wanted from a time on.
+    """The number of replicas that was wanted from a time on.
 
     Attributes:
         at_s: from when on.

@@ -22,7 +22,7 @@ class Scaler:
         role: whose replicas.
         events: the clock.
         load: what they have to do at a time.
-        change: lets so many join that serve at once, or so many leave.
+        change: of the number of replicas: above 0 they join and serve at once, below 0 they leave.
         replicas: how many there are at the start; they serve.
     """
 

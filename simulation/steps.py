@@ -33,7 +33,7 @@ OFFSET = 1  # where the stage's emission times begin
 STAGES_LEFT = 2  # after this one
 ADMISSION = 3  # number of its last admission
 SHARED = 4  # of its blocks, how many belong to the prefix cache
-SOLE = 5  # and how many of these nobody else uses; known in a step that may preempt
+SOLE = 5  # and how many of these no other request uses; known in a step that may preempt
 PRIVATE = 6
 
 # The engine's counters.
@@ -59,8 +59,8 @@ TIMES = 3
 
 # What the end of a step was to a request.
 FINISHED = 1  # it has all its output
-STAGED = 2  # it goes on with another stage
-OUTGROWN = 3  # it goes on after as many tokens as it was expected to have
+STAGED = 2  # it continues with another stage
+OUTGROWN = 3  # it continues after as many tokens as it was expected to have
 
 
 @compiled
@@ -211,11 +211,10 @@ def complete(
     """End a step: count its tokens, write when they left, and take out what is finished.
 
     ``accepted`` says, per place of ``ran``, how many of the drafted tokens that were checked are
-    right; the others leave nothing behind. For each request that goes on decoding ``drafts`` more
-    are drafted. Written to ``turns`` are
-    the keys of the requests that finished, go on with another stage or have outgrown what was
-    expected, and which of it, in the order of ``ran``. ``O(ran)``, and ``O(live)`` where something
-    finished.
+    right; the others leave nothing behind. For each request that continues to decode ``drafts``
+    more are drafted. Written to ``turns`` are the keys of the requests that finished, continue with
+    another stage or have outgrown what was expected, and which of it, in the order of ``ran``.
+    ``O(ran)``, and ``O(live)`` where something finished.
     """
     ended = False
     counters[TURNS] = 0

@@ -30,7 +30,7 @@ class Stage(NamedTuple):
         output_tokens: tokens that the stage emits, >= 1.
         slo: objective of the stage; its TTFT and end-to-end time count from the stage's start.
         prompt_tokens: tokens that enter before the stage beyond all that went before, such as a
-            tool's answer; 0 for a stage that goes on decoding. In the first stage it is 0, as
+            tool's answer; 0 for a stage that continues to decode. In the first stage it is 0, as
             the arrival's prompt is what enters.
     """
 

@@ -96,7 +96,7 @@ class RepeatLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether ``record`` is written."""
-        # What is told of one request is told of each.
+        # Records about single requests are all written.
         if record.levelno < logging.WARNING or hasattr(record, "fields"):
             return True
         place = (record.pathname, record.lineno)

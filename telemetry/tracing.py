@@ -195,7 +195,7 @@ class Tracer:
         return int((self._clock() if at_s is None else at_s) * 1e9) + offset_ns
 
     def shutdown(self) -> None:
-        """Export what is left, and stop. It blocks, for seconds where nobody takes the spans."""
+        """Export what is left, and stop. It blocks, for seconds if no collector takes the spans."""
         self._provider.shutdown()
 
     def _context(self, headers: Mapping[str, str]) -> Context:

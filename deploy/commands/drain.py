@@ -83,7 +83,7 @@ def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
     """Drain a replica; the last one of its model only if that is meant.
 
     Raises:
-        Failure: it is not, or nobody can be asked.
+        Failure: it is not meant, or there is no operator to ask.
     """
     try:
         return api.drain(replica_id, yes)
@@ -91,7 +91,7 @@ def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
         click.echo(f"{replica_id} is {_LAST}", err=True)
     try:
         sure = click.confirm("Drain it?", err=True)
-    except click.Abort:  # there is nobody to ask
+    except click.Abort:  # there is no operator to ask
         sure = False
     if not sure:
         raise Failure(Exit.FAILED, f"{replica_id} was not drained; --yes drains it without asking")
@@ -102,7 +102,7 @@ def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, An
     """What is left in the end: nothing. ``told`` is what was left at first.
 
     Raises:
-        Failure: it took too long, or somebody took the drain back, or looking fails for good.
+        Failure: it took too long, or the drain was undone, or looking fails for good.
     """
     replica_id = told["replica_id"]
     started_s, shown, missing_s, trouble = time.monotonic(), -1, 0.0, ""
@@ -138,10 +138,10 @@ def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, An
 
 
 def _look(api: AdminApi, replica_id: str) -> dict[str, Any] | None:
-    """What is left there now; ``None`` where nobody knows it.
+    """What is left there now; ``None`` if the fleet does not list it.
 
     Raises:
-        Failure: nobody can tell now, or somebody took the drain back.
+        Failure: it is unknown now, or the drain was undone.
     """
     fleet = api.fleet()
     row = next((row for row in fleet["replicas"] if row["replica_id"] == replica_id), None)
@@ -151,7 +151,7 @@ def _look(api: AdminApi, replica_id: str) -> dict[str, Any] | None:
     if row is None:
         return None
     if row["drain"] is None:
-        raise Failure(Exit.FAILED, f"{replica_id} takes requests again: somebody took this back")
+        raise Failure(Exit.FAILED, f"{replica_id} takes requests again: the drain was undone")
     left = row["waiting"] + row["running"] + row["reserved"]
     return {"replica_id": replica_id, "draining": True, "left": left}
 

@@ -25,7 +25,7 @@ class Failure(click.ClickException):
     Args:
         exit_code: of the process.
         message: what was wrong and what to do. Line breaks become semicolons.
-        passing: it may be gone in a moment, so whoever waits goes on waiting.
+        passing: the failure may be temporary, so a command that waits keeps waiting.
     """
 
     def __init__(self, exit_code: Exit, message: str, passing: bool = False) -> None:

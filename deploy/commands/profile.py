@@ -125,7 +125,7 @@ async def measure(
     """Start the engine, sweep it, try it, and stop it.
 
     Args:
-        report: is told what is being done, and how many loads of how many are done.
+        report: receives what is being done, and how many loads of how many are done.
 
     Raises:
         SweepError, EngineDeadError: the sweep could not be run to its end.
@@ -200,7 +200,7 @@ def _measure(
     # Standard output is the report's, and lines would run through the progress bar.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # A simulated engine only waits, which nobody has to wait for.
+    # A simulated engine only waits, which need not take real time.
     loop = VirtualLoop if config.kind == "simulated" else None
     try:
         with asyncio.Runner(loop_factory=loop) as runner:
@@ -243,7 +243,8 @@ def _check_place(path: Path | None) -> None:
 
 
 def _keep(config: EngineConfig, found: LatencyProfile, out: Path | None) -> Path | None:
-    """Write the profile; where to, or ``None`` where nobody would look for it."""
+    """Write the profile and return its path. Without ``out``, that of a simulated engine is not
+    written: ``None``."""
     from replica.profiling.profiler import profile_path, save_profile
 
     if out is None:

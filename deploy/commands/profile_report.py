@@ -57,7 +57,7 @@ class Fitted:
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on standard error; call what it yields with what is being done, how much of it
-    is done, and of how much. A total of 0 is one that nobody knows."""
+    is done, and of how much. A total of 0 is unknown."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)

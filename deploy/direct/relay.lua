@@ -2,7 +2,7 @@
 --
 -- HAProxy runs this for each call that may be streamed. It asks a router, through a listener of
 -- HAProxy's own which balances over the routers and knows which of them are there. The router
--- checks, decides and sends the call to a replica as ever. Where the answer is a stream, the router
+-- checks, decides and sends the call to a replica as before. Where the answer is a stream, the router
 -- says where it is to be fetched instead of sending it:
 --
 --   x-sluice-stream: HOST:PORT TICKET
@@ -13,7 +13,7 @@
 --   0\n                            the replica lives
 --   end\n                          after the last record
 --
--- Where there is no connection, or it ends before `end`, or is silent for SILENCE_S, the router is told
+-- Where there is no connection, or it ends before `end`, or is silent for SILENCE_S, the router receives
 -- what the client has (POST /sluice/broken). It answers with the rest of the stream, which comes from
 -- another replica. It ends its first answer once it knows that the stream is over; that the client has
 -- left it learns from the end of that connection.
@@ -121,7 +121,7 @@ local function start(applet, head)
   applet:start_response()
 end
 
--- Hand on a body that comes in chunks of HTTP; whether it came to its end.
+-- Forward a body that comes in chunks of HTTP; whether it came to its end.
 local function hand_on_chunks(applet, socket)
   while true do
     local length = tonumber(socket:receive("*l") or "", 16)
@@ -133,7 +133,7 @@ local function hand_on_chunks(applet, socket)
   end
 end
 
--- Hand on a body that the router sends itself; whether it came to its end.
+-- Forward a body that the router sends itself; whether it came to its end.
 local function hand_on(applet, socket, head)
   if head.chunked then return hand_on_chunks(applet, socket) end
   local left = head.length or 0
@@ -156,7 +156,7 @@ local function send_patiently(applet, socket, data)
   if core.now().sec - began < SILENCE_S - 2 then socket:settimeout(SILENCE_S) end
 end
 
--- Hand on a replica's stream; whether it came to its end. What the client gets is added to `got`.
+-- Forward a replica's stream; whether it came to its end. What the client gets is added to `got`.
 local function hand_on_stream(applet, stream, got)
   local address, ticket = stream:match("^(%S+) (%S+)$")
   local socket = address and connect(address, SILENCE_S)
@@ -186,7 +186,7 @@ local function hand_on_stream(applet, stream, got)
   end
 end
 
--- Tell the router that a stream broke, and hand on its rest; whether that came to its end.
+-- Tell the router that a stream broke, and forward its rest; whether that came to its end.
 local function hand_on_rest(applet, head, got)
   -- HAProxy says an address of IPv6 without brackets.
   local host, port = head.router:match("^(.*):(%d+)$")

@@ -120,7 +120,7 @@ def _trace(path: Path, limit: int) -> Workload:
 
 
 def scaled(workload: Workload, factor: float, seed: int) -> Workload:
-    """``factor`` times as many requests in the same time, as from so many more or fewer users.
+    """``factor`` times as many requests in the same time, as from more or fewer users.
 
     Below 1 requests are thinned out. Above 1 whole copies are laid over the workload, and of a last
     one a part. Each copy is turned in time by an amount of its own, so that bursts do not coincide;

@@ -128,7 +128,7 @@ def _traffic_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 default=1.0,
                 show_default=True,
                 type=_FACTOR,
-                help="So many times the requests in the same time: below 1 thinned at random, "
+                help="Factor of the requests in the same time: below 1 thinned at random, "
                 "above 1 with copies at other times.",
             ),
             click.option(

@@ -2,7 +2,7 @@
 
 Each is made with its mean ``rate``, requests per second, first, so that an experiment that varies
 the rate can be handed the class, or a partial call of it. With one seed a process gives the same
-pattern at every rate, only slower or faster; :class:`OnOff` alone draws its phases anew, as their
+pattern at every rate, only slower or faster; :class:`OnOff` alone draws new phases, as their
 lengths do not follow the rate.
 """
 
