@@ -295,9 +295,7 @@ class RouterConfig(BaseModel):
             )
         others = set(map(digest_of, (*self.api_keys, *self.metrics.keys)))
         if others & set(map(digest_of, self.admin.keys)):
-            raise ValueError(
-                "a key of admin.keys is also an API or metrics key; use different keys"
-            )
+            raise ValueError("a key of admin.keys is also an API or metrics key; use another")
         return self
 
     @model_validator(mode="after")

@@ -61,7 +61,8 @@ class Runner:
         self._woken.set()
 
     async def stop(self) -> None:
-        """Release all batches. Lines in flight run again, later or in another router. Idempotent."""
+        """Release all batches. Their lines in flight run again, later or in another router.
+        Idempotent."""
         task, self._task = self._task, None
         tasks = [running.task for running in self._runs.values()]
         tasks += [task] if task is not None else []

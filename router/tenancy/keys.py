@@ -161,7 +161,7 @@ def check_bare(entries: Sequence[SecretStr | ApiKey], where: str) -> None:
     """
     for entry in entries:
         if isinstance(entry, ApiKey) and not entry.model_fields_set <= _BARE:
-            raise ValueError(f"an entry of {where} may only have key or sha256, and name")
+            raise ValueError(f"an entry of {where} may have only key or sha256, and name")
 
 
 def parse_keys(raw: bytes, classes: Collection[str] | None) -> tuple[SecretStr | ApiKey, ...]:

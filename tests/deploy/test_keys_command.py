@@ -77,7 +77,7 @@ def test_a_wrong_file_is_told_with_an_exit_code(tmp_path: Path) -> None:
     assert "valid, 1 keys are accepted" in result.stdout
     result = CliRunner().invoke(main, ["keys", "check", str(path), "--opens", "admin"])
     assert result.exit_code == Exit.FAILED
-    assert "has only key or sha256, and name" in result.stderr
+    assert "may have only key or sha256, and name" in result.stderr
     path.write_text("- {key: s3cret-s3cret-s3cret, name: me}\n")
     result = CliRunner().invoke(main, ["keys", "check", str(path), "--opens", "admin"])
     assert result.exit_code == 0, result.output

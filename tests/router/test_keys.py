@@ -206,7 +206,7 @@ async def test_nothing_ends_the_watch(
         ("- 's3cret key'", "printable ASCII"),
         ("- {s3cret: 1}", "an unknown field"),
         ("- s3cret\n- {sha256: " + digest("s3cret") + "}", "have the same key"),
-        (f"- {{sha256: {digest('')}}}", "no key at all"),
+        (f"- {{sha256: {digest('')}}}", "the digest of an empty key"),
         ("- \udcff", "not UTF-8"),
         ("- !!python/name:os.system s3cret", "not YAML"),
     ],
@@ -245,17 +245,17 @@ def test_keys_that_open_no_models_have_no_caps(tmp_path: Path) -> None:
     path.write_text("- {key: s3cret-s3cret, name: prometheus}\n")
     assert who(KeyRing([], path), "s3cret-s3cret")
     path.write_text("- {key: s3cret-s3cret, requests_per_minute: 5}\n")
-    with pytest.raises(ValueError, match="has only key or sha256, and name"):
+    with pytest.raises(ValueError, match="may have only key or sha256, and name"):
         KeyRing([], path)
     for name in ("metrics", "admin"):
         keys = [{"key": "s3cret-s3cret", "requests_per_minute": 5}]
-        with pytest.raises(ValueError, match=rf"an entry of {name}\.keys has only key or sha256"):
+        with pytest.raises(ValueError, match=rf"an entry of {name}\.keys may have only key or sha"):
             parse_config({"router": {name: {"keys": keys}}})
 
 
 def test_short_keys_are_warned_of_without_being_shown(caplog: pytest.LogCaptureFixture) -> None:
     KeyRing([SecretStr("s3cret"), SecretStr("k" * 32), ApiKey(sha256=digest("x"))])
-    assert "1 of the api keys have less than 20 characters" in caplog.text
+    assert "1 of the api keys have fewer than 20 characters" in caplog.text
     assert "s3cret" not in caplog.text
 
 

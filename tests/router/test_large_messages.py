@@ -44,7 +44,7 @@ async def test_a_message_that_is_too_large_is_the_requests_fault() -> None:
     async with edge.client() as client:
         answer = await client.post("/v1/chat/completions", json=CHAT_BODY)
     assert answer.status_code == 413
-    assert "largest message" in answer.json()["error"]["message"]
+    assert "maximum message size" in answer.json()["error"]["message"]
     assert [name for name, _ in side.calls] == ["a"], "computed once"
     assert controller.troubles == []
     assert controller.gone == []

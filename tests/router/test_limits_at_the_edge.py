@@ -320,7 +320,7 @@ async def test_who_reads_the_metrics(config: RouterConfig, secret: str | None, s
 
 
 def test_one_key_cannot_open_both() -> None:
-    with pytest.raises(ValidationError, match=r"in api_keys and in metrics\.keys"):
+    with pytest.raises(ValidationError, match=r"in both api_keys and metrics\.keys"):
         keyed(key("metrics-key"), metrics=METRICS)
 
 

@@ -482,7 +482,7 @@ def test_what_is_old_looks_old_and_comes_back(chromium: Browser, site: Site) -> 
         assert tab.eval("document.querySelector('#trouble').hidden")
         assert tab.eval("getComputedStyle(document.querySelector('main')).opacity") == "1"
         tab.click("#pause")
-        assert tab.text("#status") == "Paused" and tab.text("#pause") == "Go on"
+        assert tab.text("#status") == "Paused" and tab.text("#pause") == "Resume"
         tab.enter("#request", "f" * 32)
         tab.until("!document.querySelector('#no-decisions').hidden")
         assert tab.text("#status") == "Paused"

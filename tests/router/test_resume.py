@@ -233,7 +233,7 @@ async def test_what_cannot_go_on_ends_with_an_error(body: dict[str, Any]) -> Non
     stream = await text(router, "/v1/completions", **body)
     last = json.loads(stream.split("data: ")[-1])
     assert last["error"]["code"] == "stream_broken"
-    assert "The replica died. No other replica can go on" in last["error"]["message"]
+    assert "The replica died. No other replica can resume" in last["error"]["message"]
     assert "[DONE]" not in stream
     assert len(router.side.calls) == 1
     assert not router.side.calls[0][1].resumable

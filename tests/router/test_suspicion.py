@@ -35,7 +35,7 @@ from tests.router.far_side import Behaviour, Clock, FarSide, serve
 from tests.router.test_resume import DIED
 from tests.router.test_stalls import CHAT, edge, says_so, virtual
 
-HUNG = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica stands still.", hung=True)
+HUNG = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica is unresponsive.", hung=True)
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 STRUCTURED = {"response_format": SCHEMA}
 _UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())

@@ -446,7 +446,7 @@ async def test_results_are_kept_as_long_as_was_asked(tmp_path: Path) -> None:
 async def test_a_full_store_is_the_servers_fault(tmp_path: Path) -> None:
     async with serving(config(tmp_path, [KEY, OTHER_KEY], max_bytes=1_024)) as router:
         await upload(router.of(KEY), [line("a", text="x" * 600)])
-        with pytest.raises(openai.InternalServerError, match="no room") as full:
+        with pytest.raises(openai.InternalServerError, match="is full") as full:
             await upload(router.of(OTHER_KEY), [line("a", text="x" * 600)])
         assert (full.value.status_code, full.value.code) == (507, "storage_full")
 
