@@ -42,7 +42,7 @@ def test_requests_come_in_bursts_and_at_the_rate_after() -> None:
     assert refused is not None
     assert refused["code"] == Reason.REQUEST_RATE
     assert refused["retry_after_ms"] == 10_000
-    assert "6 requests a minute, 3 at once" in refused["message"]
+    assert "6 requests a minute, at most 3 at once" in refused["message"]
     # A refused request is none, or who asks too often would never be served.
     clock.now_s += 10
     assert refusal(limiter, acme) is None
