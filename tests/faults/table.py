@@ -25,8 +25,8 @@ _COLUMNS = (
     "during",
     "after",
     "longest gap",
-    "missed for",
-    "whole after",
+    "time of SLO violations",
+    "time to recover",
 )
 
 
