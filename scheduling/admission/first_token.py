@@ -26,7 +26,7 @@ from scheduling.kernels import Floats, Ints, compiled
 
 @compiled
 def place_of(figures: Floats, prefills: Floats, due_s: float) -> int:
-    """How many promised prefills are due no later. ``O(log n)``."""
+    """How many guaranteed prefills are due no later. ``O(log n)``."""
     low, high = 0, int(figures[QUEUED])
     while low < high:
         middle = (low + high) // 2

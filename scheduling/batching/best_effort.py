@@ -113,7 +113,7 @@ class BestEffort:
        ``W`` be the prefill time, seconds, of a request and of the aged requests before it. It gets
        its first token at most ``patience_s + W / aged_share`` after its arrival, plus the decode
        time of the aged requests before it, plus the time for which other requests hold all memory.
-       From twice the patience on, no best-effort request starts until it fits.
+       From twice the patience on, no best-effort request behind it starts until it fits.
 
     Tenants take turns in the orders of step 3, by tokens and by weight: the next request is the one
     whose tenant has the fewest tokens per weight running or ahead of it. So a tenant with thousands
