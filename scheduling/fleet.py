@@ -323,9 +323,9 @@ class Fleet:
     def hold(
         self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, anew: bool = False
     ) -> None:
-        """A replica, which is known, says what chunks of prompts it holds: the changed ``slots`` of
-        its table, see :meth:`PrefixIndex.write <scheduling.prefix.PrefixIndex.write>`, or with
-        ``anew`` all of it."""
+        """Store which prompt chunks a known replica reports: the changed ``slots`` of
+        its table, see :meth:`PrefixIndex.write <scheduling.prefix.PrefixIndex.write>`, or, with
+        ``anew``, the whole table."""
         row = self.row_of[replica_id]
         if anew:
             self.prefixes.clear(row)
@@ -401,13 +401,13 @@ class Fleet:
         self._sound = np.concatenate((self._sound, np.zeros(more, bool)))
 
     def _entries(self, row: int) -> tuple[Floats, Floats]:
-        """The prefills and the loads of a row, with the room that it has for them."""
+        """The prefills and the loads of a row, to their full capacity."""
         own = slice(self.starts[row], self.starts[row] + self._rooms[row])
         return self.prefills[own], self.loads[own]
 
     def _make_room(self, row: int, entries: int) -> None:
-        """Have room for so many prefills and loads of a row; what it has is kept. ``O(1)`` copies
-        of an entry, amortised."""
+        """Grow the space of a row to at least ``entries`` prefills and loads, and keep its content.
+        ``O(1)`` copies of an entry, amortised."""
         if entries <= self._rooms[row]:
             return
         room = max(_FIRST_ENTRIES, 2 * entries)
@@ -434,7 +434,7 @@ class Fleet:
         self.prefills, self.loads, self._used = prefills, loads, used
 
     def _again(self, replica_id: str) -> None:
-        """Count a replica anew from its last report."""
+        """Recompute a replica's figures from its last report."""
         row = self.row_of.get(replica_id)
         if row is None:
             return

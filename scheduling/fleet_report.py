@@ -159,7 +159,7 @@ def count_prefill(
     """Count a reported prefill that was promised; return its work, seconds."""
     pending, computed = row.pending_tokens, row.computed_tokens
     if expected <= row.emitted_tokens + 1.0:
-        # It ends with that token, or goes on at another replica.
+        # It ends with that token, or continues on another replica.
         tpot_s = inf
     blocks = max(0.0, ceil((computed + pending) / figures[BLOCK_TOKENS]) - row.kv_blocks)
     take(

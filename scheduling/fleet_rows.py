@@ -94,7 +94,7 @@ LEAST_RATE = 0.05
 """Least share of a replica's time that counts as left for prefill, in predictions."""
 
 FREED_WITHIN_S = 5.0
-"""``BLOCKS_PER_S`` is a mean over so long: nobody knows how long the answers will really be."""
+"""Averaging time of ``BLOCKS_PER_S``, seconds: the real output lengths are unknown."""
 
 
 def requests_at(figures: Floats) -> Floats:
@@ -156,8 +156,9 @@ def settle(figures: Floats, prefills: Floats, loads: Floats) -> None:
 def advance(figures: Floats, prefills: Floats, loads: Floats, now_s: float) -> None:
     """Spend the capacity until ``now_s`` on the prefills that are there, by deadline.
 
-    Where all of them are done by then, the rest of it was idle, and what comes next takes the fixed
-    time of a step anew. All is settled before; :func:`settle` must follow. ``O(prefills)``.
+    If all of them are done by then, the rest of the capacity was idle, and the next prefill pays
+    the fixed time of a step again. All rows are settled before; :func:`settle` must follow.
+    ``O(prefills)``.
     """
     if now_s <= figures[SPENT_UNTIL_S]:
         return

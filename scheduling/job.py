@@ -45,7 +45,7 @@ class RouteQuery(NamedTuple):
         session: 63-bit hash of its session, such as a conversation; 0 for none.
         prefix: 63-bit hashes of its prompt's first chunks, each covering all chunks before it, see
             :mod:`scheduling.prefix`.
-        request_id: its id in the response, for tracing by people; no policy reads it.
+        request_id: its id as its client knows it, for tracing by people; no policy reads it.
         prefill_key: 63-bit key of its prefill, if another replica than the decode replica may
             compute it; 0: one replica must serve it whole.
         avoid: replicas that have failed this request. They are left out if there are others.

@@ -70,8 +70,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compiled(function: F) -> F:
     """Compile ``function`` with numba when it is first called, and keep the machine code on disk.
 
-    It is kept in ``NUMBA_CACHE_DIR`` where that is set, else beside the source, or in the user's
-    cache directory where that cannot be written; and where none can, each process compiles anew.
+    The cache is ``NUMBA_CACHE_DIR`` if set, else the source directory, or the user's
+    cache directory if that is not writable. If none is writable, each process compiles again.
     numba looks only at the source file of the function itself: after a change to a compiled
     function that others call, delete their ``__pycache__``.
     """

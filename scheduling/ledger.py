@@ -141,8 +141,8 @@ class Ledger:
         return changed
 
     def postpone(self, by_s: float) -> None:
-        """Let every reservation live ``by_s`` longer: for that long nobody could have confirmed
-        it. ``O(n)``."""
+        """Extend every reservation by ``by_s``, a time in which no report could have confirmed it.
+        ``O(n)``."""
         for key, made in self._entries.items():
             later = made._replace(awaited_s=max(made.made_s, made.awaited_s) + by_s)
             self._entries[key] = self._of_replica[made.replica_id][key] = later

@@ -17,7 +17,7 @@ MEMORY: Final = 400
 moves it far."""
 
 MEMORY_S: Final = 60.0
-"""So long a score counts, seconds."""
+"""How long a score counts, seconds."""
 
 MOST_MARGIN: Final = 0.5
 """Largest margin: with 0.9, a short overload had fleets promise half as much for a minute after."""
@@ -49,14 +49,14 @@ APART: Final = 0.01
 """A score above the margin that the others need by more than this stands out."""
 
 LEAST_OUT: Final = 4
-"""A replica is told from the others by so many scores that stand out, at least."""
+"""A replica is set apart from the others only with at least this many scores that stand out."""
 
 OUT_RATIO: Final = 4.0
-"""And by a share of its scores that is so many times what may be missed: of 50 scores 4, which at a
-level of 0.99 happens by chance once in 600 times."""
+"""And only if their share of its scores is at least this many times the allowed share of misses: of
+50 scores 4, which at a level of 0.99 happens by chance once in 600 times."""
 
 LEAST_OTHERS: Final = 20
-"""And by comparison with so many scores of others, at least."""
+"""And only in comparison with at least this many scores of other replicas."""
 
 _FIRST_SCALE_S = 0.125
 _LEAST_PAUSE_S = 1.0
@@ -87,16 +87,16 @@ class Tracker:
         self._measure(-inf)
 
     def behind(self, key: Hashable, score: float, replica_id: str, now_s: float) -> None:
-        """The promise ``key`` goes on, and has this score by now."""
+        """Record the current score of the guarantee ``key``, whose request still runs."""
         self._behind[key] = _Score(now_s, score, replica_id)
         self._measure(now_s)
 
     def left(self, key: Hashable) -> None:
-        """The promise ``key`` goes on no more."""
+        """Forget the running score of the guarantee ``key``."""
         self._behind.pop(key, None)
 
     def ended(self, score: float, kept: bool, replica_id: str, now_s: float) -> None:
-        """A promise ended with this score, and whether it was kept."""
+        """Record the final score of a guarantee, and whether it was met (``kept``)."""
         wanted = 1.0 - self._level
         misses = self._misses + GAIN * (wanted - (0.0 if kept else 1.0))
         self._misses = min(max(misses, min(_LEAST_MISSES, wanted)), max(_MOST_MISSES, wanted))

@@ -141,8 +141,8 @@ class SLO:
     def late(
         self, ttft_s: float | None, tpot_s: float | None, tokens: int
     ) -> tuple[float | None, float | None]:
-        """Of the TTFT and the TPOT of a request that goes on, seconds, those that are late by now;
-        ``None`` for the others. A TPOT is judged from ``LEAST_PACE_TOKENS`` tokens on."""
+        """The TTFT and the TPOT so far of a running request, seconds, each ``None`` unless it is
+        late. A TPOT is judged from ``LEAST_PACE_TOKENS`` tokens on."""
         ttft_due_s, tpot_due_s, _, _ = self.columns
         if tokens < LEAST_PACE_TOKENS:
             tpot_s = None
@@ -177,10 +177,10 @@ class SLO:
         return replace(self, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s, stages=())
 
     def at_stage(self, number: int, elapsed_s: float) -> SLO:
-        """What an engine works by in one of its stages, from 0 on, that begins ``elapsed_s`` after
-        the arrival: the stage's objective, and no later than the end of the whole. One that goes on
-        decoding and states no TTFT has one TPOT for its first token, so that the pace does not
-        break."""
+        """The objective that an engine schedules by in one of its stages, from 0 on, which begins
+        ``elapsed_s`` after the arrival: the stage's objective, and no later than the end of the
+        request. A stage that continues decoding and states no TTFT has one TPOT for its first
+        token, so that the pace does not break."""
         slo = self.of_stage(number)
         ttft_s, tpot_s, e2e_s = slo.times_s
         if self.e2e_s is not None:
@@ -278,13 +278,13 @@ class TokenClock:
         self._meter = TPOTMeter(slo.tpot_anchor)
 
     def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
-        """Count ``tokens`` (>= 0) that left at ``now_s``; with so many of them the reasoning ended,
-        0: it did not. Only a request of stages takes notice of that
+        """Count ``tokens`` (>= 0) that were emitted at ``now_s``. ``reasoned``: how many of them
+        ended the reasoning; 0 if it did not end. Only requests with stages use it
         (:class:`~scheduling.stage_clock.StageClock`).
 
-        Several at once, as speculation gives them, each have the deadline of their place in the
-        output; with :attr:`Anchor.LAST_TOKEN`, which knows no places, a group has one TPOT for each
-        of its tokens.
+        Several tokens at once, as from speculation, each have the deadline of their position in the
+        output; with :attr:`Anchor.LAST_TOKEN`, which has no positions, a group has one TPOT for
+        each of its tokens.
         """
         last_s, before = self.last_token_s, self.tokens
         if last_s is not None and self.slo.tpot_s is not None:

@@ -27,11 +27,12 @@ from scheduling.kernels import Floats, Ints, compiled, most_work_s
 from scheduling.objective import SLO
 
 LEAST_SPARE = 1.25
-"""The shares follow what a replica has to do already if it would end by so many times sooner. Else
-they are those of an idle one, so that admission tells whether it can never be held or not now."""
+"""The shares follow a replica's current load if it would end this many times sooner than required.
+Otherwise they are those of an idle replica, so that admission can tell "never" from "not now"."""
 
 MOST_FIRST = 2.0
-"""The first token has at most so many times what it would take, so that slack goes to the pace."""
+"""The first token gets at most this many times its predicted time, so that slack goes to the
+pace."""
 
 LEAST_FIRST = 0.1
 """But at least this share of the whole time, where that is ample: a short prompt of a long answer

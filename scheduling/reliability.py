@@ -16,9 +16,10 @@ the prediction (20 ms of HTTP are much of 50 ms and little of two seconds). So b
 their own, sizes in steps of four. Where a replica has too few, those of all replicas for the size
 are taken; where these are too few as well, the prediction as it is.
 
-This is for those who are told a time and those who watch. What is promised is the stated bound, and
-the margin that keeps it is another matter (:mod:`scheduling.calibration`): an engine that works by
-deadlines uses the time that it has, so ratios grow with the bound and say little about it.
+These forecasts are for clients that receive a predicted time, and for monitoring. The guarantee is
+the stated bound, and its margin is learned separately (:mod:`scheduling.calibration`): an engine
+that schedules by deadlines uses the time that it has, so ratios grow with the bound and say little
+about it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Final, NamedTuple
 from scheduling.recent import used
 
 QUANTILES: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Those that are forecast and checked."""
+"""The quantiles that are forecast and checked."""
 
 _MEDIAN: Final = QUANTILES.index(0.5)
 
@@ -80,7 +81,7 @@ class Curve:
         return len(self._places)
 
     def note(self, place: int) -> None:
-        """An observation lay above so many of the quantiles, and at or below the rest."""
+        """Record an observation above the first ``place`` quantiles, and at or below the rest."""
         if len(self._places) == CHECKED:
             self._counts[self._places.popleft()] -= 1
         self._places.append(place)

@@ -89,7 +89,7 @@ SUMMARY = np.dtype(
         ("suspensions", "<i8"),
         ("late_stops", "<i8"),  # prefills that had ended before they saw that they should stop
         ("resumes", "<i8"),
-        ("discards", "<i8"),  # prefills given up, as nobody waits for them any more
+        ("discards", "<i8"),  # prefills abandoned, as no client waits for them any more
         ("suspended_s", "<f8"),  # time that prefills were suspended
         ("decide_s", "<f8"),  # time that decisions took
         ("reserved_bytes", "<i8"),  # memory kept for suspended prefills, on one worker

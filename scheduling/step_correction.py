@@ -27,7 +27,7 @@ request, and the margins of promises cover the rest. One step that takes any tim
 0.22 by itself, and must not cost promises."""
 
 _MAX_RATIO = 2.0
-"""One step counts as at most so many times too long or too short."""
+"""One step counts as at most this many times too long or too short."""
 
 _MAX_CHANGE = 0.05
 """Most by which one step moves a factor, unless it shows that the engine has changed."""
@@ -129,10 +129,10 @@ class StepCorrection:
     twice too long or too short and moves a factor by 5 % at most, so an outlier does no harm.
 
     A change of the engine is found separately. A step is *far off* if its time is a factor of 1.2,
-    or three spreads where that is more, from its prediction. After the fourth of the last 32 steps
-    that was, both factors are fitted anew to the steps since the first of these four: they start
-    from the median ratio, which outliers do not move. The fit counts if it leaves less than half of
-    the squared (logarithmic) error. So four slow steps in a row are a change, and so are four slow
+    or three spreads if that is more, from its prediction. Once four of the last 32 steps are far
+    off, both factors are refitted to the steps since the first of these four: they start from the
+    median ratio, which outliers do not move. The fit is used if it leaves less than half of the
+    squared (logarithmic) error. So four slow steps in a row are a change, and so are four slow
     prefills among decodes that are as before, while outliers among like steps are none.
 
     The factors stay in ``[1 / MAX_FACTOR, MAX_FACTOR]``. Times that are not positive and finite,

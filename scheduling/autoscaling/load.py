@@ -116,9 +116,9 @@ class Demand:
     def count(
         self, job: Job, decision: RouteDecision, fleet: Fleet, second: DecodeChoice | None = None
     ) -> None:
-        """A decision was made, with ``second`` to go on where the request was split. Requests
-        without an objective, and those that want no promise, are not counted: the work that waits
-        of them is (:attr:`Load.best_effort_s`)."""
+        """Count a decision, with ``second`` as decode choice if the request was split. Requests
+        without an objective, or that ask for no guarantee, are not counted here; their waiting work
+        is in :attr:`Load.best_effort_s`."""
         query = job.query
         if Tier.GUARANTEED not in query.tiers or not query.slo.stated:
             return
