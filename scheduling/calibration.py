@@ -42,7 +42,7 @@ from scheduling.objective import OBJECTIVES, SLO, Objective, Times
 from scheduling.tpot import TPOTAnchor
 
 MOST_PROMISES: Final = 65_536
-"""Promises under way that are known at a time; of more, the oldest teach nothing."""
+"""Guarantees under way that are known at a time; of more, the oldest teach nothing."""
 
 MOST_APART: Final = 8
 """Replicas set apart at a time: a decision asks about each of them on its own."""
@@ -56,10 +56,10 @@ class _Promise(NamedTuple):
 
 
 class Calibration:
-    """The promises under way, and the margins that those before them taught.
+    """The guarantees under way, and the margins that those before them taught.
 
     Args:
-        level: share of the promises that are to be kept, in (0, 1).
+        level: share of the guarantees that are to be kept, in (0, 1).
 
     Raises:
         ValueError: ``level`` is not in (0, 1).
@@ -93,8 +93,8 @@ class Calibration:
         }
 
     def plan(self, slo: SLO, now_s: float, replica_id: str = "") -> SLO:
-        """By when what ``slo`` states is to be planned so that it can be promised, by a replica or
-        by any that is not set apart. ``O(1)``."""
+        """By when what ``slo`` states is to be planned so that it can be guaranteed, by a replica
+        or by any that is not set apart. ``O(1)``."""
         margins, anchor = self._of(replica_id), slo.tpot_anchor
         return slo.with_times(
             [
@@ -106,8 +106,8 @@ class Calibration:
         )
 
     def promised(self, key: Hashable, stated: SLO, planned: SLO, replica_id: str = "") -> None:
-        """A request was promised ``stated``, and is planned for ``planned`` at a replica; without
-        one what it teaches is of all. A later promise to the same request takes the place of the
+        """A request was guaranteed ``stated``, and is planned for ``planned`` at a replica; without
+        one what it teaches is of all. A later guarantee to the same request takes the place of the
         first."""
         self.dropped(key)
         self._promises[key] = _Promise(
@@ -169,7 +169,7 @@ class Calibration:
         promise: _Promise,
         now_s: float,
     ) -> None:
-        """What was promised within ``stated_s``, and planned for ``planned_s``, took
+        """What was guaranteed within ``stated_s``, and planned for ``planned_s``, took
         ``observed_s``, seconds."""
         replica_id = promise.replica_id
         tracker = self._of(replica_id).tracker(objective, stated_s, promise.anchor)

@@ -1,6 +1,6 @@
 """What the expected length of an output makes of a request: a pace, and a claim on memory.
 
-Admission and the replicas must read both in the same way: what one promises the other is to hold.
+Admission and the replicas must read both in the same way: what one guarantees the other is to hold.
 """
 
 # numpy's scalars are "Any" to the type checker.

@@ -74,7 +74,7 @@ _OLDEST = 30.0
 
 
 class _Charge(NamedTuple):
-    """A promise that counts: whose, the tokens, and when it was made."""
+    """A guarantee that counts: whose, the tokens, and when it was made."""
 
     tenant: int
     tokens: float
@@ -82,7 +82,7 @@ class _Charge(NamedTuple):
 
 
 class FairShares:
-    """Counts what tenants ask and are promised, and tells who must leave room for others.
+    """Counts what tenants ask and are guaranteed, and tells who must leave room for others.
 
     ``O(1)`` each, and ``O(n log n)`` with ``n`` tenants ten times a second; ``O(n)`` for a tenant
     for whom another one is forgotten. All times are seconds on one monotonic clock of the caller's.
@@ -104,7 +104,7 @@ class FairShares:
         self._promised: Floats = np.zeros(most_tenants)
         self._total = 0.0
         self._unit_s = 0.0
-        # The water level per weight, over all that is promised.
+        # The water level per weight, over all that is guaranteed.
         self._level = inf
         self._refreshed_s = -inf
         self._charges: dict[int, _Charge] = {}
@@ -132,7 +132,7 @@ class FairShares:
         return reserve if reserve >= 1.0 else 0.0
 
     def promise(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
-        """A request is promised its objective; its output is expected to be so long."""
+        """A request is guaranteed its objective; its output is expected to be so long."""
         tokens = query.prompt_tokens + output_tokens
         scale, slot = self._scale(now_s), self._slot(query)
         self._learn(slot, query.prompt_tokens, now_s, refused=False)
@@ -148,7 +148,7 @@ class FairShares:
     def refuse(
         self, query: RouteQuery, output_tokens: float, now_s: float, again: bool, over_share: bool
     ) -> None:
-        """A request is not promised its objective, now.
+        """A request is not guaranteed its objective, now.
 
         Args:
             query: the request. output_tokens: expected length of its output.
@@ -181,7 +181,8 @@ class FairShares:
         self._total += change
 
     def _share(self, slot: int) -> float:
-        """What a tenant may be promised before it must leave room, as its promises are counted."""
+        """What a tenant may be guaranteed before it must leave room, as its guarantees are
+        counted."""
         if self._level == inf:
             return inf
         return float(self._weights[slot]) * self._level * self._total

@@ -51,7 +51,7 @@ class FleetSettings(NamedTuple):
     """How reports are judged.
 
     Attributes:
-        aged_after_s: a replica that has been silent for longer is *aged*: nothing is promised
+        aged_after_s: a replica that has been silent for longer is *aged*: nothing is guaranteed
             there, and it is chosen only where no other is left.
         stale_after_s: one that has been silent for longer is left out.
         reservation_ttl_s: a decision that no replica confirmed by then is dropped.
@@ -108,10 +108,10 @@ class Fleet:
 
     - ``figures``: ``float64[rows, FIGURES]``, sums, see :mod:`scheduling.fleet_rows`;
     - ``pieces``: ``float64[rows, MOST_PIECES, COEFFICIENTS]``, the corrected latency models;
-    - ``prefills``: ``float64[room, PREFILL_FIELDS]``, the promised prefills of all replicas; those
-      of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]`` from
-      ``starts[row]`` on;
-    - ``loads``: ``float64[room, LOAD_FIELDS]``, the promised decodes in the same way,
+    - ``prefills``: ``float64[room, PREFILL_FIELDS]``, the guaranteed prefills of all replicas;
+      those of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]``
+      from ``starts[row]`` on;
+    - ``loads``: ``float64[room, LOAD_FIELDS]``, the guaranteed decodes in the same way,
       ``figures[row, LOADS]`` from ``starts[row]`` on.
 
     A report costs ``O(n log n)`` with ``n`` requests at the replica, a decision ``O(n)`` at the
@@ -268,7 +268,7 @@ class Fleet:
         return rows
 
     def is_sound(self, row: int, now_s: float) -> bool:
-        """Whether anything may be promised at a candidate: it is neither aged nor one that is
+        """Whether anything may be guaranteed at a candidate: it is neither aged nor one that is
         chosen although it is quarantined."""
         silent_s = now_s - self._heard_s[row]
         return bool(self._sound[row] and silent_s < self.settings.aged_after_s)

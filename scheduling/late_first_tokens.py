@@ -42,10 +42,10 @@ def late(
     planned_s: Floats,
     stated_s: Floats,
 ) -> NDArray[np.bool_]:
-    """Which promised prefills of a replica will miss their first tokens.
+    """Which guaranteed prefills of a replica will miss their first tokens.
 
     Where one is late, the later ones count as if it left: not more leave than need to.
-    ``O(n log m)`` with ``m`` promised requests there, compiled.
+    ``O(n log m)`` with ``m`` guaranteed requests there, compiled.
 
     Args:
         row: of the replica.

@@ -21,7 +21,7 @@ class Reservation(NamedTuple):
     Attributes:
         replica_id: where the request goes.
         made_s: when that was decided.
-        promised: whether it is a promised request; a best-effort one takes only what is left.
+        promised: whether it is a guaranteed request; a best-effort one takes only what is left.
         new_tokens: prompt tokens to prefill there; ``cached_tokens`` more are in its cache.
         kv_tokens: tokens for which it needs KV blocks that it does not share.
         due_s: when its first token is due; infinite if no time is stated.

@@ -1,4 +1,4 @@
-"""What a request is promised and what keeping the promise is worth.
+"""What a request is guaranteed and what keeping the guarantee is worth.
 
 Times are seconds on one monotonic clock of the caller's choice; nothing here reads a clock.
 
@@ -128,7 +128,7 @@ class SLO:
 
     @property
     def stated(self) -> bool:
-        """Whether it states any objective: without one there is nothing to promise."""
+        """Whether it states any objective: without one there is nothing to guarantee."""
         if min(self.columns[:3]) < inf:
             return True
         return any(time_s is not None for stage in self.stages for time_s in stage.times_s)
@@ -279,7 +279,7 @@ class TokenClock:
 
     def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
         """Count ``tokens`` (>= 0) that were emitted at ``now_s``. ``reasoned``: how many of them
-        ended the reasoning; 0 if it did not end. Only requests with stages use it
+        there were when the reasoning ended; 0 if it did not end. Only requests with stages use it
         (:class:`~scheduling.stage_clock.StageClock`).
 
         Several tokens at once, as from speculation, each have the deadline of their position in the

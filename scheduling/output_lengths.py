@@ -1,12 +1,12 @@
-"""How long outputs turn out, by service class and tenant, where end-to-end times are promised.
+"""How long outputs turn out, by service class and tenant, where end-to-end times are guaranteed.
 
 002 §4.2 models the lengths of a task class by a Gaussian of its completed requests, unless the user
-states a range or a distribution. Our reading differs where a promise is made. A Gaussian's tail is
-much shorter than that of real outputs, so a promise takes the quantile of the lengths themselves.
-And an output that ``max_tokens`` cut off, or whose client left, has no known length: it would have
-had at least the tokens counted. The quantile is therefore that of the product-limit estimate
-(Kaplan & Meier 1958), which counts such outputs until they were cut off. Without that, a class of
-short ``max_tokens`` would teach that all outputs are short.
+states a range or a distribution. Our reading differs where a guarantee is made. A Gaussian's tail
+is much shorter than that of real outputs, so a guarantee takes the quantile of the lengths
+themselves. And an output that ``max_tokens`` cut off, or whose client left, has no known length: it
+would have had at least the tokens counted. The quantile is therefore that of the product-limit
+estimate (Kaplan & Meier 1958), which counts such outputs until they were cut off. Without that, a
+class of short ``max_tokens`` would teach that all outputs are short.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OutputLength(NamedTuple):
 
     Attributes:
         mean: expected tokens, for what it takes of a replica.
-        bound: tokens that a stated share of such outputs stay within, for what is promised; at
+        bound: tokens that a stated share of such outputs stay within, for what is guaranteed; at
             least ``mean``.
     """
 

@@ -8,8 +8,8 @@ How it is shared out is ours: both get as many times what a replica would take f
 the first token no more than :data:`MOST_FIRST` times; the pace gets the rest. A pace is what costs
 others' time, as each step of a decode has a fixed part, so slack is worth more there.
 
-This is for what is promised, where the length is a bound and the replicas' work is known. What only
-expects a length, of requests that were promised nothing, reads an end-to-end time by
+This is for what is guaranteed, where the length is a bound and the replicas' work is known. What
+only expects a length, of requests that were guaranteed nothing, reads an end-to-end time by
 :func:`scheduling.expected.paced`.
 """
 
@@ -47,7 +47,7 @@ def shared_out(query: RouteQuery, tokens: float, fleet: Fleet, rows: Ints) -> SL
     The shares are those of the replica that would end first. A TTFT or TPOT that is stated and
     tighter stays, and leaves the rest to the other. The end-to-end time itself is gone from the
     result: a replica that expects a longer output than ``tokens`` would make earlier deadlines of
-    it than those that were promised. ``O(rows)``, vectorised.
+    it than those that were guaranteed. ``O(rows)``, vectorised.
 
     Args:
         tokens: bound of the output's length, >= 1.

@@ -1,4 +1,4 @@
-"""One decision: what is promised, where the request goes, and what that takes of the fleet.
+"""One decision: what is guaranteed, where the request goes, and what that takes of the fleet.
 
 The controller makes it for real requests and the simulator for simulated ones.
 """
@@ -52,9 +52,9 @@ class DecisionInputs(NamedTuple):
             it or to begin with it.
         ids: replica of each row of the fleet.
         known: replicas that were known, also those that could not be chosen.
-        promises: what each replica of the job could promise; ``None`` where nothing was asked.
+        promises: what each replica of the job could guarantee; ``None`` where nothing was asked.
         ahead_s: ``float64[n]``, predicted time of all prompts there and of this one, where that
-            decided or nothing was promised; else ``None``.
+            decided or nothing was guaranteed; else ``None``.
         second: who would have gone on, where the request could be split.
         untried: rows of the quarantined replicas that were to be tried.
     """
@@ -178,7 +178,7 @@ class Placer:
         return self._calibration.plan(stated, now_s, replica_id)
 
     def _shared_out(self, query: RouteQuery, planned: SLO, rows: Ints) -> RouteQuery:
-        """The query with the objective by which a promise is planned on ``rows``; an end-to-end
+        """The query with the objective by which a guarantee is planned on ``rows``; an end-to-end
         time is shared out."""
         query = query._replace(slo=planned)
         if planned.e2e_s is None:
@@ -192,9 +192,9 @@ class Placer:
     def _remember(
         self, query: RouteQuery, stated: SLO, planned: SLO, decision: RouteDecision
     ) -> None:
-        """Remember what was promised, until the request has ended."""
+        """Remember what was guaranteed, until the request has ended."""
         if self._calibration is not None:
-            # A pair keeps a promise together, so neither of the two is to blame for it.
+            # A pair keeps a guarantee together, so neither of the two is to blame for it.
             replica_id = (decision.replica_id or "") if decision.prefill_id is None else ""
             self._calibration.promised(_name(query), stated, planned, replica_id)
 
@@ -294,8 +294,8 @@ class Placer:
         self, job: Job, promises: Promises, admission: AdmissionPolicy, stated: SLO
     ) -> dict[int, tuple[Job, SLO]]:
         """The job by the plan of each replica with margins of its own, and that plan, by its place
-        in ``job``; what they can promise by it is put into ``promises``. ``O(their number)``, which
-        is small.
+        in ``job``; what they can guarantee by it is put into ``promises``. ``O(their number)``,
+        which is small.
         """
         if self._calibration is None:
             return {}

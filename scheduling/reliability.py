@@ -1,11 +1,12 @@
 """How TTFTs turn out against what was predicted, and how reliable that knowledge itself is.
 
 Admission predicts a time to the first token. What a client sees lies above or below, by HTTP, the
-edge, neighbours and what the step-time model does not know. Of each promise that ended the *ratio*
-is observed over predicted time, and the ratios of the past are taken for the distribution of those
-to come: the next one lies below the ``k``-th smallest of ``n`` with probability ``k / (n + 1)``
-if their order tells nothing (split conformal prediction; Vovk, Gammerman & Shafer 2005, section
-4.2). So the median of the ratios times the prediction is a time that half of the requests keep.
+edge, neighbours and what the step-time model does not know. Of each guarantee that ended the
+*ratio* is observed over predicted time, and the ratios of the past are taken for the distribution
+of those to come: the next one lies below the ``k``-th smallest of ``n`` with probability ``k / (n +
+1)`` if their order tells nothing (split conformal prediction; Vovk, Gammerman & Shafer 2005,
+section 4.2). So the median of the ratios times the prediction is a time that half of the requests
+keep.
 
 Whether that is true is measured, not believed: each forecast is kept as it was made, and when its
 request has ended it is noted between which of its quantiles the observation lies. The share of the

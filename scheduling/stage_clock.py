@@ -37,7 +37,7 @@ class StageClock(TokenClock):
 
     def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
         """Count ``tokens`` (>= 0) that were emitted at ``now_s``. ``reasoned``: how many of them
-        ended the reasoning; 0 if it did not end."""
+        there were when the reasoning ended; 0 if it did not end."""
         if 0 < reasoned <= tokens:
             self._count(reasoned, now_s)
             self._reasoned = True

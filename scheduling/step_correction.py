@@ -22,9 +22,9 @@ MAX_SPREAD = 1.0
 """Largest spread of steps, see :attr:`StepCorrection.spread`."""
 
 TOLERATED_SPREAD = 0.25
-"""Spread up to which promises are made by the mean. Independent noise of steps averages out over a
-request, and the margins of promises cover the rest. One step that takes any time too long comes to
-0.22 by itself, and must not cost promises."""
+"""Spread up to which guarantees are made by the mean. Independent noise of steps averages out over
+a request, and the margins of guarantees cover the rest. One step that takes any time too long comes
+to 0.22 by itself, and must not cost guarantees."""
 
 _MAX_RATIO = 2.0
 """One step counts as at most this many times too long or too short."""
@@ -205,7 +205,7 @@ class StepCorrection:
 
 
 def caution(spread: float) -> float:
-    """Factor on predictions that promises are made by, for steps of this spread: 1 up to
+    """Factor on predictions that guarantees are made by, for steps of this spread: 1 up to
     ``TOLERATED_SPREAD``, and more by what exceeds it."""
     return 1.0 + max(0.0, spread - TOLERATED_SPREAD)
 

@@ -134,12 +134,12 @@ class _Memory(NamedTuple):
 class HeadRoom(AutoscalingPolicy):
     """Holds objectives with as few replicas as it can.
 
-    Demand is engine time per second: the prefill work that is asked for, promised or not, and what
-    decodes take, scaled up by the share of the work to which nothing could be promised. Over the
-    share of its second that a replica has beside the fixed time of its steps, that is the number of
-    replicas that would be busy all the time. It is forecast by its trend to when a new replica
-    would serve, and a pool has enough replicas if each of them would be busy for ``limit`` of its
-    time or less, which is ``target_load`` or what was learnt. Beside it,
+    Demand is engine time per second: the prefill work that is asked for, guaranteed or not, and
+    what decodes take, scaled up by the share of the work to which nothing could be guaranteed. Over
+    the share of its second that a replica has beside the fixed time of its steps, that is the
+    number of replicas that would be busy all the time. It is forecast by its trend to when a new
+    replica would serve, and a pool has enough replicas if each of them would be busy for ``limit``
+    of its time or less, which is ``target_load`` or what was learnt. Beside it,
 
     - a pool whose replicas have no admission budget left needs as many more as would have some;
     - the KV in use must be within ``kv_load``;
