@@ -1,7 +1,7 @@
 """Figures that the default scheduler works with and that predictions of its work share.
 
 The fleet predicts what ``deadline_triage`` will do at a replica: one of them with a figure of its
-own would promise what the other does not hold.
+own would guarantee what the other does not hold.
 """
 
 UNKNOWN_OUTPUT_TOKENS = 256.0

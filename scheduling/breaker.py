@@ -126,8 +126,8 @@ class Breaker:
         return False
 
     def report(self, hangs: bool, ended: int, now_s: float) -> bool:
-        """The replica reported whether its engine hangs, and that ``ended`` more requests have
-        ended there; whether that opened the breaker."""
+        """Record a replica's report: whether its engine hangs, and how many more requests ended
+        there. Return whether that opened the breaker."""
         self.advance(now_s)
         self._ended += ended
         was, self._hangs = self._hangs, hangs

@@ -1,32 +1,33 @@
-"""How far what was promised turns out later than planned, and the margin that keeps the promises.
+"""How much later than planned guaranteed requests turn out, and the margin that meets the
+guarantees.
 
-What is promised is planned for a little earlier than it is due: by a *margin*, a share of the
-objective. The plan is what admission tests and what the engine works by; the objective itself is
-what the client sees. The margin covers whatever lies between the two: HTTP, the edge, steps that
-take longer than predicted, neighbours. It is learned from what routers observed.
+A guarantee is planned for earlier than it is due, by a *margin*, a share of the
+objective. Admission tests the plan and the engine schedules by it; the client sees the objective.
+The margin covers the difference: HTTP, the edge, steps that take longer than predicted, neighbours.
+It is not configured, but learned from what routers observed.
 
-Of each promise that ended the *score* is ``1 - planned / observed``: how large a share of the
-observed time the margin would have had to be. A promise is kept if and only if its score is at most
-the margin that it was made with. So the margin that keeps a share ``level`` of the promises is that
-quantile of the scores (conformal prediction). As loads and machines change, the scores of the past
-are not those to come; so the quantile's own level moves, too, with each promise that was kept or
+The *score* of a guarantee that ended is ``1 - planned / observed``: the margin, as a share of the
+observed time, that would have sufficed. A guarantee is met if and only if its score is at most
+the margin that it was made with. So the margin that meets a share ``level`` of the guarantees is
+that quantile of the scores (conformal prediction). As loads and machines change, past scores do not
+predict future ones; so the quantile's own level also moves with each guarantee that was met or
 missed (adaptive conformal inference, Gibbs & Candès 2021, eq. 2: ``a <- a + g * (a* - missed)``),
-which keeps the level in the long run whatever the scores do.
+which meets the level in the long run for any scores.
 
-Our reading: an engine that works by deadlines uses the time that it has, so scores crowd at the
-plan under load and lie far below it without. Only the former matter to the quantile, and a margin
-that was learned under load stays until :data:`~scheduling.margins.MEMORY` newer promises, or
-:data:`~scheduling.margins.MEMORY_S`, have gone by.
+Our reading: an engine that schedules by deadlines uses the time that it has, so under load scores
+are close to the plan, and without load far below it. Only the scores under load matter to the
+quantile, and a margin learned under load stays until :data:`~scheduling.margins.MEMORY` newer
+guarantees, or :data:`~scheduling.margins.MEMORY_S`, have passed.
 
-Before there is anything to learn from, a few assumed scores stand for those to come
-(:data:`~scheduling.margins.PRIOR`). And a promise that is being missed teaches before its request
-ends (:meth:`Calibration.behind`), for an answer may take longer than it takes to make a hundred
-more.
+Before any observation, a few prior scores are assumed
+(:data:`~scheduling.margins.PRIOR`). A guarantee that is already missed counts before its request
+ends (:meth:`Calibration.behind`), as an output may take longer than it takes to make a hundred
+more guarantees.
 
-All replicas together have one set of margins, as a quantile near 1 takes hundreds of promises to
-learn. A replica whose scores are far above the others' is *set apart*: it has margins of its own,
-made from its own scores, which count for the others no more. So one slow replica does not enlarge
-the margins of the others, and its own promises are kept. It joins the others again when its margins
+All replicas share one set of margins, as a quantile near 1 takes hundreds of guarantees to
+learn. A replica whose scores are far above the others' is *set apart*: it has its own margins,
+from its own scores, which no longer count for the others. So one slow replica does not raise the
+margins of the others, and its own guarantees are met. It joins the others again when its margins
 are small.
 """
 
@@ -41,7 +42,7 @@ from scheduling.objective import OBJECTIVES, SLO, Objective, Times
 from scheduling.tpot import TPOTAnchor
 
 MOST_PROMISES: Final = 65_536
-"""Promises under way that are known at a time; of more, the oldest teach nothing."""
+"""Guarantees under way that are known at a time; of more, the oldest teach nothing."""
 
 MOST_APART: Final = 8
 """Replicas set apart at a time: a decision asks about each of them on its own."""
@@ -55,10 +56,10 @@ class _Promise(NamedTuple):
 
 
 class Calibration:
-    """The promises under way, and the margins that those before them taught.
+    """The guarantees under way, and the margins that those before them taught.
 
     Args:
-        level: share of the promises that are to be kept, in (0, 1).
+        level: share of the guarantees that are to be kept, in (0, 1).
 
     Raises:
         ValueError: ``level`` is not in (0, 1).
@@ -92,8 +93,8 @@ class Calibration:
         }
 
     def plan(self, slo: SLO, now_s: float, replica_id: str = "") -> SLO:
-        """By when what ``slo`` states is to be planned so that it can be promised, by a replica or
-        by any that is not set apart. ``O(1)``."""
+        """By when what ``slo`` states is to be planned so that it can be guaranteed, by a replica
+        or by any that is not set apart. ``O(1)``."""
         margins, anchor = self._of(replica_id), slo.tpot_anchor
         return slo.with_times(
             [
@@ -105,8 +106,8 @@ class Calibration:
         )
 
     def promised(self, key: Hashable, stated: SLO, planned: SLO, replica_id: str = "") -> None:
-        """A request was promised ``stated``, and is planned for ``planned`` at a replica; without
-        one what it teaches is of all. A later promise to the same request takes the place of the
+        """A request was guaranteed ``stated``, and is planned for ``planned`` at a replica; without
+        one what it teaches is of all. A later guarantee to the same request takes the place of the
         first."""
         self.dropped(key)
         self._promises[key] = _Promise(
@@ -116,17 +117,17 @@ class Calibration:
             self.dropped(next(iter(self._promises)))
 
     def dropped(self, key: Hashable) -> None:
-        """What was promised to a request is no longer of interest."""
+        """Drop the guarantee of a request."""
         self._taken(key)
 
     def behind(
         self, key: Hashable, ttft_s: float | None, tpot_s: float | None, now_s: float
     ) -> None:
-        """A request is running, and its first token came late, or its pace is behind, seconds;
-        ``None`` where that is not so.
+        """A running request had a late first token, or its pace is behind, seconds;
+        ``None`` where it is not late.
 
-        A first token comes once, so this is how its TTFT turned out. A pace may recover: until the
-        request has ended it counts as it was reported last, and then as it turned out.
+        There is one first token, so its TTFT is final. A pace may recover: until the
+        request ends, the last reported pace counts, then the final one.
         """
         promise = self._promises.get(key)
         if promise is None:
@@ -148,8 +149,8 @@ class Calibration:
         e2e_s: float | None,
         now_s: float,
     ) -> None:
-        """A request ended, as its client saw it, seconds; ``None`` where that is not known. Nothing
-        is learned from one that was promised nothing."""
+        """A request ended with these times, as its client saw them, seconds; ``None`` if unknown.
+        Requests without a guarantee are ignored."""
         promise = self._taken(key)
         if promise is None:
             return
@@ -168,7 +169,7 @@ class Calibration:
         promise: _Promise,
         now_s: float,
     ) -> None:
-        """What was promised within ``stated_s``, and planned for ``planned_s``, took
+        """What was guaranteed within ``stated_s``, and planned for ``planned_s``, took
         ``observed_s``, seconds."""
         replica_id = promise.replica_id
         tracker = self._of(replica_id).tracker(objective, stated_s, promise.anchor)
@@ -177,7 +178,7 @@ class Calibration:
         if replica_id in self._apart:
             self._join(replica_id, now_s)
         elif replica_id and tracker.stands_out(replica_id, score):
-            # Of those that tell nothing any more, too, once their places are wanted.
+            # Also check silent replicas, once their entries are needed.
             for name in tuple(self._apart):
                 self._join(name, now_s)
             if len(self._apart) < MOST_APART:
@@ -185,8 +186,8 @@ class Calibration:
                 own.take(replica_id, self._margins)
 
     def _join(self, replica_id: str, now_s: float) -> None:
-        """Let a replica join the others if it needs no more than any replica at the start. The
-        margins of the others are no measure: they are large, too, while another replica is about to
+        """Let a replica join the others if its margins are at most the initial ones. The others'
+        margins are not the criterion, as they are also large while another replica is about to
         stand out."""
         if max(self._apart[replica_id].largest(now_s).values()) <= PRIOR + APART:
             del self._apart[replica_id]
@@ -195,7 +196,7 @@ class Calibration:
         return self._apart.get(replica_id, self._margins)
 
     def _taken(self, key: Hashable) -> _Promise | None:
-        """The promise to a request, which is removed."""
+        """Remove and return the guarantee of a request that no longer runs."""
         promise = self._promises.pop(key, None)
         if promise is not None:
             _, stated_tpot_s, _ = promise.stated

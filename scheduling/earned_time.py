@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class EarnedTime:
-    """Grows by ``share`` of the time while it is owed, and is lost when it is not.
+    """Grows by ``share`` of the time while any request is owed it, and resets to 0 when none is.
 
     Attributes:
-        seconds: earned and not spent yet; who spends it subtracts.
+        seconds: earned and not spent yet; the caller subtracts what it spends.
     """
 
     def __init__(self, share: float) -> None:
@@ -16,7 +16,7 @@ class EarnedTime:
         self._earned_at_s: float | None = None
 
     def earn(self, now_s: float, owed: bool) -> None:
-        """It is now ``now_s``, and the time is ``owed``, or not."""
+        """Advance to ``now_s``; ``owed``: whether any request is owed the time."""
         if not owed:
             self.seconds, self._earned_at_s = 0.0, None
             return

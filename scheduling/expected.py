@@ -1,6 +1,6 @@
 """What the expected length of an output makes of a request: a pace, and a claim on memory.
 
-Admission and the replicas must read both in the same way: what one promises the other is to hold.
+Admission and the replicas must read both in the same way: what one guarantees the other is to hold.
 """
 
 # numpy's scalars are "Any" to the type checker.
@@ -51,10 +51,10 @@ def claim(
     block_tokens: float,
     total: float,
 ) -> float:
-    """KV blocks that a request will need more than the ``held`` ones, with an output of ``tokens``.
+    """KV blocks that a request will need beyond the ``held`` ones, with an output of ``tokens``.
 
-    One that has ``emitted`` as many continues for as long as it has. Nothing can need more than the
-    ``total`` of all blocks.
+    An output that has ``emitted`` at least that many is expected to double its length. The need is
+    at most the ``total`` number of blocks.
     """
     if emitted >= tokens:
         tokens = 2.0 * emitted

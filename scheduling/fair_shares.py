@@ -1,19 +1,19 @@
-"""Fair shares between tenants: weighted max-min of what is promised, by tokens.
+"""Fair shares between tenants: weighted max-min of guaranteed tokens.
 
-A tenant's service is the tokens of its promised requests, prompt and output. While everybody is
-promised what they ask for there is nothing to share. Where not, max-min fairness with weights
-(Bertsekas and Gallager, *Data Networks*, §6.5.2) gives who asks for less than its share all of it,
-and divides the rest by weight: there is one level of tokens per weight, the water level, that fills
-what can be promised. The counters that it is found from forget in :data:`WINDOW_S`.
+A tenant's service is the tokens of its guaranteed requests, prompt and output. While every request
+is guaranteed, there is nothing to share. Otherwise, max-min fairness with weights
+(Bertsekas and Gallager, *Data Networks*, §6.5.2) gives a tenant that asks for less than its share
+all it asks for, and divides the rest by weight: one level of tokens per weight, the water level,
+uses up the capacity for guarantees. The counters behind the water level decay in :data:`WINDOW_S`.
 
-The capacity is unknown, requests cannot be split, and a refused one may not come back. So a
-tenant over its share is not closed out until the others have theirs, which would leave idle what
-they happen not to ask for. It may have more, but only where beside its request there is room for
-one more: the next of those who are below their share find it when they come. Networks of telephone
-lines have long done this with single lines, as trunk reservation (Kelly, *Loss networks*, Annals of
-Applied Probability 1991). For how long a prompt there must be room is learned: for a longer one
-with each request of a tenant below its share that finds none, for a shorter one with each that
-finds some, and for none where none comes.
+The capacity is unknown, requests cannot be split, and a refused request may not retry. So a
+tenant over its share is not blocked until the others have theirs: that would leave idle the
+capacity that they do not ask for. It may get more, but only where there is capacity for one more
+request beside its own, which the next tenant below its share can use. Telephone networks do this
+with single lines, as trunk reservation (Kelly, *Loss networks*, Annals of Applied Probability
+1991). The prompt length of this reserve is learned: it grows with each refused request of a tenant
+below its share, shrinks with each one that finds capacity, and goes to 0 while there are no such
+requests.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from scheduling.job import RouteQuery
 from scheduling.kernels import Floats
 
 WINDOW_S = 10.0
-"""In this time the counters forget ``1 - 1/e`` of what was asked and promised, seconds."""
+"""Time constant of the counters of tokens asked and guaranteed, seconds: they forget ``1 -
+1/e``."""
 
 REFRESH_S = 0.1
 """How old the water level may be, seconds."""
 
 MOST_TENANTS = 4_096
-"""Tenants that are counted separately. Of more, the one that has asked for least is forgotten."""
+"""Maximum number of tracked tenants. Beyond it, the one that has asked for least is dropped."""
 
 MOST_KEYS = 100_000
-"""Requests that are remembered until they end; of more, the oldest tenth is forgotten."""
+"""Maximum number of requests tracked until they end. Beyond it, the oldest tenth is dropped."""
 
 MAX_WEIGHT = 1_000.0
 """Largest weight of a tenant, and the inverse of the smallest."""
@@ -50,30 +51,30 @@ REFUSED = 0.01
 """Share of what tenants below their share ask for that is refused where the reserve is right."""
 
 PLACES_PART = 4.0
-"""For :func:`has_room` where places are shared: the most of a tenant of weight 1, over those that
-are free. One alone gets four fifths of all, and many get nearly all between them, in equal parts.
+"""For :func:`has_room` where slots are shared: maximum slots of a tenant of weight 1, over the free
+slots. One tenant alone gets four fifths of all slots; many together get nearly all, in equal parts.
 """
 
 MOST_USUAL = 4.0
-"""The longest prompt for which there must be room, in usual prompts of who is below its share."""
+"""Maximum reserve, in mean prompts of tenants below their share."""
 
 _STEP = 0.5
-"""What a prompt that finds no room adds to the reserve, of its own length."""
+"""Share of its length that a refused prompt adds to the reserve."""
 
 _SMOOTHING = 0.1
 """Weight of the latest request in the means of what tenants below their share ask for."""
 
 _GAPS = 4.0
 _LEAST_MEMORY_S, _MOST_MEMORY_S = 1.0, 10.0
-"""When the reserve begins to go because no tenant below its share asks: this many times as long as
-it was between two of their requests, within these bounds, seconds."""
+"""The reserve starts to shrink when no tenant below its share has asked for ``_GAPS`` times the
+usual gap between their requests, within these bounds, seconds."""
 
 _OLDEST = 30.0
 """Windows after which the counters get a new unit, so that numbers stay small."""
 
 
 class _Charge(NamedTuple):
-    """A promise that counts: whose, the tokens, and when it was made."""
+    """A guarantee that counts: whose, the tokens, and when it was made."""
 
     tenant: int
     tokens: float
@@ -81,7 +82,7 @@ class _Charge(NamedTuple):
 
 
 class FairShares:
-    """Counts what tenants ask and are promised, and tells who must leave room for others.
+    """Counts what tenants ask and are guaranteed, and tells who must leave room for others.
 
     ``O(1)`` each, and ``O(n log n)`` with ``n`` tenants ten times a second; ``O(n)`` for a tenant
     for whom another one is forgotten. All times are seconds on one monotonic clock of the caller's.
@@ -103,7 +104,7 @@ class FairShares:
         self._promised: Floats = np.zeros(most_tenants)
         self._total = 0.0
         self._unit_s = 0.0
-        # The water level per weight, over all that is promised.
+        # The water level per weight, over all that is guaranteed.
         self._level = inf
         self._refreshed_s = -inf
         self._charges: dict[int, _Charge] = {}
@@ -115,12 +116,12 @@ class FairShares:
         self._usual = 0.0
 
     def __len__(self) -> int:
-        """Tenants that are counted separately now."""
+        """Number of tracked tenants."""
         return len(self._slots)
 
     def reserve_tokens(self, tenant: int, now_s: float) -> float:
-        """For how long a prompt, tokens, there must be room beside what is promised to ``tenant``;
-        0 for one that is not over its share."""
+        """Prompt tokens for which there must be capacity beside a new guarantee to ``tenant``; 0
+        for a tenant that is not over its share."""
         slot = self._slots.get(tenant)
         if slot is None or self._reserve <= 0.0:
             return 0.0
@@ -131,7 +132,7 @@ class FairShares:
         return reserve if reserve >= 1.0 else 0.0
 
     def promise(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
-        """A request is promised its objective; its output is expected to be so long."""
+        """A request is guaranteed its objective; its output is expected to be so long."""
         tokens = query.prompt_tokens + output_tokens
         scale, slot = self._scale(now_s), self._slot(query)
         self._learn(slot, query.prompt_tokens, now_s, refused=False)
@@ -147,7 +148,7 @@ class FairShares:
     def refuse(
         self, query: RouteQuery, output_tokens: float, now_s: float, again: bool, over_share: bool
     ) -> None:
-        """A request is not promised its objective, now.
+        """A request is not guaranteed its objective, now.
 
         Args:
             query: the request. output_tokens: expected length of its output.
@@ -166,13 +167,13 @@ class FairShares:
             self._bound(self._refused)
 
     def settle(self, key: int, tokens: float) -> None:
-        """A promised request has ended, or was given up, after ``tokens``: its promise counts as
-        that many. Unknown keys are ignored."""
+        """A guaranteed request has ended, or was abandoned, after ``tokens``: its guarantee now
+        counts as ``tokens``. Unknown keys are ignored."""
         charge = self._charges.pop(key, None)
         slot = None if charge is None else self._slots.get(charge.tenant)
         if charge is None or slot is None:
             return
-        # As if it had been known: what was promised long ago counts little, and so does this.
+        # As if known from the start: an old guarantee counts little, and so does its correction.
         change = (tokens - charge.tokens) * exp((charge.made_s - self._unit_s) / WINDOW_S)
         change = max(change, -float(self._promised[slot]))
         self._promised[slot] += change
@@ -180,7 +181,8 @@ class FairShares:
         self._total += change
 
     def _share(self, slot: int) -> float:
-        """What a tenant may be promised before it must leave room, as its promises are counted."""
+        """What a tenant may be guaranteed before it must leave room, as its guarantees are
+        counted."""
         if self._level == inf:
             return inf
         return float(self._weights[slot]) * self._level * self._total
@@ -286,11 +288,11 @@ def water_level(asked: Floats, weights: Floats, capacity: float) -> float:
 
 
 def has_room(held: float, free: float, weight: float, part: float) -> bool:
-    """Whether a tenant that holds ``held`` of something may have more, of which ``free`` is
-    left: as long as it has less than ``part * weight`` of that.
+    """Whether a tenant that holds ``held`` of a resource may take more, while ``free`` of it is
+    unused: it may while ``held`` is below ``part * weight * free``.
 
-    So whoever asks last finds some left, one alone gets nearly all of it where ``part`` is large,
-    and many get equal parts: dynamic thresholds (Choudhury and Hahne, IEEE/ACM Transactions on
-    Networking 1998).
+    So some is always left for the next tenant, a single tenant gets nearly all of it with a large
+    ``part``, and many get equal parts: dynamic thresholds (Choudhury and Hahne, IEEE/ACM
+    Transactions on Networking 1998).
     """
     return held < part * weight * free

@@ -51,7 +51,7 @@ class FleetSettings(NamedTuple):
     """How reports are judged.
 
     Attributes:
-        aged_after_s: a replica that has been silent for longer is *aged*: nothing is promised
+        aged_after_s: a replica that has been silent for longer is *aged*: nothing is guaranteed
             there, and it is chosen only where no other is left.
         stale_after_s: one that has been silent for longer is left out.
         reservation_ttl_s: a decision that no replica confirmed by then is dropped.
@@ -108,10 +108,10 @@ class Fleet:
 
     - ``figures``: ``float64[rows, FIGURES]``, sums, see :mod:`scheduling.fleet_rows`;
     - ``pieces``: ``float64[rows, MOST_PIECES, COEFFICIENTS]``, the corrected latency models;
-    - ``prefills``: ``float64[room, PREFILL_FIELDS]``, the promised prefills of all replicas; those
-      of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]`` from
-      ``starts[row]`` on;
-    - ``loads``: ``float64[room, LOAD_FIELDS]``, the promised decodes in the same way,
+    - ``prefills``: ``float64[room, PREFILL_FIELDS]``, the guaranteed prefills of all replicas;
+      those of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]``
+      from ``starts[row]`` on;
+    - ``loads``: ``float64[room, LOAD_FIELDS]``, the guaranteed decodes in the same way,
       ``figures[row, LOADS]`` from ``starts[row]`` on.
 
     A report costs ``O(n log n)`` with ``n`` requests at the replica, a decision ``O(n)`` at the
@@ -268,7 +268,7 @@ class Fleet:
         return rows
 
     def is_sound(self, row: int, now_s: float) -> bool:
-        """Whether anything may be promised at a candidate: it is neither aged nor one that is
+        """Whether anything may be guaranteed at a candidate: it is neither aged nor one that is
         chosen although it is quarantined."""
         silent_s = now_s - self._heard_s[row]
         return bool(self._sound[row] and silent_s < self.settings.aged_after_s)
@@ -323,9 +323,9 @@ class Fleet:
     def hold(
         self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, anew: bool = False
     ) -> None:
-        """A replica, which is known, says what chunks of prompts it holds: the changed ``slots`` of
-        its table, see :meth:`PrefixIndex.write <scheduling.prefix.PrefixIndex.write>`, or with
-        ``anew`` all of it."""
+        """Store which prompt chunks a known replica reports: the changed ``slots`` of
+        its table, see :meth:`PrefixIndex.write <scheduling.prefix.PrefixIndex.write>`, or, with
+        ``anew``, the whole table."""
         row = self.row_of[replica_id]
         if anew:
             self.prefixes.clear(row)
@@ -401,7 +401,7 @@ class Fleet:
         self._sound = np.concatenate((self._sound, np.zeros(more, bool)))
 
     def _entries(self, row: int) -> tuple[Floats, Floats]:
-        """The prefills and the loads of a row, with the room that it has for them."""
+        """The prefills and the loads of a row, to their full capacity."""
         own = slice(self.starts[row], self.starts[row] + self._rooms[row])
         return self.prefills[own], self.loads[own]
 

@@ -95,7 +95,7 @@ def expected_tokens(row: Any) -> float:
 
 @compiled
 def set_step(figures: Floats, least_ttft_s: float, work_s: float, busy: bool) -> None:
-    """Predict the step under way, which began with ``work_s`` of promised prefill to be done."""
+    """Predict the step under way, which began with ``work_s`` of guaranteed prefill to be done."""
     fixed_s, pace_s = figures[FIXED_S], figures[PACE_S]
     longest_s = max(TTFT_SHARE * least_ttft_s, LEAST_STEPS * fixed_s)
     figures[BATCH_S] = longest_s
@@ -125,7 +125,7 @@ def budget_tokens(pieces: Floats, decode_s: Floats, forced: float, horizon_s: fl
 
 @compiled
 def count_best_effort(figures: Floats, pieces: Floats, row: Any, prefill: bool) -> None:
-    """Count a reported request to which nothing was promised."""
+    """Count a reported request to which nothing was guaranteed."""
     if row.phase == 2:
         figures[LENT_BLOCKS] += row.kv_blocks
         figures[LENT_PLACES] += 1.0
@@ -145,7 +145,7 @@ def count_prefill(
     now_s: float,
     expected: float,
 ) -> float:
-    """Count a reported prefill that was promised; return its work, seconds."""
+    """Count a reported prefill that was guaranteed; return its work, seconds."""
     pending, computed = row.pending_tokens, row.computed_tokens
     if expected <= row.emitted_tokens + 1.0:
         # It ends with that token, or resumes on another replica.
@@ -172,8 +172,8 @@ def count_decode(
     unpaced_s: float,
     decode_s: Floats,
 ) -> float:
-    """Count a reported decode that was promised; return how often it runs within ``horizon_s``, and
-    add that work to ``decode_s``, by piece of the model."""
+    """Count a reported decode that was guaranteed; return how often it runs within ``horizon_s``,
+    and add that work to ``decode_s``, by piece of the model."""
     computed = row.computed_tokens
     own_s = most_work_s(pieces, 1.0, computed)
     pace_s = pace_of(tpot_s, figures[FIXED_S], own_s)

@@ -1,7 +1,7 @@
 """Compiled loops over what a fleet knows of one replica: taking requests in, and summing them up.
 
-A replica is a row of three arrays, see :class:`scheduling.fleet.Fleet`: its figures, its promised
-prefills by deadline, and its loads, which are the promised decodes of now and of those prefills
+A replica is a row of three arrays, see :class:`scheduling.fleet.Fleet`: its figures, its guaranteed
+prefills by deadline, and its loads, which are the guaranteed decodes of now and of those prefills
 later, by the time from which they cost. All times are seconds on the fleet's clock.
 
 The prefill capacity until ``t`` is what is left of the time since the report if each decode is
@@ -36,41 +36,41 @@ from scheduling.kernels import (
 WAITING = 0  # requests, as reported
 RUNNING = 1
 RESERVED = 2  # requests on their way
-TOKENS = 3  # prompt tokens to prefill of promised requests, those on their way included
-CONTEXT = 4  # context tokens of the promised decodes
-DECODES = 5  # promised decodes
+TOKENS = 3  # prompt tokens to prefill of guaranteed requests, those on their way included
+CONTEXT = 4  # context tokens of the guaranteed decodes
+DECODES = 5  # guaranteed decodes
 FREE_BLOCKS = 6  # KV blocks, as reported
 TOTAL_BLOCKS = 7
 BLOCK_TOKENS = 8
 PAB = 9  # prefill admission budget, tokens; may be negative
 BEGUN_S = 10  # since when the reported work is being worked on
 FIXED_S = 11  # time of an empty step
-PREFILL_S = 12  # predicted time of the promised prefills
-DECODE_S = 13  # work of one step of the promised decodes
+PREFILL_S = 12  # predicted time of the guaranteed prefills
+DECODE_S = 13  # work of one step of the guaranteed decodes
 PACE_S = 14  # their least pace that can be held; infinite for none
 DUE_S = 15  # when the first of them is due; infinite for none
-NEEDED_BLOCKS = 16  # blocks that promised prefills need beyond those they hold
-LENT_BLOCKS = 17  # blocks of best-effort requests, which promised ones may take
+NEEDED_BLOCKS = 16  # blocks that guaranteed prefills need beyond those they hold
+LENT_BLOCKS = 17  # blocks of best-effort requests, which guaranteed ones may take
 LENT_PLACES = 18  # running best-effort requests
 BEST_EFFORT_S = 19  # predicted time of the best-effort prefills
 EXPECTED_BLOCKS = 20  # blocks that all live requests are expected to need beyond those they hold
-BLOCKS_PER_S = 21  # that the promised decodes free soon, less what they take, in the mean
+BLOCKS_PER_S = 21  # that the guaranteed decodes free soon, less what they take, in the mean
 PLACES = 22  # most running sequences
-QUEUED = 23  # promised prefills, entries of `prefills`
+QUEUED = 23  # guaranteed prefills, entries of `prefills`
 LOADS = 24  # entries of `loads`
 STEP_ENDS_S = 25  # when the step under way is expected to end
-PROMISED = 26  # promised requests, those on their way included
-DECODE_SHARES = 27  # of each second, for the steps of the promised decodes that state a pace
+PROMISED = 26  # guaranteed requests, those on their way included
+DECODE_SHARES = 27  # of each second, for the steps of the guaranteed decodes that state a pace
 DECODE_PACE_S = 28  # their least pace; infinite for none
 BATCH_S = 29  # time of a batch that is full; infinite where nothing limits it
-STEP_WORK_S = 30  # promised prefill in the step under way
+STEP_WORK_S = 30  # guaranteed prefill in the step under way
 SPENT_UNTIL_S = 31  # when the latest decision was made, or the work began
 SPENT_S = 32  # capacity until then, which is spent
-CLAIMED_BLOCKS = 33  # blocks that promised requests are expected to need beyond those they hold
+CLAIMED_BLOCKS = 33  # blocks that guaranteed requests are expected to need beyond those they hold
 LATER_S = 34  # prefill of later stages that is expected each second
 FIGURES = 35
 
-# A promised prefill.
+# A guaranteed prefill.
 PREFILL_DUE_S = 0
 WORK_S = 1
 PRIORITY = 2
@@ -94,7 +94,7 @@ LEAST_RATE = 0.05
 """Least share of a replica's time that counts as left for prefill, in predictions."""
 
 FREED_WITHIN_S = 5.0
-"""``BLOCKS_PER_S`` is a mean over so long: the real lengths of the answers are unknown."""
+"""Averaging time of ``BLOCKS_PER_S``, seconds: the real output lengths are unknown."""
 
 
 def requests_at(figures: Floats) -> Floats:
@@ -156,8 +156,9 @@ def settle(figures: Floats, prefills: Floats, loads: Floats) -> None:
 def advance(figures: Floats, prefills: Floats, loads: Floats, now_s: float) -> None:
     """Spend the capacity until ``now_s`` on the prefills that are there, by deadline.
 
-    Where all of them are done by then, the rest of it was idle, and what comes next takes the fixed
-    time of a step again. All is settled before; :func:`settle` must follow. ``O(prefills)``.
+    If all of them are done by then, the rest of the capacity was idle, and the next prefill pays
+    the fixed time of a step again. All rows are settled before; :func:`settle` must follow.
+    ``O(prefills)``.
     """
     if now_s <= figures[SPENT_UNTIL_S]:
         return
@@ -212,8 +213,8 @@ def take(
     now_s: float,
     in_order: bool,
 ) -> None:
-    """Add a promised prefill, and its decode after the first token: from when that is due, or from
-    ``now_s`` where that has passed.
+    """Add a guaranteed prefill, and its decode after the first token: from when that is due, or
+    from ``now_s`` where that has passed.
 
     Where not ``in_order`` both go to the end, to be sorted. :func:`settle` must follow.
     """
@@ -259,7 +260,7 @@ def add_later(
     output_tokens: float,
     tpot_s: float,
 ) -> None:
-    """Expect the prompt that enters a promised request with a later stage.
+    """Expect the prompt that enters a guaranteed request with a later stage.
 
     When it comes is not known: the output that is left is cut into as many parts as there are
     stages, at its pace, so that it is equally likely in each moment of a part.
@@ -276,7 +277,7 @@ def add_later(
 
 @compiled
 def room_s(figures: Floats) -> float:
-    """Time for prefill in a batch beside all promised decodes."""
+    """Time for prefill in a batch beside all guaranteed decodes."""
     batch_s = figures[BATCH_S]
     if batch_s == inf:
         return inf

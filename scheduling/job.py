@@ -1,4 +1,4 @@
-"""A request to place, what it would be on each replica, and what became of it."""
+"""Placement of a request: the query, the job on each replica, and the decision."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ INVALID_QUERY = "invalid_query"
 class Tier(enum.StrEnum):
     """How a request is served.
 
-    ``GUARANTEED``: its objective is promised. ``BEST_EFFORT``: nothing is; it runs on what the
-    promised ones leave.
+    ``GUARANTEED``: its objective is guaranteed. ``BEST_EFFORT``: it runs on the capacity that the
+    guaranteed requests leave.
     """
 
     GUARANTEED = "guaranteed"
@@ -37,25 +37,25 @@ class RouteQuery(NamedTuple):
 
     Attributes:
         key: its 63-bit key.
-        slo: its objective. Where it states none there is nothing to promise.
+        slo: its objective. Without stated times there is nothing to guarantee.
         prompt_tokens: an estimate: the edge does not tokenise.
         waited_s: its age at the edge when the query was made.
-        tiers: those that it may be served in. With both, it is promised where it can be.
-        output_tokens: the most that it may generate; 0 if that is not known.
-        session: names what it belongs to (a conversation, say), a 63-bit hash; 0 for nothing.
+        tiers: the tiers that it may be served in. With both, it is guaranteed if possible.
+        output_tokens: maximum output length; 0 if unknown.
+        session: 63-bit hash of its session, such as a conversation; 0 for none.
         prefix: 63-bit hashes of its prompt's first chunks, each covering all chunks before it, see
             :mod:`scheduling.prefix`.
-        request_id: what its client knows it by, for people who ask where it went; no policy reads
-            it.
-        prefill_key: 63-bit key of the computation of its prompt, where that may be done by one
-            replica and the rest by another; 0: one replica must serve it whole.
-        avoid: replicas that have failed this request. They are left out where there are others.
-        tenant: whose it is, a 63-bit hash; 0: none in particular, and all of these are one tenant.
+        request_id: its id as its client knows it, for tracing by people; no policy reads it.
+        prefill_key: 63-bit key of its prefill, if another replica than the decode replica may
+            compute it; 0: one replica must serve it whole.
+        avoid: replicas that have failed this request. They are left out if there are others.
+        tenant: 63-bit hash of its tenant; 0: no tenant is known. All requests with 0 count as one
+            tenant.
         weight: of the tenant's share, > 0.
-        client_request_id: the client's own id of it, for the same people.
-        moves_from: the replica that has this promised request already and is predicted to miss its
-            first token (:mod:`controller.moves`): it moves to another one that can promise what is
-            left of its objective, or stays. Empty for any other request.
+        client_request_id: the client's own id of it, for tracing by people.
+        moves_from: the replica that has this guaranteed request already and is predicted to miss
+            its first token (:mod:`controller.moves`): it moves to another replica that can
+            guarantee the rest of its objective, or stays. Empty for any other request.
     """
 
     key: int
@@ -79,26 +79,26 @@ _NO_STAGES: Floats = np.empty((0, 2))
 
 
 class Job(NamedTuple):
-    """A query, and what it would be on each of the replicas that may serve it, or begin with it.
+    """A query, with its work on each replica that may serve or prefill it.
 
-    Where a replica may compute its prompt for another one to continue, the replicas of the job are
-    those where it may begin: such as serve it whole, and such as compute its prompt only. A job of
-    its own tells what the rest would be on each replica that may continue (``moved``).
+    If the request may be split into a P/D pair, the job has the replicas where it may start: mixed
+    ones, which serve it whole, and prefill ones, which compute only its prompt. A second job
+    (``moved``) describes the decode phase on each decode replica.
 
     Attributes:
         query: the request.
         now_s: the time of the decision, on the fleet's clock.
         rows: ``int64[n]``, rows of the fleet, ascending; never empty where a policy sees it.
         cached_tokens: ``float64[n]``, prompt tokens that each replica has in its KV cache.
-        work_s: ``float64[n]``, predicted time of the prefill of the others on each.
+        work_s: ``float64[n]``, predicted prefill time of the uncached tokens on each.
         due_s: when its first token is due; infinite if no time is stated.
         output_tokens: expected length of its output.
-        lead_s: ``float64[n]``, predicted time from the end of its prefill there to its first token,
-            where that is another replica's; 0 where it is served whole.
-        splits: ``bool[n]``, whether each would compute its prompt only.
-        moved: whether the KV of its prompt is another replica's work, and comes along.
-        reserve_tokens: a promise to it must leave room for one more request, with a prompt of
-            this many tokens, see :mod:`scheduling.fair_shares`.
+        lead_s: ``float64[n]``, predicted time from the end of its prefill there to its first token
+            on the decode replica; 0 where it is served whole.
+        splits: ``bool[n]``, whether each would compute only its prompt.
+        moved: whether another replica computes its prompt and transfers the KV.
+        reserve_tokens: a guarantee must leave capacity for one more request with a prompt of this
+            length, see :mod:`scheduling.fair_shares`.
     """
 
     query: RouteQuery
@@ -115,7 +115,7 @@ class Job(NamedTuple):
 
     @property
     def tpot_s(self) -> float:
-        """The pace at which its output holds its end-to-end objective, too; infinite for none."""
+        """The pace at which its output also meets its end-to-end objective; infinite for none."""
         ttft_s, tpot_s, e2e_s, _ = self.query.slo.columns
         return paced(ttft_s, tpot_s, e2e_s, self.output_tokens)[1]
 
@@ -141,33 +141,34 @@ class Job(NamedTuple):
 
 
 class RouteDecision(NamedTuple):
-    """What became of a query.
+    """The decision on a query.
 
     Attributes:
         replica_id: where the request goes; ``None``: nowhere, and ``reason`` says why.
-        reason: ``placed``; ``unattainable``: no replica can promise its objective, and it may not
-            be served without; ``stays``: no other one can promise what is left of it, so it is not
-            moved; ``no_replica``: none is known and was heard of lately; ``invalid_query``.
-        tier: how it is served where it goes; ``None`` where no tier was decided, because admission
-            is off: it is served like a promised request, and nothing is promised.
-        predicted_ttft_s: from the decision to its first token, where that was promised. It is what
-            admission predicts; who has observed how such predictions turn out may tell the median
-            of that, see :mod:`scheduling.reliability`.
-        retry_after_s: where it is ``unattainable``: after how long it should retry, see
-            :mod:`scheduling.retry_after`; ``None`` where there never is capacity.
+        reason: ``placed``; ``unattainable``: no replica can guarantee its objective, and it may not
+            be served as best effort; ``stays``: no other replica can guarantee the rest of its
+            objective, so it is not moved; ``no_replica``: no replica has reported recently;
+            ``invalid_query``.
+        tier: its tier at the replica; ``None`` if admission
+            is off: it is served like a guaranteed request, but nothing is guaranteed.
+        predicted_ttft_s: from the decision to its first token, if that is guaranteed. It is
+            admission's prediction; the median by observed errors is in
+            :mod:`scheduling.reliability`.
+        retry_after_s: if ``unattainable``: time until it should retry, see
+            :mod:`scheduling.retry_after`; ``None`` if there will never be capacity.
         role: of the replica ``replica_id``.
-        prefill_id: the replica that computes its prompt first and hands the KV over to
+        prefill_id: the replica that computes its prompt first and transfers the KV to
             ``replica_id``; ``None``: ``replica_id`` serves it whole.
-        handover_s: predicted time from the end of that to the first token: by so much earlier than
-            the request's own is the prefill's deadline.
-        over_share: its objective could have been promised, but for what its tenant, who has its
-            share, must leave free for others.
-        planned: where something was promised: the TTFT, TPOT and end-to-end time for which it is
-            planned, seconds; ``None`` where one was not stated. The replica works by them, see
-            :mod:`scheduling.calibration`; instead of an end-to-end time by its shares, see
+        handover_s: predicted time from the end of the prefill to the first token. The prefill's
+            deadline is earlier than the request's by this time.
+        over_share: its objective could have been guaranteed, but its tenant is over its share and
+            must leave that capacity to others.
+        planned: if guaranteed: the TTFT, TPOT and end-to-end time for which it is
+            planned, seconds; ``None`` for a time that is not stated. The replica schedules by them,
+            see :mod:`scheduling.calibration`; instead of an end-to-end time by its shares, see
             :mod:`scheduling.pacing`.
-        room_s: as ``retry_after_s``: the predicted time until there is room, if no other request
-            comes. Who waits at the edge asks by that.
+        room_s: if ``unattainable``: the predicted time until there is capacity, without new
+            arrivals. A request that waits at the edge asks again by it.
     """
 
     replica_id: str | None

@@ -43,7 +43,7 @@ FIRST_TOKEN = 15  # when it left; nan before
 LAST_TOKEN = 16
 TENANT = 17  # a number that names it; only whether two are equal counts
 WEIGHT = 18  # of the tenant's share
-PROMISED = 19  # 1 where the objective was promised, else 0
+PROMISED = 19  # 1 where the objective was guaranteed, else 0
 FIELDS = 20
 
 # A latency model's coefficients, see :class:`scheduling.latency.LatencyModel`.

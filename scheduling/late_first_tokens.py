@@ -1,14 +1,14 @@
-"""Which promised first tokens a replica will miss, by what is known of it now.
+"""Which guaranteed first tokens a replica will miss, by its current state.
 
-By the test by which they were promised (:mod:`scheduling.admission.moore_hodgson`): a prefill is
-late where the work up to and with it, by deadline, exceeds the capacity until its first token is
-due. When it was promised it did not. It may since, because the replica's steps take longer than
-predicted, its correction has grown, or it makes no steps at all.
+The test is that of their admission (:mod:`scheduling.admission.moore_hodgson`): a prefill is
+late if the work up to and including it, by deadline, exceeds the capacity until its first token is
+due. At admission it did not. It may since, because the replica's steps take longer than
+predicted, its correction has grown, or its engine has stalled.
 
-An engine that makes no steps does not report when it will resume. Our reading: a step that is
-overdue is expected to take as long again as it is overdue by now, which is the median of what
-remains of a time whose scale is unknown (Gott, Nature 1993). A step is overdue when it takes longer
-than the longest batch that there could be.
+A stalled engine does not report when it will recover. Our reading: an overdue step is
+expected to take as long again as it is overdue by now, which is the median of the remaining time if
+its scale is unknown (Gott, Nature 1993). A step is overdue when it takes longer than the longest
+possible batch.
 """
 
 # numpy's scalars are "Any" to the type checker.
@@ -42,10 +42,10 @@ def late(
     planned_s: Floats,
     stated_s: Floats,
 ) -> NDArray[np.bool_]:
-    """Which promised prefills of a replica will miss their first tokens.
+    """Which guaranteed prefills of a replica will miss their first tokens.
 
     Where one is late, the later ones count as if it left: not more leave than need to.
-    ``O(n log m)`` with ``m`` promised requests there, compiled.
+    ``O(n log m)`` with ``m`` guaranteed requests there, compiled.
 
     Args:
         row: of the replica.

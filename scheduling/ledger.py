@@ -21,7 +21,7 @@ class Reservation(NamedTuple):
     Attributes:
         replica_id: where the request goes.
         made_s: when that was decided.
-        promised: whether it is a promised request; a best-effort one takes only what is left.
+        promised: whether it is a guaranteed request; a best-effort one takes only what is left.
         new_tokens: prompt tokens to prefill there; ``cached_tokens`` more are in its cache.
         kv_tokens: tokens for which it needs KV blocks that it does not share.
         due_s: when its first token is due; infinite if no time is stated.
@@ -141,8 +141,8 @@ class Ledger:
         return changed
 
     def postpone(self, by_s: float) -> None:
-        """Let every reservation live ``by_s`` longer: for that long it could not have been
-        confirmed. ``O(n)``."""
+        """Extend every reservation by ``by_s``, a time in which no report could have confirmed it.
+        ``O(n)``."""
         for key, made in self._entries.items():
             later = made._replace(awaited_s=max(made.made_s, made.awaited_s) + by_s)
             self._entries[key] = self._of_replica[made.replica_id][key] = later

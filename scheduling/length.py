@@ -37,8 +37,8 @@ class LengthDistribution(Protocol):
         """Expected tokens."""
 
     def given(self, emitted_tokens: int) -> float:
-        """Expected tokens in all, of an output that has ``emitted_tokens`` and continues: always at
-        least one more."""
+        """Expected total tokens of an unfinished output with ``emitted_tokens``: always at least
+        one more."""
 
     def quantile(self, share: float, emitted_tokens: int = 0) -> float:
         """Tokens that ``share``, in (0, 1), of those outputs stay within; at least one more. With

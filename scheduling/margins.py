@@ -1,4 +1,4 @@
-"""The margins of promises, by objective and how long it is; see :mod:`scheduling.calibration`."""
+"""The margins of guarantees, by objective and how long it is; see :mod:`scheduling.calibration`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ MEMORY: Final = 400
 moves it far."""
 
 MEMORY_S: Final = 60.0
-"""So long a score counts, seconds."""
+"""How long a score counts, seconds."""
 
 MOST_MARGIN: Final = 0.5
-"""Largest margin: with 0.9, a short overload had fleets promise half as much for a minute after."""
+"""Largest margin: with 0.9, a short overload had fleets guarantee half as much for a minute
+after."""
 
 LEAST_RAISE: Final = 0.04
-"""A promise that is late asks for no more than twice the margin that it was made with, or this much
-more: what is late is served behind what can still be in time, so how late it becomes says little of
-how much earlier it would have had to be planned."""
+"""A guarantee that is late asks for no more than twice the margin that it was made with, or this
+much more: what is late is served behind what can still be in time, so how late it becomes says
+little of how much earlier it would have had to be planned."""
 
 GAIN: Final = 0.002
-"""Of adaptive conformal inference: how far one promise moves the level."""
+"""Of adaptive conformal inference: how far one guarantee moves the level."""
 
 _LEAST_MISSES, _MOST_MISSES = 0.001, 0.1
 """Between which the share of misses that the quantile is taken for moves."""
 
 PRIOR: Final = 0.04
-"""The score of :data:`PRIOR_SHARE` of the promises that there have not been yet: real engines were
-seen 0 to 4 % behind the plan that they worked by. The others are taken for early ones: before there
-are many, a few late ones are outliers and not the tail."""
+"""The score of :data:`PRIOR_SHARE` of the guarantees that there have not been yet: real engines
+were seen 0 to 4 % behind the plan that they worked by. The others are taken for early ones: before
+there are many, a few late ones are outliers and not the tail."""
 
 PRIOR_SHARE: Final = 0.02
 """Twice the misses that a level of 0.99 allows, so that a margin there begins at :data:`PRIOR` and
@@ -49,14 +50,14 @@ APART: Final = 0.01
 """A score above the margin that the others need by more than this stands out."""
 
 LEAST_OUT: Final = 4
-"""A replica is set apart from the others by at least this many scores that stand out."""
+"""A replica is set apart from the others only with at least this many scores that stand out."""
 
 OUT_RATIO: Final = 4.0
-"""And by a share of its scores that is this many times what may be missed: of 50 scores 4, which at
-a level of 0.99 happens by chance once in 600 times."""
+"""And only if their share of its scores is at least this many times the allowed share of misses: of
+50 scores 4, which at a level of 0.99 happens by chance once in 600 times."""
 
 LEAST_OTHERS: Final = 20
-"""And by comparison with at least this many scores of others."""
+"""And only in comparison with at least this many scores of other replicas."""
 
 _FIRST_SCALE_S = 0.125
 _LEAST_PAUSE_S = 1.0
@@ -72,10 +73,10 @@ class _Score(NamedTuple):
 
 
 class Tracker:
-    """The margin of one kind of promises. ``O(MEMORY log MEMORY)`` an ending, ``O(1)`` a margin.
+    """The margin of one kind of guarantees. ``O(MEMORY log MEMORY)`` an ending, ``O(1)`` a margin.
 
     Args:
-        level: share of the promises that are to be kept, in (0, 1).
+        level: share of the guarantees that are to be kept, in (0, 1).
     """
 
     def __init__(self, level: float) -> None:
@@ -87,16 +88,16 @@ class Tracker:
         self._measure(-inf)
 
     def behind(self, key: Hashable, score: float, replica_id: str, now_s: float) -> None:
-        """The promise ``key`` is in progress, and has this score by now."""
+        """Record the current score of the guarantee ``key``, whose request still runs."""
         self._behind[key] = _Score(now_s, score, replica_id)
         self._measure(now_s)
 
     def left(self, key: Hashable) -> None:
-        """The promise ``key`` is no longer in progress."""
+        """Forget the running score of the guarantee ``key``."""
         self._behind.pop(key, None)
 
     def ended(self, score: float, kept: bool, replica_id: str, now_s: float) -> None:
-        """A promise ended with this score, and whether it was kept."""
+        """Record the final score of a guarantee, and whether it was met (``kept``)."""
         wanted = 1.0 - self._level
         misses = self._misses + GAIN * (wanted - (0.0 if kept else 1.0))
         self._misses = min(max(misses, min(_LEAST_MISSES, wanted)), max(_MOST_MISSES, wanted))
@@ -117,7 +118,7 @@ class Tracker:
 
     def margin(self, now_s: float) -> float:
         """Share of an objective by which it is planned earlier."""
-        # Where so little can be promised that no score comes any more, this opens the door again.
+        # Where so little can be guaranteed that no score comes any more, this opens the door again.
         # Not with every decision, as one costs less than a quantile.
         if now_s >= self._measured_s + _LEAST_PAUSE_S:
             self._measure(now_s)
@@ -157,7 +158,7 @@ def _quantile(known: list[float], misses: float) -> float:
 
 
 class Margins:
-    """The margins of the promises of some replicas.
+    """The margins of the guarantees of some replicas.
 
     A margin is a share, and what a share covers depends on the whole: 20 ms of HTTP are much of
     half a second, and little of eight. So objectives of about the same length have a margin of
@@ -165,7 +166,7 @@ class Margins:
     stream is slower than its mean.
 
     Args:
-        level: share of the promises that are to be kept, in (0, 1).
+        level: share of the guarantees that are to be kept, in (0, 1).
     """
 
     def __init__(self, level: float) -> None:
@@ -207,7 +208,7 @@ class Margins:
 
 
 def score_of(stated_s: float, planned_s: float, observed_s: float) -> float:
-    """How large the margin of a promise would have had to be, as far as it tells: see
+    """How large the margin of a guarantee would have had to be, as far as it tells: see
     :data:`LEAST_RAISE`."""
     if observed_s <= 0.0:
         return -inf

@@ -1,4 +1,4 @@
-"""What a request is promised and what keeping the promise is worth.
+"""What a request is guaranteed and what keeping the guarantee is worth.
 
 Times are seconds on one monotonic clock of the caller's choice; nothing here reads a clock.
 
@@ -129,7 +129,7 @@ class SLO:
 
     @property
     def stated(self) -> bool:
-        """Whether it states any objective: without one there is nothing to promise."""
+        """Whether it states any objective: without one there is nothing to guarantee."""
         if min(self.columns[:3]) < inf:
             return True
         return any(time_s is not None for stage in self.stages for time_s in stage.times_s)
@@ -264,9 +264,9 @@ class TokenClock:
         ended, 0: it did not. Only a request of stages takes notice of that
         (:class:`~scheduling.stage_clock.StageClock`).
 
-        Several at once, as speculation gives them, each have the deadline of their place in the
-        output; with :attr:`Anchor.LAST_TOKEN`, which knows no places, a group has one TPOT for each
-        of its tokens.
+        Several tokens at once, as from speculation, each have the deadline of their position in the
+        output; with :attr:`Anchor.LAST_TOKEN`, which has no positions, a group has one TPOT for
+        each of its tokens.
         """
         last_s, before = self.last_token_s, self.tokens
         if last_s is not None and self.slo.tpot_s is not None:

@@ -1,12 +1,12 @@
-"""How long outputs turn out, by service class and tenant, where end-to-end times are promised.
+"""How long outputs turn out, by service class and tenant, where end-to-end times are guaranteed.
 
 002 §4.2 models the lengths of a task class by a Gaussian of its completed requests, unless the user
-states a range or a distribution. Our reading differs where a promise is made. A Gaussian's tail is
-much shorter than that of real outputs, so a promise takes the quantile of the lengths themselves.
-And an output that ``max_tokens`` cut off, or whose client left, has no known length: it would have
-had at least that many tokens. The quantile is therefore that of the product-limit estimate (Kaplan
-& Meier 1958), which counts such outputs until they were cut off. Without that, a class of short
-``max_tokens`` would teach that all outputs are short.
+states a range or a distribution. Our reading differs where a guarantee is made. A Gaussian's tail
+is much shorter than that of real outputs, so a guarantee takes the quantile of the lengths
+themselves. And an output that ``max_tokens`` cut off, or whose client left, has no known length: it
+would have had at least the tokens counted. The quantile is therefore that of the product-limit
+estimate (Kaplan & Meier 1958), which counts such outputs until they were cut off. Without that, a
+class of short ``max_tokens`` would teach that all outputs are short.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ MEMORY: Final = 256
 """Latest outputs that count: at a level of 0.99 the quantile is the second longest of them."""
 
 LEAST_ENDED: Final = 20
-"""Outputs of known length from which on nothing is assumed, and a tenant counts apart from its
-class."""
+"""Minimum outputs of known length before they replace the assumed length, and a tenant's lengths
+replace its class's."""
 
 UNSEEN: Final = 2.0
-"""An output longer than all that were seen is taken to be this many times as long as the longest:
+"""An output longer than all observed ones is assumed to be this many times as long as the longest:
 of 20 outputs with an exponential tail the longest has 3.6 times their mean on average, and the 0.99
 quantile is 4.6 times."""
 
 EVERY: Final = 8
-"""Once :data:`LEAST_ENDED` are known, this many outputs are counted in at a time."""
+"""Once :data:`LEAST_ENDED` are known, outputs are counted in groups of this size."""
 
 MAX_CLASSES: Final = 64
 MAX_TENANTS: Final = 1_024
@@ -46,7 +46,7 @@ request ended longest ago goes first."""
 _MOST_TOKENS: Final = 1 << 30
 
 _DIGITS: Final = 9
-"""Sums of floats that should be equal are, to this many digits."""
+"""Decimal digits to which sums of floats that should be equal agree."""
 
 
 class OutputLength(NamedTuple):
@@ -54,7 +54,7 @@ class OutputLength(NamedTuple):
 
     Attributes:
         mean: expected tokens, for what it takes of a replica.
-        bound: tokens that a stated share of such outputs stay within, for what is promised; at
+        bound: tokens that a stated share of such outputs stay within, for what is guaranteed; at
             least ``mean``.
     """
 
@@ -110,8 +110,8 @@ class OutputLengths:
 
         Args:
             service_class: of the request.
-            tenant: as in :class:`~scheduling.job.RouteQuery`; 0: none in particular.
-            most_tokens: the most that it may have; 0 if that is not known.
+            tenant: as in :class:`~scheduling.job.RouteQuery`; 0: no tenant is known.
+            most_tokens: maximum output length; 0 if unknown.
         """
         found = self._stated.get(service_class)
         if found is None:

@@ -8,8 +8,8 @@ How it is shared out is ours: both get as many times what a replica would take f
 the first token no more than :data:`MOST_FIRST` times; the pace gets the rest. A pace is what costs
 others' time, as each step of a decode has a fixed part, so slack is worth more there.
 
-This is for what is promised, where the length is a bound and the replicas' work is known. What only
-expects a length, of requests that were promised nothing, reads an end-to-end time by
+This is for what is guaranteed, where the length is a bound and the replicas' work is known. What
+only expects a length, of requests that were guaranteed nothing, reads an end-to-end time by
 :func:`scheduling.expected.paced`.
 """
 
@@ -27,11 +27,11 @@ from scheduling.kernels import Floats, Ints, compiled, most_work_s
 from scheduling.objective import SLO
 
 LEAST_SPARE = 1.25
-"""The shares follow what a replica has to do already if it would end sooner by this factor. Else
-they are those of an idle one, so that admission tells whether it can never be held or not now."""
+"""The shares follow a replica's current load if it would end this many times sooner than required.
+Otherwise they are those of an idle replica, so that admission can tell "never" from "not now"."""
 
 MOST_FIRST = 2.0
-"""The first token has at most this many times what it would take, so that slack goes to the
+"""The first token gets at most this many times its predicted time, so that slack goes to the
 pace."""
 
 LEAST_FIRST = 0.1
@@ -47,7 +47,7 @@ def shared_out(query: RouteQuery, tokens: float, fleet: Fleet, rows: Ints) -> SL
     The shares are those of the replica that would end first. A TTFT or TPOT that is stated and
     tighter stays, and leaves the rest to the other. The end-to-end time itself is gone from the
     result: a replica that expects a longer output than ``tokens`` would make earlier deadlines of
-    it than those that were promised. ``O(rows)``, vectorised.
+    it than those that were guaranteed. ``O(rows)``, vectorised.
 
     Args:
         tokens: bound of the output's length, >= 1.

@@ -1,4 +1,4 @@
-"""Two replicas for one request: one computes its prompt, the other one decodes."""
+"""P/D pairs: one replica computes the prompt of a request, the other decodes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ under way, and the first of its own."""
 
 
 class DecodeChoice(NamedTuple):
-    """The replica that would continue a request whose prompt another one computes.
+    """The decode replica for a request whose prompt another replica computes.
 
     Attributes:
-        job: the request, and what it would be on each replica that may continue.
-        promises: what each of them could promise; ``None`` where nothing was asked.
-        chosen: place in ``job.rows`` of the one that would: of those that can promise, if any.
+        job: the decode phase of the request on each decode replica.
+        promises: what each of them can guarantee; ``None`` without admission.
+        chosen: index in ``job.rows`` of the decode replica: one that can guarantee its part, if any
+            can.
         handover_s: predicted time from the end of the prefill to the first token there.
     """
 
@@ -41,26 +42,26 @@ class DecodeChoice(NamedTuple):
 
     @property
     def able(self) -> bool:
-        """Whether it can promise its part, as far as that was asked."""
+        """Whether it can guarantee its part; always true without admission."""
         return self.promises is None or bool(self.promises.holds[self.chosen])
 
     @property
     def wait_s(self) -> float:
-        """Predicted time until some replica could promise that part, where none can."""
+        """Predicted time until some decode replica can guarantee that part, if none can now."""
         return 0.0 if self.promises is None else float(self.promises.wait_s.min())
 
     @property
     def binds(self) -> np.int8:
-        """Which constraint forbids that part where none can promise it: at the replica that could
-        soonest."""
+        """The constraint that binds if no decode replica can guarantee that part: at the replica
+        with the shortest wait."""
         if self.promises is None:
             return np.int8(0)
         return self.promises.binds[self.promises.wait_s.argmin()]  # type: ignore[no-any-return]
 
 
 def together(job: Job, promises: Promises, second: DecodeChoice) -> Promises:
-    """What is promised to the client, where ``promises`` are those of the replicas that begin: of a
-    pair what both can, and times up to the first token."""
+    """The guarantees to the client. ``promises`` are those of the replicas where the request
+    starts; a P/D pair guarantees what both replicas can, with times up to the first token."""
     holds, wait_s, binds = promises.holds, promises.wait_s, promises.binds
     if not second.able:
         binds = np.where(holds & job.splits, second.binds, binds)

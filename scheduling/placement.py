@@ -1,4 +1,4 @@
-"""One decision: what is promised, where the request goes, and what that takes of the fleet.
+"""One decision: what is guaranteed, where the request goes, and what that takes of the fleet.
 
 The controller makes it for real requests and the simulator for simulated ones.
 """
@@ -52,9 +52,9 @@ class DecisionInputs(NamedTuple):
             it or to begin with it.
         ids: replica of each row of the fleet.
         known: replicas that were known, also those that could not be chosen.
-        promises: what each replica of the job could promise; ``None`` where nothing was asked.
+        promises: what each replica of the job could guarantee; ``None`` where nothing was asked.
         ahead_s: ``float64[n]``, predicted time of all prompts there and of this one, where that
-            decided or nothing was promised; else ``None``.
+            decided or nothing was guaranteed; else ``None``.
         second: who would have gone on, where the request could be split.
         untried: rows of the quarantined replicas that were to be tried.
     """
@@ -74,46 +74,47 @@ Witness = Callable[[DecisionInputs], None]
 class Placer:
     """Decides by one admission and one routing policy, and reserves.
 
-    A request that no replica can promise its objective, or that has none, is served as best effort
-    if it may be: by the replica with the least work ahead, of both tiers.
+    A request without an objective, or whose objective no replica can guarantee, is served as best
+    effort if it may be: by the replica with the least work ahead, of both tiers.
 
-    Where the fleet has replicas that only prefill and such that only decode, a request that may be
-    split (``prefill_key``) goes to a pair of them or whole to a mixed replica. Which replica would
-    continue does not depend on who computes the prompt, so it is chosen first: of those that can
-    promise to continue in time, by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill
-    replicas are weighed in one decision, each by what it would do: the prefill ones can promise if
-    the decode one can, and if they are done earlier than the first token is due, by the time of the
-    transfer and of :data:`~scheduling.pairs.HANDOVER_STEPS`. The routing policy chooses among all
-    that can promise.
+    With prefill/decode disaggregation, a request that may be
+    split (``prefill_key``) goes to a P/D pair or whole to a mixed replica. The choice of the decode
+    replica does not depend on the prefill replica, so it is made first: among the decode replicas
+    that can guarantee their part, by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill
+    replicas are compared in one decision, each by its part. A prefill replica can guarantee the
+    request if the decode replica can, and if its prefill ends before the first token is due by the
+    time of the KV transfer and of :data:`~scheduling.pairs.HANDOVER_STEPS`. The routing policy
+    chooses among all replicas that can guarantee the request.
 
-    An end-to-end time is promised as a first token and a pace (:mod:`scheduling.pacing`), by what
-    is known of the lengths of outputs.
+    An end-to-end time is guaranteed as a TTFT and a pace (:mod:`scheduling.pacing`), by the
+    observed lengths of outputs.
 
-    Where not everything can be promised, tenants have fair shares of what can
-    (:mod:`scheduling.fair_shares`): to one over its share only that is promised which leaves room
-    for the others, the rest of its requests is as if no replica could.
+    Where not every request can be guaranteed, tenants have fair shares of the capacity
+    (:mod:`scheduling.fair_shares`): a tenant over its share gets a guarantee only if it leaves
+    capacity for the others; otherwise its request is handled as if no replica could guarantee it.
 
-    A refused request learns when to retry, and newcomers of the same tenant leave room for the
-    retries (:mod:`scheduling.retry_after`).
+    A refused request gets a retry time, and new requests of the same tenant leave capacity for its
+    retry (:mod:`scheduling.retry_after`).
 
-    A request that must be served whole goes to a mixed replica; where there is none, to a decode
-    one; where there is none either, to any.
+    A request that must be served whole goes to a mixed replica; without mixed replicas, to a decode
+    replica; without either, to any.
 
-    A quarantined replica gets requests only where no other is left, and then none is promised; but
-    when it is to be tried, it gets the next request that it could serve.
+    A quarantined replica gets requests only where no other is left, and then without a guarantee;
+    but when its trial is due, it gets the next request that it could serve.
 
-    A promised request that moves (``moves_from``) goes to another replica that can promise what is
-    left of its objective. Where there is none it stays, and that leaves no trace: no share is
-    refused, and its first promise holds.
+    A guaranteed request that moves (``moves_from``) goes to another replica that can guarantee the
+    rest of its objective. If there is none, it stays without side effects: no share is refused, and
+    its first guarantee stands.
 
     Args:
-        fleet: what is known; decisions are reserved in it.
-        routing: chooses among the replicas that can promise; of all, without admission.
-        admission: tells which can; ``None``: nothing is promised, and only who asks for it is
-            served as best effort.
-        witness: told of what each decision is made from, for whom there is any replica to choose.
-        calibration: by how much earlier than it is due a promise is planned; ``None``: by nothing.
-        lengths: how long outputs are; ``None``: nothing is known of any.
+        fleet: the replica table; decisions are reserved in it.
+        routing: chooses among the replicas that can guarantee the request; without admission, among
+            all.
+        admission: decides which replicas can guarantee it; ``None``: nothing is guaranteed, and
+            only requests that ask for best effort get it.
+        witness: receives the inputs of each decision with at least one replica to choose.
+        calibration: by how much earlier than due a guarantee is planned; ``None``: not earlier.
+        lengths: observed output lengths; ``None``: none are known.
     """
 
     def __init__(
@@ -132,11 +133,11 @@ class Placer:
         self._calibration = calibration
         self._lengths = lengths if lengths is not None else OutputLengths()
         self.demand = Demand()
-        """What was asked for, decision by decision."""
+        """Demand, counted decision by decision."""
         self.shares = FairShares()
-        """What tenants were promised."""
+        """Fair shares of guaranteed tokens between tenants."""
         self.returns = RetryAfter()
-        """When refused requests should retry."""
+        """Retry times of refused requests."""
 
     def place(self, query: RouteQuery, now_s: float) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes."""
@@ -177,7 +178,7 @@ class Placer:
         return self._calibration.plan(stated, now_s, replica_id)
 
     def _shared_out(self, query: RouteQuery, planned: SLO, rows: Ints) -> RouteQuery:
-        """The query with the objective by which a promise is planned on ``rows``; an end-to-end
+        """The query with the objective by which a guarantee is planned on ``rows``; an end-to-end
         time is shared out."""
         query = query._replace(slo=planned)
         if planned.e2e_s is None:
@@ -191,21 +192,21 @@ class Placer:
     def _remember(
         self, query: RouteQuery, stated: SLO, planned: SLO, decision: RouteDecision
     ) -> None:
-        """Remember what was promised, until the request has ended."""
+        """Remember what was guaranteed, until the request has ended."""
         if self._calibration is not None:
-            # A pair keeps a promise together, so neither of the two is to blame for it.
+            # A pair keeps a guarantee together, so neither of the two is to blame for it.
             replica_id = (decision.replica_id or "") if decision.prefill_id is None else ""
             self._calibration.promised(_name(query), stated, planned, replica_id)
 
     def _promise_wanted(self, query: RouteQuery) -> AdmissionPolicy | None:
-        """Who tells whether it can be promised; ``None`` where nothing is to be."""
+        """The admission policy for this request; ``None`` if it is not to be guaranteed."""
         if self._admission is None or Tier.GUARANTEED not in query.tiers or not query.slo.stated:
             return None
         return self._admission
 
     def _by_role(self, query: RouteQuery, rows: Ints) -> tuple[Ints, Ints | None]:
-        """Of ``rows`` those where it may begin, and those where it may continue, if it may be
-        split."""
+        """The ``rows`` where the request may start, and, if it may be split, the rows of decode
+        replicas."""
         fleet = self._fleet
         mixed, prefill, decode = (fleet.of_role(rows, role) for role in ROLES)
         if query.prefill_key and len(prefill) and len(decode):
@@ -215,7 +216,7 @@ class Placer:
     def _second(
         self, query: RouteQuery, rows: Ints, now_s: float, admission: AdmissionPolicy | None
     ) -> DecodeChoice:
-        """The replica that would continue, of ``rows``."""
+        """Choose the decode replica among ``rows``."""
         fleet = self._fleet
         job = self._job(query, rows, now_s, moved=True)
         promises = None if admission is None else admission.promises(job, fleet)
@@ -293,8 +294,8 @@ class Placer:
         self, job: Job, promises: Promises, admission: AdmissionPolicy, stated: SLO
     ) -> dict[int, tuple[Job, SLO]]:
         """The job by the plan of each replica with margins of its own, and that plan, by its place
-        in ``job``; what they can promise by it is put into ``promises``. ``O(their number)``, which
-        is small.
+        in ``job``; what they can guarantee by it is put into ``promises``. ``O(their number)``,
+        which is small.
         """
         if self._calibration is None:
             return {}
@@ -320,8 +321,7 @@ class Placer:
         admission: AdmissionPolicy,
         reserve_tokens: float,
     ) -> Promises:
-        """Of ``promises`` those beside which there is room for another prompt of
-        ``reserve_tokens``."""
+        """Keep the ``promises`` that leave capacity for one more prompt of ``reserve_tokens``."""
         kept = admission.promises(job._replace(reserve_tokens=reserve_tokens), self._fleet)
         if second is not None:
             moved = second.job._replace(reserve_tokens=reserve_tokens)
@@ -342,7 +342,7 @@ class Placer:
             return RouteDecision(None, STAYS)
         best_effort = Tier.BEST_EFFORT in query.tiers
         if wait_s < inf:
-            # What can never be promised takes no tenant's share.
+            # A request that can never be guaranteed uses no tenant's share.
             self.shares.refuse(
                 query, job.output_tokens, job.now_s, again=not best_effort, over_share=over_share
             )
@@ -417,8 +417,8 @@ class Placer:
         second: DecodeChoice | None = None,
         moved: bool = False,
     ) -> Job:
-        """The query on ``rows``, of which the prefill replicas would compute its prompt for
-        ``second``, if there is one; ``moved``: see :class:`~scheduling.job.Job`."""
+        """The query on ``rows``. Prefill replicas among them would compute its prompt for
+        ``second``, if given; ``moved``: see :class:`~scheduling.job.Job`."""
         fleet = self._fleet
         if moved:
             cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
@@ -457,8 +457,8 @@ class Placer:
             query.prefill_key,
             made._replace(due_s=job.due_s - handover_s, tpot_s=inf, output_tokens=1.0),
         )
-        # It comes when its prompt is computed, which is by when it is due, or after the work
-        # ahead if that takes longer.
+        # It arrives when its prompt is computed: by its due time, or as predicted from the work
+        # ahead, whichever is later.
         due_in_s = job.due_s - job.now_s if job.due_s < inf else 0.0
         awaited_s = job.now_s + min(max(due_in_s, self._ahead_s(job)[chosen]), MOST_AWAITED_S)
         later = self._reservation(second.job, second.chosen, made.promised)

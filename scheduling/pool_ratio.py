@@ -37,8 +37,8 @@ class PoolDemand(NamedTuple):
         return 1.0 / (self.prefill + self.decode)
 
     def goodput(self, prefillers: int, decoders: int) -> float:
-        """Requests per second and device with this many of each, both >= 1: the side that is short
-        bounds it."""
+        """Requests per second and device with this many of each, both >= 1: the scarcer side limits
+        it."""
         served = min(prefillers / self.prefill, decoders / self.decode)
         return served / (prefillers + decoders)
 

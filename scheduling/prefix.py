@@ -75,10 +75,10 @@ NO_PREFIX = PromptPrefix()
 
 
 class PrefixIndex:
-    """Which rows of a fleet hold which chunks. Pure: it knows only what it receives.
+    """Which rows of a fleet hold which chunks. Its only input is the calls.
 
-    A chunk has one number of tokens, the one that was reported last: replicas of one model agree on
-    it but for the rounding of estimates.
+    A chunk has one number of tokens, the last one reported: replicas of one model agree on it
+    except for the rounding of estimates.
 
     A lookup costs one dictionary access per chunk of the prompt, whatever the size of the fleet,
     and a pass over its rows for each depth at which some of them part. A change costs

@@ -1,11 +1,12 @@
 """How TTFTs turn out against what was predicted, and how reliable that knowledge itself is.
 
 Admission predicts a time to the first token. What a client sees lies above or below, by HTTP, the
-edge, neighbours and what the step-time model does not know. Of each promise that ended the *ratio*
-is observed over predicted time, and the ratios of the past are taken for the distribution of those
-to come: the next one lies below the ``k``-th smallest of ``n`` with probability ``k / (n + 1)``
-if their order tells nothing (split conformal prediction; Vovk, Gammerman & Shafer 2005, section
-4.2). So the median of the ratios times the prediction is a time that half of the requests keep.
+edge, neighbours and what the step-time model does not know. Of each guarantee that ended the
+*ratio* is observed over predicted time, and the ratios of the past are taken for the distribution
+of those to come: the next one lies below the ``k``-th smallest of ``n`` with probability ``k / (n +
+1)`` if their order tells nothing (split conformal prediction; Vovk, Gammerman & Shafer 2005,
+section 4.2). So the median of the ratios times the prediction is a time that half of the requests
+keep.
 
 Whether that is true is measured, not believed: each forecast is kept as it was made, and when its
 request has ended it is noted between which of its quantiles the observation lies. The share of the
@@ -16,9 +17,10 @@ the prediction (20 ms of HTTP are much of 50 ms and little of two seconds). So b
 their own, sizes in steps of four. Where a replica has too few, those of all replicas for the size
 are taken; where these are too few as well, the prediction as it is.
 
-This is for clients that receive a time and for monitoring. What is promised is the stated bound,
-and the margin that keeps it is another matter (:mod:`scheduling.calibration`): an engine that works
-by deadlines uses the time that it has, so ratios grow with the bound and say little about it.
+These forecasts are for clients that receive a predicted time, and for monitoring. The guarantee is
+the stated bound, and its margin is learned separately (:mod:`scheduling.calibration`): an engine
+that schedules by deadlines uses the time that it has, so ratios grow with the bound and say little
+about it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Final, NamedTuple
 from scheduling.recent import used
 
 QUANTILES: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Those that are forecast and checked."""
+"""The quantiles that are forecast and checked."""
 
 _MEDIAN: Final = QUANTILES.index(0.5)
 
@@ -80,7 +82,7 @@ class Curve:
         return len(self._places)
 
     def note(self, place: int) -> None:
-        """An observation lay above ``place`` of the quantiles, and at or below the rest."""
+        """Record an observation above the first ``place`` quantiles, and at or below the rest."""
         if len(self._places) == CHECKED:
             self._counts[self._places.popleft()] -= 1
         self._places.append(place)

@@ -1,25 +1,26 @@
-"""When refused requests should retry, and the capacity that is kept for their retries.
+"""Retry times of refused requests, and the capacity reserved for their retries.
 
-What admission predicts is when there would be room if no other request came. But others come, and
-all that are refused in one moment would get about the same time, and meet again. So each tenant's
-refused requests stand in a *line*. The next one gets a later time, by the tokens of those in the
-line and what the tenant is promised a second. A retry after that time finds room, as the tenant's
-newcomers must leave it. That is a reservation with backfilling (Lifka, *The ANL/IBM SP scheduling
-system*, JSSPP 1995): a newcomer may pass where it delays no retry whose time is near.
+Admission predicts when there would be capacity if no other request arrived. But others arrive, and
+all requests refused at one moment would get the same time and collide again. So each tenant has a
+*retry queue* of refused requests. The next refused request gets a later time, by the tokens in the
+queue and the tenant's rate of guaranteed tokens. A request that retries at its time finds capacity,
+as the tenant's new requests must leave it. That is a reservation with backfilling (Lifka, *The
+ANL/IBM SP scheduling system*, JSSPP 1995): a new request may pass if it delays no request whose
+time is near.
 
-How long the line must be, and how many requests retry, is unknown. Both are learned from those that
-do. A place not claimed makes the whole line count for less, so a burst of clients that never
-retry is forgotten soon after its first times. And each retry at its time is a test. It moves a
-factor on all times of the line, in its logarithm: up by a share :data:`LEVEL` of a gain where
-nothing was promised, down by the rest of it where something was. So in the long run a share
-``LEVEL`` of them is promised, as long as neither bound of the factor and not :data:`HORIZON_S` is
-in the way (adaptive conformal inference, Gibbs & Candès 2021, eq. 2, with the logarithm of a factor
+The right length of the queue and the share of requests that retry are unknown. Both are learned
+from retries. A reservation that expires unused lowers the weight of the whole queue, so a burst of
+clients that never retry is forgotten soon after its first times. Each retry at its time is a test.
+It moves the logarithm of a factor on all times of the queue: up by a share :data:`LEVEL` of a gain
+if the retry was refused, down by the rest of the gain if it was guaranteed. So in the long run a
+share ``LEVEL`` of the retries is guaranteed, unless a bound of the factor or :data:`HORIZON_S`
+limits it (adaptive conformal inference, Gibbs & Candès 2021, eq. 2, with the logarithm of a factor
 in place of the level of a quantile).
 
-A test comes late: the times of those in the line follow from the factor of when they joined. Were
-each of them to move it as far as a single one may, it would keep moving for as long as the line is,
-and swing between times far too short and far too long. So all of a line together move it by
-:data:`GAIN`, or less where there are few.
+A test comes late: the requests in the queue got their times by the factor of when they joined. If
+each of them moved the factor by the maximum step of a single test, it would keep moving for the
+length of the queue, and swing between times far too short and far too long. So all tests of a queue
+together move it by :data:`GAIN`, or less with few requests.
 """
 
 from __future__ import annotations
@@ -35,39 +36,40 @@ from scheduling.job import RouteQuery
 from scheduling.recent import used
 
 LEVEL: Final = 0.9
-"""Share of retries at the stated time that are to be promised: above the four fifths that we
-want, as what is learned of a moment comes only after it."""
+"""Target share of retries at their time that are guaranteed: above the wanted four fifths, as
+the result of a retry is learned only after it."""
 
 HORIZON_S: Final = 600.0
-"""The latest time for a retry, seconds from now. Beyond it the line distinguishes no times."""
+"""Latest retry time, seconds from now. Later retries all get this time."""
 
 GRACE_S: Final = 1.5
-"""So long after its moment a place is kept: the header has whole seconds, rounded up."""
+"""How long after its time a reservation is kept: the header has whole seconds, rounded up."""
 
 AHEAD_S: Final = 1.0
-"""Newcomers leave room for those whose moment comes within this time, seconds."""
+"""New requests leave capacity for retries whose time comes within this time, seconds."""
 
 GAIN: Final = 1.0
-"""How far all tests of a line together move the logarithm of the factor."""
+"""How far all tests of a queue together move the logarithm of the factor."""
 
 MOST_STEP: Final = 0.1
-"""How far one of them moves it at the most."""
+"""How far one test moves it at most."""
 
 LEAST_FACTOR, MOST_FACTOR = 0.1, 64.0
-"""Between which the factor moves."""
+"""Bounds of the factor."""
 
 MEMORY_S: Final = 10.0
-"""In this time the rate of what a tenant is promised forgets ``1 - 1/e``, seconds."""
+"""Time constant of a tenant's rate of guaranteed tokens, seconds: it forgets ``1 - 1/e`` in it."""
 
 SHOWING: Final = 0.05
-"""How far one place moves the share of the places that are claimed. It begins at a half."""
+"""How far one reservation moves the share of reservations that are used. The share starts at a
+half."""
 
 MOST_TENANTS: Final = 4_096
-"""Lines at a time; of more, the one that was refused in longest ago is forgotten."""
+"""Maximum number of retry queues; beyond it, the least recently used one is dropped."""
 
 MOST_PLACES: Final = 8_192
-"""Places of one line. Beyond them a request gets a time, and nothing is kept for it: were the
-oldest forgotten instead, the line would not learn whether they come."""
+"""Maximum reservations of one retry queue. Beyond it, a request gets a time but no reservation: if
+the oldest were dropped instead, it could not be learned whether they are used."""
 
 _SLOT_S: Final = 0.25
 _MOST_SLOTS: Final = ceil((HORIZON_S + GRACE_S) / _SLOT_S) + 2
@@ -75,8 +77,8 @@ _MOST_GAP_S: Final = 1.0
 
 
 class _Place(NamedTuple):
-    """Of a refused request: when it should come, and its tokens, those of its prompt and with those
-    of its expected output."""
+    """The reservation of a refused request: its retry time, its prompt tokens, and its tokens with
+    the expected output."""
 
     due_s: float
     prompt_tokens: float
@@ -84,7 +86,7 @@ class _Place(NamedTuple):
 
 
 class _Slot:
-    """The places of a quarter of a second: whose, and their prompt tokens."""
+    """The reservations of a quarter of a second: names and prompt tokens."""
 
     __slots__ = ("names", "prompt_tokens")
 
@@ -94,17 +96,17 @@ class _Slot:
 
 
 class Line:
-    """The refused requests of one tenant that have a time to retry.
+    """The retry queue of one tenant: refused requests with a retry time.
 
-    ``O((AHEAD_S + GRACE_S) / _SLOT_S)`` a question, ``O(1)`` a change, and amortised ``O(1)`` for
-    each place that is not claimed; after silence all slots up to the horizon are looked at once.
+    ``O((AHEAD_S + GRACE_S) / _SLOT_S)`` per query, ``O(1)`` per change, and amortised ``O(1)`` for
+    each unused reservation; after silence all slots up to the horizon are checked once.
 
     Args:
-        now_s: the time, as everywhere here monotonic seconds of the caller's clock.
+        now_s: the time, in monotonic seconds of the caller's clock like all times here.
 
     Attributes:
-        factor: on all times of the line.
-        showing: share of the places that are claimed.
+        factor: on all times of the queue.
+        showing: share of the reservations that are used.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -113,19 +115,20 @@ class Line:
         self._places: dict[Hashable, _Place] = {}
         self._slots: dict[int, _Slot] = {}
         self._first = int(now_s / _SLOT_S)
-        # Tokens of all places.
+        # Tokens of all reservations.
         self._waiting = 0.0
         self._counted_s = now_s
-        # Tokens promised of late, and the time for which that is; silence counts little.
+        # Tokens guaranteed recently, and the time that they cover; silence counts little.
         self._promised = self._busy_s = 0.0
 
     def __len__(self) -> int:
-        """Places that are kept."""
+        """Number of reservations."""
         return len(self._places)
 
     def kept_tokens(self, name: Hashable, now_s: float) -> float:
-        """Prompt tokens for which a newcomer must leave room: those expected of the places that are
-        near. Who has a place, as one that waits at the edge and asks early, leaves none."""
+        """Prompt tokens for which a new request must leave capacity: the expected tokens of the
+        near reservations. 0 for a request with a reservation, such as one that waits at the edge
+        and asks early."""
         if self._find(name, now_s) is not None:
             return 0.0
         last = int((now_s + AHEAD_S) / _SLOT_S)
@@ -133,7 +136,8 @@ class Line:
         return sum(slot.prompt_tokens for slot in slots if slot is not None) * self.showing
 
     def promised(self, name: Hashable, tokens: float, now_s: float) -> bool:
-        """A request of ``tokens`` was promised; whether it had a place."""
+        """Record that a request of ``tokens`` was guaranteed; return whether it had a
+        reservation."""
         place = self._find(name, now_s)
         passed_s = min(now_s - self._counted_s, _MOST_GAP_S)
         left = exp(-passed_s / MEMORY_S)
@@ -147,11 +151,12 @@ class Line:
     def refused(
         self, name: Hashable, prompt_tokens: float, tokens: float, wait_s: float, now_s: float
     ) -> tuple[float, bool]:
-        """A request was refused, for which there would be room after ``wait_s`` if no other came.
+        """Record a refused request, for which there would be capacity after ``wait_s`` without new
+        arrivals.
 
         Returns:
-            After how long it should retry, and whether it came now at its stated time. A request
-            that asks earlier gets the same time again.
+            The time until its retry, and whether this was a retry at its time. A request that asks
+            earlier gets the same retry time.
         """
         place = self._find(name, now_s)
         if place is not None:
@@ -167,10 +172,10 @@ class Line:
         return due_s - now_s, place is not None
 
     def _find(self, name: Hashable, now_s: float) -> _Place | None:
-        """The place of a request, once those that were not claimed in time are gone."""
+        """The reservation of a request, after unused ones have expired."""
         since_s = now_s - GRACE_S
         first = int(since_s / _SLOT_S)
-        # No request was given more than the horizon, so no slot is later than the last of these.
+        # No retry time is beyond the horizon, so no slot is later than the last of these.
         for gone in range(self._first, min(first, self._first + _MOST_SLOTS)):
             slot = self._slots.get(gone)
             for each in tuple(slot.names) if slot is not None else ():
@@ -212,10 +217,10 @@ class Line:
 
 
 class RetryAfter:
-    """The lines of all tenants.
+    """The retry queues of all tenants.
 
     Attributes:
-        held, missed: retries at their stated time that were promised or refused.
+        held, missed: retries at their time that were guaranteed, and that were refused.
     """
 
     def __init__(self) -> None:
@@ -224,23 +229,23 @@ class RetryAfter:
         self._lines: OrderedDict[int, Line] = OrderedDict()
 
     def kept_tokens(self, query: RouteQuery, now_s: float) -> float:
-        """Prompt tokens for which ``query`` must leave room; see :meth:`Line.kept_tokens`."""
+        """Prompt tokens for which ``query`` must leave capacity; see :meth:`Line.kept_tokens`."""
         line = self._lines.get(query.tenant)
         return 0.0 if line is None else line.kept_tokens(name_of(query), now_s)
 
     def promised(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
-        """A request is promised its objective; its output is expected to be so long."""
+        """Record that ``query`` is guaranteed, with its expected output length."""
         tokens = query.prompt_tokens + output_tokens
         self.held += self._line(query.tenant, now_s).promised(name_of(query), tokens, now_s)
 
     def refused(
         self, query: RouteQuery, output_tokens: float, wait_s: float, now_s: float
     ) -> float:
-        """After how long a refused request should retry, at least ``LEAST_WAIT_S``.
+        """Time until a refused request should retry, seconds, at least ``LEAST_WAIT_S``.
 
         Args:
             query: the request. output_tokens: expected length of its output.
-            wait_s: predicted time until there is room for it, if no other request comes.
+            wait_s: predicted time until there is capacity for it, without new arrivals.
             now_s: the time.
         """
         line, prompt = self._line(query.tenant, now_s), float(query.prompt_tokens)
@@ -253,8 +258,8 @@ class RetryAfter:
 
 
 def name_of(query: RouteQuery) -> Hashable:
-    """What a request is known by when it retries, under another key: the client's own id of it,
-    or else how its prompt begins; of one too short to have that hashed, its length. Requests that
-    are alike in all of this count as one."""
+    """The identity of a request across retries, which have other keys: the client's own id of it,
+    or else its prompt prefix, or, if the prompt is too short for a hash, its length. Requests that
+    agree in all of these count as one."""
     known = query.client_request_id or tuple(query.prefix) or query.prompt_tokens
     return known, query.session, query.output_tokens, query.slo.service_class

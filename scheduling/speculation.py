@@ -220,12 +220,12 @@ class Speculation(ABC):
             tpot_s[~held[rows] | (decodes[:, BEST_EFFORT] > 0)] = inf
         # Copied, as compiled loops know one layout.
         drafted, context = decodes[:, DRAFTED].copy(), decodes[:, COMPUTED].copy()
-        # Who is behind does not buy time with what it is only expected to give.
+        # A late request gets no time credit for tokens that are only expected.
         credit_s = np.where(behind_s > 0, 0.0, self.credit * pace_s)
         work = _Decodes(alpha, drafted, context, left_s, tpot_s, credit_s)
         lengths = np.ones(len(rows), np.int64)
         apart, waits = table[:, BEST_EFFORT] > 0, False
-        # What is promised goes as if it were alone; the others have what that leaves.
+        # Guaranteed requests choose first, as if alone; best effort gets the remaining tokens.
         for tier in (~apart, apart):
             own = np.flatnonzero(tier[rows])
             waits = waits or bool((prefill & tier).any())

@@ -36,8 +36,8 @@ class StageClock(TokenClock):
         self._worst = [0.0] * len(OBJECTIVES)
 
     def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
-        """Count ``tokens`` (>= 0) that left at ``now_s``; after ``reasoned`` of them the reasoning
-        ended, 0: it did not."""
+        """Count ``tokens`` (>= 0) that were emitted at ``now_s``. ``reasoned``: how many of them
+        there were when the reasoning ended; 0 if it did not end."""
         if 0 < reasoned <= tokens:
             self._count(reasoned, now_s)
             self._reasoned = True

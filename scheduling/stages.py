@@ -30,10 +30,10 @@ class Stage(NamedTuple):
         ttft_s: from its start to its first token, seconds; ``None``: no objective.
         tpot_s: time per token after that, seconds; ``None``: no objective.
         e2e_s: from its start to its last token, seconds; ``None``: no objective.
-        tokens: how many it has; 0: the output tells its end. So the last stage ends with the
-            request, and any other one with the reasoning.
-        prompt_tokens: what enters before it beyond all that went before, such as a tool's answer;
-            0 for the first stage, and for one that continues decoding.
+        tokens: number of its tokens; 0: the output determines its end. Then the last stage ends
+            with the request, and any other one with the reasoning.
+        prompt_tokens: new prompt tokens before it, such as a tool result;
+            0 for the first stage, and for a stage that continues decoding.
     """
 
     ttft_s: float | None = None

@@ -31,7 +31,7 @@ ROW = np.dtype(
         ("emitted_tokens", "<i4"),
         ("kv_blocks", "<i4"),
         ("expected_tokens", "<i4"),  # predicted length of its whole output; 0: nothing is known
-        ("best_effort", "<i4"),  # 1: nothing was promised to it
+        ("best_effort", "<i4"),  # 1: nothing was guaranteed to it
         ("later_stages", "<i4"),  # that follow the one that it is in
         ("later_tokens", "<i4"),  # of prompt, that enter before the next of them that has any
         ("phase", "<i4"),  # 0: free slot, else WAITING or RUNNING
@@ -67,7 +67,7 @@ SUMMARY = np.dtype(
         ("free_kv_blocks", "<i4"),
         ("total_kv_blocks", "<i4"),
         ("preemptions", "<i8"),
-        ("evictions", "<i8"),  # of best-effort requests for promised ones
+        ("evictions", "<i8"),  # of best-effort requests for guaranteed ones
         ("evicted_tokens", "<i8"),  # computed tokens that these lost
         ("best_effort_wait_s", "<f8"),  # longest of a best-effort request that does not run
         ("patience_s", "<f8"),  # after which such a wait gives a share of the engine

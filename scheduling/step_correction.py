@@ -22,9 +22,9 @@ MAX_SPREAD = 1.0
 """Largest spread of steps, see :attr:`StepCorrection.spread`."""
 
 TOLERATED_SPREAD = 0.25
-"""Spread up to which promises are made by the mean. Independent noise of steps averages out over a
-request, and the margins of promises cover the rest. One step that takes any time too long comes to
-0.22 by itself, and must not cost promises."""
+"""Spread up to which guarantees are made by the mean. Independent noise of steps averages out over
+a request, and the margins of guarantees cover the rest. One step that takes any time too long comes
+to 0.22 by itself, and must not cost guarantees."""
 
 _MAX_RATIO = 2.0
 """One step counts as at most this many times too long or too short."""
@@ -129,10 +129,10 @@ class StepCorrection:
     twice too long or too short and moves a factor by 5 % at most, so an outlier does no harm.
 
     A change of the engine is found separately. A step is *far off* if its time is a factor of 1.2,
-    or three spreads where that is more, from its prediction. After the fourth of the last 32 steps
-    that was, both factors are fitted again to the steps since the first of these four: they start
-    from the median ratio, which outliers do not move. The fit counts if it leaves less than half of
-    the squared (logarithmic) error. So four slow steps in a row are a change, and so are four slow
+    or three spreads if that is more, from its prediction. Once four of the last 32 steps are far
+    off, both factors are refitted to the steps since the first of these four: they start from the
+    median ratio, which outliers do not move. The fit is used if it leaves less than half of the
+    squared (logarithmic) error. So four slow steps in a row are a change, and so are four slow
     prefills among decodes that are as before, while outliers among like steps are none.
 
     The factors stay in ``[1 / MAX_FACTOR, MAX_FACTOR]``. Times that are not positive and finite,
@@ -205,7 +205,7 @@ class StepCorrection:
 
 
 def caution(spread: float) -> float:
-    """Factor on predictions that promises are made by, for steps of this spread: 1 up to
+    """Factor on predictions that guarantees are made by, for steps of this spread: 1 up to
     ``TOLERATED_SPREAD``, and more by what exceeds it."""
     return 1.0 + max(0.0, spread - TOLERATED_SPREAD)
 

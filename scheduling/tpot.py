@@ -25,7 +25,8 @@ WINDOW_TOKENS: Final = 10
 
 
 LEAST_PACE_TOKENS: Final = 8
-"""With fewer tokens one slow step makes the pace of a running stream look late that will not be."""
+"""Minimum tokens to judge the pace of a running stream: with fewer, one slow step can make it look
+late."""
 
 
 class TPOTAnchor(enum.StrEnum):

@@ -12,7 +12,7 @@ TOKEN_S = 5e-6
 grouped queries in 16 bits, over 200 Gbit/s."""
 
 PRIOR_TRANSFERS = 4.0
-"""The values above count as this many transfers seen."""
+"""The values above count as this many observed transfers."""
 
 PRIOR_TOKENS = 1_000.0
 """Tokens of one of them, as far as the time per token is concerned."""
@@ -58,8 +58,8 @@ class TransferTime:
         return self.fixed_s + self.token_s * tokens
 
     def learn(self, before: Transfers, now: Transfers) -> None:
-        """A replica has taken over ``now`` since its start: learn from what came since ``before``,
-        or from all of it where it has restarted."""
+        """Learn from the transfers since ``before``, of a total of ``now`` since the replica's
+        start, or from all of ``now`` if the replica has restarted."""
         if any(new < old for new, old in zip(now, before, strict=True)):
             before = NO_TRANSFERS
         if now.done > before.done:

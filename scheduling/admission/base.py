@@ -1,4 +1,4 @@
-"""The contract of an admission policy: which replicas can promise a request its objective."""
+"""The contract of an admission policy: which replicas can guarantee a request's objective."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from scheduling.policy import PolicyOptions
 
 
 class Promises(NamedTuple):
-    """What each replica of a job can promise.
+    """What each replica of a job can guarantee.
 
     Attributes:
-        holds: ``bool[n]``, whether its objective can be held there, and every promise made before.
+        holds: ``bool[n]``, whether the replica can meet the job's objective and every earlier
+            guarantee.
         ttft_s: ``float64[n]``, predicted time from now to the first token there, seconds; where the
-            job's prompt only is computed there, to the end of that.
-        wait_s: ``float64[n]``, where it cannot be held: the predicted time until it could; infinite
-            where it never can.
-        binds: ``int8[n]``, the :class:`~scheduling.admission.constraint.Constraint` that forbids it
-            there; 0 where it can be held.
+            replica computes only the prompt, to the end of the prefill.
+        wait_s: ``float64[n]``, where ``holds`` is false: the predicted time until it could be true,
+            seconds; infinite where it never can.
+        binds: ``int8[n]``, the :class:`~scheduling.admission.constraint.Constraint` that prevents
+            the guarantee; 0 where ``holds`` is true.
     """
 
     holds: NDArray[np.bool_]
@@ -34,8 +35,8 @@ class Promises(NamedTuple):
 
 
 class AdmissionPolicy(ABC):
-    """Tells what can be promised. One file, one subclass, one registry line. It keeps no state: a
-    promise that is made counts through its reservation in the fleet."""
+    """Decides what can be guaranteed. One file, one subclass, one registry line. It keeps no state:
+    earlier guarantees count through their reservations in the fleet."""
 
     name: ClassVar[str]
     source: ClassVar[str]
@@ -46,11 +47,11 @@ class AdmissionPolicy(ABC):
 
     @abstractmethod
     def promises(self, job: Job, fleet: Fleet) -> Promises:
-        """What each of ``job.rows`` can promise ``job.query``.
+        """What each of ``job.rows`` can guarantee for ``job.query``.
 
-        One that would compute its prompt only (``job.splits``) promises to have done so by
-        ``job.due_s - job.lead_s``. Where the KV comes along (``job.moved``) a replica needs room
-        for all of the prompt's. Where it must leave room (``job.reserve_tokens``), one more request
-        with such a prompt would be held beside it with the same objective, at each replica to which
-        anything is promised: what is idle is kept for nobody.
+        A replica that would compute only the prompt (``job.splits``) guarantees to finish it by
+        ``job.due_s - job.lead_s``. After a KV transfer (``job.moved``) a replica needs KV blocks
+        for the whole prompt. With ``job.reserve_tokens``, each replica that has guarantees must be
+        able to meet the same objective for one more request with a prompt of that length; an idle
+        replica keeps no reserve.
         """

@@ -26,7 +26,7 @@ from scheduling.kernels import Floats, Ints, compiled
 
 @compiled
 def place_of(figures: Floats, prefills: Floats, due_s: float) -> int:
-    """How many promised prefills are due no later. ``O(log n)``."""
+    """How many guaranteed prefills are due no later. ``O(log n)``."""
     low, high = 0, int(figures[QUEUED])
     while low < high:
         middle = (low + high) // 2
@@ -43,9 +43,9 @@ def first_token_s(
 ) -> float:
     """Predicted time from now to its first token.
 
-    Batches take prefills by deadline, each beside all promised decodes, as ``deadline_triage`` does
-    while nothing is late. A token leaves with the end of its batch, which prefills that are due
-    later fill up.
+    Batches take prefills by deadline, each beside all guaranteed decodes, as ``deadline_triage``
+    does while nothing is late. A token leaves with the end of its batch, which prefills that are
+    due later fill up.
     """
     step_s, most_s = figures[FIXED_S] + figures[DECODE_S], room_s(figures)
     done_s, ends_s, total_s = figures[STEP_WORK_S], figures[STEP_ENDS_S], figures[PREFILL_S]

@@ -1,4 +1,4 @@
-"""Moore-Hodgson's test, with every promise made before forced in."""
+"""Moore-Hodgson's test, with every earlier guarantee forced in."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -52,28 +52,30 @@ class MooreHodgsonOptions(PolicyOptions):
         default=0.1,
         ge=0,
         lt=1,
-        description="Share of the time until each deadline that promises leave unused, and of each "
-        "second that decodes do.",
+        description="Share of the time until each deadline, and of each second of decoding, that "
+        "guarantees leave unused.",
     )
 
 
 class MooreHodgson(AdmissionPolicy):
-    """Promises what a replica can hold beside all that it was promised before.
+    """Guarantees an objective that a replica can meet together with all its earlier guarantees.
 
-    Moore-Hodgson's walk (:mod:`scheduling.batching.moore_hodgson`) adds the prefills up by deadline
-    and drops some where the sum exceeds the capacity until a deadline, which is the prefill
-    admission budget's (:mod:`scheduling.fleet_rows`). A promise may not be dropped, so for one new
-    request the walk is a test: at its own deadline, and at every later one, the sum with it still
-    fits. Beyond that, once it decodes, all decodes together must be held, and there must be KV
-    blocks and a place for it, of which best-effort requests hold none that count.
+    Moore-Hodgson's walk (:mod:`scheduling.batching.moore_hodgson`) sums the prefills by deadline
+    and drops some where the sum exceeds the capacity until a deadline; this capacity is the one of
+    the prefill admission budget (:mod:`scheduling.fleet_rows`). A guaranteed prefill may not be
+    dropped, so for one new request the walk is a test: at its own deadline, and at every later one,
+    the sum including it must fit. In addition, once it decodes, all decodes together must keep
+    their pace, and there must be KV blocks and a sequence slot for it. Blocks and slots of
+    best-effort requests count as free.
 
-    Room is left for what enters promised requests with later stages, and those of the new one are
-    tested, too (:mod:`scheduling.admission.later_stages`).
+    Capacity is reserved for the later stages of guaranteed requests, and the later stages of the
+    new request are tested too (:mod:`scheduling.admission.later_stages`).
 
-    It takes the engines to serve promised prefills by deadline, as ``deadline_triage`` does.
+    The policy assumes that engines serve guaranteed prefills by deadline, as ``deadline_triage``
+    does.
 
-    ``O(log n)`` a replica with ``n`` promised requests there, where the room at later deadlines is
-    ample; else ``O(n log n)``.
+    For a replica with ``n`` guaranteed requests: ``O(log n)`` where the capacity at later deadlines
+    is ample, else ``O(n log n)``.
     """
 
     name = "moore_hodgson"
@@ -137,7 +139,7 @@ def promises(
     reserve_tokens: float,
     later: Floats,
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """The test on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
+    """Test each of ``rows``; return the fields of :class:`~scheduling.admission.base.Promises`."""
     holds = np.empty(rows.shape[0], np.bool_)
     ttft_s = np.empty(rows.shape[0])
     wait_s = np.empty(rows.shape[0])
@@ -178,7 +180,7 @@ def promises(
             rate = 1.0 - decodes[count - 1, SHARES] if count > 0 else 1.0
             late_s /= max(rate, LEAST_RATE)
             wait_s[place] = max(LEAST_WAIT_S, late_s, slow_s, room_s)
-            # Of several, the one that lasts longest.
+            # Of several constraints, the one with the longest wait binds.
             if room_s >= max(late_s, slow_s):
                 binds[place] = room_constraint(of)
             elif slow_s >= late_s:
@@ -201,12 +203,13 @@ def late_by(
     due_s: float,
     headroom: float,
 ) -> float:
-    """By how much of work a new prefill misses its own deadline; not above 0: it does not."""
+    """By how much work, seconds, a new prefill misses its own deadline; 0 or less if it does
+    not."""
     if due_s == inf:
         return 0.0
     place = place_of(figures, prefills, due_s)
     ahead_s = prefills[place - 1, LEFT_AHEAD_S] if place > 0 else 0.0
-    # What could be done by now is done, or was not there to do; then it needs a step of its own.
+    # Capacity before now is used or lost; after that, the prefill needs a step of its own.
     start_s = max(ahead_s, capacity_s(figures, loads, now_s) + figures[FIXED_S])
     usable_s = now_s + (due_s - now_s) * (1.0 - headroom)
     late_s = start_s + work_s - capacity_s(figures, loads, usable_s)
@@ -226,15 +229,17 @@ def others_late_by(
     own_s: float,
     headroom: float,
 ) -> float:
-    """By how much of work it makes promised prefills miss that are due later.
+    """By how much work, seconds, a new prefill makes later guaranteed prefills miss their
+    deadlines.
 
-    The least margin behind it tells most cases at once; only where that is short, each is looked
-    at. One that is late already forbids nothing. Head-room counts as for the new one itself, as
-    capacity in the last part of the time: were others left more than they were promised with, those
-    with the latest deadlines would keep all others out.
+    The minimum margin behind it decides most cases at once; only where that is too small, each
+    prefill is checked. A prefill that is late already blocks nothing. Head-room counts as for the
+    new prefill itself: as capacity in the last part of the time. If existing guarantees kept more
+    head-room than they were admitted with, the ones with the latest deadlines would block all new
+    requests.
 
-    From ``tpot_s`` after its deadline on it decodes: ``own_s`` of work a step, and, where no other
-    decode is as frequent, more steps.
+    From ``tpot_s`` after its deadline on, the new request decodes: ``own_s`` of work per step, and
+    more steps if no other decode is as frequent.
     """
     queued, count = int(figures[QUEUED]), int(figures[LOADS])
     place = place_of(figures, prefills, due_s)

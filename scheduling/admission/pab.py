@@ -1,4 +1,4 @@
-"""Prefill admission budget: how many more prompt tokens a replica can take within its objectives.
+"""Prefill admission budget: how many more prompt tokens a replica can take and meet its SLOs.
 
 Source: FairBatching §3.4 and appendix A, whose formulas the numbered steps follow.
 """
@@ -32,11 +32,11 @@ from scheduling.objective import Anchor
 
 
 class PABAdmission(AdmissionPolicy):
-    """Promises where the prompt fits the prefill admission budget. ``O(replicas)``.
+    """Guarantees a request whose prompt fits the prefill admission budget. ``O(replicas)``.
 
-    The paper promises no time. The prediction of the first token is that of all policies here
-    (:mod:`scheduling.admission.first_token`). The wait until the prompt fits is the time in which
-    the missing tokens are prefilled.
+    The paper predicts no time. The predicted TTFT is that of all policies here
+    (:mod:`scheduling.admission.first_token`). The wait until the prompt fits is the time to prefill
+    the tokens above the budget.
     """
 
     name = "pab"
@@ -69,19 +69,19 @@ def pab_tokens(
 ) -> float:
     """Prompt tokens that can still be prefilled within ``ttft_s``; negative if already too many.
 
-    It assumes that every decode is delayed until its slack is spent. The paper has one TPOT for
-    all; with several, we take the decode that forces the most steps where it takes the one with
-    the least slack. Of a model of several pieces, the least budget by one of them. ``O(decodes)``
-    per piece.
+    Every decode is assumed to be delayed until its slack is spent. The paper has one TPOT for
+    all and uses the decode with the least slack; with several TPOTs, we use the decode that forces
+    the most steps. With a model of several pieces, the result is the minimum over the pieces.
+    ``O(decodes)`` per piece.
 
     Args:
         slack_s: per decode, time until its next token is due, seconds; may be infinite.
         tpot_s: per decode, its TPOT, seconds, positive and finite.
         context_tokens: per decode, its context.
         prefill_tokens: tokens still to prefill, of every request at the replica.
-        latency: the replica's model; what a prefill's tokens cost by their square and by their
-            context is left out, as in the paper.
-        ttft_s: the horizon, seconds: the TTFT that the replica should hold.
+        latency: the replica's model; its terms for the square and the context of prefill tokens are
+            ignored, as in the paper.
+        ttft_s: the horizon, seconds: the TTFT that the replica should meet.
     """
     # Steps 2 and 3: how often each decode must run within the horizon.
     steps = np.maximum(0.0, (ttft_s - slack_s) / tpot_s)
@@ -137,12 +137,13 @@ def replica_pab_tokens(
 ) -> float:
     """:func:`pab_tokens` of a replica's live requests.
 
-    Our readings, so that no single request can make the figure meaningless:
+    Our readings, so that no single request can make the budget meaningless:
 
-    - A decode that is late counts as due now: it runs in each batch already, whatever it is behind.
+    - A late decode counts as due now: it already runs in each batch.
     - A TPOT below the time of a step with that decode alone counts as that time: it cannot run
       more often.
-    - A decode without TPOT is taken to run every ``reference_tpot_s``, next in one such interval.
+    - A decode without TPOT counts as running every ``reference_tpot_s``, first in one such
+      interval.
 
     Args:
         rows: live requests, of dtype :data:`scheduling.state.ROW`.

@@ -1,4 +1,4 @@
-"""What every admission policy here counts in the same way: memory, places, and how long to wait."""
+"""Checks common to the admission policies: KV memory, sequence slots, and predicted waits."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -29,7 +29,7 @@ from scheduling.fleet_rows import (
 from scheduling.kernels import Floats, compiled
 
 LEAST_WAIT_S = 0.05
-"""Least predicted wait of a request that cannot be promised now."""
+"""Minimum predicted wait of a request that cannot be guaranteed now, seconds."""
 
 
 @compiled
@@ -41,22 +41,22 @@ def room_wait_s(
     start_s: float,
     reserve_tokens: float,
 ) -> float:
-    """Predicted time until there are KV blocks and a place for a prompt.
+    """Predicted time until there are KV blocks and a sequence slot for a prompt.
 
-    Best-effort requests hold none that count. Each promised request may grow by ``GROWTH_TOKENS``
-    beyond what it needs now, as ``deadline_triage`` leaves so much, too.
+    Blocks and slots of best-effort requests count as free. Each guaranteed request may grow by
+    ``GROWTH_TOKENS`` beyond its current need, the same reserve as in ``deadline_triage``.
 
     Args:
         figures: of the replica.
         prompt_tokens: of the request.
-        new_tokens: those of them that are not in the replica's cache.
+        new_tokens: prompt tokens that are not in the replica's cache.
         now_s: the time.
-        start_s: when its prefill begins at the latest: blocks that come free until then count, up
+        start_s: latest start of its prefill: blocks that come free until then count, up
             to ``FREED_WITHIN_S`` from now.
-        reserve_tokens: of one more prompt, for which there should be room beside it; 0: of none.
+        reserve_tokens: length of one more prompt that should fit beside it; 0: no reserve.
 
     Returns:
-        Seconds; 0 where there is room; infinite where there never is.
+        Seconds; 0 where the prompt fits now; infinite where it never fits.
     """
     block, promised = figures[BLOCK_TOKENS], figures[PROMISED]
     if ceil(prompt_tokens / block) >= figures[TOTAL_BLOCKS] or figures[PLACES] < 1.0:
@@ -74,9 +74,9 @@ def room_wait_s(
 def claims_wait_s(
     figures: Floats, prompt_tokens: float, output_tokens: float, reserve_tokens: float
 ) -> float:
-    """The same where a promise claims the blocks of its whole expected output at once, as
-    ``slos_serve`` does: what comes free counts when it is free, and a prefix in the replica's cache
-    saves none, as its blocks count as free."""
+    """As :func:`room_wait_s`, but a guarantee claims the blocks of its whole expected output at
+    once, as in ``slos_serve``. Blocks count once they are free, and a cached prefix saves none, as
+    its blocks count as free."""
     block, total = figures[BLOCK_TOKENS], figures[TOTAL_BLOCKS]
     promised, wanted = figures[PROMISED], figures[CLAIMED_BLOCKS]
     if ceil(prompt_tokens / block) >= total or figures[PLACES] < 1.0:
@@ -90,7 +90,7 @@ def claims_wait_s(
 
 @compiled
 def freed_within_s(figures: Floats, wanted: float, promised: float) -> float:
-    """Predicted time until so many blocks, and a place beside ``promised`` requests, are free."""
+    """Predicted time until ``wanted`` blocks and a slot beside ``promised`` requests are free."""
     lack = wanted - figures[FREE_BLOCKS] - figures[LENT_BLOCKS]
     rate = figures[BLOCKS_PER_S]
     wait_s = 0.0
@@ -103,8 +103,8 @@ def freed_within_s(figures: Floats, wanted: float, promised: float) -> float:
 
 @compiled
 def reserve_at(figures: Floats, reserve_tokens: float) -> float:
-    """The prompt for which a replica keeps room, tokens: none while nothing is promised there, as
-    what is idle serves nobody."""
+    """Length of the prompt for which a replica keeps capacity, tokens; 0 while the replica has no
+    guarantees, as an idle replica needs no reserve."""
     return max(2.0, reserve_tokens) if reserve_tokens > 0.0 and figures[PROMISED] > 0.0 else 0.0
 
 
@@ -120,8 +120,9 @@ def room_constraint(figures: Floats) -> int:
 def fits_alone(
     figures: Floats, work_s: float, own_s: float, ttft_s: float, tpot_s: float, headroom: float
 ) -> bool:
-    """Whether an idle replica could hold a request: its prefill of ``work_s`` within ``ttft_s``,
-    and its decode of ``own_s`` a step, with ``headroom`` of each left unused."""
+    """Whether an idle replica could meet a request's objective: its prefill of ``work_s`` within
+    ``ttft_s``, and its decode of ``own_s`` per step within ``tpot_s``, with ``headroom`` of each
+    left unused."""
     usable, fixed_s = 1.0 - headroom, figures[FIXED_S]
     return fixed_s + work_s <= ttft_s * usable and fixed_s + own_s <= tpot_s * usable
 
@@ -143,11 +144,11 @@ def pace_wait_s(
     output_tokens: float,
     headroom: float,
 ) -> float:
-    """Predicted time until all decodes together can be held with one of ``own_s`` a step every
-    ``tpot_s``; 0 where they can.
+    """Predicted time until all decodes can keep their pace together with a new one of ``own_s`` per
+    step every ``tpot_s``; 0 where they can now.
 
-    Promised prefills count as decodes already. Answers as long as ``output_tokens`` leave one after
-    another, and with them their share of each second.
+    Guaranteed prefills already count as decodes. Outputs of ``output_tokens`` are assumed to end
+    one after another, which frees their share of each second.
     """
     count, fixed_s = int(figures[LOADS]), figures[FIXED_S]
     shares = loads[count - 1, SHARES] if count > 0 else 0.0

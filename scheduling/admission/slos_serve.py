@@ -1,32 +1,32 @@
-"""SLOs-Serve's admission: which new requests can be promised their objectives.
+"""SLOs-Serve's admission: which new requests can be guaranteed their objectives.
 
-A dynamic program over the requests by prefill deadline (SLOs-Serve §3.2.1 and appendix C). Requests
-that have a promise are forced in; of the new ones it takes the set that is worth most. With equal
-values that is the most requests.
+A dynamic program over the requests by prefill deadline (SLOs-Serve §3.2.1 and appendix C).
+Guaranteed requests are forced in; of the new requests it takes the set with the greatest worth.
+With equal values that is the largest number of requests.
 
 Our readings:
 
-- The prefill budget is counted in seconds of predicted work, not in tokens. ``time2bs(TPOT)`` is
-  what a batch can hold in that time, and a token of a long prompt takes more of it than one of a
+- The prefill budget is in seconds of predicted work, not in tokens. ``time2bs(TPOT)`` is
+  the batch size for that time, and a token of a long prompt takes more time than one of a
   short prompt.
 - The recurrence's maximum over the last accepted request ``j`` is the choice, request by request,
   to skip or to take: both visit the same sets.
-- The counts ``n`` are of new requests only. What is promised already is the same in each state, so
-  it is one sum, and the running requests add a factor ``N`` and no states.
+- The counts ``n`` are of new requests only. The guaranteed requests are the same in each state, so
+  they are one sum: the running requests add a factor ``N`` and no states.
 - Requests of one TPOT tier and one value are one class, and the counts are by class. So the state
   knows its worth, and priorities enter as values: the paper's ``v_i``, without a budget axis.
 - Memory has :data:`MEMORY_LEVELS` levels, and only where the new requests do not all fit: a
-  demand is rounded up to a level, so what is admitted fits.
-- ``PB*`` is its fluid limit: of each second in batches of ``t0`` the budget gets what the fixed
-  time and the decodes due leave. A last batch that a deadline cuts short yields less than that, by
-  one step's fixed time at most; so the budget starts with that much in debt.
+  demand is rounded up to a level, so the admitted requests fit.
+- ``PB*`` is its fluid limit: in batches of ``t0``, the budget gets the part of each second that the
+  fixed time and the due decodes leave. A last batch that a deadline cuts short yields less, by
+  one step's fixed time at most; so the budget starts negative by that amount.
 - The paper counts a request's decode from its prefill deadline on (the lines of Fig. 5), which
-  holds where the deadlines of its tokens do (:attr:`Anchor.ENVELOPE`). With the other anchors its
-  decode begins when its prefill ends, early or not, and takes budget from the prefills behind it:
-  there the program keeps the earliest time by which the accepted prefills can all have ended, which
-  is the same recurrence with time in place of budget.
-- A promise that is late already, by an error of prediction, forbids nothing by itself; no new
-  request may make it later.
+  holds if the deadlines of its tokens start there (:attr:`Anchor.ENVELOPE`). With the other anchors
+  its decode begins when its prefill ends, early or not, and takes budget from the prefills behind
+  it: there the program keeps the earliest time by which the accepted prefills can all have ended,
+  which is the same recurrence with time in place of budget.
+- A guaranteed request that is already late, by a prediction error, blocks no admission by itself,
+  but no new request may make it later.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ from scheduling.kernels import Floats
 from scheduling.objective import Anchor
 
 MOST_NEW = 10
-"""New requests that are weighed against each other, the paper's "zero to ten": more are decided in
-groups of so many, in the order given. It bounds the states to ``2**10`` per memory level."""
+"""Maximum number of new requests decided together, the paper's "zero to ten": more are decided in
+groups of this size, in the order given. It bounds the states to ``2**10`` per memory level."""
 
 MEMORY_LEVELS = 64
-"""Levels of free memory that are told apart; a request is rounded up by less than one."""
+"""Number of levels of free memory; a request is rounded up by less than one level."""
 
 MOST_TIERS = 12
-"""TPOT objectives that are told apart. Where there are more, one counts as the next shorter."""
+"""Maximum number of TPOT tiers. With more distinct TPOTs, a TPOT counts as the next shorter
+tier."""
 
 HORIZON_S = 3_600.0
 """Deadlines farther away than this, seconds, count as this far."""
@@ -60,17 +61,17 @@ takes no time."""
 
 
 class Demand(NamedTuple):
-    """What requests need, one entry per request.
+    """The demand of requests, one entry per request.
 
     Attributes:
         due_s: time until its first token (after a preemption: its next) is due, seconds. May be
             negative or infinite. Of no effect where ``prefill_s`` is 0.
         prefill_s: predicted marginal time of its pending prefill, seconds; 0 for a decode.
-        tpot_s: time per output token, seconds; infinite where no pace is promised.
+        tpot_s: time per output token, seconds; infinite where no pace is guaranteed.
         decode_s: ``float64[n, pieces]``, predicted marginal time of one decode step of it by each
             piece of the latency model, seconds.
-        blocks: KV blocks that it will need more than it has.
-        value: what its promise is worth; not looked at where it is promised already.
+        blocks: KV blocks that it will need beyond its current ones.
+        value: worth of guaranteeing it; ignored for requests that are guaranteed already.
     """
 
     due_s: Floats
@@ -90,17 +91,17 @@ class Demand(NamedTuple):
 
 
 class Supply(NamedTuple):
-    """What the replica has.
+    """The capacity of the replica.
 
     Attributes:
         fixed_s: ``float64[pieces]``, time of a step before any token, seconds, by each piece of the
             latency model.
-        share: ``float64[pieces]``, how much of ``prefill_s`` counts in that piece, 0 to 1. Where
-            the model has one piece it is 1.
+        share: ``float64[pieces]``, share of ``prefill_s`` that counts in that piece, 0 to 1. With
+            a model of one piece it is 1.
         longest_s: time of a batch that fills the engine's token limit, seconds: the batch where no
             decode limits it.
-        blocks: free KV blocks that promises may use.
-        places: sequences that may still be promised a place among the running ones.
+        blocks: free KV blocks that guarantees may use.
+        places: sequence slots that can still be guaranteed.
         anchor: where the deadlines of later tokens start.
     """
 
@@ -113,11 +114,11 @@ class Supply(NamedTuple):
 
 
 def admissible(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
-    """Which of the ``new`` requests can be promised beside those ``promised`` already.
+    """Which of the ``new`` requests can be guaranteed in addition to the ``promised`` ones.
 
-    ``O(groups * prefills * states * levels)`` with ``prefills`` those pending of both kinds and
-    ``states`` the product over the classes of a group of its size plus one; one new request has two
-    states, which makes it the test whether it can be held.
+    ``O(groups * prefills * states * levels)``: ``prefills`` is the number of pending prefills of
+    both kinds, and ``states`` is the product of (class size + 1) over the classes of a group. A
+    single new request has two states: the program is then a feasibility test.
     """
     count = len(new.due_s)
     admitted = np.zeros(count, dtype=np.bool_)
@@ -152,7 +153,7 @@ def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
     present = np.zeros(len(tiers) + 1, dtype=np.int64)
     present[decode_tier] = 1
 
-    # A request's class, or -1 where it is promised already.
+    # A request's class, or -1 where it is guaranteed already.
     kind = np.full(len(events.due_s), -1, dtype=np.int64)
     own = np.arange(len(pending.due_s), len(events.due_s))
     # Complex numbers sort by tier, then by value.
@@ -166,7 +167,7 @@ def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
     memory = np.zeros(len(kind), dtype=np.int64)
     memory[own] = units
     due_s = np.clip(events.due_s, 0.0, HORIZON_S)
-    # Of those due at once the promised come first: they do not depend on the others.
+    # On equal deadlines, guaranteed requests come first: they do not depend on the new ones.
     order = np.lexsort((kind >= 0, due_s))
     step_s = np.minimum(np.append(tiers, inf), max(LEAST_STEP_S, supply.longest_s))
     taken = solve(
@@ -197,7 +198,7 @@ def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
 
 
 def _tiers(tpot_s: Floats) -> Floats:
-    """The TPOT objectives that are told apart, ascending."""
+    """The distinct TPOT tiers, ascending."""
     tiers: Floats = np.unique(tpot_s)
     tiers = tiers[tiers < inf]
     if len(tiers) > MOST_TIERS:
@@ -228,11 +229,11 @@ def _pace(tiers: Floats, step_s: Floats, anchor: Anchor) -> Floats:
 
 
 def _levels(blocks: Floats, free: float) -> tuple[int, NDArray[np.int64]]:
-    """How many levels of memory to tell apart, and how many each request takes of them."""
+    """The number of memory levels, and how many levels each request takes."""
     if blocks.sum() <= free:
         return 0, np.zeros(len(blocks), dtype=np.int64)
     levels = int(max(0, min(MEMORY_LEVELS, free)))
     if not levels:
-        # Nothing is free, so only those without demand fit.
+        # No block is free, so only requests without demand fit.
         return 0, (blocks > 0).astype(np.int64)
     return levels, np.ceil(blocks * (levels / free) - 1e-9).astype(np.int64)

@@ -1,8 +1,10 @@
-"""The compiled recurrence of :mod:`scheduling.admission.slos_serve`, whose readings it carries out.
+"""The compiled recurrence of :mod:`scheduling.admission.slos_serve`, with the readings stated
+there.
 
 A state is a count per class of new requests, as one number in mixed radix, and a level of memory.
-Its score is the best to be had with it: the prefill budget left at the current deadline, seconds,
-or, where decodes begin as prefills end, the negated time at which its prefills can have ended.
+Its score is the best value over the sets with these counts: the prefill budget left at the current
+deadline, seconds, or, where decodes begin as prefills end, the negated earliest time at which all
+its prefills have ended.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from numpy.typing import NDArray
 from scheduling.kernels import Floats, Ints, compiled
 
 SLIP_S = 1e-9
-"""What sums of times may be off by rounding, seconds."""
+"""Rounding tolerance of sums of times, seconds."""
 
 
 @compiled
 def rate_of(fixed_s: Floats, share: Floats, step_s: float, base: Floats, own: Floats) -> float:
     """Seconds of prefill per second beside decodes that take ``base + own`` of each second, by
-    piece; below zero where the decodes alone take more than there is."""
+    piece; below zero where the decodes alone exceed the capacity."""
     least = inf
     for piece in range(fixed_s.shape[0]):
         left = 1.0 - fixed_s[piece] / step_s - base[piece] - own[piece]
@@ -51,7 +53,7 @@ def states_of(
     for state in range(1, states):
         while state >= stride[highest + 1]:
             highest += 1
-        # The state with one request less of its last class is known already.
+        # The state with one request less of its last class has been computed already.
         source, kind = state - stride[highest], class_tier[highest]
         tightest[state] = min(tightest[source], kind)
         count[state] = count[source] + 1
@@ -76,8 +78,8 @@ def set_rates(
     tightest: Ints,
     taken: Floats,
 ) -> None:
-    """The rate of each living state, or of ``every`` one, beside the decodes of what is promised,
-    ``decoding_s[tier, piece]``; and end those whose decodes can no longer be held."""
+    """Set the rate of each live state, or of ``every`` state, beside the guaranteed decodes
+    ``decoding_s[tier, piece]``; and end states whose decodes can no longer keep their pace."""
     tiers, pieces = decoding_s.shape
     base = np.zeros((tiers, pieces))
     first = tiers - 1
@@ -106,10 +108,11 @@ def force(
     limit: float,
     at_due: bool,
 ) -> None:
-    """Let every state serve a promised prefill, and end those in which it is late by what is new.
+    """Let every state serve a guaranteed prefill, and end the states in which new requests make it
+    late.
 
-    State 0, with nothing new, goes on where it is late. A state with new requests can only be later
-    than that, so it has no pardon.
+    State 0, without new requests, continues even if the prefill is late. Any other state in which
+    it is late ends.
     """
     for state in range(score.shape[0]):
         if not alive[state]:
@@ -181,10 +184,10 @@ def solve(
     places: int,
     at_due: bool,
 ) -> NDArray[np.bool_]:
-    """Which of the requests, by deadline ascending, to take; those of ``kind`` -1 are forced.
+    """Which of the requests, by deadline ascending, to take; requests of ``kind`` -1 are forced.
 
-    ``decoding_s`` and ``present`` are used up. Of sets worth the same, the one with the best score
-    at the last deadline.
+    ``decoding_s`` and ``present`` are overwritten. Among sets of equal worth, the one with the best
+    score at the last deadline is taken.
     """
     stride, tightest, count, worth, taken = states_of(sizes, class_tier, class_s, value, pace)
     states, requests = worth.shape[0], due_s.shape[0]
@@ -200,7 +203,7 @@ def solve(
     for index in range(requests + 1):
         own = kind[index] if index < requests else -1
         if stale:
-            # An offer needs the rates of the states that it can reach, too.
+            # An offer also needs the rates of the states that it can reach.
             set_rates(
                 rates, score, alive, own >= 0, decoding_s, present, pace, step_s, fixed_s, share,
                 tightest, taken,
@@ -238,7 +241,7 @@ def backtrack(
     stride: Ints,
     memory: Ints,
 ) -> NDArray[np.bool_]:
-    """The requests on the way to the state of most worth, and of those the best score."""
+    """The requests on the path to the state of greatest worth, and among these of best score."""
     state, level = 0, 0
     for other in range(score.shape[0]):
         for at in range(score.shape[1]):

@@ -55,48 +55,47 @@ class VirtualReplicaOptions(PolicyOptions):
         default=0.05,
         ge=0,
         lt=1,
-        description="Share of each second that promises leave unused.",
+        description="Share of each second that guarantees leave unused.",
     )
     batch_tokens: int = Field(
         default=8192,
         ge=1,
-        description="Token limit of a batch: its time is that of a batch whose length no decode "
-        "sets.",
+        description="Token limit of a batch. It sets the time of a batch that no decode limits.",
     )
     anchor: Literal[Anchor.FIRST_TOKEN, Anchor.LAST_TOKEN] = Field(
         default=Anchor.LAST_TOKEN,
-        description="The `anchor` of the replicas' policy; for `envelope`, under which they would "
-        "promise a little more, `first_token`.",
+        description="The `anchor` of the replicas' policy. If that is `envelope`, use "
+        "`first_token`; the replicas would guarantee slightly more.",
     )
 
 
 class VirtualReplica(AdmissionPolicy):
-    """Promises what SLOs-Serve's scheduler on a replica's mirrored state would admit (§4.2).
+    """Guarantees what SLOs-Serve's scheduler on a replica's mirrored state would admit (§4.2).
 
     For one new request the program (:mod:`scheduling.admission.slos_serve`) has two states, without
-    it and with it, and so is one walk over the promised prefills by deadline: the request joins in
-    its place, and then everybody must end in time, beside decodes that begin as their prefills end.
-    It admits what :func:`~scheduling.admission.slos_serve.admissible` admits, whose readings hold
-    here, and these:
+    it and with it, and so is one walk over the guaranteed prefills by deadline: with the request
+    inserted by deadline, all prefills must end in time, beside decodes that begin as their prefills
+    end. It admits what :func:`~scheduling.admission.slos_serve.admissible` admits. The readings
+    stated there apply, and these:
 
-    - All promises that a replica has, and those on their way to it, are forced in.
-    - The virtual replica is the reported one moved on to now: what has gone by since the report was
-      spent on its prefills by deadline.
+    - All guarantees of a replica, and those of requests on their way to it, are forced in.
+    - The virtual replica is the reported one advanced to now: the time since the report was spent
+      on its prefills by deadline.
     - Each request counts by the piece of the latency model that is costliest for it.
-    - A pace that the replica cannot hold even with that decode alone counts as the pace that it
-      can: one impossible promise must not forbid all others.
-    - TPOT objectives are all told apart: a sum over the decodes needs no tiers. Deadlines of later
+    - A pace that the replica cannot keep even with that decode alone counts as the fastest pace
+      that it can keep: one infeasible guarantee must not block all other requests.
+    - All TPOT objectives are distinct: a sum over the decodes needs no tiers. Deadlines of later
       tokens start with the first token.
-    - KV blocks are claimed for the whole expected output, as the replica does
-      (:func:`~scheduling.expected.claim`). Best-effort requests' count as free (§4.1).
-    - A TPOT that leaves prefill no useful share of a batch is not promised, as on the replica.
+    - KV blocks are claimed for the whole expected output, as on the replica
+      (:func:`~scheduling.expected.claim`). Blocks of best-effort requests count as free (§4.1).
+    - A TPOT that leaves prefill no useful share of a batch is not guaranteed, as on the replica.
 
-    With a latency model of one piece it promises what the replicas' policy
-    (:mod:`scheduling.batching.slos_serve`) would admit on the same state, with several pieces no
-    more than that.
+    With a latency model of one piece it guarantees what the replicas' policy
+    (:mod:`scheduling.batching.slos_serve`) would admit on the same state; with several pieces, at
+    most that.
 
-    ``O(n)`` a replica with ``n`` promised requests there; under ``last_token``, times the number of
-    paces by which batches become shorter.
+    For a replica with ``n`` guaranteed requests: ``O(n)``; under ``last_token``, times the number
+    of paces that shorten the batches.
     """
 
     name = "slos_serve"
@@ -159,7 +158,7 @@ def promises(
     splits: NDArray[np.bool_],
     reserve_tokens: float,
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """The walk on each of ``rows``; what :class:`~scheduling.admission.base.Promises` holds."""
+    """Walk each of ``rows``; return the fields of :class:`~scheduling.admission.base.Promises`."""
     holds = np.empty(rows.shape[0], np.bool_)
     ttft_s = np.empty(rows.shape[0])
     wait_s = np.empty(rows.shape[0])
@@ -189,7 +188,7 @@ def promises(
             if late_s == inf:
                 late_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
             wait_s[place] = max(LEAST_WAIT_S, late_s, room_s)
-            # Of several, the one that lasts longest.
+            # Of several constraints, the one with the longest wait binds.
             binds[place] = room_constraint(of) if room_s > late_s else late_binds
             fresh_s = due_s - now_s + waited_s
             if not (useful and fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom)):
@@ -214,8 +213,9 @@ def limit_s(due_s: float, now_s: float) -> float:
 
 @compiled
 def share_of(own_s: float, pace_s: float, step_s: float, every_window: bool) -> float:
-    """Of each second, what a decode takes that needs ``own_s`` every ``pace_s``, in batches of
-    ``step_s``; ``every_window``: in each of them, so in every whole-th batch."""
+    """Share of each second of a decode that needs ``own_s`` every ``pace_s``, in batches of
+    ``step_s``. With ``every_window`` it must keep its pace in each window, so it runs in every
+    ``floor(pace_s / step_s)``-th batch."""
     if every_window:
         pace_s = max(1.0, floor(pace_s / step_s + 1e-9)) * step_s
     return own_s / pace_s
@@ -230,8 +230,8 @@ def decode_share(
     step_s: float,
     every_window: bool,
 ) -> float:
-    """Of each second, what the decodes of now take and those of the first ``begun`` prefills. The
-    loads are those of all prefills. ``O(loads)``."""
+    """Share of each second of the current decodes and of the decodes of the first ``begun``
+    prefills. ``loads`` includes all prefills. ``O(loads)``."""
     share = 0.0
     for load in range(int(figures[LOADS])):
         pace_s = loads[load, LOAD_PACE_S]
@@ -253,8 +253,8 @@ def begin(
     step_s: float,
     every_window: bool,
 ) -> tuple[float, float]:
-    """The share of all decodes, and the time of a batch, when that of a prefill begins: where
-    batches become shorter, ``every_window`` counts all of them anew."""
+    """The share of all decodes, and the time of a batch, once the decode of prefill ``item``
+    begins. If it shortens the batches, ``every_window`` recomputes the shares of all decodes."""
     pace_s = prefills[item, OWN_PACE_S]
     if pace_s == inf:
         return share, step_s
@@ -278,16 +278,17 @@ def late_by(
     usable: float,
     every_window: bool,
 ) -> tuple[float, int]:
-    """By how much time a new request, or a promised one with it, is late in the walk; not above 0:
-    nobody is; infinite: with it the decodes could not be held. Beside it, which constraint that is.
+    """By how much time, seconds, the new request or a guaranteed one is late in the walk: 0 or less
+    if none is late, infinite if the decodes could not keep their pace. Also returns the constraint
+    that binds.
 
     Args:
         figures, prefills, loads: of the replica.
-        work_s: of its prefill; ``own_s`` of a step of its decode.
+        work_s: of its prefill; ``own_s``: of a step of its decode.
         now_s: the time.
         due_s, tpot_s: its objectives.
-        longest_s: time of a batch where no decode sets it.
-        usable: share of each second that promises may use.
+        longest_s: time of a batch that no decode limits.
+        usable: share of each second that guarantees may use.
         every_window: see :func:`share_of`.
     """
     fixed_s, queued = figures[FIXED_S] / usable, int(figures[QUEUED])
@@ -320,7 +321,7 @@ def late_by(
     late_s = time_s - limit_s(due_s, now_s)
     if late_s > SLIP_S:
         return late_s, Constraint.TTFT
-    # From here on ``alone`` is without the new one's decode, whose own share comes on top.
+    # From here on, ``alone`` excludes the new request's decode; ``own`` is that decode's share.
     alone, alone_pace_s, own = share, pace_s, 0.0
     if tpot_s < inf:
         tpot_s = max(tpot_s, LEAST_STEP_S)
@@ -348,7 +349,7 @@ def late_by(
             figures, prefills, loads, item, alone, alone_pace_s, every_window
         )
         rate = rate_of(fixed_s, pace_s, (share + own) / usable)
-        # What could not be held without it forbids nothing.
+        # Decodes that could not keep their pace without the new request block nothing.
         if rate < min(0.0, rate_of(fixed_s, alone_pace_s, alone / usable)) - SLIP_S:
             return inf, Constraint.TPOT
         item += 1

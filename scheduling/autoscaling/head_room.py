@@ -1,4 +1,4 @@
-"""As many replicas as the objectives need, with room for what comes until another one is ready."""
+"""As many replicas as the SLOs need, with head-room for the demand until a new one is ready."""
 
 from __future__ import annotations
 
@@ -12,63 +12,64 @@ from scheduling.autoscaling.load import Load
 from scheduling.policy import PolicyOptions
 
 SLOWER = 4.0
-"""Demand has two means; the other one is over this many times ``smoothing_s``, and their difference
-is the trend."""
+"""Ratio of the two averaging times of demand: the slow mean is over this many times
+``smoothing_s``, and the difference of the means is the trend."""
 
 MOST_GROWTH = 2.0
-"""Most that the forecast of demand is above its present mean, as a factor."""
+"""Maximum ratio of the demand forecast to the current mean."""
 
 MOST_SCALING = 4.0
-"""Most that the decodes of promised requests are scaled up for those of requests without."""
+"""Maximum factor by which the decodes of guaranteed requests are scaled up for requests without a
+guarantee."""
 
 LEAST_LIMIT = 0.3
-"""Least load that the policy learns to be the most that a replica holds."""
+"""Lower bound of the learned load limit of a replica."""
 
 LEARNT_STEP = 0.9
-"""Of the load at which objectives were lost, what a replica is taken to hold from then on."""
+"""Learned load limit, as a share of the load at which SLOs were lost."""
 
 UNLEARN_S = 3600.0
-"""How long what was learnt takes to lose ``1 - 1/e`` of its effect."""
+"""Time in which the learned limit loses ``1 - 1/e`` of its effect, seconds."""
 
 CURED = 0.6
-"""Below this share of what was lost before a replica was added, it has helped."""
+"""A new replica has helped if the losses fall below this share of the losses before it."""
 
 MORE_THAN_BORNE = 1.5
-"""This many times what is lost whatever is added must be lost for another try."""
+"""Another replica is tried when the losses exceed this many times the losses that added replicas
+did not cure."""
 
 LEAST_LOST = 3.0
-"""Fewest requests lost lately for which a replica is added."""
+"""Minimum number of recently lost requests for which a replica is added."""
 
 
 class HeadRoomOptions(PolicyOptions):
-    """How much room is kept, and how fast a pool may change."""
+    """How much head-room is kept, and how fast a pool may change."""
 
     startup_s: float = Field(
         default=60.0,
         gt=0,
         le=3600,
-        description="How long a new replica takes until it serves, seconds: demand is forecast so "
-        "far ahead.",
+        description="Time until a new replica serves, seconds: demand is forecast this far ahead.",
     )
     smoothing_s: float = Field(
         default=15.0,
         gt=0,
         le=600,
-        description="Demand is a mean over about so long, seconds: shorter follows bursts.",
+        description="Averaging time of the demand, seconds: shorter follows bursts.",
     )
     target_load: float = Field(
         default=0.75,
         gt=0,
         le=1,
-        description="Share of a replica's time that objectives may take. Where they are lost at "
-        "less, the policy learns to keep more room.",
+        description="Share of a replica's time that SLOs may take. If SLOs are lost at a lower "
+        "load, the policy learns to keep more head-room.",
     )
     attainment: float = Field(
         default=0.99,
         gt=0,
         lt=1,
-        description="Share of the requests with an objective that should be promised it and meet "
-        "it; below, a replica is added.",
+        description="Target share of the requests with an objective that are guaranteed and meet "
+        "it; below it, a replica is added.",
     )
     kv_load: float = Field(
         default=0.85, gt=0, le=1, description="Share of the KV blocks that may be in use."
@@ -76,27 +77,27 @@ class HeadRoomOptions(PolicyOptions):
     best_effort_within_s: float = Field(
         default=60.0,
         gt=0,
-        description="Waiting best-effort prefills should be done within so long, seconds.",
+        description="Time within which waiting best-effort prefills should be done, seconds.",
     )
     down_margin: float = Field(
         default=0.15,
         ge=0,
         lt=1,
-        description="A replica goes only if the others would be that share below what they may "
-        "take.",
+        description="A replica is removed only if the others would stay this share below their "
+        "limits.",
     )
     down_after_s: float = Field(
         default=180.0,
         ge=0,
-        description="For so long without a break fewer replicas must suffice before one goes, "
-        "seconds; then as long again for the next.",
+        description="Time for which fewer replicas must suffice without a break before one is "
+        "removed, seconds; it restarts after each removal.",
     )
-    max_step_up: int = Field(default=8, ge=1, description="Most replicas that come at once.")
-    max_step_down: int = Field(default=1, ge=1, description="Most replicas that go at once.")
+    max_step_up: int = Field(default=8, ge=1, description="Most replicas added at once.")
+    max_step_down: int = Field(default=1, ge=1, description="Most replicas removed at once.")
 
 
 class _Memory(NamedTuple):
-    """What is remembered; see :class:`HeadRoom` for the terms.
+    """State between decisions; see :class:`HeadRoom` for the terms.
 
     Attributes:
         last: the last load, as plain numbers.
@@ -133,12 +134,12 @@ class _Memory(NamedTuple):
 class HeadRoom(AutoscalingPolicy):
     """Holds objectives with as few replicas as it can.
 
-    Demand is engine time per second: the prefill work that is asked for, promised or not, and what
-    decodes take, scaled up by the share of the work to which nothing could be promised. Over the
-    share of its second that a replica has beside the fixed time of its steps, that is the number of
-    replicas that would be busy all the time. It is forecast by its trend to when a new replica
-    would serve, and a pool has enough replicas if each of them would be busy for ``limit`` of its
-    time or less, which is ``target_load`` or what was learnt. Beside it,
+    Demand is engine time per second: the prefill work that is asked for, guaranteed or not, and
+    what decodes take, scaled up by the share of the work to which nothing could be guaranteed. Over
+    the share of its second that a replica has beside the fixed time of its steps, that is the
+    number of replicas that would be busy all the time. It is forecast by its trend to when a new
+    replica would serve, and a pool has enough replicas if each of them would be busy for ``limit``
+    of its time or less, which is ``target_load`` or what was learnt. Beside it,
 
     - a pool whose replicas have no admission budget left needs as many more as would have some;
     - the KV in use must be within ``kv_load``;

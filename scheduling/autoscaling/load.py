@@ -1,9 +1,9 @@
 """What a pool of replicas has to do: the figures that decide how many of them there should be.
 
-Prefill demand is counted when a request asks to be placed, promised or not, so what is turned away
-for want of replicas is demand, too. Decode demand is the part of the steps under way that decodes
-take. Both are engine time per second, and neither depends on how many replicas there are. Where
-replicas have roles, each role is a pool with a demand of its own.
+Prefill demand is counted when a request asks to be placed, guaranteed or not, so what is turned
+away for want of replicas is demand, too. Decode demand is the part of the steps under way that
+decodes take. Both are engine time per second, and neither depends on how many replicas there are.
+Where replicas have roles, each role is a pool with a demand of its own.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Load(NamedTuple):
     Attributes:
         now_s: on the fleet's clock.
         ready: replicas that take requests; quarantined ones do not.
-        asked: requests with an objective that asked for a promise, since the start.
+        asked: requests with an objective that asked for a guarantee, since the start.
         asked_s: predicted prefill time of these, seconds, since the start.
-        unpromised: of ``asked``, those that no replica could promise their objective, though
+        unpromised: of ``asked``, those that no replica could guarantee their objective, though
             an idle one could have: their own prefill would have fitted.
         unpromised_s: of ``asked_s``, the time of those.
         judged: requests with an objective that ended, since the start.
         attained: of ``judged``, those that met it.
-        decode_share: engine time per second that promised decodes take now, seconds per second over
-            all replicas, without the fixed time of steps.
+        decode_share: engine time per second that guaranteed decodes take now, seconds per second
+            over all replicas, without the fixed time of steps.
         capacity: share of a second that a replica has beside the fixed time of its steps, if they
             come as rarely as the paces of its decodes allow; mean over replicas with decodes.
         head_room: prefill admission budget over that of an idle replica, mean over the replicas:
@@ -69,8 +69,8 @@ class Load(NamedTuple):
 
     @property
     def lost(self) -> float:
-        """Requests that were not promised their objective, or missed it, since the start. One that
-        did both counts twice."""
+        """Requests that were not guaranteed their objective, or missed it, since the start. One
+        that did both counts twice."""
         return self.unpromised + self.judged - self.attained
 
     def follows(self, other: Load) -> bool:
@@ -96,7 +96,7 @@ class _Counts:
         self.asked_s += work_s
 
     def turn_down(self, work_s: float) -> None:
-        """One that asked was not promised."""
+        """One that asked was not guaranteed."""
         self.unpromised += 1
         self.unpromised_s += work_s
 
@@ -105,7 +105,7 @@ class Demand:
     """Counts what is asked for, decision by decision. ``O(replicas)`` each.
 
     A request that is split asks both roles, each for its part, and is turned down by the one that
-    could not promise it: the decode role, if that could not.
+    could not guarantee it: the decode role, if that could not.
     """
 
     def __init__(self) -> None:
@@ -116,9 +116,9 @@ class Demand:
     def count(
         self, job: Job, decision: RouteDecision, fleet: Fleet, second: DecodeChoice | None = None
     ) -> None:
-        """A decision was made, with ``second`` to continue where the request was split.
-        Requests without an objective, and those that want no promise, are not counted: the work
-        that waits of them is (:attr:`Load.best_effort_s`)."""
+        """Count a decision, with ``second`` as decode choice if the request was split. Requests
+        without an objective, or that ask for no guarantee, are not counted here; their waiting work
+        is in :attr:`Load.best_effort_s`."""
         query = job.query
         if Tier.GUARANTEED not in query.tiers or not query.slo.stated:
             return

@@ -1,4 +1,4 @@
-"""A target of ongoing requests per replica: what Ray Serve does by default, to compare with."""
+"""A target number of ongoing requests per replica: Ray Serve's default, as a baseline."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class OngoingRequestsOptions(PolicyOptions):
     """Serve's own settings, with Serve's defaults."""
 
     target_ongoing_requests: float = Field(
-        default=2.0, gt=0, description="Requests that run or wait at each replica."
+        default=2.0, gt=0, description="Target of requests running or waiting per replica."
     )
     look_back_period_s: float = Field(
-        default=30.0, gt=0, description="Their number is a mean over so long, seconds."
+        default=30.0, gt=0, description="Averaging time of the number of requests, seconds."
     )
     upscale_delay_s: float = Field(
-        default=30.0, ge=0, description="More replicas must be wanted for so long, seconds."
+        default=30.0, ge=0, description="Time for which more replicas must be needed, seconds."
     )
     downscale_delay_s: float = Field(
         default=600.0, ge=0, description="The same for fewer, seconds."
@@ -37,10 +37,10 @@ class OngoingRequestsOptions(PolicyOptions):
 
 
 class OngoingRequests(AutoscalingPolicy):
-    """Ray Serve's default rule: requests over the wanted number at each replica, after a delay.
+    """Ray Serve's default rule: requests over the target per replica, after a delay.
 
-    The requests are a mean over the looks of ``look_back_period_s``. The direction of the change,
-    not its size, must last for the delay; the size is that at its end.
+    The number of requests is a mean over the samples of ``look_back_period_s``. The direction of
+    the change, not its size, must last for the delay; the size is the one at its end.
     """
 
     name = "ongoing_requests"
@@ -61,7 +61,8 @@ class OngoingRequests(AutoscalingPolicy):
         ongoing = sum(value for _, value in samples) / len(samples)
         wanted = self._factored(ongoing / options.target_ongoing_requests, int(load.ready))
         way = (wanted > pool.target) - (wanted < pool.target)
-        # As in Serve, a change of direction restarts the delay, a moment without one ends it.
+        # As in Serve, a change of direction restarts the delay, and a decision without change ends
+        # it.
         begun_s = state["since_s"] if state.get("way") == way else load.now_s
         delay_s = options.upscale_delay_s if way > 0 else options.downscale_delay_s
         if way < 0:

@@ -67,7 +67,7 @@ def make_policy(
     options: Mapping[str, Any] | None = None,
     best_effort: BestEffortOptions | None = None,
 ) -> BatchPolicy:
-    """Build the batch policy called ``name`` with its options, and those of best-effort requests,
+    """Build the batch policy called ``name`` with its options and with the best-effort options,
     which are the same for every policy.
 
     Raises:

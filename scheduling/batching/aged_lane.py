@@ -1,4 +1,4 @@
-"""The aged lane: a share of the engine for those that have waited long, whatever else there is."""
+"""The aged lane: a fixed share of the engine for requests that have waited long."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from scheduling.kernels import ARRIVAL, COMPUTED, PENDING, Floats, Ints
 from scheduling.latency import LatencyModel
 
 AGED_CHUNK_TOKENS = 64
-"""Least chunk of an aged prompt: each chunk reads all of the context before it, so that tiny ones
+"""Smallest chunk of an aged prompt. Each chunk reads all of the context before it, so tiny chunks
 would cost more than they compute."""
 
 LONGEST_STEPS = 20
-"""Where no decode is waited for, a batch may take as long as this many empty steps: long enough
-that little time is lost to them, short enough that a new request does not wait long."""
+"""Longest batch, in empty steps, where no decode limits it: long enough that the fixed time per
+step is a small overhead, short enough that a new request does not wait long."""
 
 
 class AgedLane:
     """Gives requests older than ``patience_s`` the share ``share`` of the time, by arrival.
 
-    With ``W`` seconds of work of aged requests before it and of its own, a request has its prompt
+    Let ``W`` be the work, seconds, of a request and of the aged requests before it. Its prompt is
     computed at most ``patience_s + W / share`` after its arrival, plus the time for which no memory
-    or sequence is free, and plus the answers of aged requests before it, of which :meth:`places`
-    run at once. From twice the patience on, one that does not fit ends admission behind it until it
-    does.
+    or sequence is free, plus the decode time of the aged requests before it, of which
+    :meth:`places` run at once. A request older than twice the patience that does not fit blocks
+    admission of the requests behind it until it fits.
 
-    It keeps the time that it has been owed since the last batch.
+    The state is the time that the lane has earned and not yet spent.
     """
 
     def __init__(self, patience_s: float, share: float) -> None:
@@ -39,20 +39,21 @@ class AgedLane:
         self._earned = EarnedTime(share)
 
     def places(self, running: int) -> int:
-        """How many of ``running`` sequences are the lane's: at least one."""
+        """How many of ``running`` sequences belong to the lane: at least one."""
         return max(1, int(self._share * running))
 
     def aged(self, table: Floats, rows: Ints, now_s: float) -> Ints:
-        """Those of ``rows`` that have waited longer than the patience, by arrival. To be called
-        once a plan: with any of them, the lane earns its share of the time since the last call; it
-        saves up for what no share of one batch would pay."""
+        """The requests of ``rows`` that have waited longer than the patience, by arrival. Call it
+        once per plan: while there are aged requests, the lane earns its share of the time since the
+        last call. It accumulates the time for a chunk that costs more than its share of one
+        batch."""
         aged = rows[now_s - table[rows, ARRIVAL] > self.patience_s]
         self._earned.earn(now_s, len(aged) > 0)
         by_arrival: Ints = aged[np.argsort(table[aged, ARRIVAL], kind="stable")]
         return by_arrival
 
     def overdue(self, table: Floats, rows: Ints, now_s: float) -> NDArray[np.bool_]:
-        """Which of ``rows`` have waited so long that none may begin before they fit."""
+        """Which of ``rows`` have waited longer than twice the patience, and so block admission."""
         late: NDArray[np.bool_] = now_s - table[rows, ARRIVAL] > 2 * self.patience_s
         return late
 
@@ -73,7 +74,7 @@ class AgedLane:
         first = table[aged[0]]
         tokens = min(int(first[PENDING]), AGED_CHUNK_TOKENS)
         chunk_s = latency.work_s(tokens, int(first[COMPUTED]))
-        # What was saved up while there was no room must not come as one batch.
+        # Time earned while nothing fitted must not be spent in one batch.
         most_s = max(chunk_s, LONGEST_STEPS * latency.fixed_s)
         earned = self._earned
         earned.seconds = min(earned.seconds, most_s)

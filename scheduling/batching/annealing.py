@@ -28,26 +28,26 @@ class AnnealingOptions(PolicyOptions):
         default=32,
         ge=1,
         le=256,
-        description="Most requests that run at once. Waiting ones are admitted up to it; those "
-        "that run already continue. The engine's own limit of sequences holds beside it.",
+        description="Maximum number of requests that run at once. Waiting requests are admitted up "
+        "to it; running ones continue. The engine's own sequence limit also applies.",
     )
     annealed: int = Field(
         default=40,
         ge=1,
         le=64,
-        description="Most waiting requests that are mapped, the first to arrive. The others wait "
-        "behind them in order of arrival.",
+        description="Maximum number of waiting requests that are mapped, the earliest arrivals "
+        "first. The others wait behind them in order of arrival.",
     )
     expected_tokens: float = Field(
         default=256.0,
         ge=1,
         le=1_000_000,
-        description="Output length of a request for which nothing is predicted, tokens.",
+        description="Output length of a request without a prediction, tokens.",
     )
     prefill: Interaction | None = Field(
         default=None,
         description="Coefficients alpha, beta, gamma, delta of the prefill time (Eq. 14), seconds. "
-        "Left out, they and those of `decode` follow from the engine's latency model.",
+        "Without them, both `prefill` and `decode` follow from the engine's latency model.",
     )
     decode: Interaction | None = Field(
         default=None,
@@ -92,22 +92,23 @@ class Annealing(BatchPolicy):
     """Admits waiting requests by a priority mapping that maximises attainment over mean latency.
 
     The mapping (:mod:`scheduling.batching.priority_mapping`) puts the waiting requests into a
-    sequence of batches. The paper runs them one after the other; an engine with continuous batching
-    need not, so our reading is:
+    sequence of batches. The paper runs these batches one after the other; an engine with continuous
+    batching does not have to. Our readings:
 
-    - Running requests continue, decodes before prefills. They are in the mapping's first batch:
-      with what is left of them, and as late as they are already.
-    - The other requests of the first batch are admitted, in its order. Those of later batches wait,
-      as running beside the first would cost more than it is worth.
-    - Whenever a request arrives, ends or is preempted, the mapping is made anew, as the paper does
-      for the requests in its pool. So a later batch rarely comes as mapped: its requests are
-      offered every place that frees.
-    - Where nothing runs and none of the first batch fits the memory, the first that does is taken.
+    - Running requests continue, decodes before prefills. They belong to the mapping's first batch,
+      with their remaining work and their lateness so far.
+    - The other requests of the first batch are admitted, in its order. Requests of later batches
+      wait: by the mapping, running them beside the first batch costs more than it gains.
+    - Whenever a request arrives, ends or is preempted, the mapping is computed again, as in the
+      paper when its pool changes. So later batches rarely run as mapped: their requests compete for
+      every slot that comes free.
+    - Where nothing runs and no request of the first batch fits the memory, the first request that
+      fits is taken.
 
-    The paper has no rule of ageing, and neither has this: a request that cannot meet its objective,
-    or takes long, is passed over while others come that fit better. It has no preemption either.
+    Like the paper, this policy has no ageing: a request that cannot meet its objective, or takes
+    long, can be passed over indefinitely. It does not preempt either.
 
-    Cost: ``O(n)`` in a call that finds the mapping of the last one valid, else ``O(batch_size *
+    Cost: ``O(n)`` in a call in which the last mapping is still valid, else ``O(batch_size *
     annealed + steps * annealed)``. State: the last mapping, ``O(n)``.
     """
 
@@ -139,7 +140,7 @@ class Annealing(BatchPolicy):
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
-        """Take what runs, then the first batch of the mapping."""
+        """Take the running requests, then the first batch of the mapping."""
         table = queue.table
         waiting = table[:, kernels.RUNNING] == 0
         running = np.flatnonzero(~waiting)
@@ -147,7 +148,7 @@ class Annealing(BatchPolicy):
         decodes, prefills = running[~prefill], running[prefill]
         batch.take(decodes)
         batch.take(prefills)
-        # Rows keep their places while the keys are the same.
+        # Rows keep their indices while the keys are the same.
         same = np.array_equal(queue.keys, self._keys) and not (waiting & ~self._waiting).any()
         self._keys, self._waiting = queue.keys.copy(), waiting
         if len(running) == len(table):

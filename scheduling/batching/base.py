@@ -32,10 +32,10 @@ class BatchPolicy(ABC):
     ``scheduling/batching/__init__.py``. It may keep state between calls, but is called from one
     thread. It must be work-conserving: with a request that fits, the plan is not empty.
 
-    It never sees best-effort requests: it plans the others as if those were not there, and
-    :attr:`best_effort` gives them what is left. Nor need it know of speculation:
-    :attr:`speculation` says how many drafted tokens come with a decode that the policy takes, as
-    far as there is room for them.
+    A policy never sees best-effort requests: it plans the guaranteed ones alone, and
+    :attr:`best_effort` serves the others with the remaining time and memory. It needs no code for
+    speculation: :attr:`speculation` chooses how many drafted tokens each planned decode verifies,
+    within the batch's limits.
     """
 
     name: ClassVar[str]
@@ -45,9 +45,9 @@ class BatchPolicy(ABC):
     def __init__(self, options: PolicyOptions | None = None) -> None:
         self.options = options if options is not None else self.Options()
         self.best_effort = BestEffort()
-        """How requests are served to which nothing was promised."""
+        """Plans the best-effort requests."""
         self.speculation: Speculation = AdaptiveLengths()
-        """How many drafted tokens decodes check, where some are drafted."""
+        """Chooses how many drafted tokens each decode verifies."""
 
     def plan(
         self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
@@ -64,8 +64,8 @@ class BatchPolicy(ABC):
         return batch.plan()
 
     def paced(self, queue: QueueView) -> Mask | None:
-        """Rows whose TPOT the time of a batch goes by, where drafts can make it longer; default:
-        none, so that a decode takes the drafts that make its tokens cheapest."""
+        """Rows whose TPOT sets the batch time, which drafts can lengthen. Default: none, so each
+        decode takes the number of drafts that makes its tokens cheapest."""
         return None
 
     def lengths(
@@ -76,7 +76,7 @@ class BatchPolicy(ABC):
         budget: BatchBudget,
         paced: Mask | None,
     ) -> Lengths:
-        """How many drafts the decodes of ``queue`` check, by :attr:`speculation`."""
+        """How many drafts each decode of ``queue`` verifies, by :attr:`speculation`."""
         return self.speculation.choose(
             queue,
             now_s,

@@ -1,6 +1,6 @@
-"""What a plan is made of: its limits, the builder that collects it, and the plan itself.
+"""Batch plans: the limits, the builder and the plan itself.
 
-A policy ranks; :class:`BatchBuilder` is the one place that enforces what a plan must hold, so no
+A policy ranks requests; :class:`BatchBuilder` alone enforces the invariants of a plan, so no
 policy can break an engine.
 """
 
@@ -25,13 +25,13 @@ class BatchBudget(NamedTuple):
     """Limits of one batch.
 
     Attributes:
-        tokens: most new tokens in the batch.
-        sequences: most sequences that may run at once; those that run already count.
+        tokens: maximum number of new tokens in the batch.
+        sequences: maximum number of sequences that run at once, running ones included.
         kv_blocks: free KV blocks (cached blocks that may be evicted count as free).
         block_tokens: tokens per KV block.
         reserve_prompt: a waiting request is admitted only if its whole sequence would fit.
-        lookahead_tokens: so many tokens behind its own a planned request needs blocks for, too: a
-            drafting model writes there.
+        lookahead_tokens: number of tokens beyond its own for which a planned request also needs
+            blocks: a drafting model writes there.
         draft_s: time to draft one token for all decodes of a batch, seconds; 0 where that is free.
     """
 
@@ -45,11 +45,11 @@ class BatchBudget(NamedTuple):
 
 
 class Tiers(NamedTuple):
-    """A queue with the promised requests before the best-effort ones.
+    """A queue with the guaranteed requests before the best-effort ones.
 
     Attributes:
         order: ``int64[n]``, the queue's rows.
-        promised: how many of them are promised.
+        promised: number of guaranteed requests.
     """
 
     order: Ints
@@ -67,13 +67,13 @@ class BatchPlan:
     """The next batch, in the order in which the engine should take it.
 
     Attributes:
-        rows: ``int64[m]``, places in the planned queue.
+        rows: ``int64[m]``, indices in the planned queue.
         tokens: ``int64[m]``, new tokens of each.
-        predicted_s: the step time that the latency model gives for it.
-        evicted: ``int64[k]``, running best-effort requests to preempt before the batch: their KV
-            goes, what they have generated stays.
-        kept: ``int64[l]``, running requests outside the batch that an engine which runs out of
-            blocks preempts last.
+        predicted_s: step time of the batch by the latency model, seconds.
+        evicted: ``int64[k]``, running best-effort requests to preempt before the batch: they lose
+            their KV and keep their generated tokens.
+        kept: ``int64[l]``, running requests outside the batch that an engine preempts last when it
+            runs out of blocks.
     """
 
     __slots__ = ("_entries", "_queue", "evicted", "kept", "predicted_s", "rows", "tokens")
@@ -97,7 +97,7 @@ class BatchPlan:
 
     @classmethod
     def empty(cls) -> BatchPlan:
-        """A plan of nothing."""
+        """An empty plan."""
         return cls(QueueView(), _NONE, _NONE, 0.0)
 
     def __len__(self) -> int:
@@ -134,41 +134,41 @@ class BatchPlan:
 
     @property
     def evicted_tokens(self) -> int:
-        """Computed tokens that the evictions throw away."""
+        """Computed tokens that the evictions discard."""
         return int(self._queue.table[self.evicted, COMPUTED].sum()) if len(self.evicted) else 0
 
 
 class BatchBuilder:
-    """Collects a plan and holds its invariants.
+    """Collects a plan and enforces its invariants.
 
-    Each planned request is in the queue and appears once; a request gets at most its pending
-    tokens, so a decode gets one, and with it up to as many drafted ones as ``lengths`` says; the
+    Each planned request is in the queue and appears once. A request gets at most its pending
+    tokens: a decode gets one token, plus at most the number of drafted tokens in ``lengths``. The
     sums stay within the budget's tokens, sequences and KV blocks.
 
-    KV blocks, so that every plan is one that the engine can run:
+    Rules for KV blocks, which make every plan one that the engine can run:
 
-    - A running request may draw on free blocks and on those of running requests that are not in the
-      plan, which the engine then preempts whole, by recompute. What was drawn on is gone: those
-      requests cannot be planned any more beyond what is left.
-    - A waiting request draws on free blocks only, and only in a plan that preempts nothing: an
-      engine admits nothing in a step in which it ran out of blocks. So admitting one, too, ends
-      the drawing on others.
-    - The first waiting request that does not fit ends admission while anything runs. Otherwise
+    - A running request may take free blocks and the blocks of running requests outside the plan.
+      The engine then preempts those requests whole, by recompute. Blocks that were taken from a
+      request are no longer available to it if it is planned later.
+    - A waiting request takes free blocks only, and only in a plan without preemption: an engine
+      admits no request in a step in which it ran out of blocks. So after an admission, running
+      requests can no longer take each other's blocks.
+    - The first waiting request that does not fit ends admission while any request runs. Otherwise
       small prompts could keep taking the blocks that a long one waits for.
-    - Drafted tokens draw on nobody, and leave the blocks that those that run need for what is
-      pending; where blocks, tokens or time are short, fewer are checked.
-    - A best-effort request draws on nobody, and nobody draws on it: those that must give way are
-      named in the plan, and preempted before the batch.
+    - Drafted tokens take free blocks only, and leave the blocks that running requests need for
+      their pending tokens. Where blocks, tokens or time are short, fewer drafts are verified.
+    - A best-effort request takes free blocks only, and no request takes its blocks. The plan names
+      the best-effort requests to preempt before the batch.
 
-    ``O(requests)`` to make, ``O(rows)`` per call, both compiled.
+    ``O(requests)`` to build, ``O(rows)`` per call, both compiled.
 
     Args:
-        queue: what there is to plan.
+        queue: the requests to plan.
         budget: the limits.
         latency: predicts the batch's time.
-        tiers: in which order :mod:`scheduling.batching.best_effort` has the rows; rows are then
-            numbered by it, and the budget is that of the promised ones.
-        lengths: what decodes may check, by row of ``queue``; default: nothing is drafted.
+        tiers: order of the rows by :mod:`scheduling.batching.best_effort`. If given, rows are
+            numbered by this order, and the budget is that of the guaranteed requests.
+        lengths: drafts that decodes may verify, by row of ``queue``; default: nothing is drafted.
     """
 
     __slots__ = (
@@ -196,7 +196,8 @@ class BatchBuilder:
         self.budget = budget
         """The limits that the plan began with."""
         self.lengths: Lengths | None = None
-        """What decodes may check, by row as numbered here; ``None`` where nothing is drafted."""
+        """Drafts that decodes may verify, by the builder's row; ``None`` where nothing is
+        drafted."""
         self._queue = queue
         self._tiers = tiers
         self._table = queue.table if tiers is None else queue.table[tiers.order]
@@ -218,7 +219,7 @@ class BatchBuilder:
 
     @property
     def table(self) -> Floats:
-        """The rows as they are numbered here, ``float64[n, FIELDS]``. Read only."""
+        """The rows in the builder's order, ``float64[n, FIELDS]``. Read only."""
         return self._table
 
     @property
@@ -233,7 +234,7 @@ class BatchBuilder:
 
     @property
     def tokens_left(self) -> int:
-        """What is left of the token budget."""
+        """Remaining token budget."""
         return int(self._state[builder.TOKENS_LEFT])
 
     @property
@@ -248,22 +249,22 @@ class BatchBuilder:
 
     @property
     def sequences_left(self) -> int:
-        """How many more waiting requests may begin to run; below zero if too many run."""
+        """How many more waiting requests may start; below zero if too many run."""
         return int(self._state[builder.SEQUENCES_LEFT])
 
     @property
     def free_blocks(self) -> int:
-        """Free KV blocks left; below zero where the plan draws on running requests."""
+        """Free KV blocks left; below zero where the plan takes blocks of running requests."""
         return int(self._state[builder.FREE_BLOCKS])
 
     @property
     def admits(self) -> bool:
-        """Whether a waiting request is planned."""
+        """Whether the plan admits a waiting request."""
         return bool(self._state[builder.ADMITTED])
 
     def speculate(self, lengths: Lengths) -> None:
-        """Have decodes that are taken from now on check up to so many drafts; ``lengths`` is of the
-        first rows, those of the others stay."""
+        """Set the maximum number of drafts of the decodes taken from now on. ``lengths`` covers the
+        first rows; the other rows keep theirs."""
         before = int(self._drafts.max(initial=0))
         if self.lengths is not None:
             lengths = lengths.before(self.lengths)
@@ -271,12 +272,12 @@ class BatchBuilder:
         self._costs += self.budget.draft_s * (int(self._drafts.max(initial=0)) - before)
 
     def show(self, rows: int) -> None:
-        """Have only the first ``rows`` rows be taken from now on."""
+        """From now on, take only the first ``rows`` rows."""
         self._state[builder.SHOWN] = rows
 
     def withhold(self, blocks: int, running: int) -> None:
-        """Count ``running`` best-effort requests that hold ``blocks`` as staying; until then they
-        are taken for gone."""
+        """Count ``running`` best-effort requests with ``blocks`` as still running; before this call
+        the builder counts their blocks and sequences as free."""
         self._state[builder.FREE_BLOCKS] -= blocks
         self._state[builder.NEEDED] -= blocks
         self._state[builder.SEQUENCES_LEFT] -= running
@@ -287,15 +288,15 @@ class BatchBuilder:
         self._state[builder.CLOSED] = 0
 
     def spare(self, blocks: int) -> None:
-        """Have every admission from now on leave ``blocks`` free while anything runs, so that those
-        that run can grow."""
+        """From now on, every admission leaves ``blocks`` free while any request runs, so that
+        running requests can grow."""
         self._state[builder.SPARE_BLOCKS] = blocks
 
     def add(self, row: int, tokens: int = UNBOUNDED_TOKENS) -> int:
         """Take up to ``tokens`` (default: all pending) of the request in ``row``; return how many.
 
-        Returns 0, and plans nothing, where a limit leaves no room, or the request is planned
-        already or not of this queue. :attr:`cost_s` grows by the predicted time of what was taken.
+        Returns 0, and plans nothing, where a limit is reached, or the request is planned already or
+        not in this queue. :attr:`cost_s` grows by the predicted time of the tokens taken.
         """
         return self.take(np.array([row]), tokens=tokens)
 
@@ -309,12 +310,12 @@ class BatchBuilder:
         """Take the requests in ``rows`` (``int64[n]``) in order; return the tokens taken.
 
         Args:
-            until_s: the batch's predicted time must stay within it. The prefill that does not fit
-                is cut to what does, and ends it. A decode that does not fit cannot be cut and is
-                left out, as is a prefill of which not one token fits.
-            tokens: most tokens to take in all.
-            in_order: whether the first request that gets nothing ends it, unless the batch is still
-                empty.
+            until_s: maximum predicted time of the batch. The first prefill that does not fit is
+                chunked to the time left and is the last to be taken. A decode that does not fit is
+                skipped, as it cannot be chunked, and so is a prefill of which not one token fits.
+            tokens: maximum number of tokens to take in total.
+            in_order: whether to stop at the first request that gets nothing, unless the batch is
+                still empty.
         """
         return builder.take(
             self._table,
@@ -331,10 +332,10 @@ class BatchBuilder:
         )
 
     def ensure_progress(self, rows: Iterable[int]) -> None:
-        """Where the plan is empty, take at most one block's tokens of the first that fits.
+        """If the plan is empty, take at most one block's tokens of the first request that fits.
 
-        For policies with a time budget: one that is too small for any work must not stop the
-        engine, and must be exceeded by little.
+        For policies with a time budget: a budget too small for any work must not stop the engine,
+        and is exceeded by as little as possible.
         """
         if not self.empty:
             return
@@ -343,7 +344,7 @@ class BatchBuilder:
                 return
 
     def plan(self, evicted: Ints = _NONE, kept: Ints = _NONE) -> BatchPlan:
-        """The plan collected so far; ``evicted`` and ``kept`` are rows as numbered here."""
+        """The plan collected so far; ``evicted`` and ``kept`` are rows in the builder's order."""
         rows = self._order[: self._state[builder.COUNT]]
         tokens = self._granted[rows]
         predicted_s = self.cost_s

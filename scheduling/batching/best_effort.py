@@ -1,4 +1,4 @@
-"""The best-effort tier: requests to which nothing was promised run on what the others leave."""
+"""The best-effort tier: requests without a guarantee run on the capacity that the others leave."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -44,16 +44,16 @@ from scheduling.request import QueueView
 from scheduling.speculation import Lengths
 
 Fill = Callable[[BatchBuilder, QueueView, float, LatencyModel], None]
-"""A policy's plan of the promised requests."""
+"""A policy's plan of the guaranteed requests."""
 
 USABLE = 0.9
-"""Share of the promised requests' slack that best-effort work may use: steps vary around their
-prediction."""
+"""Share of the guaranteed requests' slack that best-effort work may use: step times vary around
+their prediction."""
 
 
 LONGEST_S = 0.05
-"""How long a batch may last at least where no decode is waited for: by a latency model whose empty
-step costs next to nothing, a number of such steps would be no time."""
+"""Lower bound of the batch limit of :data:`LONGEST_STEPS` empty steps, seconds: by a latency model
+with an almost free empty step, that limit would be too short."""
 
 
 class BestEffortOptions(PolicyOptions):
@@ -70,60 +70,61 @@ class BestEffortOptions(PolicyOptions):
         gt=0,
         le=0.5,
         description="Share of the engine's time, and of its running sequences, for aged "
-        "best-effort requests in order of arrival, whatever was promised to others.",
+        "best-effort requests in order of arrival, whatever else is guaranteed.",
     )
     reserve: float = Field(
         default=0.1,
         ge=0,
         le=0.9,
         description="Share of the KV blocks and of the sequences that best-effort requests leave "
-        "free when they begin, so that the next promised one need not evict.",
+        "free when they start, so that the next guaranteed request need not evict.",
     )
     lost_share: float = Field(
         default=0.05,
         gt=0,
         le=1,
-        description="Most of the engine's time that evictions may waste: after one that threw away "
-        "`s` seconds of work none begins for `s / lost_share`, while anything is promised.",
+        description="Maximum share of the engine's time that evictions may waste: after an "
+        "eviction that discarded `s` seconds of work, no best-effort request starts for "
+        "`s / lost_share` while any request is guaranteed.",
     )
 
 
 class BestEffort:
-    """Plans a queue of two tiers. ``O(n log n)`` beside the promised requests' policy.
+    """Plans a queue of two tiers. ``O(n log n)``, plus the cost of the guaranteed requests' policy.
 
-    1. *Promised requests* are planned by the policy exactly as if the best-effort ones were not
-       there and their blocks and sequences were free; only the lane of step 4 comes before.
-    2. *Eviction*: where that plan needs blocks or sequences that best-effort requests hold, the
-       plan names running ones to preempt, as few as needed, and of those that are enough the one
-       that loses least. They keep what they have generated, and compute its KV again with the
-       prompt's in one prefill.
-    3. *Leftovers*: best-effort work fills the batch until the first promised decode that can be on
-       time would be late or out of pace, and until no longer than 20 empty steps or 50 ms, so that
-       a promised newcomer does not wait long. While a promised prefill is left that could run, all
-       time is its own. Decodes come first, then the prefills of step 4, then those that can be on
-       time by their own objective, by deadline, then the others by arrival. One begins only while
-       no promised request waits, and where its predicted length fits beside those of all that run
-       with a reserve to spare; evicted work closes admission for a time (``lost_share``). So at
-       most that share of the time, and what one burst of promised work evicts, is computed again.
+    1. *Guaranteed requests* are planned by the policy as if the blocks and sequences of best-effort
+       requests were free; only the aged lane of step 4 comes before.
+    2. *Eviction*: where that plan needs blocks or sequences that best-effort requests hold, it
+       names running best-effort requests to preempt: as few as needed, and among single sufficient
+       ones the one that loses least. They keep their generated tokens, and recompute the KV of
+       prompt and output in one prefill.
+    3. *Leftovers*: best-effort work fills the batch until the first guaranteed decode that can be
+       on time would be late or out of pace, and for at most 20 empty steps or 50 ms, so that a new
+       guaranteed request does not wait long. While a guaranteed prefill that could run has work
+       left, it gets all the time. The order is: decodes; the prefills of step 4; prefills that can
+       meet their own objective, by deadline; the others by arrival. A request starts only while no
+       guaranteed request waits, and where its predicted length fits beside the predicted lengths of
+       all running requests with a reserve to spare. Evicted work closes admission for a time
+       (``lost_share``). So recomputed work takes at most that share of the time, plus the evictions
+       of one burst of guaranteed work.
     4. *Ageing* (:class:`~scheduling.batching.aged_lane.AgedLane`): the oldest requests that have
-       waited longer than ``patience_s``, ``max(1, aged_share * running)`` at once, have a share of
-       the time whatever is promised, and are not evicted: those that answer are in every batch. So
-       with ``W`` seconds of prefill of the aged ones before it and of its own, a request gets its
-       first token at most ``patience_s + W / aged_share`` after its arrival, plus the answers of
-       those before it, plus the time for which all memory is held by others; from twice the
-       patience on none of these begins until it fits.
+       waited longer than ``patience_s``, ``max(1, aged_share * running)`` at once, get a share of
+       the time whatever is guaranteed, and are not evicted; their decodes are in every batch. Let
+       ``W`` be the prefill time, seconds, of a request and of the aged requests before it. It gets
+       its first token at most ``patience_s + W / aged_share`` after its arrival, plus the decode
+       time of the aged requests before it, plus the time for which other requests hold all memory.
+       From twice the patience on, no best-effort request behind it starts until it fits.
 
-    Where the requests are several tenants', these take turns, by tokens and by weight: in the
-    orders of step 3 the one comes first before which, of the same tenant, least is ahead or
-    running. So one that sends thousands of requests keeps no other one's few waiting behind them
-    all. The lane is of the oldest, whosesoever they are, so that what step 4 says of the wait
-    holds.
+    Tenants take turns in the orders of step 3, by tokens and by weight: the next request is the one
+    whose tenant has the fewest tokens per weight running or ahead of it. So a tenant with thousands
+    of requests does not block another tenant's few. The aged lane takes the oldest requests of any
+    tenant, so that the bound of step 4 holds.
 
-    Where nothing else can run, running best-effort requests are evicted one by one until something
-    can.
+    Where nothing else can run, running best-effort requests are evicted one by one until a request
+    can run.
 
-    SLOs-Serve §4.1 has a tier by this name, too: it preempts without a bound on the waste, and does
-    not age.
+    The best-effort tier of SLOs-Serve §4.1 preempts without a bound on the waste, and has no
+    ageing.
     """
 
     def __init__(self, options: BestEffortOptions | None = None) -> None:
@@ -147,8 +148,8 @@ class BestEffort:
         budget: BatchBudget,
         lengths: Lengths | None = None,
     ) -> BatchPlan:
-        """Plan ``queue``, whose promised requests ``fill`` plans, with ``lengths`` where something
-        is drafted."""
+        """Plan ``queue``: ``fill`` plans its guaranteed requests. ``lengths`` are the drafts, if
+        there are any."""
         table = queue.table
         apart = table[:, BEST_EFFORT] > 0
         running = table[:, RUNNING] > 0
@@ -164,7 +165,7 @@ class BestEffort:
         count = len(promised)
         order = np.concatenate((promised, lane, yielding))
         batch = BatchBuilder(queue, free, latency, Tiers(order, count), lengths)
-        # From here on rows are numbered as the builder has them.
+        # From here on, rows are numbered in the builder's order.
         lane = np.arange(count, count + len(lane))
         holders = np.flatnonzero(running[order])
         holders = holders[holders >= count + len(lane)]
@@ -189,8 +190,8 @@ class BestEffort:
     def _serve_aged(
         self, batch: BatchBuilder, lane: Ints, pressed: bool, now_s: float, latency: LatencyModel
     ) -> None:
-        """The lane: its decodes, and where others are served before it (``pressed``), its share of
-        the time for its prefills."""
+        """Take the lane's decodes and, where guaranteed requests compete with it (``pressed``), its
+        share of the time for its prefills."""
         table = batch.table
         answers = (table[lane, RUNNING] > 0) & ~is_prefill(table[lane])
         batch.take(lane[answers])
@@ -198,7 +199,8 @@ class BestEffort:
             self._lane.take(batch, table, lane[~answers], now_s, latency)
 
     def _make_room(self, batch: BatchBuilder, holders: Ints) -> Ints:
-        """The rows of ``holders`` to evict, so that what is planned finds its blocks and places."""
+        """The rows of ``holders`` to evict, so that the plan has its KV blocks and sequence
+        slots."""
         held = batch.table[holders, KV_BLOCKS]
         blocks = int(held.sum()) - batch.free_blocks
         places = len(holders) - batch.sequences_left if batch.admits else 0
@@ -216,8 +218,8 @@ class BestEffort:
         now_s: float,
         latency: LatencyModel,
     ) -> None:
-        """Give ``rows``, which begin with the ``lane``, the time that the ``promised`` rows before
-        them leave."""
+        """Give ``rows``, which start with the ``lane``, the time that the first ``promised`` rows
+        leave."""
         table = batch.table
         yielding = promised + len(lane)
         fixed_s = latency.fixed_s
@@ -257,10 +259,11 @@ class BestEffort:
         batch.take(in_turns(table, order, int(np.count_nonzero(rows < yielding))), until_s)
 
     def _admissible(self, batch: BatchBuilder, waiting: Ints, overdue: Ints, yielding: int) -> Ints:
-        """Those of ``waiting`` that may begin: with the reserve to spare, and so that all that runs
-        has room for its predicted length. None passes one that is ``overdue`` and does not fit.
+        """The requests of ``waiting`` that may start: with the reserve left free, and with enough
+        blocks for the predicted lengths of all running requests. No request passes an ``overdue``
+        one that does not fit.
 
-        The batch's budget counts what the rows from ``yielding`` on hold as free.
+        The batch's budget counts the blocks of the rows from ``yielding`` on as free.
         """
         budget, table = batch.budget, batch.table
         waiting = waiting[: max(0, batch.sequences_left - int(self._reserve * budget.sequences))]
@@ -279,15 +282,15 @@ class BestEffort:
         return waiting[fits]
 
     def _charge(self, computed: Floats, now_s: float, latency: LatencyModel) -> None:
-        """Close admission for as long as it takes to make good the loss of ``computed`` tokens."""
+        """Close admission until the loss of ``computed`` tokens is within ``lost_share``."""
         lost_s = sum(latency.work_s(int(tokens), 0) for tokens in computed if tokens)
         if lost_s > 0:
             self._closed_until_s = max(self._closed_until_s, now_s) + lost_s / self._lost_share
 
 
 def longest_wait_s(table: Floats, now_s: float) -> float:
-    """The longest time for which a best-effort request that does not run has had no token, since
-    its arrival or its last one; 0 where all run."""
+    """Longest time since the arrival or the last token of a best-effort request that does not run;
+    0 where all run."""
     rows = (table[:, BEST_EFFORT] > 0) & (table[:, RUNNING] == 0)
     if not rows.any():
         return 0.0
@@ -296,8 +299,8 @@ def longest_wait_s(table: Floats, now_s: float) -> float:
 
 
 def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: Ints) -> Ints:
-    """Where nothing is planned, plan a little of whatever fits, and evict until something does;
-    return what is evicted: no more than before if that is of no use."""
+    """For an empty plan: plan a little work of any request that fits, and evict until one fits.
+    Return the evicted rows, unchanged if more evictions would not help."""
     batch.spare(0)
     batch.reopen()
     rows = np.arange(len(batch.table))
@@ -316,10 +319,10 @@ def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: I
 
 
 def in_turns(table: Floats, order: Ints, first: int = 0) -> Ints:
-    """The rows ``order`` of a queue, but for the ``first`` ones with their tenants in turns: each
-    tenant's in that order, and next the one before which least is ahead or running of its tenant's
-    best-effort requests, in tokens over weight, of equals one that has begun. ``O(n log n)``;
-    ``O(n)`` where all are one tenant's."""
+    """The rows ``order`` of a queue, reordered so that tenants take turns; the ``first`` rows stay
+    in front. Each tenant's rows keep their order. The next row is the one whose tenant has the
+    fewest tokens over weight, ahead of it or running, in best-effort requests; on a tie, a running
+    one. ``O(n log n)``; ``O(n)`` with a single tenant."""
     tenants = table[order, TENANT]
     if not len(order) or (tenants == tenants[0]).all():
         return order
@@ -332,8 +335,8 @@ def in_turns(table: Floats, order: Ints, first: int = 0) -> Ints:
 
 @compiled
 def tokens_ahead(table: Floats, order: Ints) -> Floats:
-    """For each row of ``order``: the tokens of its tenant's best-effort requests that run, and of
-    those before it, over the tenant's weight. ``O(n log n)``."""
+    """For each row of ``order``: the tokens of its tenant's best-effort requests that run or are
+    before it, over the tenant's weight. ``O(n log n)``."""
     names = np.unique(table[order, TENANT])
     ahead = np.zeros(names.shape[0])
     ordered = np.zeros(table.shape[0], np.bool_)
@@ -354,11 +357,11 @@ def tokens_ahead(table: Floats, order: Ints) -> Floats:
 
 @compiled
 def victims(held: Floats, computed: Floats, blocks: int, places: int) -> Ints:
-    """Which requests to evict so that ``blocks`` and ``places`` come free.
+    """Which requests to evict so that ``blocks`` KV blocks and ``places`` sequence slots come free.
 
-    While blocks lack: of those that hold enough the one that has least computed; where none does,
-    the one that holds most. Then, while places lack, the one that has least computed. Of equals the
-    last. ``O(n)`` for each that is chosen.
+    While blocks are missing: among the requests that hold enough blocks, the one with the fewest
+    computed tokens; if none holds enough, the one that holds most. Then, while slots are missing,
+    the one with the fewest computed tokens. Ties go to the last. ``O(n)`` per chosen request.
 
     Args:
         held: ``float64[n]``, blocks of each.
@@ -398,21 +401,20 @@ def leftover_s(
     places: int,
     block_tokens: int,
 ) -> tuple[float, bool]:
-    """How long a batch may last so that no promised request is harmed, infinite if none can be; and
-    whether one waits for memory or a place.
+    """Maximum time of a batch that harms no guaranteed request, infinite if it can harm none; and
+    whether a guaranteed request waits for memory or a sequence slot.
 
-    A decode is harmed by a batch that ends after its next token is due, or that is longer than its
-    TPOT. One that cannot be on time is caught up with in batches of half its TPOT. A TPOT below
-    ``holdable_s`` can be held in no useful batch and counts for nothing, unless it was promised:
-    then admission has said that it can be held.
+    A batch harms a decode if it ends after the decode's next token is due, or is longer than its
+    TPOT. A late decode catches up in batches of half its TPOT. No useful batch can meet a TPOT
+    below ``holdable_s``, so such a TPOT is ignored unless admission has guaranteed it.
 
     Args:
-        promised: rows of promised requests, the first ones.
+        promised: number of guaranteed requests, the first rows.
         granted: tokens that each row gets in the batch.
-        left_s, work_s: per row, time until its next token is due, and work of what is pending.
+        left_s, work_s: per row, time until its next token is due, and work of its pending tokens.
         cost_s: time of the batch so far.
         fixed_s: time of an empty step.
-        free_blocks, places: what is left of memory and sequences.
+        free_blocks, places: KV blocks and sequence slots left.
     """
     until_s = inf
     waits = False
@@ -443,7 +445,7 @@ def leftover_s(
 
 @compiled
 def blocks_to_come(table: Floats, granted: Ints, block_tokens: int) -> Floats:
-    """Per row, the KV blocks that its predicted length needs beyond those that it has with the
+    """Per row, the KV blocks that its predicted length needs beyond the blocks that it has with the
     tokens ``granted`` now. ``O(rows)``."""
     more = np.empty(table.shape[0])
     for row in range(table.shape[0]):

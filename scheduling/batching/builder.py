@@ -1,6 +1,6 @@
-"""The compiled side of :class:`scheduling.batching.batch.BatchBuilder`, whose rules it carries out.
+"""The compiled loops of :class:`scheduling.batching.batch.BatchBuilder`, which states their rules.
 
-What it keeps between calls are four arrays: its counters, the predicted time by each piece of the
+The state between calls is four arrays: the counters, the predicted time by each piece of the
 latency model, the tokens granted per row, and the planned rows in order.
 """
 
@@ -31,7 +31,7 @@ COUNT = 0  # planned rows
 TOKENS_LEFT = 1
 SEQUENCES_LEFT = 2
 FREE_BLOCKS = 3  # below zero: drawn from running requests
-RECLAIMABLE = 4  # blocks of running requests that are not planned
+RECLAIMABLE = 4  # blocks of running requests that are not in the plan
 ADMITTED = 5  # whether a waiting request is planned
 CLOSED = 6  # whether admission has ended
 SEQUENCES_RUNNING = 7
@@ -41,7 +41,7 @@ SPARE_BLOCKS = 10  # free blocks that admission leaves while anything runs
 PROMISED = 11  # rows below draw on each other
 SHOWN = 12  # rows below may be taken
 LOOKAHEAD = 13  # tokens for which a planned request needs blocks beyond its own
-NEEDED = 14  # blocks that drafts must leave to others that run
+NEEDED = 14  # blocks that drafts must leave for other running requests
 COUNTERS = 15
 
 
@@ -67,7 +67,7 @@ def begin(
             needed += pending_blocks(table[row], block_tokens, lookahead)
     for row in range(promised, table.shape[0]):
         if table[row, RUNNING] > 0.0:
-            # Drafts are no reason to evict anybody.
+            # No request is evicted to make space for drafts.
             needed += int(table[row, KV_BLOCKS])
             needed += pending_blocks(table[row], block_tokens, lookahead)
     state = np.zeros(COUNTERS, np.int64)
@@ -95,8 +95,8 @@ def pending_blocks(row: Floats, block_tokens: int, lookahead: int) -> int:
 
 @compiled
 def extend(state: Ints, draws: bool, held: int, computed: int, tokens: int) -> int:
-    """Take the blocks for ``tokens`` of a running request; return how many tokens fit. One that
-    ``draws`` may take them from others that do."""
+    """Take the blocks for ``tokens`` of a running request; return how many tokens fit. If ``draws``
+    is set, it may take blocks from other running requests with ``draws``."""
     block, lookahead = state[BLOCK_TOKENS], state[LOOKAHEAD]
     others = state[RECLAIMABLE]
     room = state[FREE_BLOCKS]
@@ -119,8 +119,8 @@ def extend(state: Ints, draws: bool, held: int, computed: int, tokens: int) -> i
 
 @compiled
 def extend_drafts(state: Ints, held: int, computed: int, drafts: int) -> int:
-    """Take the blocks for drafted tokens behind the one of a decode that was just taken; return how
-    many fit without a block that somebody needs."""
+    """Take the blocks for the drafted tokens of a decode whose own token was just taken; return how
+    many drafts fit without using blocks that other running requests need."""
     block = state[BLOCK_TOKENS]
     room = max(0, state[FREE_BLOCKS] - state[SPARE_BLOCKS] - state[NEEDED])
     upto = computed + 1 + state[LOOKAHEAD]
@@ -132,7 +132,7 @@ def extend_drafts(state: Ints, held: int, computed: int, drafts: int) -> int:
 
 @compiled
 def admit(state: Ints, held: int, computed: int, pending: int, tokens: int) -> int:
-    """Take the place and the blocks for a waiting request; return how many tokens fit."""
+    """Take a sequence slot and the blocks for a waiting request; return how many tokens fit."""
     free = state[FREE_BLOCKS]
     if state[SEQUENCES_RUNNING]:
         free -= state[SPARE_BLOCKS]
@@ -168,8 +168,8 @@ def take(
     order: Ints,
     drafts: Ints,
 ) -> int:
-    """Take ``rows`` in order; return the tokens taken. ``drafts`` are the drafted tokens that come
-    with each row, empty where there are none. ``O(rows * pieces)``."""
+    """Take ``rows`` in order; return the tokens taken. ``drafts`` has the drafted tokens of each
+    row; it is empty where nothing is drafted. ``O(rows * pieces)``."""
     taken = 0
     for row in rows:
         if state[TOKENS_LEFT] <= 0 or taken >= tokens or costs.max() >= until_s:

@@ -1,4 +1,4 @@
-"""D-EDF: FlowPrefill's policy with a simpler look at deadlines, the comparison of its Fig. 10."""
+"""D-EDF: FlowPrefill's policy with a simpler deadline check, the baseline of its Fig. 10."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class DEDFOptions(SEDFOptions):
 
     late: Literal["last", "in_order"] = Field(
         default="last",
-        description="Where prefills rank whose deadline has passed: behind all others (D-EDF), or "
-        "by deadline like the others (the paper's naive EDF).",
+        description="Rank of prefills whose deadline has passed: behind all others (D-EDF), or by "
+        "deadline like the others (the paper's naive EDF).",
     )
 
 
 class DEDF(SEDF):
     """As :class:`~scheduling.batching.s_edf.SEDF`, but only a deadline that has passed ranks last.
 
-    The numerator of Eq. 3 is ``sgn(deadline - now)``: whether the deadline can still be met is not
-    looked at. ``O(n log n)``.
+    The numerator of Eq. 3 is ``sgn(deadline - now)``: the policy does not check whether a deadline
+    can still be met. ``O(n log n)``.
     """
 
     name = "d_edf"
@@ -39,6 +39,6 @@ class DEDF(SEDF):
         self._late_last = options.late == "last"
 
     def _first(self, due_s: Floats, now_s: float, ttft_s: Floats) -> NDArray[np.bool_]:
-        """Which prefills rank first, by deadline: those that are not late yet, or all."""
+        """Which prefills rank first, by deadline: the ones that are not late yet, or all."""
         first: NDArray[np.bool_] = (due_s >= now_s) | (not self._late_last)
         return first

@@ -1,4 +1,4 @@
-"""Deadline triage: hold the deadlines that can be held, and serve the rest with what is left."""
+"""Deadline triage: meet the deadlines that can be met, and serve the rest with the time left."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ from scheduling.request import QueueView
 Mask = NDArray[np.bool_]
 
 TTFT_MEMORY_S = 60.0
-"""How long a TTFT counts as seen lately, seconds after its request has left the queue."""
+"""How long a TTFT counts as recent, seconds after its request has left the queue."""
 
 STANDBY_PROMPTS = 2.0
-"""The tail begins no answer unless this many mean prompts could be prefilled in a mean TTFT."""
+"""The tail starts no output unless this many mean prompts could be prefilled in a mean TTFT."""
 
 
 class DeadlineTriageOptions(PolicyOptions):
@@ -68,37 +68,37 @@ class DeadlineTriageOptions(PolicyOptions):
 
     anchor: Anchor = Field(
         default=Anchor.FIRST_TOKEN,
-        description="Where the deadlines of later tokens start. `first_token` holds a TPOT since "
-        "the first token, as mean or maximum; `envelope` is enough for TDG; `last_token` holds the "
-        "time between tokens and short windows of them.",
+        description="Where the deadlines of later tokens start. `first_token` meets a TPOT since "
+        "the first token, as mean or maximum; `envelope` is enough for TDG; `last_token` bounds "
+        "the time between tokens and in short windows of tokens.",
     )
     headroom: float = Field(
         default=0.1,
         ge=0,
         le=0.5,
-        description="Share of every time budget that is left unused, beside the model's own "
-        "head-room: steps vary around their prediction, a model is wrong in places, and a TPOT "
-        "measured as a maximum forgives neither.",
+        description="Share of every time budget that is left unused, in addition to the latency "
+        "model's own head-room: step times vary around their prediction, the model has errors, "
+        "and a TPOT measured as a maximum tolerates neither.",
     )
     tail_backlog_s: float = Field(
         default=1.0,
         gt=0,
         le=3600,
-        description="Work that was shed, seconds of prefill, up to which the tail gets its largest "
-        "share of a batch; with more its share shrinks in proportion.",
+        description="Backlog of shed prefills, seconds of work, up to which the tail gets its "
+        "largest share of a batch; with a larger backlog its share shrinks in proportion.",
     )
     tail_reserve: float = Field(
         default=0.05,
         ge=0,
         le=0.9,
         description="Share of the KV blocks and of the sequences that the tail leaves free for "
-        "requests whose deadlines can be held.",
+        "requests whose deadlines can be met.",
     )
     patience_s: float = Field(
         default=30.0,
         gt=0,
         le=86_400,
-        description="A shed request that has waited longer is aged, and has a share of its own.",
+        description="A shed request that has waited longer is aged, and served from `aged_share`.",
     )
     aged_share: float = Field(
         default=0.01,
@@ -110,9 +110,9 @@ class DeadlineTriageOptions(PolicyOptions):
 
 
 class _Decodes(NamedTuple):
-    """Decodes by deadline: rows, time left, work of one step each, the pace they must hold
-    (infinite if none is stated), whether the deadline can still be held, and of those that can: the
-    time budget, the least time left and the least pace."""
+    """Decodes by deadline: rows, time left, work of one step each, the pace that each must keep
+    (infinite if none is stated), and whether the deadline can still be met (``live``). Over the
+    live decodes: the time budget, the minimum time left and the minimum pace."""
 
     rows: Ints
     left_s: Floats
@@ -124,8 +124,8 @@ class _Decodes(NamedTuple):
     least_pace_s: float
 
     def capacity_s(self, horizons_s: Floats, latency: LatencyModel) -> Floats:
-        """Time for prefill within each of ``horizons_s``, ascending, if they wait for their
-        slack."""
+        """Time for prefill within each of ``horizons_s``, ascending, if the decodes are delayed
+        until their slack is spent."""
         return capacity_s(
             horizons_s,
             self.left_s,
@@ -142,39 +142,39 @@ class DeadlineTriage(BatchPolicy):
 
     ``O(n log n)``. Per batch:
 
-    1. *Time budget*: the least slack of the decodes that can still be on time, at least their
-       least TPOT, less the head-room (FairBatching §3.2). Late decodes do not shrink it, but for
-       promised ones that can be on time again when their expected output ends.
+    1. *Time budget*: the minimum slack of the decodes that can still be on time, at least their
+       minimum TPOT, minus the head-room (FairBatching §3.2). Late decodes do not shrink it, except
+       guaranteed ones that can be on time again when their expected output ends.
     2. *Triage*: prefills by deadline, kept by weighted Moore-Hodgson
        (:mod:`scheduling.batching.moore_hodgson`) against the time that is left for prefill until
-       each deadline if decodes are delayed to their slack (the prefill admission budget of
-       FairBatching §3.4, from prefix sums over decodes by slack), then against the free sequences
-       and KV blocks. A kept prefill that finds no room now waits for it; those that cannot be held
-       are shed. It is decided anew in each batch, so a shed request is kept again once it can be
-       held. One that was promised is not: it goes in front of as many of the kept ones as have the
-       room for it, so that it is late by as little as costs none of them its deadline.
-    3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline,
-       where the batch ends before the first of them that it completes is due, and soon enough for
-       a request that comes in the meantime; the other decodes; the tail. While the kept prefills
-       can be held beside all decodes, or blocks or sequences are short, all decodes come first:
-       leaving one out then wins nothing and holds its memory longer.
-    4. *Tail*: shed prefills, most worth first: priority times the share of the output that can
+       each deadline if decodes are delayed until their slack is spent (the prefill admission budget
+       of FairBatching §3.4, from prefix sums over decodes by slack), then against the free
+       sequences and KV blocks. A kept prefill without free blocks or a sequence waits for them;
+       prefills whose deadline cannot be met are shed. Each batch decides again, so a shed request
+       is kept once its deadline can be met. A late guaranteed prefill is not shed: it goes as far
+       to the front as makes no kept prefill miss its deadline.
+    3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline;
+       the other decodes; the tail. The batch ends before the first kept prefill that it completes
+       is due, and soon enough for a request that arrives in the meantime. While the kept prefills
+       can meet their deadlines beside all decodes, or blocks or sequences are short, all decodes
+       come first: leaving one out then gains nothing and holds its memory longer.
+    4. *Tail*: shed prefills by worth, descending: priority times the share of the output that can
        still be on time (a late first token is caught up with at twice the pace of its TPOT), over
-       work. They get 0.1 to 0.8 of the least TPOT in a batch, the less the more is backed up, leave
-       a share of blocks and sequences free, and begin only while the answers that run leave room
-       for new prompts.
-    5. *Ageing*: a request that is not kept and older than ``patience_s`` has ``aged_share`` of the
-       time and of the running sequences, in order of arrival. The bound on its wait is that of
-       :class:`~scheduling.batching.aged_lane.AgedLane`. A decode that has been late for longer
-       than ``patience_s`` is in every batch.
+       work. The tail gets 0.1 to 0.8 of the minimum TPOT in a batch, less with a larger backlog,
+       and leaves a share of blocks and sequences free. A shed prefill starts only while the running
+       decodes leave time for new prompts.
+    5. *Ageing*: requests that are not kept and older than ``patience_s`` get ``aged_share`` of the
+       time and of the running sequences, in order of arrival.
+       :class:`~scheduling.batching.aged_lane.AgedLane` states the starvation bound. A decode that
+       has been late for longer than ``patience_s`` is in every batch.
 
-    Speculation (SLOs-Serve §3.2.3): a decode's step that checks drafts is due when the last of the
-    tokens that it is expected to give is, takes the time of all that it checks, and comes the less
-    often; so the time budget grows with what is accepted, and is short for those that fell behind.
+    Speculation (SLOs-Serve §3.2.3): a decode step that verifies drafts is due when the last of its
+    expected tokens is due, takes the time of all verified tokens, and runs less often. So the time
+    budget grows with the accepted tokens, and is short for decodes that fell behind.
 
-    An end-to-end deadline is turned into earlier ones for the tokens by the expected length.
-    Requests without any deadline are the tail's, and never late there. Decodes without TPOT are due
-    a token a second.
+    An end-to-end deadline becomes earlier deadlines for the tokens, by the expected length.
+    Requests without any deadline belong to the tail, and are never late there. Decodes without TPOT
+    are due one token per second.
     """
 
     name = "deadline_triage"
@@ -196,13 +196,13 @@ class DeadlineTriage(BatchPolicy):
         self._least_seen_s = -inf
 
     def paced(self, queue: QueueView) -> Mask:
-        """All of them."""
+        """All rows: every decode sets the batch time."""
         return np.ones(len(queue), np.bool_)
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
-        """Decodes in need, the aged lane, kept prefills, other decodes, the tail."""
+        """Take urgent decodes, the aged lane, kept prefills, other decodes, then the tail."""
         table = queue.table
         if not len(table):
             return
@@ -213,7 +213,7 @@ class DeadlineTriage(BatchPolicy):
         left_s = self._left_s(table, prefill, work_s, now_s, latency)
         output = None
         if batch.lengths is not None:
-            # A step that gives several tokens is due later, and has more work.
+            # A step that emits several tokens is due later, and has more work.
             lengths = batch.lengths.of(np.arange(len(table)))
             output = lengths.output
             left_s += lengths.credit_s
@@ -261,7 +261,7 @@ class DeadlineTriage(BatchPolicy):
             batch.ensure_progress(np.concatenate((decodes.rows, prefills)))
 
     def _notice_ttft(self, least_s: float, now_s: float) -> None:
-        """Remember the least TTFT that was seen lately: the next request may state it, too."""
+        """Remember the minimum TTFT seen recently: the next request may state it, too."""
         if least_s <= self._least_ttft_s or now_s - self._least_seen_s > TTFT_MEMORY_S:
             self._least_ttft_s, self._least_seen_s = least_s, now_s
 
@@ -298,8 +298,8 @@ class DeadlineTriage(BatchPolicy):
         left_s, work_s, tpot_s = left_s[rows], work_s[rows], table[rows, TPOT]
         fixed_s = latency.fixed_s
         alone_s = fixed_s + work_s
-        # One TPOT that leaves nothing for prefill must not set the budget of all, but what was
-        # promised can be held.
+        # One TPOT that leaves nothing for prefill must not set the budget of all requests, but
+        # admission has checked that a guaranteed TPOT can be met.
         holdable = (tpot_s >= least_useful_s(fixed_s, latency)) | (table[rows, PROMISED] > 0)
         holdable &= tpot_s < inf
         on_time = left_s >= alone_s
@@ -323,8 +323,8 @@ class DeadlineTriage(BatchPolicy):
         decodes: _Decodes,
         latency: LatencyModel,
     ) -> tuple[Ints, Ints, Ints]:
-        """The prefills to keep, by deadline; the same with the late ones to which a promise is
-        owed, each as far to the front as makes none of the kept late; and those that are shed."""
+        """The prefills to keep, by deadline; the same with the late guaranteed ones, each as far to
+        the front as makes no kept prefill late; and the shed prefills."""
         due = prefills[: np.searchsorted(left_s[prefills], inf)]
         until_s = decodes.capacity_s(left_s[due], latency)
         kept = keep(work_s[due], table[due, PRIORITY], until_s)
@@ -347,9 +347,9 @@ class DeadlineTriage(BatchPolicy):
         decodes: _Decodes,
         latency: LatencyModel,
     ) -> float:
-        """When the batch must end, seconds from now; the decodes in need are in it already.
+        """When the batch must end, seconds from now; it already has the urgent decodes.
 
-        ``punctual``: which of the prefills ``kept`` are in time; ``None``: all."""
+        ``punctual``: which of the prefills ``kept`` are on time; ``None``: all."""
         longest_s = max(TTFT_SHARE * self._least_ttft_s, LEAST_STEPS * latency.fixed_s)
         if decodes.least_pace_s < inf:
             longest_s = max(longest_s, decodes.least_pace_s)
@@ -364,7 +364,7 @@ class DeadlineTriage(BatchPolicy):
             return until_s
         first_s = batch.cost_s + float(work_s[kept[: first + 1]].sum())
         if first_s <= until_s:
-            # The first one is completed: more work must not carry it past its deadline.
+            # The batch completes the first one: more work must not make it late.
             until_s = min(until_s, max(self._usable * float(left_s[kept[first]]), first_s))
         return until_s
 
@@ -397,7 +397,7 @@ class DeadlineTriage(BatchPolicy):
     ) -> float:
         """How much of the batch's time the tail may take."""
         if calm:
-            # Nothing is due: full batches, where no deadline could come into the queue's way.
+            # No request limits the batch: it is full if the queue has no deadline at all.
             deadlines = np.isfinite(left_s).any()
             return LONGEST_STEPS * latency.fixed_s if deadlines else inf
         share = min(0.8, max(0.1, self._tail_backlog_s / max(float(shed_s.sum()), 1e-9)))
@@ -413,7 +413,7 @@ class DeadlineTriage(BatchPolicy):
         left_s: Floats,
         work_s: Floats,
     ) -> Ints:
-        """The shed prefills that may run, most worth first."""
+        """The shed prefills that may run, by worth descending."""
         tail = shed[np.argsort(-worth(table, shed, left_s, work_s), kind="stable")]
         blocks = batch.free_blocks + float(table[running, KV_BLOCKS].sum())
         room = batch.free_blocks - self._tail_reserve * blocks
@@ -433,10 +433,10 @@ def _admissible(
     work_s: Floats,
     answer_s: float,
 ) -> Ints:
-    """Those of ``kept`` for which there are sequences and KV blocks now, the worthiest if not for
-    all: by priority per time for sequences, by priority per block for blocks.
+    """The requests of ``kept`` for which there are sequences and KV blocks now. If sequences are
+    short, priority per time decides; if blocks are short, priority per block.
 
-    ``answer_s`` is the share of the engine's time that one sequence takes for its answer.
+    ``answer_s`` is the engine time that one sequence takes for its output.
     """
     waiting = kept[table[kept, RUNNING] == 0]
     if len(waiting) > places:
@@ -450,8 +450,8 @@ def _admissible(
 
 
 def _has_standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> bool:
-    """Whether prompts like those of the queue could still be held beside the decodes: each answer
-    of the tail that begins takes time from every prefill that comes while it lasts."""
+    """Whether prompts like those in the queue could still meet their TTFT beside the decodes: each
+    request that the tail starts takes time from every prefill that arrives while it decodes."""
     stated_s = table[:, TTFT]
     stated_s = stated_s[stated_s < inf]
     if not len(stated_s):
@@ -463,8 +463,9 @@ def _has_standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> boo
 def _take_urgent(
     batch: BatchBuilder, decodes: _Decodes, urgent: int, prefills: bool, patience_s: float
 ) -> None:
-    """The first ``urgent`` decodes: those that can be on time or have been late for longer than
-    ``patience_s``, then the other late ones, which leave prefills their share of the batch."""
+    """Take the first ``urgent`` decodes: first those that can be on time or have been late for
+    longer than ``patience_s``, then the other late ones, which leave prefills their share of the
+    batch."""
     rows = decodes.rows[:urgent]
     first = decodes.live[:urgent] | (decodes.left_s[:urgent] < -patience_s)
     batch.take(rows[first])

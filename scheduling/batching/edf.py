@@ -20,8 +20,8 @@ class EDFOptions(PolicyOptions):
         default=512,
         ge=1,
         le=1_048_576,
-        description="Most new tokens in a batch. ProServe varies it from 250 to 2,500; 2,048 and "
-        "8,192 give FlowPrefill's chunked-prefill baselines.",
+        description="Maximum number of new tokens in a batch. ProServe varies it from 250 to "
+        "2,500; 2,048 and 8,192 give FlowPrefill's chunked-prefill baselines.",
     )
     anchor: Anchor = Field(
         default=Anchor.ENVELOPE,
@@ -32,11 +32,11 @@ class EDFOptions(PolicyOptions):
 class EDF(BatchPolicy):
     """Requests by the deadline of their next token, up to a token budget. ``O(n log n)``.
 
-    Decodes and prefills stand in one order, so a decode that runs ahead of its pace gives way to a
-    prefill that is due sooner. Requests without a deadline come last, in order of arrival. Nothing
-    is given up: a request that is late already stays in front (both papers blame the collapse
-    under overload on that). So whatever has a deadline is served in the end, but requests without
-    one wait as long as those with one take every batch whole.
+    Decodes and prefills share one order, so a decode ahead of its pace yields to a prefill that is
+    due sooner. Requests without a deadline come last, in order of arrival. No request is dropped: a
+    late request stays in front, which both papers name as the cause of collapse under overload. So
+    every request with a deadline is served eventually, but requests without one starve while the
+    others fill every batch.
     """
 
     name = "edf"

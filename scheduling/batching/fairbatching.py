@@ -21,8 +21,8 @@ class FairBatchingOptions(PrefillShareOptions):
     anchor: Anchor = Field(
         default=Anchor.FIRST_TOKEN,
         description="Where the deadlines of later tokens start. `envelope` is the paper's text; "
-        "with it a request that got its first token early may stall until its slack is spent, "
-        "which a TPOT measured since the first token counts as a miss. `last_token` spends no "
+        "with it a request with an early first token may stall until its slack is spent, which "
+        "a TPOT measured since the first token counts as a violation. `last_token` spends no "
         "slack at all, for objectives on the time between tokens.",
     )
 
@@ -32,24 +32,24 @@ class FairBatching(BatchPolicy):
 
     With ``slack = deadline of the next token - now``:
 
-    1. ``budget = max(least slack, least TPOT)`` over the decodes (§3.2): the batch ends before
+    1. ``budget = max(min slack, min TPOT)`` over the decodes (§3.2): the batch ends before
        the first decode is due, but is never so small that it is all overhead. Without a decode
        only the engine's token limit binds.
-    2. Three groups (§3.3), each by slack ascending: decodes with ``slack < budget + least TPOT``,
+    2. Three groups (§3.3), each by slack ascending: decodes with ``slack < budget + min TPOT``,
        which would be late if left out now; prefills; the other decodes.
-    3. Taken in that order until the budget is full; the prefill that does not fit is chunked to it.
+    3. The groups fill the budget in that order; the prefill that does not fit is chunked to it.
 
     Our readings:
 
     - The first group is not cut by the time budget: §3.3 says that urgent decodes are always
       included and that the policy falls back to Sarathi's behaviour under extreme load.
-    - Only decodes that state a TPOT set the budget. One whose TPOT no batch with a useful share of
-      prefill could hold (:mod:`scheduling.batching.prefill_share`) does not; and with urgent
-      decodes in the batch, prefills that have a deadline keep that share beside them. A
-      ``prefill_share`` of 0 is the text without this.
+    - Only decodes that state a TPOT set the budget, and only if a batch with a useful share of
+      prefill can meet that TPOT (:mod:`scheduling.batching.prefill_share`). With urgent decodes in
+      the batch, prefills with a deadline keep that share. A ``prefill_share`` of 0 is the paper's
+      text.
     - Requests without a deadline have infinite slack and come after all others, decodes before
-      prefills, so that an answer that has begun is not held up by those that have not. They wait as
-      long as the others take every batch whole.
+      prefills, so that prompts do not delay outputs that have begun. They starve while the other
+      requests fill every batch.
     - A prefill that recomputes after a preemption is a prefill, with the deadline of its next
       token.
     """

@@ -14,7 +14,7 @@ class FCFS(BatchPolicy):
     """Running requests first, then waiting ones, each in order of arrival.
 
     The batch is filled up to the engine's token limit; the last prefill is chunked. Objectives are
-    not looked at. A waiting request that does not fit holds back those behind it. ``O(n)``.
+    ignored. A waiting request that does not fit blocks the ones behind it. ``O(n)``.
     """
 
     name = "fcfs"

@@ -1,4 +1,4 @@
-"""Which jobs to keep so that the least worth is late: Moore-Hodgson's rule, weighted."""
+"""Weighted Moore-Hodgson: which jobs to keep so that the total weight of late jobs is small."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -13,7 +13,7 @@ from scheduling.kernels import Floats, Ints, compiled
 
 @compiled
 def push(heap: Ints, size: int, worth: Floats, job: int) -> None:
-    """Add ``job`` to the first ``size`` places of ``heap``, least worth on top."""
+    """Add ``job`` to the first ``size`` entries of ``heap``, least worth on top."""
     place = size
     while place > 0:
         parent = (place - 1) // 2
@@ -26,7 +26,7 @@ def push(heap: Ints, size: int, worth: Floats, job: int) -> None:
 
 @compiled
 def pop(heap: Ints, size: int, worth: Floats) -> int:
-    """Take the job of least worth off the first ``size`` places of ``heap``."""
+    """Remove the job of least worth from the first ``size`` entries of ``heap``."""
     top = heap[0]
     last = heap[size - 1]
     place = 0
@@ -45,18 +45,18 @@ def pop(heap: Ints, size: int, worth: Floats) -> int:
 
 @compiled
 def keep(size: Floats, weight: Floats, capacity: Floats) -> NDArray[np.bool_]:
-    """Per job, whether it is kept; the kept ones up to any job fit that job's capacity.
+    """Per job, whether it is kept. For every job, the kept jobs up to it fit its capacity.
 
-    Walks the jobs in order and adds their sizes up; while the sum exceeds the capacity at a job,
-    the kept job of least weight per size is dropped. A job that would not fit alone is dropped
-    first, so that it costs no other its place. With equal weights and capacities that are
+    Walks the jobs in order and sums their sizes; while the sum exceeds the capacity at a job,
+    the kept job of least weight per size is dropped. A job that does not fit alone is dropped
+    first, so that it displaces no other job. With equal weights and capacities that are
     deadlines this is the algorithm of Moore (Management Science 1968), which keeps the most jobs;
     with weights it is a heuristic, as that problem is NP-hard. ``O(n log n)``.
 
     Args:
-        size: ``float64[n]``, what each job takes, >= 0.
-        weight: ``float64[n]``, what each is worth, > 0.
-        capacity: ``float64[n]``, what those up to each job may take together.
+        size: ``float64[n]``, size of each job, >= 0.
+        weight: ``float64[n]``, weight of each job, > 0.
+        capacity: ``float64[n]``, maximum total size of the kept jobs up to each job.
     """
     count = size.shape[0]
     kept = np.zeros(count, np.bool_)
@@ -80,7 +80,7 @@ def keep(size: Floats, weight: Floats, capacity: Floats) -> NDArray[np.bool_]:
 
 @compiled
 def fitting(size: Floats, room: float) -> NDArray[np.bool_]:
-    """Per job, whether it is taken if each in turn takes its place where it still fits ``room``."""
+    """Per job, whether it is taken if each in turn is taken where it still fits ``room``."""
     taken = np.zeros(size.shape[0], np.bool_)
     for job in range(size.shape[0]):
         if size[job] <= room:
@@ -91,18 +91,20 @@ def fitting(size: Floats, room: float) -> NDArray[np.bool_]:
 
 @compiled
 def before(size: Floats, room: Floats, late: Floats) -> Ints:
-    """Where late jobs can go without making another one late: in front of which job each goes.
+    """The earliest position of each late job at which it makes no other job late.
 
-    A job that goes in front of others takes its size of the room of each of them. Each late job, in
-    turn, goes as far to the front as the room of all behind it allows. ``O(late * jobs)``.
+    A job that is inserted before others uses up its size of the spare capacity of each of them.
+    Each late job, in turn, is inserted as early as the spare capacity of all jobs behind it allows.
+    ``O(late * jobs)``.
 
     Args:
-        size: ``float64[n]``, what each job takes, in their order.
-        room: ``float64[n]``, what those up to each job may take together.
-        late: ``float64[m]``, what each late job takes.
+        size: ``float64[n]``, size of each job, in their order.
+        room: ``float64[n]``, maximum total size of the jobs up to each job.
+        late: ``float64[m]``, size of each late job.
 
     Returns:
-        ``int64[m]``, the job in front of which each goes; ``n`` where it would make any late.
+        ``int64[m]``, the job before which each late job goes; ``n`` where any earlier position
+        would make a job late.
     """
     count = size.shape[0]
     places = np.full(late.shape[0], count, np.int64)

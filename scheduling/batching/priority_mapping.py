@@ -1,9 +1,9 @@
 """Priority mapping by simulated annealing: which requests run together, and in which order (002).
 
-A mapping is a sequence of batches. A batch starts when the one before has ended, which is when its
-longest request has; a request's times depend on how many share its batch. The search looks for the
-mapping with the greatest ``G = met requests / sum of end-to-end latencies`` (Eq. 2 to 4), that is,
-attainment over mean latency. All times are seconds.
+A mapping is a sequence of batches. A batch starts when the one before ends, that is, when the
+longest request of that one ends. A request's times depend on its batch size. The search looks for
+the mapping with the greatest ``G = met requests / sum of end-to-end latencies`` (Eq. 2 to 4), that
+is, attainment over mean latency. All times are seconds.
 """
 
 # numpy's scalars are "Any" to the type checker.
@@ -32,7 +32,7 @@ from scheduling.latency_request import InteractionLatency
 
 
 class Times(NamedTuple):
-    """What requests take, and may wait, in a batch of each size.
+    """Execution times and maximum waits of requests, for each batch size.
 
     Attributes:
         exec_s: ``float64[requests, most]``: time without waiting in a batch of ``column + 1``.
@@ -48,10 +48,11 @@ class Jobs(NamedTuple):
     """Requests to map.
 
     Attributes:
-        waiting: times of those that can be in any batch.
-        running: times of those that run already, and so stay in the first batch; ``None`` if none.
-        joining: times of the waiting ones in that first batch; ``None`` where it is as any other.
-        waited_s: time that all the requests together have waited already.
+        waiting: times of the waiting requests, which can be in any batch.
+        running: times of the running requests, which stay in the first batch; ``None`` if none.
+        joining: times of the waiting requests in the first batch; ``None`` if they are the same as
+            in any other batch.
+        waited_s: sum of the waits of all requests so far.
     """
 
     waiting: Times
@@ -77,8 +78,8 @@ class Schedule(NamedTuple):
     ) -> Schedule:
         """Levels from ``initial``, each ``decay`` times the one before, until below ``threshold``.
 
-        The random numbers are drawn once and serve every search: what a search finds depends on
-        its requests and the seed, not on the searches before it.
+        The random numbers are drawn once and used by every search: the result depends on the
+        requests and the seed, not on earlier searches.
         """
         temperatures = initial * np.power(
             decay, np.arange(levels(initial, threshold, decay), dtype=np.float64)
@@ -94,12 +95,12 @@ def levels(initial: float, threshold: float, decay: float) -> int:
 
 
 class Mapping(NamedTuple):
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        order: ``int64[waiting]``: the waiting requests in order, counted from the first of them.
-        sizes: ``int64[batches]``: how many of them are in each batch. The first batch also has the
-            running ones, and can have none of these.
+        order: ``int64[waiting]``: indices of the waiting requests, in order.
+        sizes: ``int64[batches]``: how many waiting requests are in each batch. The first batch also
+            has the running ones, and can have no waiting request.
         met: requests that meet their objective, running ones included.
         latency_s: sum of the end-to-end latencies, running ones included.
     """
@@ -125,9 +126,9 @@ def predict(
 ) -> Times:
     """The times of the requests of ``table`` at ``now_s``. ``O(requests * most)``.
 
-    Eq. 14 to 19 with what is left of a request: its pending prefill, and the predicted output not
-    yet emitted (at least one token). Before the first token, TTFT, TPOT and end-to-end time are
-    judged as in the paper, each where it is stated (Eq. 5 to 9); the time since arrival counts as
+    Eq. 14 to 19 with the remaining work of a request: its pending prefill, and the predicted output
+    not yet emitted (at least one token). Before the first token, the TTFT, TPOT and end-to-end time
+    that are stated are judged as in the paper (Eq. 5 to 9); the time since arrival counts as
     waiting. Afterwards TTFT is known, and the mean TPOT since the first token and the end-to-end
     time decide.
 
@@ -135,8 +136,8 @@ def predict(
         table: rows of :mod:`scheduling.kernels`.
         model: predictor of prefill and decode time.
         most: largest batch size.
-        expected_tokens: output length of a request of which nothing is known.
-        decoding: so many of the batch decode already and take no part in a prefill.
+        expected_tokens: output length of a request without a prediction.
+        decoding: number of requests in the batch that decode already and take no part in a prefill.
     """
     return Times(
         *times_of(table, model.coefficients, now_s, most, float(expected_tokens), decoding)
@@ -152,7 +153,7 @@ def times_of(
     expected_tokens: float,
     decoding: int,
 ) -> tuple[Floats, Floats]:
-    """The compiled side of :func:`predict`: both arrays of its result."""
+    """The compiled loop of :func:`predict`: both arrays of its result."""
     exec_s = np.empty((table.shape[0], most))
     latest_s = np.empty((table.shape[0], most))
     for index in range(table.shape[0]):
@@ -195,11 +196,11 @@ def interaction_s(coefficients: Floats, batch: float, length: float) -> float:
 def anneal(jobs: Jobs, schedule: Schedule) -> Mapping:
     """Search the mapping with the greatest G (002 §4.3, Algorithm 1).
 
-    Starts are the given order and the order of ascending execution time, both in batches of full
-    size. If the second meets every objective it is returned at once; G can still be improvable then
-    (smaller batches may be faster), as the paper accepts. Otherwise the better one is annealed and
-    the best mapping seen is returned. A step does one of three things at random: it pulls a request
-    into the batch before, pushes it into the next one, or swaps two.
+    The two start mappings are the given order and the order of ascending execution time, both in
+    full batches. If the second meets every objective it is returned at once, although smaller
+    batches could still improve G, as the paper accepts. Otherwise the better one is annealed and
+    the best mapping seen is returned. Each step makes a random move: it pulls a request into the
+    batch before, pushes it into the next one, or swaps two.
 
     ``O(levels * iterations * waiting)`` at most: a step evaluates the batches from the first one
     that it changed.
@@ -207,12 +208,12 @@ def anneal(jobs: Jobs, schedule: Schedule) -> Mapping:
     Our readings:
 
     - Pushing out of the last batch opens a new one, else the number of batches could never grow
-      (Fig. 4 needs it). A pull or push for which there is no room becomes a swap.
-    - A worse mapping is accepted with ``exp(LOSS_SCALE * change / T)``, where ``change`` is that of
-      G relative to G and times the number of requests, so that it is -1 where one request's share
+      (Fig. 4 needs it). A pull or push into a full batch becomes a swap.
+    - A worse mapping is accepted with ``exp(LOSS_SCALE * change / T)``, where ``change`` is the
+      relative change of G times the number of requests, so that it is -1 where one request's share
       of G is lost. The paper's ``exp(change of G / T)``, with temperatures of 500 to 20 and a G
-      far below 1, accepts nearly everything to the end, which is a random walk.
-    - While no request meets its objective, less latency is better.
+      far below 1, accepts nearly every move to the end, which is a random walk.
+    - While no request meets its objective, lower latency is better.
 
     Raises:
         ValueError: more requests run already than the largest batch may have.
@@ -268,7 +269,7 @@ def _problem(jobs: Jobs) -> Problem:
 
 
 def _full_batches(waiting: int, most: int, running: int) -> tuple[Ints, int]:
-    """Sizes of batches that are filled up one by one, with room for as many as there can be, and
-    how many they are."""
+    """Sizes of batches filled one by one, padded to the maximum number of batches, and the number
+    of batches in use."""
     ends = np.minimum(max(most - running, 0) + most * np.arange(waiting + 2), waiting)
     return np.diff(ends, prepend=0), int(np.count_nonzero(ends < waiting)) + 1

@@ -1,8 +1,8 @@
 """Compiled loops of :mod:`scheduling.batching.priority_mapping`: objective, moves and annealing.
 
-A mapping is the order of the waiting requests and the sizes of the batches. Beside it there is a
-row per batch of what is known at its start, so that a move is evaluated from the first batch that
-it changes to the last, and further only where the later ones wait longer or shorter by it.
+A mapping is the order of the waiting requests and the sizes of the batches. A further array has one
+row per batch with the state at its start. So a move is evaluated from the first batch that it
+changes to the last, and beyond only where it changes the waits of later batches.
 """
 
 # numpy's scalars are "Any" to the type checker.
@@ -27,9 +27,9 @@ _NONE_MET = 1e-9
 _SAME_S = 1e-9
 """Waits that differ by no more are the same: sums in another order differ in their last digits."""
 
-# Columns of what is known at the start of each batch: the met requests and the latency of all that
-# come before it, its wait, and its first place in the order. The first three are also those of
-# ``under_way``, with the longest time for the wait.
+# Columns of the state at the start of each batch: the met requests and the latency of all requests
+# before it, its wait, and its first index in the order. The first three are also the columns of
+# ``under_way``, where the longest time takes the place of the wait.
 MET = 0
 LATENCY = 1
 WAIT = 2
@@ -41,12 +41,12 @@ class Problem(NamedTuple):
     """The requests to map, see :class:`scheduling.batching.priority_mapping.Jobs`.
 
     Attributes:
-        exec_s: ``float64[2, most, waiting]``: in the first batch, and in any other; a row per batch
-            size, so that a batch reads along it.
-        latest_s: the same.
+        exec_s: ``float64[2, most, waiting]``: execution time in the first batch, and in any other;
+            one row per batch size, so that a batch reads consecutive memory.
+        latest_s: longest wait, in the same shape.
         under_way: ``float64[most, 3]``: of the running requests in a batch of each size, how many
-            meet their objective, their latency in sum, and the longest.
-        running: how many these are.
+            meet their objective, the sum of their latencies, and the longest.
+        running: number of running requests.
     """
 
     exec_s: Floats
@@ -69,10 +69,11 @@ def evaluate(
     before: Floats,
     after: Floats,
 ) -> int:
-    """Fill in ``after`` behind the batches from ``first`` on; return the row that it reached.
+    """Fill in the rows of ``after`` behind the batches from ``first`` on; return the last row
+    filled.
 
-    ``before`` is what held before a move that changed batches from ``first`` to ``last``: where
-    those behind wait as long as before, nothing else changes for them, and it ends there.
+    ``before`` is the state before a move that changed batches from ``first`` to ``last``. Where the
+    wait of a later batch is unchanged, the rest is unchanged, and the evaluation ends.
     """
     met, latency = before[first, MET], before[first, LATENCY]
     wait_s, place = before[first, WAIT], int(before[first, PLACE])
@@ -113,12 +114,12 @@ def objective(met: float, latency_s: float) -> float:
 
 @compiled
 def acceptance(change: float, waiting: int, temperature: float) -> float:
-    """Probability of going on from a mapping whose G differs by ``change``, relative to G, with
+    """Probability of accepting a mapping whose G differs by ``change``, relative to G, with
     ``waiting`` requests to map. 1 where it is no worse."""
     if change >= 0.0:
         return 1.0
     exponent = LOSS_SCALE * waiting * change / temperature
-    # Most moves are hopeless when it is cold, and an exponential takes as long as ten requests.
+    # At low temperature most moves are rejected, and exp() costs as much as ten requests.
     return exp(exponent) if exponent > -40.0 else 0.0
 
 
@@ -143,8 +144,8 @@ def propose(
     u_place: float,
     u_other: float,
 ) -> tuple[int, int, int, int, int]:
-    """A random move: two places to exchange, the first and the last batch that it changes, and how
-    many requests go from the first to the last of these."""
+    """A random move: two indices to exchange, the first and the last batch that it changes, and how
+    many requests move from the first to the last batch."""
     kind = int(u_kind * 3.0)
     place = int(u_place * waiting)
     batch = batch_at(before, batches, place)
@@ -167,10 +168,10 @@ def propose(
 def adopt(
     running: int, sizes: Ints, before: Floats, after: Floats, first: int, reached: int, batches: int
 ) -> int:
-    """Make what a move led to the present state; return the number of batches.
+    """Make the result of a move the current state; return the number of batches.
 
-    The rows behind ``reached`` shift alike. A batch whose last request moved closes up, but the
-    first one stays while requests run in it.
+    The rows behind ``reached`` shift by the same amounts. A batch that a move empties is removed,
+    except the first one while requests run in it.
     """
     met = after[reached, MET] - before[reached, MET]
     latency = after[reached, LATENCY] - before[reached, LATENCY]

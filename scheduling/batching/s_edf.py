@@ -38,9 +38,9 @@ class SEDFOptions(PolicyOptions):
         default=1024,
         ge=16,
         le=1_048_576,
-        description="Most prefill tokens in a batch of the engine: how long a prefill runs before "
-        "a more urgent one can take its place. Operator-level preemption is beyond an engine that "
-        "runs whole batches.",
+        description="Maximum number of prefill tokens in a batch: how long a prefill runs before a "
+        "more urgent one can preempt it. An engine that runs whole batches cannot preempt at "
+        "operator level.",
     )
     batch_tokens: int = Field(
         default=4096,
@@ -66,32 +66,33 @@ class SEDFOptions(PolicyOptions):
 
 
 class SEDF(BatchPolicy):
-    """One prefill task at a time: the feasible one with the earliest deadline, and those that it
-    can be batched with. ``O(n log n)``.
+    """One prefill task at a time: the feasible prefill with the earliest deadline, and the prefills
+    that can be batched with it. ``O(n log n)``.
 
     Prefills rank by ``sgn(slack) / deadline`` (Eq. 3), with ``slack = deadline - now - predicted
-    TTFT``: feasible ones by deadline, then those without a deadline, then those that would be late
-    even alone, the latest deadline first. The first is the head ``H``. Algorithm 1 adds others, in
-    order, as long as the predicted time of all together is below what ``H`` has left and their
-    tokens are below ``G``; one that does not go in is passed over. As in Algorithm 2, a decision is
-    made when a prefill arrives or completes and stands until the next such event.
+    TTFT``: feasible ones by deadline, then prefills without a deadline, then prefills that would be
+    late even alone, the latest deadline first. The first is the head ``H``. Algorithm 1 adds
+    others, in order, as long as the predicted time of the whole batch is below the time left to
+    ``H`` and the sum of tokens is below ``G``; a prefill that exceeds either limit is skipped. As
+    in Algorithm 2, a decision is made when a prefill arrives or completes, and applies until the
+    next such event.
 
     Our readings:
 
-    - An engine runs whole batches, so a chunk is what can be preempted, not an operator. Chunks are
-      not padded: an urgent prompt's chunk takes no tokens of prompts outside its batch.
-    - At a chunk's end nothing is in flight, so a prefill that has begun ranks, and can be batched,
-      as the shorter prefill that is left of it. The paper cannot batch a suspended pass again.
+    - An engine runs whole batches, so preemption happens between chunks, not between operators.
+      Chunks are not padded: an urgent prompt's chunk takes no tokens of prompts outside its batch.
+    - At the end of a chunk nothing is in flight, so a prefill that has begun ranks, and can be
+      batched, by its remaining prefill. The paper cannot batch a suspended pass again.
     - The paper's instances only prefill. Here every decode runs beside the task, in order of
-      arrival; no TPOT objective is looked at, and ``chunk_tokens`` bounds what decodes wait.
-    - A prefill that recomputes after a preemption arrives again, with the deadline of its next
-      token.
-    - Where the engine has no room for any of the task, the others are tried in their order.
+      arrival; TPOT objectives are ignored, and ``chunk_tokens`` bounds the wait of decodes.
+    - A prefill that recomputes after a preemption counts as a new arrival, with the deadline of its
+      next token.
+    - Where no prefill of the task fits the engine, the others are tried in their order.
 
-    There is no rule of ageing, in the paper and here: while feasible prefills keep coming, one that
-    is late waits, and of late ones the first to be due waits longest.
+    As in the paper, there is no ageing: while feasible prefills keep arriving, late ones wait, and
+    among late ones the one with the earliest deadline waits longest.
 
-    The state is the decision and the prefills that it knew: the keys of one queue at most.
+    The state is the decision and the keys of the prefills that it covered: one queue at most.
     """
 
     name = "s_edf"
@@ -111,7 +112,7 @@ class SEDF(BatchPolicy):
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
-        """Decide anew on an event; take every decode, then a chunk of the task."""
+        """Decide again on an event; take every decode, then a chunk of the task."""
         prefill = is_prefill(queue.table)
         rows = np.flatnonzero(prefill)
         known = np.sort(queue.keys[rows])
@@ -140,12 +141,12 @@ class SEDF(BatchPolicy):
         """``rows`` by Eq. 3 descending, ties in order of arrival."""
         due_s = deadlines_s(table[rows], ENVELOPE)
         first = self._first(due_s, now_s, self._alone_s(table[rows], latency))
-        # The same order as that of the quotient, without its rounding and for any sign of a clock.
+        # The same order as that of the quotient, but without rounding, and for negative clocks too.
         ranked: Ints = rows[np.lexsort((np.where(first, due_s, -due_s), ~first))]
         return ranked
 
     def _alone_s(self, table: Floats, latency: LatencyModel) -> Floats:
-        """Predicted TTFT of every row from now on, in chunks that nothing runs beside."""
+        """Predicted TTFT of every row from now on, with its chunks running alone."""
         if self._ttft is not None:
             return self._ttft.all_seconds(table[:, PENDING])
         chunks = np.ceil(table[:, PENDING] / self._chunk_tokens)
@@ -205,13 +206,14 @@ def join(
     batch_tokens: int,
     left_s: float,
 ) -> Ints:
-    """Algorithm 1: the places, in the given order, of the first and of those that join it.
+    """Algorithm 1: the indices, in the given order, of the first prefill and of the ones that join
+    it.
 
     Args:
-        tokens, work_s: what each has pending, and its time by each piece of a model.
+        tokens, work_s: pending tokens of each prefill, and their time by each piece of the model.
         fixed_s: time of a chunk by each piece, without its tokens.
-        polynomial: predicts from the sum of tokens instead of the model, where it is not empty.
-        left_s: the first one's time to its deadline.
+        polynomial: if not empty, predicts the time from the sum of tokens, instead of the model.
+        left_s: time until the first one's deadline.
     """
     joined = np.empty(tokens.shape[0], np.int64)
     joined[0] = 0

@@ -19,16 +19,16 @@ class SarathiOptions(PolicyOptions):
         default=512,
         ge=1,
         le=1_048_576,
-        description="Most new tokens in a batch. Size it so that a batch of that many tokens takes "
-        "no longer than the tightest time between tokens.",
+        description="Maximum number of new tokens in a batch. Size it so that a batch of this many "
+        "tokens takes no longer than the tightest time between tokens.",
     )
 
 
 class Sarathi(BatchPolicy):
     """Every decode first, then prefill chunks, all in order of arrival (Sarathi-FCFS). ``O(n)``.
 
-    Prefills that have begun come before those that wait, as they hold KV blocks. The token budget
-    and the engine's own limit both hold.
+    Prefills that have begun come before waiting ones, as they hold KV blocks. The token budget
+    and the engine's own limit both apply.
     """
 
     name = "sarathi"

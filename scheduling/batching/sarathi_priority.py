@@ -1,4 +1,4 @@
-"""Sarathi with strict priorities: the baseline that ProServe measures itself against."""
+"""Sarathi with strict priorities: a baseline of ProServe's evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SarathiPriority(Sarathi):
     arrival. ``O(n log n)``.
 
     The static token budget is Sarathi's. The paper ranks strictly, so a prefill that has begun
-    gives way to a waiting one of higher priority, and low priorities can wait without bound.
+    yields to a waiting one of higher priority, and low priorities can starve.
     """
 
     name = "sarathi_priority"

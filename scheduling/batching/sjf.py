@@ -28,17 +28,17 @@ class SJFOptions(PolicyOptions):
         default=512,
         ge=1,
         le=1_048_576,
-        description="Most new tokens in a batch. ProServe varies it from 250 to 2,500.",
+        description="Maximum number of new tokens in a batch. ProServe varies it from 250 to "
+        "2,500.",
     )
 
 
 class SJF(BatchPolicy):
-    """Requests by the predicted work that is left of them, up to a token budget. ``O(n log n)``.
+    """Requests by predicted remaining work, up to a token budget. ``O(n log n)``.
 
-    What it knows of a length: the tokens that are pending, and the predicted length of the output
-    where there is a prediction. Work is the marginal time of the pending tokens and of the decode
-    steps that are expected after them; without a prediction it is that of the pending tokens alone,
-    which puts decodes first. A request that outlives its prediction counts as about to end.
+    Work is the marginal time of the pending tokens and of the decode steps that are predicted after
+    them. Without a predicted output length it is the time of the pending tokens alone, which puts
+    decodes first. A request that exceeds its prediction counts as about to end.
 
     The papers do not say what length their SJF ranks by; ProServe §6 names rankings by output
     length and by prefill time, and this is their sum. Long requests can wait without bound.

@@ -36,18 +36,18 @@ class SlideBatchingOptions(PrefillShareOptions):
 
     boundary: Literal["phi_a", "phi_c", "phi_p"] = Field(
         default="phi_a",
-        description="How long a request may have to wait: `phi_a` for the whole queue (Eq. 8), "
-        "`phi_c` for those due before it (Eq. 9), `phi_p` for the whole queue in a batch per "
+        description="Estimate of a request's longest wait: `phi_a` the whole queue (Eq. 8), "
+        "`phi_c` the requests due before it (Eq. 9), `phi_p` the whole queue with one batch per "
         "request, for instances that only prefill.",
     )
     order: Literal["slide", "deadline", "density"] = Field(
         default="slide",
-        description="`deadline` and `density` leave out the partition (§5.4, `w/ only deadline` "
-        "and `w/ only density`): all requests are ranked as normal or as urgent ones.",
+        description="`deadline` and `density` disable the partition (§5.4, `w/ only deadline` "
+        "and `w/ only density`): all requests rank as normal or as urgent ones.",
     )
     latency_aware: bool = Field(
         default=True,
-        description="Whether the latency estimator is used. Without it (§5.4, `w/o latency-aware`) "
+        description="Whether to use the latency estimator. Without it (§5.4, `w/o latency-aware`) "
         "only the engine's token limit bounds a batch, a request is urgent once it is late, and "
         "its density is its worth per pending token.",
     )
@@ -55,21 +55,21 @@ class SlideBatchingOptions(PrefillShareOptions):
         default=1.0,
         ge=0,
         le=100,
-        description="Aggressiveness: a request is urgent if it is due within gamma times that "
-        "wait. 0 is deadline first for all, a large value density first for all.",
+        description="Aggressiveness: a request is urgent if it is due within gamma times the wait "
+        "by `boundary`. 0 is deadline first for all, a large value density first for all.",
     )
     eta_s: float = Field(
         default=0.05,
         gt=0,
         le=10,
-        description="Least time budget of a batch, seconds. The least attainable TPOT objective "
-        "in the queue caps it.",
+        description="Minimum time budget of a batch, seconds. The minimum attainable TPOT "
+        "objective in the queue caps it.",
     )
     anchor: Anchor = Field(
         default=Anchor.FIRST_TOKEN,
-        description="Where the deadlines of later tokens start: `envelope` is Eq. 3 and right for "
-        "TDG, `first_token` its footnote for first tokens that cannot be buffered, and right for "
-        "a TPOT measured since the first token.",
+        description="Where the deadlines of later tokens start: `envelope` is Eq. 3 and fits TDG; "
+        "`first_token` is its footnote for first tokens that cannot be buffered, and fits a TPOT "
+        "measured since the first token.",
     )
     late: Literal["exclude", "include"] = Field(
         default="exclude",
@@ -80,46 +80,47 @@ class SlideBatchingOptions(PrefillShareOptions):
         default=5.5,
         gt=0,
         le=10_000,
-        description="Worth of a first token in units of a later one, w_p / w_d. The paper takes "
+        description="Weight of a first token in units of a later one, w_p / w_d. The paper uses "
         "the workload's mean input length over its mean output length; the default is "
         "about that of the Azure 2023 conversation trace (1,237 over 222 tokens).",
     )
 
 
 class SlideBatching(BatchPolicy):
-    """Splits the queue where the load says and fills a time budget. ``O(n log n)``.
+    """Splits the queue at a load-dependent boundary and fills a time budget. ``O(n log n)``.
 
     Per request: ``exec``, the predicted time of its pending tokens; ``remain``, the time to the
     deadline of its next token; ``density``, its priority times the token's weight over ``exec``.
 
-    1. ``budget = max(least remain, eta)``.
-    2. Urgent are those with ``remain < gamma * phi``, where ``phi = budget / (budget - t_c)`` times
-       the sum of ``exec`` over the queue (``phi_a``, Eq. 8) or over those due no later (``phi_c``,
-       Eq. 9), and ``t_c`` is the fixed time of a step. On instances that only prefill, ``phi`` is
-       the sum of ``exec`` and of a ``t_c`` per request (``phi_p``): one batch for each.
-    3. Urgent ones by density descending, then the normal ones by ``remain`` ascending, until the
+    1. ``budget = max(min remain, eta)``.
+    2. A request is urgent if ``remain < gamma * phi``. ``phi`` is ``budget / (budget - t_c)`` times
+       the sum of ``exec`` over the queue (``phi_a``, Eq. 8) or over the requests due no later
+       (``phi_c``, Eq. 9), where ``t_c`` is the fixed time of a step. On instances that only
+       prefill, ``phi`` is the sum of ``exec`` plus one ``t_c`` per request (``phi_p``): one batch
+       for each.
+    3. Urgent requests by density descending, then normal ones by ``remain`` ascending, until the
        budget is full; the prefill that does not fit is chunked to it.
 
     Our readings:
 
-    - Read literally, one request that is already late pins the least ``remain``, and with it every
-      budget, to eta for as long as it lives, though no batch can save it. So by default those
-      that would be late even alone in the next batch do not count there; if none is left that
-      counts, the budget is eta. They stay in the queue, mostly urgent, and compete by density.
-    - An eta above a TPOT objective would make every minimal batch late, so the least stated TPOT
-      caps it, of those that a batch with a useful share of prefill could hold
-      (:mod:`scheduling.batching.prefill_share`); and where eta itself is not above ``t_c``, twice
-      ``t_c`` is taken. Urgent decodes are mostly denser than prefills, so the budget leaves urgent
-      prefills that share beside the decodes due within two budgets, which is when one left out
-      now could come at the earliest. Those due later run ahead of their pace and cannot for long.
-      A ``prefill_share`` of 0 is Algorithm 1 without this.
-    - §5.4 does not say how its variant without the estimator ranks. Without predicted times no load
-      can be told, so ``phi`` is 0, and tokens stand for times in the density.
-    - Requests without a deadline come after all others, decodes before prefills, and delay none of
-      those, so their ``exec`` is in no sum.
+    - Read literally, one late request pins the minimum ``remain``, and with it every budget, to eta
+      until it ends, though no batch can make it on time. So by default, requests that would be late
+      even alone in the next batch do not count in that minimum; if no other request is left, the
+      budget is eta. They stay in the queue, mostly urgent, and compete by density.
+    - An eta above a TPOT objective would make every minimal batch late. So eta is capped by the
+      minimum stated TPOT that a batch with a useful share of prefill can meet
+      (:mod:`scheduling.batching.prefill_share`). An eta not above ``t_c`` is replaced by twice
+      ``t_c``. Urgent decodes are mostly denser than prefills, so the budget leaves urgent prefills
+      that share beside the decodes due within two budgets, as a decode left out now can run in the
+      next batch at the earliest. Decodes due later are ahead of their pace and cannot stay so for
+      long. A ``prefill_share`` of 0 is Algorithm 1 without this.
+    - §5.4 does not say how its variant without the estimator ranks. Without predicted times the
+      load is unknown, so ``phi`` is 0, and the density uses tokens instead of times.
+    - Requests without a deadline come after all others, decodes before prefills, and do not delay
+      the others, so no sum includes their ``exec``.
 
-    Nothing ages: under sustained overload all are urgent, and a long prompt of low priority waits
-    for as long as denser requests come, as do requests without a deadline.
+    There is no ageing: under sustained overload all requests are urgent, and a long prompt of low
+    priority starves while denser requests arrive, as do requests without a deadline.
     """
 
     name = "slidebatching"
@@ -146,7 +147,7 @@ class SlideBatching(BatchPolicy):
         table = queue.table
         due_s = deadlines_s(table, self._anchor.code)
         prefill = is_prefill(table)
-        # Without the estimator a token stands for a second: only its density is used.
+        # Without the estimator a token counts as one second: only the density uses it.
         work_s = table[:, PENDING]
         if self._latency_aware:
             work_s = pending_work_s(table, latency.pieces)
@@ -180,26 +181,26 @@ class SlideBatching(BatchPolicy):
     def _budget_s(
         self, table: Floats, remain_s: Floats, work_s: Floats, latency: LatencyModel
     ) -> float:
-        """The time budget: infinite where no deadline is stated. ``remain_s`` ascends."""
+        """The time budget, seconds; infinite if no request has a deadline. ``remain_s`` ascends."""
         if not len(remain_s):
             return inf
         fixed_s = latency.fixed_s
         eta_s = self._eta_s if self._eta_s > fixed_s else 2 * fixed_s
         tpot_s = table[:, TPOT]
         paced = tpot_s[tpot_s >= least_useful_s(fixed_s, latency, share=self._share)]
-        # Without a share, and by a model in which decodes cost nothing, it can be the fixed time.
+        # With a share of 0 and a model with free decodes, a paced TPOT can equal the fixed time.
         paced = paced[paced > fixed_s]
         if len(paced):
             eta_s = min(eta_s, float(paced.min()))
         counts = remain_s if self._count_late else remain_s[remain_s >= fixed_s + work_s]
-        # Where every deadline is lost already, none of them sets the budget.
+        # If every deadline is already missed, none of them sets the budget.
         return max(float(counts[0]), eta_s) if len(counts) else eta_s
 
     def _urgent(
         self, remain_s: Floats, work_s: Floats, budget_s: float, latency: LatencyModel
     ) -> NDArray[np.bool_]:
-        """Which requests may be late if those before them (``phi_c``) or all (``phi_a``,
-        ``phi_p``) wait. ``remain_s`` ascends."""
+        """Which requests may be late if they wait for the ones before them (``phi_c``) or for all
+        (``phi_a``, ``phi_p``). ``remain_s`` ascends."""
         if self._order != "slide":
             return np.full(len(remain_s), self._order == "density")
         queued_s = np.cumsum(work_s)

@@ -1,4 +1,4 @@
-"""SLOs-Serve: promise what can be held, hold it, and serve the others with what is left."""
+"""SLOs-Serve: guarantee attainable SLOs, meet them, and serve the rest with the capacity left."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from scheduling.request import QueueView
 Mask = NDArray[np.bool_]
 
 MOST_DECIDED = 2 * MOST_NEW
-"""Most new requests on which one call decides, so that no burst holds up the engine. Two groups
-take about a millisecond."""
+"""Maximum number of new requests that one call decides, so that no burst stalls the engine. Two
+groups take about a millisecond."""
 
 
 class SLOsServeOptions(PolicyOptions):
@@ -53,78 +53,81 @@ class SLOsServeOptions(PolicyOptions):
     anchor: Anchor = Field(
         default=Anchor.LAST_TOKEN,
         description="Where the deadlines of later tokens start. The paper measures TPOT every 10 "
-        "tokens: `last_token` holds that in every window, as no token may use time that earlier "
+        "tokens: `last_token` meets it in every window, as no token may use time that earlier "
         "ones have saved. `envelope` is the paper's own budget, in which a decode counts from its "
-        "prefill deadline on (Fig. 5); it promises more, and holds TDG but no TPOT.",
+        "prefill deadline on (Fig. 5); it guarantees more requests, and meets TDG but no TPOT.",
     )
     margin: float = Field(
         default=0.05,
         ge=0,
         le=0.5,
-        description="Share of each batch's time, and of each promise's, that is kept for errors "
-        "of prediction, beside the latency model's own head-room.",
+        description="Share of each batch's and each guarantee's time that is reserved for "
+        "prediction errors, in addition to the latency model's own head-room.",
     )
     expected_tokens: int = Field(
         default=256,
         ge=1,
         le=1_048_576,
-        description="Output length, tokens, taken for a request without a prediction. Admission "
-        "counts its KV blocks. The default is about the paper's mean for chat (266).",
+        description="Output length, tokens, of a request without a prediction. Admission counts "
+        "its KV blocks. The default is about the paper's mean for chat (266).",
     )
 
 
 class SLOsServe(BatchPolicy):
     """Soft admission by dynamic programming, batches as long as the tightest TPOT. ``O(n log n)``.
 
-    Admission (§3.1, §3.2.1): when a request arrives, ends or changes its objectives, new requests
-    get a promise or not (:mod:`scheduling.admission.slos_serve`). Between those moments nothing is
-    decided again, and what has left the queue is forgotten. Of a burst of arrivals, a call decides
-    on the :data:`MOST_DECIDED` earliest; the others are best effort until their turn comes.
+    Admission (§3.1, §3.2.1): when a request arrives, ends or changes its objectives, the policy
+    decides which new requests are guaranteed (:mod:`scheduling.admission.slos_serve`). Between
+    these events no decision changes. The state of requests that left the queue is dropped. Of a
+    burst of arrivals, a call decides the :data:`MOST_DECIDED` earliest; the others are best effort
+    until a later call decides them.
 
-    Batches (§3.2.2, Alg. 2), with ``t0`` the least TPOT of the promised decodes: each takes the
-    time ``t0``; decodes enter by schedule deadline; the rest goes to promised prefills by deadline.
+    Batches (§3.2.2, Alg. 2), with ``t0`` the minimum TPOT of the guaranteed decodes: each batch
+    takes the time ``t0``; decodes enter by schedule deadline; the rest goes to guaranteed prefills
+    by deadline.
 
-    Best effort (§4.1): requests without a promise get what time and memory that leaves, decodes
-    before prefills, each in order of arrival. While promises take every batch whole, they wait:
-    the paper has no rule against that, and neither has this policy.
+    Best effort (§4.1): requests without a guarantee get the time and memory left, decodes
+    before prefills, each in order of arrival. While guaranteed requests fill every batch,
+    best-effort requests starve: like the paper, this policy has no rule against that.
 
-    Speculation (§3.2.3, appendix D): where something is drafted, ``t0`` is the batch time of the
+    Speculation (§3.2.3, appendix D): where tokens are drafted, ``t0`` is the batch time of the
     solver (:class:`~scheduling.speculation.AdaptiveLengths`), and a decode is due when the last of
-    the tokens that its step is expected to give is.
+    the expected tokens of its step is due.
 
     Our readings:
 
-    - Promises count decodes without speculation. Appendix D has its prefill budget in the dynamic
-      program, too; but acceptance is a mean of the past, a promise holds until the request's end,
-      and what speculation wins is for those that have none.
-    - ``time2bs(t0)`` is ``t0`` itself: the builder fills a batch by predicted seconds. With tokens
-      ``n`` that is the same batch, and the context counts.
-    - A token is due for scheduling where, left out, it would come too late in the next batch:
+    - Guarantees count decodes without speculation. Appendix D also has its prefill budget in the
+      dynamic program. But acceptance is a mean over the past and a guarantee lasts until the
+      request ends, so the time that speculation saves goes to best effort.
+    - ``time2bs(t0)`` is ``t0`` itself: the builder fills a batch by predicted seconds. With ``n``
+      tokens that is the same batch, and the context counts.
+    - A token is due for scheduling if, left out, it would be late in the next batch:
       ``deadline < end of this batch + t0``, Alg. 2's line 9 with ``schDDL < (i + 1) t0``. The
-      printed ``>=`` would schedule those that are not due.
-    - A batch that ends a promised prefill is not padded beyond that prefill's deadline.
-    - Alg. 1 forgets declined requests. Here one that is not answering yet is asked again when
-      requests have come or gone, as long as its deadline is ahead: at most ten with the new ones,
-      those of most worth per predicted second first.
-    - The tightest stage of a request counts as long as its row says so; when the row's objective
-      changes with the stage, that is decided anew. A promise is kept in the later stages.
-    - A request whose TPOT no batch with a useful share of prefill could hold
-      (:mod:`scheduling.batching.prefill_share`) gets no promise. One without any objective has
-      nothing to be promised. An end-to-end objective becomes a TTFT and a pace, by
-      the expected output (:func:`~scheduling.expected.paced`).
-    - What the controller has promised is forced in, whatever this program would say, and its
-      prefills go before those that only this policy has promised, where one of them might be late
-      else. A pace of it that is too short for a useful batch counts as the shortest that is not.
-    - A batch ends before a decode is late that was left out of the last one: when the tightest TPOT
-      leaves, batches become longer than what such a decode has left.
+      printed ``>=`` would schedule the tokens that are not due.
+    - A batch that completes a guaranteed prefill is not padded beyond that prefill's deadline.
+    - Alg. 1 forgets declined requests. Here, a declined request without output is decided again
+      when requests arrive or leave, until its deadline: at most ten together with the new ones, by
+      worth per predicted second, descending.
+    - The tightest stage of a request counts while its row states it; when the row's objective
+      changes with the stage, the request is decided again. A guarantee is kept in later stages.
+    - A request whose TPOT no batch with a useful share of prefill can meet
+      (:mod:`scheduling.batching.prefill_share`) is not guaranteed, nor is a request without any
+      objective. An end-to-end objective becomes a TTFT and a pace, by the expected output
+      (:func:`~scheduling.expected.paced`).
+    - Requests that the controller has guaranteed are forced in, whatever this program decides.
+      Their prefills go before prefills that only this policy has guaranteed, if one of them might
+      otherwise be late. If their TPOT is too short for a useful batch, it counts as the shortest
+      useful one.
+    - A batch ends before a decode that the last batch left out is late: when the request with the
+      tightest TPOT leaves, batches become longer than the time left to such a decode.
     - The paper preempts best-effort requests when new ones arrive. An engine gives no blocks of a
-      running request to a waiting one, so here they lose their KV to running promised requests
-      only. And as evicting recomputes, it is bounded beforehand: a waiting best-effort request is
-      let in only if its whole predicted length fits beside all that is promised or runs. A request
-      that outgrows its prediction counts as twice as long as it is, so a prediction fails it
-      ``log2(length)`` times at most.
+      running request to a waiting one, so here best-effort requests lose their KV to running
+      guaranteed requests only. As eviction causes recompute, it is bounded beforehand: a waiting
+      best-effort request is admitted only if its whole predicted length fits beside all guaranteed
+      and running requests. A request that exceeds its prediction counts as twice its current
+      length, so its prediction fails ``log2(length)`` times at most.
 
-    Each decision is ``O(n)`` beside the dynamic program.
+    Each decision is ``O(n)`` plus the dynamic program.
     """
 
     name = "slos_serve"
@@ -146,14 +149,14 @@ class SLOsServe(BatchPolicy):
 
     @property
     def promised_keys(self) -> Ints:
-        """``int64[n]``: keys of the requests in the queue that have a promise, as of the last
-        plan."""
+        """``int64[n]``: keys of the guaranteed requests in the queue, as of the last plan."""
         return self._keys[self._promised]
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
-        """Promised decodes that are due, promised prefills, other promised decodes, best effort."""
+        """Take due guaranteed decodes, guaranteed prefills, other guaranteed decodes, best
+        effort."""
         self._budget = batch.budget
         table, length = self._paced(queue.table)
         due_s = deadlines_s(table, self._anchor.code)
@@ -181,7 +184,7 @@ class SLOsServe(BatchPolicy):
         growth = _blocks(table[:, COMPUTED] + table[:, PENDING], self._budget)
         growth = np.maximum(0.0, growth - table[:, KV_BLOCKS])
         if growth[decodes].sum() > batch.free_blocks:
-            # An engine that runs out of blocks takes them from what is not in the plan.
+            # An engine that runs out of blocks preempts requests outside the plan.
             urgent = len(decodes)
         batch.take(decodes[:urgent])
         if len(prefills):
@@ -202,7 +205,7 @@ class SLOsServe(BatchPolicy):
             batch.ensure_progress(np.concatenate((decodes, prefills, others)))
 
     def _paced(self, table: Floats) -> tuple[Floats, Floats]:
-        """The rows with a TTFT and a TPOT wherever an objective is stated, and their lengths."""
+        """The rows, with end-to-end objectives as TTFT and TPOT, and their expected lengths."""
         # Whole tokens, as reports have them.
         length = np.floor(table[:, EXPECTED])
         length = np.where(length >= 1.0, length, self._expected)
@@ -214,9 +217,9 @@ class SLOsServe(BatchPolicy):
     def _front(
         self, bound: Mask, taken_s: float, work_s: Floats, left_s: Floats, until_s: float
     ) -> Ints:
-        """The order of the prefills, which are by deadline: as they are, or those ``bound`` by the
-        controller's promise first, where else one of these might be late. Only this policy has
-        promised the others anything."""
+        """The order of the prefills: by deadline as given, or the prefills ``bound`` by the
+        controller's guarantee first, if one of them might otherwise be late. The others are
+        guaranteed by this policy only."""
         order = np.arange(len(bound))
         if bound.all() or not bound.any():
             return order
@@ -238,8 +241,8 @@ class SLOsServe(BatchPolicy):
     def _let_in(
         self, table: Floats, rows: Ints, claims: Floats, growth: Floats, free_blocks: int
     ) -> Ints:
-        """Those of the best-effort ``rows`` that can be served without taking blocks from others:
-        the running ones, then the waiting ones whose whole predicted length fits."""
+        """The best-effort ``rows`` that can be served without taking blocks from other requests:
+        running ones, then waiting ones whose whole predicted length fits."""
         running = table[rows, RUNNING] > 0
         begun, waiting = rows[running], rows[~running]
         needs = growth[begun]
@@ -250,7 +253,7 @@ class SLOsServe(BatchPolicy):
     def _promise(
         self, queue: QueueView, table: Floats, left_s: Floats, claims: Floats, latency: LatencyModel
     ) -> None:
-        """Decide on new requests, where the queue or its objectives have changed."""
+        """Decide on new requests, if the queue or its objectives have changed."""
         keys, objectives = queue.keys, queue.table[:, TTFT:PRIORITY]
         same = np.array_equal(keys, self._keys) and np.array_equal(objectives, self._objectives)
         if same and self._decided.all():
@@ -262,16 +265,16 @@ class SLOsServe(BatchPolicy):
         tpot_s = table[:, TPOT]
         stated = np.isfinite(table[:, TTFT]) | np.isfinite(tpot_s)
         holdable = stated & (tpot_s >= least_useful_s(latency.fixed_s, latency))
-        # One that runs without having been seen waiting was let in by another policy.
+        # A running request that this policy never saw waiting was admitted by another policy.
         promised |= ~seen & holdable & (table[:, RUNNING] > 0)
         pieces = latency.pieces / self._within
         work_s = pending_work_s(table, pieces)
-        # One that begins here with a decode has no prefill to end in time.
+        # A request that starts here with its decode has no prefill deadline.
         left_s = np.where(is_prefill(table), left_s, inf)
         begun = (table[:, EMITTED] > 0) & (table[:, RUNNING] > 0)
         asking = ~promised & holdable & ~(decided & begun)
         asking &= left_s >= work_s + pieces[:, FIXED].max()
-        # One whose prompt fills all memory never runs.
+        # A request whose prompt fills all memory never runs.
         there = self._budget.kv_blocks + table[:, KV_BLOCKS].sum()
         asking &= _blocks(table[:, PROMPT], self._budget) < there
         new = np.flatnonzero(asking & ~decided)
@@ -287,14 +290,14 @@ class SLOsServe(BatchPolicy):
         supply = self._supply(table, claims, pieces, latency)
         demand = _demand(table, left_s, work_s, claims, pieces)
         held = demand.of(promised)
-        # A pace that its decode alone could not hold must not forbid all others.
+        # A TPOT shorter than a step with its decode alone must not block all other requests.
         alone_s = self._within * (pieces[:, FIXED] + held.decode_s).max(axis=1)
         held = held._replace(tpot_s=np.maximum(held.tpot_s, alone_s))
         promised[new] = admissible(demand.of(new), held, supply)
 
     def _known(self, keys: Ints) -> tuple[Mask, Mask, Mask]:
-        """Which requests were in the queue when it was looked at last, and of those, which have a
-        promise, and on which it was decided."""
+        """Which requests were in the queue at the last decision, which of these are guaranteed, and
+        which of these were decided."""
         if not len(self._keys):
             none = np.zeros(len(keys), dtype=np.bool_)
             return none, none.copy(), none
@@ -307,7 +310,7 @@ class SLOsServe(BatchPolicy):
     def _supply(
         self, table: Floats, claims: Floats, pieces: Floats, latency: LatencyModel
     ) -> Supply:
-        """What promises may still take."""
+        """The capacity left for guarantees."""
         promised, prefill = self._promised, is_prefill(table)
         share = np.ones(len(pieces))
         if len(pieces) > 1 and prefill.any():
@@ -331,7 +334,7 @@ class SLOsServe(BatchPolicy):
 
 
 def _blocks(tokens: Floats, budget: BatchBudget) -> Floats:
-    """KV blocks that so many tokens fill."""
+    """KV blocks that ``tokens`` fill."""
     blocks: Floats = np.ceil(tokens / budget.block_tokens)
     return blocks
 
@@ -339,7 +342,7 @@ def _blocks(tokens: Floats, budget: BatchBudget) -> Floats:
 def _demand(
     table: Floats, left_s: Floats, work_s: Floats, claims: Floats, pieces: Floats
 ) -> Demand:
-    """What each row needs; a decode is counted on the context of its next step, or its first."""
+    """The demand of each row; a decode counts with the context of its next or first step."""
     prefill = is_prefill(table)
     context = table[:, COMPUTED] + np.where(prefill, table[:, PENDING], 0.0)
     decode_s = pieces[:, DECODE_SEQUENCE] + np.outer(context, pieces[:, DECODE_CONTEXT])

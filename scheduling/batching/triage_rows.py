@@ -1,4 +1,4 @@
-"""Compiled figures of single rows for :mod:`scheduling.batching.deadline_triage`."""
+"""Compiled per-row computations of :mod:`scheduling.batching.deadline_triage`."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -30,13 +30,13 @@ from scheduling.kernels import (
 )
 
 UNPACED_S = 1.0
-"""An answer that has begun and states no TPOT is due a token this long after its last one, so that
-it is never held up without end."""
+"""A decode without TPOT is due its next token this long after the last one, so that it never stalls
+indefinitely."""
 
 
 @compiled
 def expected_tokens(row: Floats) -> float:
-    """The predicted length of a row's output, tokens: more than what has left."""
+    """The predicted length of a row's output, tokens: more than it has emitted."""
     expected = row[EXPECTED]
     if isnan(expected):
         expected = UNKNOWN_OUTPUT_TOKENS
@@ -45,7 +45,7 @@ def expected_tokens(row: Floats) -> float:
 
 @compiled
 def can_catch_up(table: Floats, rows: Ints, left_s: Floats, alone_s: Floats) -> NDArray[np.bool_]:
-    """Which of the decodes ``rows`` were promised and can be on time again when their expected
+    """Which of the decodes ``rows`` are guaranteed and can be on time again when their expected
     output ends, if they run at ``alone_s`` a token from now on.
 
     Args:
@@ -55,7 +55,7 @@ def can_catch_up(table: Floats, rows: Ints, left_s: Floats, alone_s: Floats) -> 
     able = np.zeros(rows.shape[0], np.bool_)
     for place, row in enumerate(rows):
         if table[row, PROMISED] > 0.0:
-            # One that has outgrown its prediction may go on for as long again.
+            # An output longer than predicted may double its length.
             emitted = table[row, EMITTED]
             tokens = max(expected_tokens(table[row]) - emitted, emitted)
             gained_s = (tokens - 1.0) * (table[row, TPOT] - alone_s[place])
@@ -73,7 +73,7 @@ def capacity_s(
     first_slack_s: float,
     least_pace_s: float,
 ) -> Floats:
-    """Time for prefill within each of ``left_s`` if decodes are delayed to their slack.
+    """Time for prefill within each of ``left_s`` if decodes are delayed until their slack is spent.
 
     FairBatching appendix A, steps 1 to 4, at several horizons at once: by ``t`` a decode with slack
     ``s`` and pace ``p`` runs ``(t - s) / p`` times, and each of the steps that the most urgent one
@@ -110,7 +110,7 @@ def capacity_s(
 def fit_beside(
     rows: Ints, left_s: Floats, work_s: Floats, step_s: float, pace_s: float, usable: float
 ) -> bool:
-    """Whether the prefills ``rows``, by deadline, can be held with every decode in every batch.
+    """Whether the prefills ``rows``, by deadline, are on time with every decode in every batch.
 
     ``step_s`` is the time of a step with all decodes, ``pace_s`` the time between steps, and
     ``usable`` the share of the time to count on.
@@ -135,10 +135,10 @@ def blocks_needed(table: Floats, rows: Ints, block_tokens: int) -> Floats:
 
 @compiled
 def worth(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> Floats:
-    """What serving each of the prefills ``rows`` now is worth per second of work.
+    """The worth of serving each of the prefills ``rows`` now, per second of work.
 
-    Priority times the share of the expected output that can still be on time: a late first token is
-    caught up with at twice the pace of the TPOT.
+    Priority times the share of the expected output that can still be on time, if the output catches
+    up after a late first token at twice the pace of the TPOT.
     """
     value = np.empty(rows.shape[0])
     for place, row in enumerate(rows):
@@ -151,8 +151,8 @@ def worth(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> Floats:
 
 @compiled
 def hold_ends(table: Floats, due_s: Floats, pace_s: float) -> None:
-    """Make the deadlines ``due_s`` earlier where an end-to-end deadline needs it, if the expected
-    output leaves at ``pace_s`` a token."""
+    """Make the deadlines ``due_s`` earlier where an end-to-end deadline requires it, with the
+    expected output emitted at ``pace_s`` per token."""
     for row in range(table.shape[0]):
         after = max(0.0, expected_tokens(table[row]) - table[row, EMITTED] - 1.0)
         end_s = table[row, ARRIVAL] + table[row, E2E]

@@ -35,7 +35,7 @@ _BUDGETS = (
 
 def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
     """Plan toy queues by the batch policy called ``name``: prefills, decodes and both, with and
-    without objectives, on time and late, promised and best effort, with ample and with scarce KV
+    without objectives, on time and late, guaranteed and best effort, with ample and with scarce KV
     blocks.
 
     Raises:
@@ -67,7 +67,7 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
 
 
 def _best_effort(views: list[RequestView]) -> list[RequestView]:
-    """The same as best effort, of two tenants."""
+    """The same requests as best effort, of two tenants."""
     return [view._replace(best_effort=True, tenant=at % 2) for at, view in enumerate(views)]
 
 

@@ -28,26 +28,26 @@ class WeightedVTCOptions(PolicyOptions):
 
 
 class WeightedVTC(BatchPolicy):
-    """Running requests first, then waiting ones of the client that has had the least service for
-    its weight. ``O(n log n)``.
+    """Running requests first, then waiting ones of the client with the least service per weight.
+    ``O(n log n)``.
 
-    Every client has a virtual counter of the service it has had, over its weight: the whole prompt
-    is counted when a request is admitted, an output token when it is emitted. Admission takes the
-    earliest request of the client with the least counter, counts its prompt, and goes on; the
-    first request that does not fit ends it. A client that comes back to the queue is lifted to the
-    least counter of those that wait, or, where none waits, to that of the client that left the
-    queue last: time without demand is no credit.
+    Every client has a virtual counter of its service so far, over its weight: the whole prompt is
+    counted when a request is admitted, an output token when it is emitted. Admission repeatedly
+    takes the earliest request of the client with the least counter and counts its prompt; the first
+    request that does not fit ends it. A client that returns to the queue is lifted to the minimum
+    counter of the waiting clients, or, where none waits, to the counter of the client that left the
+    queue last: time without demand earns no credit.
 
     Our readings:
 
     - A client is a priority, and the priority its weight, as ProServe's baseline gives weights to
       priority classes. So the state is a number per priority and one entry per live request.
-    - Counters follow what the queue shows to have run, not what was planned. Only a request that
-      has left since is counted by what was planned for it last.
-    - The engine's chunked prefill stays as it is, so running requests include prefills that have
+    - Counters follow the progress that the queue shows, not the plan. Only a request that has left
+      since the last call is counted by its last plan.
+    - The engine's chunked prefill is unchanged, so running requests include prefills that have
       begun.
-    - A request that recomputes after a preemption has had its prompt counted. It stands in the
-      queue by its arrival and is no new demand of its client.
+    - The prompt of a request that recomputes after a preemption is not counted again. The request
+      keeps its position by arrival and is no new demand of its client.
     """
 
     name = "weighted_vtc"
@@ -61,7 +61,7 @@ class WeightedVTC(BatchPolicy):
         self._output_cost = options.output_cost
         self._counters = np.zeros(MAX_PRIORITY + 1)
         self._left_last = 0
-        # Of the requests that the last call saw, by key ascending.
+        # The requests of the last call, by key ascending.
         self._keys = np.empty(0, np.int64)
         self._clients = np.empty(0, np.int64)
         self._emitted = np.empty(0)
@@ -71,7 +71,7 @@ class WeightedVTC(BatchPolicy):
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
-        """Count what has run since the last call, then admit by counter."""
+        """Count the service since the last call, then admit by counter."""
         table = queue.table
         clients = table[:, PRIORITY].astype(np.int64)
         running = table[:, RUNNING] > 0
@@ -91,8 +91,8 @@ class WeightedVTC(BatchPolicy):
         self._remember(granted, queue, clients, counted, prompt_cost)
 
     def _count(self, queue: QueueView, clients: Ints, running: Mask) -> tuple[Mask, Mask]:
-        """Add the service since the last call to the counters. Return which rows that call saw, and
-        which have had their prompt counted."""
+        """Add the service since the last call to the counters. Return which rows were in that call,
+        and whose prompts are counted."""
         table = queue.table
         known = np.zeros(len(table), np.bool_)
         counted = known.copy()
@@ -100,7 +100,7 @@ class WeightedVTC(BatchPolicy):
         gone = np.ones(len(self._keys), np.bool_)
         if len(self._keys):
             place = np.searchsorted(self._keys, queue.keys).clip(max=len(self._keys) - 1)
-            # With fewer tokens than before it is another request, under a key that came back.
+            # A row with fewer tokens than before is a new request with a reused key.
             known = self._keys[place] == queue.keys
             known &= table[:, EMITTED] >= self._emitted[place]
             gone[place[known]] = False
@@ -117,8 +117,8 @@ class WeightedVTC(BatchPolicy):
         self._counters += np.bincount(clients, service, minlength=len(self._counters))
 
     def _lift(self, clients: Ints, known: Mask) -> None:
-        """Lift clients whose first waiting request is new; ``clients`` are those of the waiting
-        requests in order of arrival, ``known`` whether the last call saw the request."""
+        """Lift clients whose first waiting request is new. ``clients`` has the client of each
+        waiting request, by arrival; ``known`` whether the request was in the last call."""
         backlogged = set(clients[known].tolist())
         for client in dict.fromkeys(clients[~known].tolist()):
             if client in backlogged:
@@ -132,12 +132,11 @@ class WeightedVTC(BatchPolicy):
 
     def _tags(self, clients: Ints, prompt_cost: Floats) -> Floats:
         """Per waiting request, its client's counter when its turn comes. The client with the least
-        counter is next, so the requests' order is that of their tags."""
+        counter is next, so the requests are admitted in the order of their tags."""
         tags = np.empty(len(clients))
         for client in np.unique(clients):
             mine = clients == client
-            # cumsum as it stands keeps a client's tags from ever descending, which rounding in a
-            # difference would not.
+            # cumsum never lets a client's tags descend; rounding in a difference could.
             before = np.cumsum(np.concatenate(([0.0], prompt_cost[mine][:-1])))
             tags[mine] = self._counters[client] + before
         return tags
@@ -145,7 +144,7 @@ class WeightedVTC(BatchPolicy):
     def _remember(
         self, granted: Ints, queue: QueueView, clients: Ints, counted: Mask, cost: Floats
     ) -> None:
-        """Keep what the next call needs to see what has run."""
+        """Keep the state from which the next call computes the service."""
         table = queue.table
         rows = np.flatnonzero(granted)
         emits = granted[rows] >= table[rows, PENDING]

@@ -108,13 +108,13 @@ def decide(
     options: Options,
     full: bool = False,
 ) -> Batch | None:
-    """The task to start now, inside ``top`` if there is one; None to continue as it is.
+    """The task to start now, inside ``top`` if there is one; None to change nothing.
 
     ``O(n log n)`` in the waiting prefills.
 
     Args:
         waiting: prefills that are not in flight, in order of arrival.
-        top: the task that would be suspended, or stay so.
+        top: the task that would be suspended, or stay suspended.
         now_s: the time, on the deadlines' clock.
         together_s: predicted time of several prefills in one task.
         options: bounds.

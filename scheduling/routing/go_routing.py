@@ -1,4 +1,4 @@
-"""GoRouting: the gain that a request adds to each replica, and room kept for requests to come."""
+"""GoRouting: the gain that a request adds to each replica, and capacity kept for later requests."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -42,35 +42,34 @@ class GoRoutingOptions(PolicyOptions):
         default=0.9,
         gt=0,
         le=1,
-        description="Candidates are the replicas that gain at least this share of the most that "
-        "any gains.",
+        description="Candidates are the replicas with at least this share of the maximum gain.",
     )
     mu: float = Field(
         default=0.1,
         ge=0,
         le=1,
         description="A replica is lightly loaded while its queue takes less than this share of "
-        "the request's TTFT objective. The idlest of those is taken.",
+        "the request's TTFT objective. The idlest of these is chosen.",
     )
     lambda_: float = Field(
         default=0.5,
         alias="lambda",
         ge=0,
         le=1,
-        description="A replica is heavily loaded if with the request its queue would take more "
-        "than this share of its TTFT objective. None is packed beyond it while another candidate "
-        "is left.",
+        description="A replica is heavily loaded if its queue with the request would take more "
+        "than this share of its TTFT objective. Such a replica is chosen only if no other "
+        "candidate is left.",
     )
     gamma: float = Field(
         default=1.0,
         ge=0,
         le=100,
-        description="Aggressiveness of the local policy, see that of `slidebatching`.",
+        description="Aggressiveness of the local policy, see `gamma` of `slidebatching`.",
     )
     fallback: Literal["idlest", "random"] = Field(
         default="idlest",
-        description="Who gets a request that adds gain nowhere: the replica with the shortest "
-        "queue, or, as in the paper, any.",
+        description="Replica for a request that adds no gain anywhere: the one with the shortest "
+        "queue, or, as in the paper, a random one.",
     )
     seed: int | None = Field(
         default=None, description="Seed of the draws; default: from the operating system."
@@ -84,43 +83,45 @@ class GoRoutingOptions(PolicyOptions):
 
 
 class GoRouting(RoutingPolicy):
-    """Takes, of the replicas where the request adds about the most gain, an idle one or else the
-    fullest that stays below a bound.
+    """Among the replicas with about the maximum gain, takes a lightly loaded one, or else the
+    fullest one below a load bound.
 
-    For each replica, with ``Q`` its promised prefills and ``r`` the request:
+    For each replica, with ``Q`` its guaranteed prefills and ``r`` the request:
 
-    1. ``exec(Q)``, how long the queue takes: ``phi_a(Q)`` (Eq. 8) and one step of its decodes
-       (``n_d * b_d``), or on a prefill replica ``phi_p(Q)``, a batch for each prompt; less the time
-       for which it has been worked on since the replica's last step ended, as far as is known. The
-       budget in ``phi_a`` is the least time that a prefill has left, at most the least TPOT.
+    1. ``exec(Q)``, the time of the queue: ``phi_a(Q)`` (Eq. 8) and one step of its decodes
+       (``n_d * b_d``), or on a prefill replica ``phi_p(Q)``, a batch for each prompt; minus the
+       known time of work since the end of the replica's last step. The
+       budget in ``phi_a`` is the minimum time left to a prefill, at most the minimum TPOT.
     2. ``gain(Q)``, the priorities of the prefills that end in time if SlideBatching orders them:
        urgent ones (less than ``gamma * exec(Q)`` left) by priority per second of work descending,
        then the others by deadline, each ending when all before it and itself are done.
     3. ``delta = gain(Q + r) - gain(Q)``.
 
-    Candidates ``C`` have ``delta >= alpha * most delta``. Where the most is above 0: of the lightly
-    loaded ones in ``C`` (``exec(Q) < mu * TTFT``) the one with the least ``exec(Q)``; else of ``C``
-    without the heavily loaded ones (``exec(Q + r) > lambda * TTFT``) the one with the **most**;
-    else of ``C`` the one with the least. Ties go to the first in the list. Of decode replicas the
-    one with the most free KV blocks continues.
+    Candidates ``C`` have ``delta >= alpha * max delta``. If ``max delta`` is above 0: among the
+    lightly loaded ones in ``C`` (``exec(Q) < mu * TTFT``) the one with the least ``exec(Q)``; else
+    among ``C`` without the heavily loaded ones (``exec(Q + r) > lambda * TTFT``) the one with the
+    **greatest** ``exec(Q)``; else in ``C`` the one with the least. Ties go to the first in the
+    list. The decode replica is the one with the most free KV blocks.
 
     Our readings:
 
-    - In the budget only those count that could be on time if they were next: one that is late
-      already would pin it, as in :mod:`scheduling.batching.slidebatching`; and it is at least
-      twice the fixed time of a step. The least TPOT is that of the decodes that can be held and of
-      the request.
-    - What a replica has not reported yet has not been worked on: where only reservations are
-      there, nothing is subtracted.
-    - The weight of a first token is the same for all, so it is left out; an infinite deadline is
-      always met. The TTFT is the time from arrival to the first deadline, whatever states it.
+    - Only prefills that could be on time if they were next count in the budget: a late one
+      would pin it, as in :mod:`scheduling.batching.slidebatching`. The budget is at least
+      twice the fixed time of a step. The minimum TPOT is over the request and the decodes whose
+      TPOT can be met.
+    - Work on requests that the replica has not reported yet has not begun: if a replica has only
+      reservations, nothing is subtracted.
+    - The weight of a first token is the same for all requests, so it is left out; an infinite
+      deadline is always met. The TTFT is the time from arrival to the first deadline, whichever
+      objective states it.
     - The fallback is the paper's ``RANDOMSELECT`` only where ``fallback`` is ``random``.
-    - On a prefill replica the request is due earlier than its first token, by the time of the
-      transfer and of the first steps elsewhere. Prefill and mixed replicas may be weighed together.
-    - With reservations the free blocks are those that the requests on their way leave.
+    - On a prefill replica the prefill is due before the first token, by the time of the KV
+      transfer and of the first steps on the decode replica. Prefill and mixed replicas may be
+      compared.
+    - Free blocks exclude the blocks that reserved requests on their way will need.
 
-    ``O(log q)``, where all of the queue is in time and no request in it urgent, else
-    ``O(u log u)``, for each replica with ``q`` promised prefills of which ``u`` are urgent.
+    For each replica with ``q`` guaranteed prefills of which ``u`` are urgent: ``O(log q)`` if the
+    whole queue is on time and no request in it is urgent, else ``O(u log u)``.
     """
 
     name = "go_routing"
@@ -135,7 +136,7 @@ class GoRouting(RoutingPolicy):
         self._mu = options.mu
         self._lambda = options.lambda_
         self._gamma = options.gamma
-        # Spreads load; nothing secret hangs on it.
+        # Spreads load; not used for secrets.
         self._random = random.Random(options.seed) if options.fallback == "random" else None
 
     def choose(self, job: Job, fleet: Fleet) -> int:
@@ -162,7 +163,7 @@ def gains_of(job: Job, fleet: Fleet, gamma: float = 1.0) -> tuple[Floats, Floats
 
     Args:
         job: the request.
-        fleet: what is known.
+        fleet: the replica table.
         gamma: see :class:`GoRoutingOptions`.
     """
     found: tuple[Floats, Floats, Floats] = gains(
@@ -227,11 +228,11 @@ def time_of_queue(
     more: float,
     alone: bool,
 ) -> tuple[float, float, float, float]:
-    """How long the queue takes from now on, with ``more`` (0 or 1) requests of this work, deadline
+    """Time of the queue from now on, with ``more`` (0 or 1) requests of this work, deadline
     and TPOT; may be negative.
 
-    Returns the time, and what it is made of: time per second of work, per request, and what is
-    there or done already.
+    Returns the time and its components: time per second of work, time per request, and an offset
+    for decodes and for work done already.
     """
     fixed_s = figures[FIXED_S]
     queued = figures[QUEUED] + more
@@ -271,15 +272,15 @@ def delta_of(
     before: tuple[float, float, float, float],
     after: tuple[float, float, float, float],
 ) -> float:
-    """Gain of the queue with the request less that without it."""
+    """Gain of the queue with the request minus the gain without it."""
     queued = int(figures[QUEUED])
-    # Where nothing is urgent and nothing would end after the first deadline, all of it is on time.
+    # If no request is urgent and all end before the first deadline, all are on time.
     first_s = due_s - now_s
     if queued > 0:
         first_s = min(first_s, prefills[0, PREFILL_DUE_S] - now_s)
     if first_s >= max(1.0, gamma) * max(0.0, after[0]):
         return priority
-    # What is urgent without the request is so with it, too.
+    # A request that is urgent without the new one is also urgent with it.
     urgent = 0
     while urgent < queued and prefills[urgent, PREFILL_DUE_S] - now_s < gamma * max(0.0, after[0]):
         urgent += 1
@@ -303,10 +304,10 @@ def gain_of(
     due_s: float,
     priority: float,
 ) -> float:
-    """Sum of the priorities of those that end in time, in SlideBatching's order: of the queue, and
-    where its priority is above 0 of one more.
+    """Sum of the priorities of the prefills that end in time, in SlideBatching's order: of the
+    queue and, if ``priority`` is above 0, of one more request.
 
-    ``dense`` are those of the queue that may be urgent, by priority per second of work descending.
+    ``dense`` has the prefills that may be urgent, by priority per second of work descending.
     """
     urgent_s = gamma * max(0.0, takes[0])
     own_s = due_s - now_s
@@ -319,7 +320,7 @@ def gain_of(
         item = dense[place] if place < dense.shape[0] else -1
         if item >= 0 and prefills[item, PREFILL_DUE_S] - now_s >= urgent_s:
             continue
-        # Its turn comes before the first that is less worth, or after all of them.
+        # The new request goes before the first one of lower worth, or after all.
         if (
             to_come
             and own_s < urgent_s

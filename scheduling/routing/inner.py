@@ -1,4 +1,4 @@
-"""What a policy that decides only some requests may leave the others to."""
+"""Fallback policies, for routing policies that decide only some requests."""
 
 from __future__ import annotations
 

@@ -11,18 +11,18 @@ from scheduling.routing.base import Job, RoutingPolicy
 
 
 class LeastMemory(RoutingPolicy):
-    """Takes the replica with the most KV memory left after all that its requests are expected to
-    need, their whole prompts and outputs. ``O(replicas)``.
+    """Takes the replica with the most KV memory left after the expected need of its requests, that
+    is, their whole prompts and outputs. ``O(replicas)``.
 
-    The paper assigns a pool of requests at once: each to the instance with the largest remaining
-    memory, and once that one has too little for the next request, the remaining memory of all is
-    reset, as what comes then runs after what was assigned before. Our reading for requests that
-    come one by one: what is left may be negative, and is counted from a reference. While the
-    request fits somewhere, the reference is the real memory. When it fits nowhere, a round begins:
-    every replica counts as empty, less what it is expected to need beyond that moment, until that
-    is used up as well and the next round begins, or until a request fits in the real memory again.
-    A replica that joins in a round counts as empty. Memory is counted in tokens (Eq. 20), as blocks
-    may differ in size. Ties go to the first in the list.
+    The paper assigns a pool of requests at once: each goes to the instance with the largest
+    remaining memory. Once that instance has too little for the next request, the remaining memory
+    of all instances is reset, as later requests run after the ones assigned before. Our reading for
+    requests that arrive one by one: the remaining memory may be negative, and is relative to a
+    reference. While the request fits some replica, the reference is the real memory. When it fits
+    none, a round begins: every replica counts as empty, minus its expected need added since then.
+    The round ends when that memory is used up as well and the next round begins, or when a request
+    fits the real memory again. A replica that joins during a round counts as empty. Memory is
+    counted in tokens (Eq. 20), as blocks may differ in size. Ties go to the first in the list.
     """
 
     name = "least_memory"

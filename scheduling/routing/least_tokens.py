@@ -10,8 +10,8 @@ from scheduling.routing.base import Job, RoutingPolicy
 
 
 class LeastTokens(RoutingPolicy):
-    """Takes the replica with the fewest tokens to prefill, those of this prompt that it has not in
-    its cache included. ``O(replicas)``.
+    """Takes the replica with the fewest tokens to prefill, including the tokens of this prompt that
+    are not in its cache. ``O(replicas)``.
 
     Ties go to fewer running requests, then to less decode context, then to the first in the list.
     """

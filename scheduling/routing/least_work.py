@@ -1,4 +1,4 @@
-"""Least work: the replica with the least predicted time of prefill ahead, caches counted."""
+"""Least work: the replica with the least predicted prefill time ahead, given its prefix cache."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from scheduling.kernels import Floats
 from scheduling.routing.base import Job, RoutingPolicy
 
 LEAST_SHARE = 0.05
-"""Least share of a replica's time that counts as left for prefill."""
+"""Minimum share of a replica's time that counts as left for prefill."""
 
 
 class LeastWork(RoutingPolicy):
     """Takes the replica where this prompt's prefill is done first, if all prefill there is served
-    in order of arrival; where another replica would continue, the time that its KV needs to get
-    there counts, too. ``O(replicas)``.
+    in order of arrival; with a separate decode replica, the time of the KV transfer counts too.
+    ``O(replicas)``.
 
-    That is the predicted time of the prefills ahead, less what was done since the report, and of
-    what this prompt needs there, over the share of the time that the decodes leave. So it is a
-    time, not a number of tokens: a faster replica, or one with fewer decodes, takes more. And it is
-    affinity to prefixes: a replica that has the prompt's beginning in its cache saves that time,
-    and is chosen while its queue is not longer than the others' by more than that.
+    The score is the predicted time of the prefills ahead, minus the work done since the report,
+    plus the time of this prompt, over the share of the time that the decodes leave. It is a time,
+    not a number of tokens: a faster replica, or one with fewer decodes, takes more requests. It
+    includes prefix affinity: a replica with the prompt's prefix in its cache saves that time, and
+    is chosen while its queue is longer than the others' by at most that time.
 
     Ties go to fewer requests, then to the first in the list.
     """
@@ -51,16 +51,16 @@ class LeastWork(RoutingPolicy):
 
 
 def prefill_share(figures: Floats) -> Floats:
-    """The share of each replica's time that is left for prefill beside one step of all promised
-    decodes per pace of the fastest; ``figures`` is ``float64[n, FIGURES]``."""
+    """The share of each replica's time that is left for prefill if all guaranteed decodes run one
+    step per shortest TPOT; ``figures`` is ``float64[n, FIGURES]``."""
     step_s = figures[:, FIXED_S] + figures[:, DECODE_S]
-    # An infinite pace: there is nothing to keep.
+    # An infinite pace: no decode limits the share.
     return np.clip(1.0 - step_s / figures[:, PACE_S], LEAST_SHARE, 1.0)
 
 
 def done_s(figures: Floats, now_s: float) -> Floats:
-    """Prefill work that was done since the report. A replica that reported nothing to do has done
-    nothing: what is on its way counts in full."""
+    """Prefill work done since the report. A replica that reported no requests has done none: the
+    requests on their way to it count in full."""
     busy: NDArray[np.bool_] = figures[:, WAITING] + figures[:, RUNNING] > 0
     since_s = np.maximum(0.0, now_s - figures[:, BEGUN_S])
     done: Floats = np.where(busy, since_s * prefill_share(figures), 0.0)

@@ -1,4 +1,4 @@
-"""The default: where the request adds most gain, and of those where the queue is done first."""
+"""The default: among the replicas of about the maximum gain, the one whose queue is done first."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ class MostGainOptions(PolicyOptions):
         default=0.9,
         gt=0,
         le=1,
-        description="Candidates are the replicas that gain at least this share of the most that "
-        "any gains.",
+        description="Candidates are the replicas with at least this share of the maximum gain.",
     )
 
 
 class MostGain(RoutingPolicy):
-    """Takes, of the replicas where the request adds about the most gain, the one whose queue is
-    done first with it; where it adds none, that of all replicas.
+    """Among the replicas with about the maximum gain, takes the one whose queue, with the request,
+    is done first; if no replica gains, the first done among all replicas.
 
     Gain and time are GoRouting's (:mod:`scheduling.routing.go_routing`): the priorities of the
-    prefills that end in time with the request in the queue, less those without it. So a replica
-    where it would be late, or make others late that are worth more, is passed over while there is
-    another. What is left out is the packing, which keeps idle replicas free for requests to come.
+    prefills that end in time with the request in the queue, minus the same without it. So a replica
+    where the request would be late, or would make requests of greater worth late, is chosen only if
+    there is no better one. GoRouting's packing, which keeps idle replicas free for later requests,
+    is left out.
 
-    The time is in seconds and counts the request itself. So a faster replica takes more, one that
-    has become slow takes less, and one that has the prompt's beginning in its cache is taken until
-    its queue is longer by what the cache saves. Ties go to the first in the list.
+    The time is in seconds and includes the request itself. So a faster replica takes more requests,
+    one that has become slow takes fewer, and one with the prompt's prefix in its cache is chosen
+    until its queue is longer by the time that the cache saves. Ties go to the first in the list.
 
-    A prefill replica is weighed as one that has no decodes (GoRouting's ``phi_p``), by when the
-    prompt must be done there, and the time from then to the first token counts as its own.
+    A prefill replica counts as one without decodes (GoRouting's ``phi_p``), with the time by which
+    the prompt must be done there as deadline; the time from then to the first token is added to its
+    time.
 
     Complexity as GoRouting's.
     """

@@ -1,4 +1,4 @@
-"""PAB load balancing: the replica that can still take the most prefill within its objectives."""
+"""PAB load balancing: the replica that can take the most additional prefill and meet its SLOs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class PABBalancing(RoutingPolicy):
     """Takes the replica with the largest prefill admission budget. ``O(replicas)``.
 
     The paper sends a request to "a suitable node with sufficient budget" and leaves open which
-    node, if several suffice, and what happens if none does. We take the one with the most budget
-    left in both cases: if any suffices, that one does, and it keeps the others' head-room even; if
-    none does, it is the one that will be late by least. What a replica has of the prompt in its
-    cache counts as budget. Ties go to fewer requests, then to the first in the list. The caller
+    node if several suffice, and what happens if none does. We take the replica with the most budget
+    left in both cases: if any replica suffices, this one does, and the choice keeps the head-room
+    balanced; if none does, this one is late by the least. Tokens of the prompt in a replica's
+    cache count as budget. Ties go to fewer requests, then to the first in the list. The caller
     subtracts the prompt from the chosen budget at once.
     """
 

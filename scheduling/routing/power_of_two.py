@@ -34,7 +34,7 @@ class PowerOfTwo(RoutingPolicy):
     def __init__(self, options: PowerOfTwoOptions | None = None) -> None:
         options = options or PowerOfTwoOptions()
         super().__init__(options)
-        # Spreads load; nothing secret hangs on it.
+        # Spreads load; not used for secrets.
         self._random = random.Random(options.seed)
 
     def choose(self, job: Job, fleet: Fleet) -> int:

@@ -10,8 +10,8 @@ from scheduling.routing.base import Job, RoutingPolicy
 
 
 class RoundRobin(RoutingPolicy):
-    """Takes the replicas in turn, in the order of their rows: the next one after the last choice
-    that may be chosen. ``O(log replicas)``."""
+    """Takes the replicas in turn, in the order of their rows: the next eligible one after the last
+    choice. ``O(log replicas)``."""
 
     name = "round_robin"
     source = "folklore; the first hop of SLOs-Serve §4.2"

@@ -27,19 +27,20 @@ class SessionAffinityOptions(PolicyOptions):
         "the mean of all replicas' requests.",
     )
     otherwise: Inner = Field(
-        default="least_tokens", description="Who places requests that belong to no session."
+        default="least_tokens", description="Policy that places requests without a session."
     )
 
 
 class SessionAffinity(RoutingPolicy):
-    """Takes the replica that ranks highest for the request's session and has room.
+    """Takes the replica that ranks highest for the request's session and has capacity.
 
     The rank is a hash of the session and the replica's name (rendezvous hashing), so it is the same
-    after a restart, and when a replica leaves, only its own sessions move. A replica has room while
-    it would have at most ``ceil((1 + epsilon) * mean)`` requests, the mean with this request
-    included; where it has not, the next in rank is taken (bounded loads). One always has room.
+    after a restart, and when a replica leaves, only its own sessions move. A replica has capacity
+    while it would have at most ``ceil((1 + epsilon) * mean)`` requests, the mean with this request
+    included; otherwise the next in rank is taken (bounded loads). At least one replica always has
+    capacity.
 
-    ``O(replicas)``. A request without a session is the inner policy's.
+    ``O(replicas)``. The inner policy places a request without a session.
     """
 
     name = "session_affinity"
@@ -60,7 +61,7 @@ class SessionAffinity(RoutingPolicy):
         self._hashes: NDArray[np.uint64] = np.zeros(0, np.uint64)
 
     def choose(self, job: Job, fleet: Fleet) -> int:
-        """The highest ranked replica that has room."""
+        """The highest ranked replica that has capacity."""
         session = job.query.session
         if not session:
             return self._otherwise.choose(job, fleet)

@@ -20,16 +20,16 @@ class SLOsServeOptions(PolicyOptions):
         default=4,
         ge=1,
         le=4096,
-        description="Most replicas that are asked before the backup policy decides. The paper "
+        description="Maximum number of replicas tested before the backup policy decides. The paper "
         "gives no number; its largest fleet has 4.",
     )
     virtual: str = Field(
         default="slos_serve",
-        description="The admission policy that stands for a replica's scheduler, with its default "
+        description="The admission policy that models a replica's scheduler, with its default "
         "options.",
     )
     backup: Inner = Field(
-        default="least_tokens", description="Who decides after that many replicas have declined."
+        default="least_tokens", description="Policy that decides after `hops` replicas declined."
     )
 
     @field_validator("virtual")
@@ -41,13 +41,13 @@ class SLOsServeOptions(PolicyOptions):
 
 
 class SLOsServe(RoutingPolicy):
-    """Asks one replica after the other whether it can hold the request's objective.
+    """Tests one replica after the other for whether it can meet the request's objective.
 
-    The first one is the next in turn (:mod:`scheduling.routing.round_robin`). Where its scheduler,
-    run on what is known of it (the paper's virtual execution), declines, the next one in the list
-    is asked, up to ``hops`` replicas; then the backup policy decides among all of them. The paper's
-    backup declines the request or gives it to a lower tier: here that is admission's part, and a
-    request that comes this far is to be served.
+    The first replica is the next in turn (:mod:`scheduling.routing.round_robin`). If its scheduler,
+    run on its mirrored state (the paper's virtual execution), declines, the next one in the list
+    is tested, up to ``hops`` replicas; then the backup policy decides among all of them. The
+    paper's backup declines the request or moves it to a lower tier: here admission does that, and a
+    request that reaches routing is served.
 
     ``O(log replicas)`` and at most ``hops`` tests.
     """
@@ -66,7 +66,7 @@ class SLOsServe(RoutingPolicy):
         self._backup = make_inner(options.backup)
 
     def choose(self, job: Job, fleet: Fleet) -> int:
-        """The first replica asked that can hold the objective, or the backup policy's choice."""
+        """The first tested replica that can meet the objective, or the backup policy's choice."""
         count = len(job.rows)
         first = self._first.choose(job, fleet)
         for hop in range(min(self._hops, count)):
