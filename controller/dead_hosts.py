@@ -6,7 +6,7 @@ import socket
 
 DEAD_AFTER_S = 30
 """Silence of the other host after which the system ends a connection, seconds: a host that vanished
-closes no connection. A program that hangs is not detected, because its host's kernel still answers."""
+closes no connection. A program that hangs is not detected: its host's kernel still answers."""
 
 
 def notice_dead_host(connection: socket.socket | None) -> None:

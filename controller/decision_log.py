@@ -42,7 +42,7 @@ _CONSTRAINTS = {
     Constraint.PREFILL_BUDGET: "prefill budget",
 }
 
-_OVER_SHARE = "Its client exceeds its share of guaranteed capacity, and other clients want theirs"
+_OVER_SHARE = "Its client has used its share of guaranteed capacity, and others request theirs"
 
 
 class Entry(NamedTuple):
@@ -226,7 +226,7 @@ class DecisionLog:
         cannot = f"No replica can meet the SLO{_bound(weighed)}"
         if decision.reason == UNATTAINABLE:
             first = _OVER_SHARE if decision.over_share else cannot
-            return f"{first}, and its class does not allow best effort."
+            return f"{first}; its class does not allow best effort."
         if decision.tier is None:
             return f"No guarantee, because admission is off; {self._routing.name} chose."
         if decision.tier is Tier.GUARANTEED:

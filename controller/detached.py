@@ -15,7 +15,7 @@ from scheduling.placement_warm_up import warm_up_placement
 
 END_AFTER_S = 600.0
 """Silence of all replicas and clients after which the controller ends, seconds. Replicas report and
-routers push metrics every few seconds, so this long a silence means that the application is gone."""
+routers push metrics every few seconds, so this silence means that the application is gone."""
 
 _CHECKS = 10
 
@@ -23,8 +23,8 @@ _CHECKS = 10
 class DetachedController(Controller):
     """A :class:`Controller` that ends after a time without calls from replicas and clients.
 
-    It is killed with ``no_restart``, so Ray does not restart it. A client that still needs it starts
-    a new one, as after any other end of the actor.
+    It ends by a kill without restart, so Ray does not restart it. A client that still needs it
+    starts a new one, as after any other end of the actor.
 
     Args:
         config: see :class:`ControllerConfig`.

@@ -191,4 +191,4 @@ async def test_a_promise_that_is_planned_earlier_is_explained_like_any_other() -
     (made,) = (await controller.route([query(99, 100)])).decisions
     assert made.planned is not None and made.planned[0] is not None and made.planned[0] < 1.0
     entry = (await told(controller))[0]
-    assert "2 of 2 replicas can promise" in entry["why"] and entry["chosen"] is not None
+    assert "2 of 2 replicas can meet" in entry["why"] and entry["chosen"] is not None
