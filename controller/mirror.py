@@ -137,8 +137,8 @@ class Mirror:
     """All replicas that have registered and reported lately; it keeps a fleet up to date.
 
     A draining replica is excluded from decisions at once. A replica that a router saw leave
-    (:meth:`mark_gone`) is excluded for ``forget_after_s`` even if it reports: Serve never restarts a
-    replica under the same name, and a replica that was marked by mistake is included again
+    (:meth:`mark_gone`) is excluded for ``forget_after_s`` even if it reports: Serve never restarts
+    a replica under the same name, and a replica that was marked by mistake is included again
     afterwards. A replica that is silent for ``forget_after_s`` is dropped.
 
     A report costs what :meth:`Fleet.report <scheduling.fleet.Fleet.report>` costs, with the slots

@@ -1,8 +1,8 @@
 """The log of guarantees, their outcomes, and a summary of both.
 
 Between a decision and its request's end this remembers the replica of each guarantee and the TTFT
-forecast. Routers judge the guarantees (:mod:`router.metrics.admission`), so this summary agrees with
-the metrics.
+forecast. Routers judge the guarantees (:mod:`router.metrics.admission`), so this summary agrees
+with the metrics.
 """
 
 from __future__ import annotations

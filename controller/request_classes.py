@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import islice
 
 UNKNOWN_CLASS = ""
-"""Class of a request that this controller did not place: it was placed before a restart or by Serve.
-"""
+"""Class of a request that this controller did not place, but Serve or the controller before a
+restart."""
 
 LIMIT = 100_000
 """Most requests remembered; of more, the oldest tenth is forgotten."""

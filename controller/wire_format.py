@@ -26,5 +26,5 @@ def _layouts() -> str:
 
 
 FORMAT: Final = _layouts()
-"""Both sides must have the same format. Processes of different versions, as in a rolling update, use
-actor calls, where new fields have defaults."""
+"""Both sides must have the same format. Processes of different versions, as in a rolling update,
+use actor calls, where new fields have defaults."""
