@@ -4,7 +4,7 @@ Serve calls its policy ten times a second. The policy decides whenever a replica
 newer load, and otherwise keeps the number of replicas: without a new load from the controller
 nothing is scaled.
 
-Serve pickles this module by value into its own controller, so shared state must be imported.
+Serve pickles this module by value into its own controller, so everything shared is imported.
 """
 
 from __future__ import annotations

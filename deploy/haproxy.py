@@ -3,8 +3,8 @@ gone, and with TLS where a certificate is given.
 
 With splicing the proxy does not detect that a client has left before the response began, so a long
 prefill would be computed for a client that is gone. Serve's configuration turns on both splicing
-and the detection, and in HAProxy 2.8 the first defeats the second. The switch is on the command line
-only, so Serve is configured to start this program, which becomes HAProxy.
+and the detection, and in HAProxy 2.8 the first defeats the second. The switch exists only on the
+command line, so Serve is configured to start this program, which becomes HAProxy.
 
 Serve's configuration waits an hour for the headers of a request and for a client that reads
 nothing, and does not probe silent connections. None of it can be set, so HAProxy gets a copy of
@@ -68,8 +68,8 @@ routers."""
 _USED = re.compile(r"^([ \t]+)use_backend (\S+) if (is_\S+)$", re.MULTILINE)
 
 MAX_BODY: Final = 256 << 10
-"""Longest body that HAProxy passes to Lua, bytes. It is passed whole: a longer one, passed in parts,
-stalled once it exceeded the kernel's buffers."""
+"""Longest body that HAProxy passes to Lua, bytes. It is passed whole: a longer one that was passed
+in parts stalled once it exceeded the kernel's buffers."""
 
 _FETCHED = (
     "http-request set-var(txn.sluice_backend) str({backend}) if {acl} "

@@ -69,7 +69,7 @@ def key_of(model: str) -> str:
 
 
 def with_shared(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The raw configuration ``data`` with the fields that each of its ``models`` omits taken from the
+    """The raw configuration ``data``; fields that one of its ``models`` omits are taken from the
     sections that they share. What is of a wrong type is left for the validation to refuse.
 
     Raises:

@@ -102,7 +102,7 @@ def _claim(first: int) -> bool:
     program listens there.
 
     The claim is a name in Linux's abstract namespace: it ends with the process in any case. Other
-    systems have no such namespace, and every claim fails there.
+    systems have no such namespace, and no process has a claim there.
     """
     if first not in _claims:
         claim = socket.socket(socket.AF_UNIX)

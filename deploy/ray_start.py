@@ -1,4 +1,4 @@
-"""Starts a Ray instance from this process, also if the machine is too busy for Ray's own time limit,
+"""Starts a Ray instance from this process, even if the machine is too busy for Ray's time limit,
 and reports whether it still runs."""
 
 from __future__ import annotations

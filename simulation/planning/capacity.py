@@ -120,14 +120,14 @@ def _trace(path: Path, limit: int) -> Workload:
 
 
 def scaled(workload: Workload, factor: float, seed: int) -> Workload:
-    """``factor`` times as many requests in the same time, as from so many more or fewer users.
+    """``factor`` times as many requests in the same time, as from ``factor`` times as many users.
 
-    Below 1 requests are thinned out. Above 1 whole copies are laid over the workload, and of a last
-    one a part. Each copy is turned in time by an amount of its own, so that bursts do not coincide;
+    Below 1 requests are thinned out. Above 1 whole copies are added to the workload, and a part of
+    a last one. Each copy is rotated in time by a different amount, so that bursts do not coincide;
     copies share no prefixes with each other.
 
     Raises:
-        ValueError: more than :data:`~simulation.workloads.traces.MAX_REQUESTS` come of it.
+        ValueError: the result has more than :data:`~simulation.workloads.traces.MAX_REQUESTS`.
     """
     if factor == 1 or not len(workload):
         return workload

@@ -294,7 +294,7 @@ def test_drain_says_when_somebody_takes_it_back(application: Application) -> Non
         application.tell(application.controller.drain("busy", False))
         result = waiting.result(timeout=120)
     assert result.exit_code == Exit.FAILED
-    assert "took this back" in result.stderr
+    assert "the drain was undone" in result.stderr
 
 
 def test_an_unknown_replica_is_named(application: Application) -> None:
