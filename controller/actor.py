@@ -1,8 +1,8 @@
-"""The central actor: it knows every replica's queue and says where each request goes.
+"""The central actor: it tracks every replica's queue and decides where each request goes.
 
 :class:`Controller` is a plain class; :mod:`controller.detached` is the Ray actor. Its methods do
-not wait in the middle of anything, so each runs whole: two decisions never mix. It keeps no prompt,
-no tokens and no state on disk; after a restart the replicas bring all of it back with their hellos.
+not await while they change state, so two decisions never interleave. It keeps no prompt, no tokens
+and no state on disk; after a restart the replicas restore the state with their hellos.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ MAX_QUERIES = 1024
 """Most queries in one call."""
 
 SETTLING_S = 5.0
-"""Time from a start in which the replicas of an earlier life say hello, and all processes push,
-seconds."""
+"""Time after a start in which the replicas of an earlier run register again, and all processes push
+their metrics, seconds."""
 
 
 class Controller:
@@ -142,8 +142,8 @@ class Controller:
     async def route(self, queries: list[RouteQuery]) -> RouteReply:
         """Decide on each query, in order; each decision reserves what it takes at once.
 
-        See :class:`RouteDecision` for what may come of it. A malformed query is
-        answered with the reason ``invalid_query``: one does not spoil the batch.
+        See :class:`RouteDecision` for the possible outcomes. A malformed query is answered with the
+        reason ``invalid_query``; the rest of the batch is decided on as usual.
 
         Raises:
             ValueError: not a list, or more than ``MAX_QUERIES``.
@@ -151,7 +151,7 @@ class Controller:
         return self._route(queries)
 
     async def endpoint(self) -> Endpoint:
-        """Where :meth:`route` and :meth:`report` can be had over a plain connection; see
+        """Address at which :meth:`route` and :meth:`report` are served over a plain connection; see
         :mod:`controller.channel`."""
         self._hear()
         return await self._server.endpoint(ray.util.get_node_ip_address())
@@ -189,7 +189,7 @@ class Controller:
         self._quarantine.forget(replica_id)
 
     async def replica_gone(self, replica_ids: Sequence[str]) -> None:
-        """A router saw replicas leave: choose them no more. Unknown ones are ignored.
+        """A router saw replicas leave: stop choosing them. Unknown ones are ignored.
 
         Raises:
             ValueError: not a list of ids.
@@ -208,7 +208,7 @@ class Controller:
         self._quarantine.troubled(source, notices, self._hear())
 
     async def release(self, keys: Sequence[int]) -> None:
-        """A router gave these requests up, or sent them elsewhere. Unknown keys are ignored.
+        """A router abandoned these requests, or sent them elsewhere. Unknown keys are ignored.
 
         Raises:
             ValueError: not a list of keys.
@@ -219,8 +219,8 @@ class Controller:
         self._classes.ended(keys)
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float]:
-        """Take in what a router's clients have used of their rate limits, and tell how full each
-        of these buckets is over all routers.
+        """Add the rate-limit use of a router's clients. Returns how full each of these buckets is
+        over all routers.
 
         Raises:
             ValueError: malformed, or over a limit.
@@ -235,11 +235,11 @@ class Controller:
         late: Sequence[LateNotice] = (),
         waits: Sequence[FirstTokenWait] = (),
     ) -> PushReply:
-        """Take a process's metrics, and since its last push how requests ended, and which promised
-        ones are late. Tell which of those that wait for their first tokens are going to miss them.
+        """Take a process's metrics, and the endings and late notices since its last push. The reply
+        names the requests of ``waits`` that are predicted to miss their TTFT.
 
         Raises:
-            ValueError: malformed, over a limit, or with a family of the controller's own.
+            ValueError: malformed, over a limit, or with a metric family of the controller's own.
         """
         now_s = self._hear()
         with self._instruments.refusals():
@@ -261,24 +261,24 @@ class Controller:
     async def render_metrics(self) -> bytes:
         """Every process's metrics, the controller's too, in Prometheus' text format.
 
-        The values are gathered on the event loop, so decisions wait for that, ``O(series)``: they
-        would change meanwhile. The text is written in a thread, which shares the interpreter with
-        them.
+        The values are gathered on the event loop, because decisions would change them meanwhile;
+        decisions wait for that, ``O(series)``. The text is written in a thread, which shares the
+        interpreter with the decisions.
         """
         now_s = self._hear()
         self._forget_silent(now_s)
-        # The controller's own do not go through the hub, whose limits are for others' pushes.
+        # The controller's own metrics bypass the hub, whose limits are for pushed metrics.
         families = families_of(self._instruments.registry)
         pushed = self._hub.families(now_s)
         if now_s - self._started_s < SETTLING_S:
-            # Sums of a few processes only: a scraper would take the others' counts for new ones.
+            # Only some processes have pushed: a scraper would count the others' totals as new.
             pushed = [family for family in pushed if family.type == "gauge"]
         families += pushed
         return await asyncio.to_thread(text_of, families)
 
     async def load(self, role: Role | None = None) -> Load:
-        """What all replicas together have to do, or those of a role, for who decides on their
-        number. ``O(replicas + series of metrics by class)``.
+        """The load on all replicas together, or on the replicas of ``role``; autoscaling reads it.
+        ``O(replicas + series of metrics by class)``.
 
         Raises:
             ValueError: no such role.
@@ -292,7 +292,7 @@ class Controller:
         return self._placer.demand.load(self._fleet, now_s, judged, attained, role)
 
     async def snapshot(self) -> dict[str, Any]:
-        """What an operator wants to see: plain data that JSON can hold. ``O(live requests)``."""
+        """The controller's state for an operator, as plain JSON data. ``O(live requests)``."""
         now_s = self._hear()
         self._forget_silent(now_s)
         self._fleet.expire(now_s)
@@ -332,26 +332,27 @@ class Controller:
         found = []
         for told in self._log.latest(limit, self._hear()):
             found.append(told)
-            await asyncio.sleep(0)  # requests wait for decisions, and nobody for this
+            await asyncio.sleep(0)  # decisions have priority over this listing
         return found
 
     async def drain(
         self, replica_id: str, drain: bool, spare_last: bool = False
     ) -> dict[str, Any] | None:
-        """Close a replica to new requests, or open it again; what it has it finishes either way.
+        """Close a replica to new requests, or open it again; it finishes its requests either way.
 
-        It is kept by the replica's name until it says goodbye, also over a restart of this
-        controller: the replica remembers it. See :mod:`controller.drains`.
+        The setting belongs to the replica's id and lasts until the replica says goodbye. It
+        survives a restart of this controller: the replica remembers it. See
+        :mod:`controller.drains`.
 
         Args:
             spare_last: do not close the last replica that takes requests.
 
         Returns:
-            What is left at the replica, and whether it was spared as the ``last`` one; ``None``
-            where none of that name is known. One that is out of reach can be opened again.
+            The requests left at the replica, and whether it was spared as the ``last`` one;
+            ``None`` for an unknown replica. An unreachable replica can be opened again.
 
         Raises:
-            ValueError: no name, or no flag.
+            ValueError: ``replica_id`` is no id, or ``drain`` is no flag.
         """
         check_text("replica_id", replica_id)
         if not isinstance(drain, bool):
@@ -382,10 +383,10 @@ class Controller:
         return fingerprint_of(self._config)
 
     def _hear(self) -> float:
-        """Somebody spoke: the time, monotonic seconds."""
+        """Note that a replica or client called. Returns the time, monotonic seconds."""
         now_s = self._clock()
         if now_s - self._heard_s > self._config.stale_after_s:
-            # Not one heartbeat came: this process stood still, and the reports that would confirm
+            # No heartbeat arrived: this process stalled, and the reports that would confirm
             # reservations may still be in its sockets.
             self._fleet.ledger.postpone(now_s - self._heard_s)
         self._heard_s = now_s
@@ -411,8 +412,8 @@ class Controller:
         return RouteReply(self._epoch, decisions, self._closed(), self._quarantine.names)
 
     def _learn(self, ending: RequestEnding, now_s: float) -> None:
-        """Learn from how a promise turned out, and how long an output was. A request that failed
-        tells nothing of times, and of one whose client left only the first token is known."""
+        """Learn from the outcome of a promise and from the output length. A failed request teaches
+        no times, a cancelled one only its TTFT."""
         self._promises.ended(ending, now_s)
         name = ending.request_id
         judged_s = ending.judged_s or (ending.ttft_s, ending.tpot_s, ending.e2e_s)
@@ -468,7 +469,7 @@ class Controller:
 
 
 def fingerprint_of(config: ControllerConfig) -> str:
-    """Names version and configuration: a living controller with another one must be replaced,
-    because a detached actor keeps the code that it was started with."""
+    """Identifies version and configuration. A running controller with another fingerprint must be
+    replaced, because a detached actor keeps the code that it was started with."""
     digest = hashlib.blake2b(config.model_dump_json().encode(), digest_size=8)
     return f"{version()}-{digest.hexdigest()}"

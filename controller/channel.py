@@ -1,21 +1,21 @@
 """A plain TCP connection for decisions and reports, which costs a fraction of an actor call.
 
-A decision is on the path of every request, and every replica reports many times a second. So these
-two do not travel as actor calls while this connection stands; ``sluice bench decision`` measures
-both ways. The actor listens on its node's address, on a port of the system's choice; who knows the
-token that the actor hands out may ask. Messages are lines: first the token, answered by ``ok``,
-then JSON:
+A decision is on the path of every request, and every replica reports many times a second. So
+neither is sent as an actor call while this connection is open; ``sluice bench decision`` measures
+both ways. The actor listens on its node's address, on a port that the system chooses, and serves
+clients that present the token from :meth:`RouteServer.endpoint`. Messages are lines: first the
+token, answered by ``ok``, then JSON:
 ``[number, [query, ...], sent_s, left_s]``, answered, in the order of the questions, by
 ``[number, epoch, [[decision, ...], closed, quarantined]]``; or
 ``[number, {"report": ...}, sent_s, left_s]``, answered by ``[number, epoch, [resync, closed]]``;
-either may be answered by ``[number, null, "what was wrong"]``. What is ``closed`` and
-``quarantined`` is said in :mod:`controller.messages`.
+either may be answered by ``[number, null, "what was wrong"]``. :mod:`controller.messages` defines
+``closed`` and ``quarantined``.
 
 ``sent_s`` is the client's monotonic clock, ``left_s`` how long it waits for the answer. A message
-that comes later than that, because the controller stood still or the network did, is not handled:
-nobody waits for it, and what it would reserve nobody would use. It is answered by
-``[number, null, null]``. Right after the greeting a client asks nothing, by ``[number, [], ...]``:
-that shows how the clocks differ (:mod:`controller.clock_offset`).
+that arrives later than that, because the controller or the network stalled, is not handled: its
+sender has stopped waiting and would not use what it reserves. It is answered by
+``[number, null, null]``. Right after the greeting a client sends an empty list of queries,
+``[number, [], ...]``, which shows how the clocks differ (:mod:`controller.clock_offset`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ MAX_CONNECTIONS = 8192
 """Most connections that have shown the token."""
 
 MAX_STRANGERS = 64
-"""Most connections that have not shown it yet; one more drops the oldest of them, so that nobody
-keeps routers out by holding these places."""
+"""Most connections that have not shown the token yet; one more drops the oldest of them, so that
+idle connections cannot keep routers out."""
 
 MAX_TIMEOUTS = 3
 """Questions, each asked after the one before ran out of time, that may stay without an answer
@@ -77,7 +77,7 @@ OnLate = Callable[[RouteQuery, RouteDecision], None]
 
 
 class Endpoint(NamedTuple):
-    """Where a controller takes decisions' queries, the secret that opens it, and how it speaks."""
+    """Address of a controller's plain connection, its access token and its message format."""
 
     host: str
     port: int
@@ -95,7 +95,7 @@ class _Lines(asyncio.Protocol):
         self._rest = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # No check: uvloop's transports are none of asyncio's classes.
+        # A cast without a check: uvloop's transports are not instances of asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
         notice_dead_host(transport.get_extra_info("socket"))
 
@@ -181,10 +181,10 @@ class _Served(_Lines):
             self.send((number, None, str(error)))
 
     def _is_late(self, sent_s: float, left_s: float) -> bool:
-        """Whether nobody waits any more for the answer to a message that was sent then.
+        """Whether the sender of a message has stopped waiting for its answer.
 
         Raises:
-            TypeError, ValueError: these are no times.
+            TypeError, ValueError: the arguments are not valid times.
         """
         if not (abs(sent_s) < _MOST_S and abs(left_s) < _MOST_S):
             raise ValueError("a message says when it was sent and how long its sender waits")
@@ -221,7 +221,7 @@ class RouteServer:
         self._starting = asyncio.Lock()
 
     async def endpoint(self, host: str) -> Endpoint:
-        """Where it listens; it begins to at the first call."""
+        """The address it listens on; it starts to listen at the first call."""
         async with self._starting:
             if self._server is None:
                 loop = asyncio.get_running_loop()
@@ -230,7 +230,7 @@ class RouteServer:
         return Endpoint(host, port, self.token, FORMAT)
 
     def enter(self, connection: _Served) -> None:
-        """A connection was made; the oldest that has not shown the token yet may go for it."""
+        """A connection was made; it may evict the oldest one that has not shown the token yet."""
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
@@ -238,7 +238,7 @@ class RouteServer:
         self._strangers[connection] = None
 
     def trust(self, connection: _Served) -> bool:
-        """A connection has shown the token; whether there is room for it."""
+        """A connection has shown the token. Returns whether it is within ``MAX_CONNECTIONS``."""
         self._strangers.pop(connection, None)
         if len(self._trusted) >= MAX_CONNECTIONS:
             return False
@@ -252,7 +252,7 @@ class RouteServer:
 
 
 class _Waiting(NamedTuple):
-    """A question under way: where its answer goes, and until when that is of use."""
+    """A pending question: the future for its answer, and its deadline."""
 
     answer: asyncio.Future[tuple[int, Any]]
     due_s: float
@@ -268,13 +268,13 @@ class _Asking(_Lines):
         self._on_late = on_late
         self._numbers = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
-        # Bounded: an answer clears all that were asked before it, and without one the connection
-        # soon ends.
+        # Bounded: an answer clears all questions before it, and without answers the connection is
+        # soon closed.
         self._late: dict[int, Sequence[RouteQuery]] = {}
         self._timeouts = 0
         self._last_timeout_s = -inf
         self.greeted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether the server has taken the token, once that is known."""
+        """Whether the server accepted the token, once that is known."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -317,9 +317,9 @@ class _Asking(_Lines):
             waiting.answer.set_exception(ValueError(why))
             return
         waiting.answer.set_exception(NoAnswerError("timeout"))
-        # Its time may be up, which a busy event loop has not noticed yet. If not, one of the hosts
-        # stood still, and the controller misjudges the age of what comes from here: a new
-        # connection begins anew.
+        # The deadline may have passed without a busy event loop noticing. If not, one of the hosts
+        # stalled, and the controller misjudges the age of this client's messages: a new connection
+        # learns the clock offset from scratch.
         if asyncio.get_running_loop().time() < waiting.due_s:
             self.close()
 
@@ -348,7 +348,7 @@ class _Asking(_Lines):
                 return await future
         except TimeoutError:
             if future.done() and not future.cancelled():
-                return future.result()  # it came in the turn in which the time was up
+                return future.result()  # it arrived in the loop turn in which the timeout fired
             self._late[number] = queries
             self._timed_out(asked_s)
             raise
@@ -356,7 +356,7 @@ class _Asking(_Lines):
             del self._waiting[number]
 
     def _timed_out(self, asked_s: float) -> None:
-        """Count a timeout; those of questions under way at the same time are one."""
+        """Count a timeout; timeouts of concurrent questions count as one."""
         if asked_s < self._last_timeout_s:
             return
         self._last_timeout_s = asyncio.get_running_loop().time()
@@ -366,15 +366,16 @@ class _Asking(_Lines):
 
 
 class RouteChannel:
-    """A client's side: a connection that is made, and made again, in the background.
+    """A client's side: a connection that connects and reconnects in the background.
 
-    A dead controller shows at once, by the connection's end; one that hangs shows after
-    ``MAX_TIMEOUTS`` timeouts in a row, and until then each question costs its deadline.
+    A controller that died is detected at once, because the connection ends; one that hangs is
+    detected after ``MAX_TIMEOUTS`` timeouts in a row, and until then each question waits until its
+    deadline.
 
     Args:
         find: asks the controller for its endpoint; raises :class:`NoAnswerError`.
         on_lost: called when an open connection ends by itself.
-        on_late: told of each decision that came after its question's deadline.
+        on_late: called with each decision that arrived after its question's deadline.
     """
 
     def __init__(
@@ -388,11 +389,11 @@ class RouteChannel:
 
     @property
     def open(self) -> bool:
-        """Whether it can be used: the controller has taken the token."""
+        """Whether it can be used: the controller has accepted the token."""
         return self._connection is not None
 
     def connect_soon(self) -> None:
-        """Begin to connect, if nobody does. Returns at once."""
+        """Start to connect, unless connected or connecting. Returns at once."""
         if self._connection is None and self._connecting is None:
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
 
@@ -413,7 +414,7 @@ class RouteChannel:
         )
 
     async def report(self, delta: ReplicaDelta, timeout_s: float) -> ReportReply:
-        """The answer to a report, which fits (:func:`controller.report_wire.fits`).
+        """The answer to a report; the report must fit (:func:`controller.report_wire.fits`).
 
         Raises:
             NoAnswerError: the connection broke, or no answer came in time.
@@ -444,8 +445,8 @@ class RouteChannel:
             connection.close()
 
     async def _connect(self) -> None:
-        """One attempt and a pause, which follows a success too: a connection that ends right after
-        it was made must not be made again without end."""
+        """One attempt and a pause. A success is followed by a pause too: connections that end right
+        after they are made must not cause a reconnect loop."""
         try:
             await self._attempt()
             await asyncio.sleep(_CONNECT_PAUSE_S)
@@ -462,14 +463,14 @@ class RouteChannel:
             made = connection = _Asking(endpoint.token, lambda: self._lost(made), self._on_late)
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await loop.create_connection(lambda: made, endpoint.host, endpoint.port)
-                # It may have ended in the turn in which the answer came.
+                # It may have ended in the loop turn in which the answer arrived.
                 if not await made.greeted or made.closed:
-                    raise ConnectionResetError("the controller did not take the token")
+                    raise ConnectionResetError("the controller did not accept the token")
             self._connection = made
         except (NoAnswerError, OSError, TimeoutError) as error:
-            _log.debug("no connection for decisions: %s", error)
+            _log.debug("connecting to the controller for decisions failed: %s", error)
         except Exception:
-            _log.exception("the connection for decisions could not be made")
+            _log.exception("connecting to the controller for decisions failed")
         finally:
             if connection is not None and connection is not self._connection:
                 connection.close()

@@ -1,7 +1,7 @@
-"""What the controller refuses: messages that are malformed, impossible or out of bounds.
+"""Validation of messages: malformed, impossible or out-of-range messages are refused.
 
-A confused or an older client must not be able to corrupt the mirror, so every message is checked
-whole before any of it is applied. Each check raises ``ValueError`` with what was wrong and what is
+A faulty or an older client must not be able to corrupt the mirror, so every message is checked
+whole before any of it is applied. Each check raises ``ValueError`` with the bad value and what is
 allowed.
 """
 
@@ -52,14 +52,14 @@ MAX_PROMPT_TOKENS = 1 << 31
 MAX_KEY = (1 << 63) - 1
 
 MAX_NUMBER = 1e15
-"""Largest time or other number, and the smallest with its sign turned."""
+"""Largest absolute value of a time or other number."""
 
 MAX_CORRECTION = 1_000.0
 """Largest factor between predicted and real step time, and the inverse of the smallest."""
 
 _TIERS = frozenset(Tier)
 
-# The counts of a row are its last fields, all int32: one look at them as a matrix checks them all.
+# The counts of a row are its last fields, all int32: one matrix view checks them all.
 _COUNTS_FROM = ROW.fields["priority"][1] // 4 if ROW.fields else 0
 _SUMMARY_COUNTS = ("steps", "waiting", "running", "free_kv_blocks", "total_kv_blocks")
 _SUMMARY_CORRECTIONS = ("correction", "fixed_correction")
@@ -78,7 +78,7 @@ def check_hello(hello: ReplicaHello) -> None:
     """Check a registration. ``O(rows)``.
 
     Raises:
-        ValueError: it is not one, or a field is out of range.
+        ValueError: it is no ``ReplicaHello``, or a field is out of range.
     """
     if not isinstance(hello, ReplicaHello):
         raise ValueError(f"expected a ReplicaHello, got {type(hello).__name__}")
@@ -103,7 +103,7 @@ def check_hello(hello: ReplicaHello) -> None:
 
 
 def check_delta_header(delta: ReplicaDelta) -> None:
-    """Check what must hold before the sender is known.
+    """Check the fields of a report that can be checked before its sender is looked up.
 
     Raises:
         ValueError: it is no delta, or its id, epoch, number or clock is impossible.
@@ -166,7 +166,7 @@ def check_query(query: RouteQuery) -> None:
 
 
 def _check_objective(slo: Any) -> None:
-    """Unpickled objects come without the checks of their constructors."""
+    """Unpickled objects skip the checks of their constructors."""
     if not isinstance(slo, SLO):
         raise ValueError(f"slo must be an SLO, got {type(slo).__name__}")
     try:
@@ -174,7 +174,7 @@ def _check_objective(slo: Any) -> None:
         anchor, stages = slo.tpot_anchor, slo.stages
         check_text("service_class", slo.service_class)
     except AttributeError as error:
-        raise ValueError(f"slo is not whole: {error}") from None
+        raise ValueError(f"slo is incomplete: {error}") from None
     if type(anchor) is not TPOTAnchor:
         raise ValueError(f"tpot_anchor must be a TPOTAnchor, got {short(anchor)}")
     sound = isinstance(columns, tuple) and len(columns) == 4
@@ -217,7 +217,7 @@ def check_ids(name: str, ids: Any, limit: int = MAX_KEYS) -> None:
 
 
 def check_notices(notices: Any) -> None:
-    """Check what a router tells of replicas.
+    """Check a router's notices about replicas.
 
     Raises:
         ValueError: it is no sequence of notices, too long, or one of them is malformed.
@@ -231,10 +231,10 @@ def check_notices(notices: Any) -> None:
 
 
 def check_source(source: Any) -> None:
-    """Check the number by which a router names itself.
+    """Check the number that identifies a router.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no integer from 0 to :data:`MAX_KEY`.
     """
     _check_integer("source", source, 0, MAX_KEY)
 
@@ -249,8 +249,8 @@ def check_serial(name: str, value: Any) -> None:
 
 
 def has_bytes(text: str) -> bool:
-    """Whether ``text`` can be written: half of a surrogate pair has no bytes, and the page of
-    metrics that it got into could not be sent."""
+    """Whether ``text`` can be encoded: half of a surrogate pair cannot, and a metrics page that
+    contained it could not be sent."""
     if text.isascii():
         return True
     try:
@@ -264,7 +264,7 @@ def check_role(role: Any) -> None:
     """Check the role of a replica.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no role of that name.
     """
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"role must be any of {', '.join(ROLES)}, got {short(role)}")
@@ -284,7 +284,7 @@ def listed(name: str, values: Any, what: str, limit: int) -> Sequence[Any]:
     """``values``, the argument ``name``, if it is a sequence of at most ``limit`` of ``what``.
 
     Raises:
-        ValueError: it is none, or too long.
+        ValueError: it is no sequence, or too long.
     """
     if not isinstance(values, list | tuple) or len(values) > limit:
         raise ValueError(f"{name} must be a list of at most {limit} {what}, got {short(values)}")
@@ -386,7 +386,7 @@ def _check_live_rows(rows: np.ndarray) -> None:
 def _check_summary(summary: Any) -> None:
     if not isinstance(summary, np.void) or summary.dtype != SUMMARY:
         raise ValueError(f"summary must be one record of the summary type, got {short(summary)}")
-    # All at once: one by one they take longer than everything else here.
+    # All fields at once: reading them one by one takes longer than everything else here.
     values = _SUMMARY_CHECKED(summary.item())
     for name, value in zip(_SUMMARY_TIMES, values, strict=False):
         _check_number(name, value)
@@ -406,14 +406,14 @@ def _check_summary(summary: Any) -> None:
 
 
 def _check_transfers(summary: np.void) -> None:
-    """Without any, nobody looks at their sums."""
+    """Check the sums over KV transfers; they are unused while ``transfers`` is 0."""
     for name in _SUMMARY_TRANSFERS:
         if not 0 <= summary[name].item() < inf:
             raise ValueError(f"{name} must be finite and at least 0, got {summary[name]}")
 
 
 def short(value: Any) -> str:
-    """A value as a message may repeat it: no longer than a line."""
+    """A value for an error message, shortened to at most 80 characters."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with shape {value.shape}"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""What routers and replicas use to talk to the controller. It never blocks the event loop."""
+"""The controller's client in routers and replicas. It never blocks the event loop."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ __all__ = [
 ]
 
 REPORT_TIMEOUT_S = 0.5
-"""Longest wait for the answer to a report, seconds: it bounds how long a restarted controller
-waits for the replicas' hellos."""
+"""Longest wait for the answer to a report, seconds. It bounds how long a restarted controller waits
+for the replicas' hellos."""
 
 QUARANTINE_KEPT_S = 60.0
-"""How long what the controller said of quarantined replicas counts while it does not answer: as
-long as it would leave one alone at most."""
+"""How long the controller's last list of quarantined replicas counts while it does not answer: the
+longest quarantine before a replica is tried again, seconds."""
 
 NOTICE_TIMEOUT_S = 2.0
 SCRAPE_TIMEOUT_S = 2.0
@@ -73,12 +73,12 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class CallMetrics:
-    """What a process counts of its calls to the controller."""
+    """Metrics of a process's calls to the controller."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
         self.outcomes = Counter(
             "sluice_controller_calls",
-            "What became of the calls to the controller, single decisions counted each.",
+            "Calls to the controller by method and outcome; each decision of a batch counts.",
             ("method", "outcome"),
             registry=registry,
         )
@@ -93,16 +93,16 @@ class CallMetrics:
 class ControllerClient:
     """One process's access to its application's controller.
 
-    To be made once per process and used from one event loop. Making it blocks, and finds, starts or
-    replaces the controller (:func:`ensure_controller`); everything else is asynchronous and
-    returns ``None`` or ``False`` where the controller does not answer, at once while it is known
-    not to. Nothing is repeated by itself: a caller that gets ``None`` goes on without.
+    Create one per process and use it from one event loop. The constructor blocks, and finds, starts
+    or replaces the controller (:func:`ensure_controller`). Everything else is asynchronous and
+    returns ``None`` or ``False`` if the controller does not answer, at once while it is known to be
+    unresponsive. No call is retried: a caller that gets ``None`` continues without the controller.
 
     Args:
         app_name: name of the application, or of one of its fleets (:func:`fleet_name`).
         config: the controller's configuration.
         timeout_s: longest wait for a decision, seconds, time in the client's queue included.
-        registry: where the client's own metrics go, if anywhere.
+        registry: registry of the client's own metrics; ``None``: they are not registered.
         clock: monotonic seconds.
     """
 
@@ -132,35 +132,35 @@ class ControllerClient:
         self._missing: Callable[[Sequence[int]], None] = _nothing
         self._notice_task: asyncio.Task[None] | None = None
         self._link = Link(app_name, config, self._queries.fail_queued)
-        # Its end is the first sign of a dead controller.
+        # The connection's end is the first sign of a dead controller.
         self._channel = RouteChannel(self._find_endpoint, self._link.lost, self._release_unwanted)
 
     @property
     def up(self) -> bool:
-        """Whether the controller answered when it was last asked."""
+        """Whether the controller answered the last call."""
         return self._link.up
 
     @property
     def closed(self) -> frozenset[str]:
-        """The replicas that an operator has closed to new requests, as the controller last said:
-        with each decision, and each time that metrics are pushed. What it said stays true while it
+        """The replicas that an operator has closed to new requests, as the controller last
+        reported with a decision or a push of metrics. The report stays valid while the controller
         does not answer."""
         return self._closed
 
     @property
     def quarantined(self) -> frozenset[str]:
-        """The replicas that have failed or hang, as the controller last said, in the same way.
-        While it does not answer, that counts for ``QUARANTINE_KEPT_S``."""
+        """The replicas that have failed or hang, as the controller last reported in the same way.
+        While it does not answer, the report stays valid for ``QUARANTINE_KEPT_S``."""
         if self._clock() - self._told_s > QUARANTINE_KEPT_S:
             return frozenset()
         return self._quarantined
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
-        """Where ``query``'s request goes, or ``None`` where the controller did not say in time.
+        """The decision on ``query``, or ``None`` if the controller did not answer in time.
 
-        A timeout costs only its own question; that the controller hangs is taken from
-        ``MAX_TIMEOUTS`` in a row (:mod:`controller.channel`), that it died is seen at once. While
-        there is no connection and decisions travel as actor calls, one timeout is enough.
+        A single timeout affects only its own question. The controller counts as hung after
+        ``MAX_TIMEOUTS`` in a row (:mod:`controller.channel`); its death is detected at once. While
+        there is no connection and decisions are actor calls, one timeout is enough.
         """
         try:
             self._link.check()
@@ -189,7 +189,7 @@ class ControllerClient:
 
     async def report(self, delta: ReplicaDelta) -> ReportReply | None:
         """Report a replica's changes. After ``None`` it is unknown whether they arrived; if they
-        did not, the next report is answered with ``resync``.
+        were lost, the next report is answered with ``resync``.
 
         Raises:
             ValueError: the controller refused the message, and says why.
@@ -216,8 +216,8 @@ class ControllerClient:
         return await self._delivered("goodbye", replica_id)
 
     async def push_metrics(self, push: MetricsPush) -> bool:
-        """Deliver a process's metrics, and since the last push the endings of requests and the
-        notices of late ones.
+        """Deliver a process's metrics, and the request endings and late notices since the last
+        push.
 
         Raises:
             ValueError: the controller refused them, and says why.
@@ -230,8 +230,8 @@ class ControllerClient:
                 "push_metrics", push, endings, late, self._waits(), timeout_s=NOTICE_TIMEOUT_S
             )
         except NoAnswerError:
-            # With the next push; of more than it may hold, the latest. Who is late is told again
-            # when it ends.
+            # Endings are sent again with the next push, the latest MAX_ENDINGS of them. Late
+            # notices are dropped: a late request is reported again by its ending.
             self._ended = deque((*endings, *self._ended), maxlen=MAX_ENDINGS)
             return False
         self._note(reply)
@@ -240,8 +240,8 @@ class ControllerClient:
         return True
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:
-        """Tell what a router's clients have used of their rate limits. Returns how full these
-        buckets are over all routers; see :mod:`controller.quotas`.
+        """Report the rate-limit use of a router's clients. Returns how full these buckets are over
+        all routers; see :mod:`controller.quotas`.
 
         Raises:
             ValueError: the controller refused the message, and says why.
@@ -256,12 +256,12 @@ class ControllerClient:
         return text
 
     async def snapshot(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> dict[str, Any] | None:
-        """The controller's view of everything, for an operator."""
+        """The controller's state, for an operator."""
         view: dict[str, Any] | None = await self._answer("snapshot", timeout_s=timeout_s)
         return view
 
     async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
-        """The last decisions and why they fell so, the latest first.
+        """The last decisions and their reasons, the latest first.
 
         Raises:
             ValueError: ``limit`` is out of range.
@@ -273,20 +273,19 @@ class ControllerClient:
     async def drain(
         self, replica_id: str, drain: bool, spare_last: bool = False
     ) -> dict[str, Any] | None:
-        """Close a replica to new requests, or open it again. Returns what is left there; ``None``
-        where no such replica is known. See :meth:`controller.actor.Controller.drain`.
+        """Close a replica to new requests, or open it again. Returns the requests left there;
+        ``None`` for an unknown replica. See :meth:`controller.actor.Controller.drain`.
 
         Raises:
-            NoAnswerError: the controller did not answer, so it may be done or not.
-            ValueError: no name.
+            NoAnswerError: the controller did not answer; the change may have been made or not.
+            ValueError: ``replica_id`` is no id.
         """
         told: dict[str, Any] | None
         told = await self._call("drain", replica_id, drain, spare_last, timeout_s=SCRAPE_TIMEOUT_S)
         return told
 
     async def load(self, role: Role | None = None) -> Load | None:
-        """What all replicas together have to do, or those of a role, for who decides on their
-        number.
+        """The load on all replicas together, or on the replicas of ``role``; autoscaling reads it.
 
         Raises:
             ValueError: no such role.
@@ -295,17 +294,17 @@ class ControllerClient:
         return load
 
     def release(self, key: int) -> None:
-        """Give up the reservation of a request that is over or goes elsewhere. Does not wait;
-        where it gets lost, the reservation ends by its age."""
+        """Release the reservation of a request that has ended or was sent elsewhere. Does not wait;
+        if the message is lost, the reservation expires."""
         self._notice(self._released, key, "release")
 
     def ended(self, ending: RequestEnding) -> None:
-        """A request ended. Does not wait; the controller hears of it with the next push of metrics.
-        Of more than ``MAX_ENDINGS`` between two pushes, of the latest."""
+        """A request ended. Does not wait; the ending is sent with the next push of metrics. Of more
+        than ``MAX_ENDINGS`` between two pushes the latest are sent."""
         self._ended.append(ending)
 
     def late(self, notice: LateNotice) -> None:
-        """A promised response is late. Told and bounded as :meth:`ended` is."""
+        """A promised response is late. Sent and bounded like an ending (:meth:`ended`)."""
         self._late.append(notice)
 
     def on_push(
@@ -313,20 +312,20 @@ class ControllerClient:
         waits: Callable[[], Sequence[FirstTokenWait]],
         missing: Callable[[Sequence[int]], None],
     ) -> None:
-        """From now on ask with each push of metrics about the requests that ``waits`` names, at
-        most ``MAX_WAITS``, and hand the keys of those that are going to miss their first tokens to
-        ``missing``. Neither may wait."""
+        """From now on include the requests of ``waits``, at most ``MAX_WAITS``, in each push of
+        metrics, and call ``missing`` with the keys of those predicted to miss their TTFT. Neither
+        callback may block."""
         self._waits, self._missing = waits, missing
 
     def replica_gone(self, replica_ids: Iterable[str]) -> None:
-        """These replicas left the application. Does not wait; where it gets lost, the replicas go
-        stale."""
+        """These replicas left the application. Does not wait; if the message is lost, the replicas
+        go stale."""
         for replica_id in replica_ids:
             self._notice(self._gone, replica_id, "replica_gone")
 
     def troubled(self, replica_id: str, trouble: Trouble) -> None:
-        """A request failed at this replica, or its stream hangs. Does not wait; where it gets lost,
-        the next one tells."""
+        """A request failed at this replica, or its stream hangs. Does not wait; a lost notice is
+        not repeated, and the next failure sends another."""
         if len(self._troubled) >= MAX_KEYS:
             self._count("troubled", "full")
             return
@@ -334,7 +333,7 @@ class ControllerClient:
         self._send_notices_soon()
 
     async def close(self) -> None:
-        """Send what waits, and stop. The controller lives on."""
+        """Send pending notices, and stop. The controller keeps running."""
         if self._notice_task is not None:
             await self._notice_task
         self._queries.fail_queued()
@@ -359,7 +358,7 @@ class ControllerClient:
         return endpoint
 
     def _note(self, reply: RouteReply | PushReply) -> None:
-        """Keep what the controller said of replicas beside its answer."""
+        """Keep the closed and quarantined replicas that come with the controller's answer."""
         if reply.closed is not None:
             self._closed = frozenset(reply.closed)
         self._quarantined = frozenset(reply.quarantined)
@@ -423,7 +422,7 @@ class ControllerClient:
             self._notice_task = asyncio.get_running_loop().create_task(self._send_notices())
 
     async def _send_notices(self) -> None:
-        """Send what has gathered until nothing is left; one call at a time."""
+        """Send the pending notices until none is left; one call at a time."""
         try:
             while self._released or self._gone or self._troubled:
                 released, self._released = list(self._released), {}
@@ -443,4 +442,4 @@ class ControllerClient:
 
 
 def _nothing(_: Sequence[int]) -> None:
-    """Who asks about no requests is told of none."""
+    """Default of ``missing``: without ``waits`` the controller names no requests."""

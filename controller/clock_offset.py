@@ -1,8 +1,8 @@
 """How another process's monotonic clock differs from this one's, learned from its messages.
 
-No two hosts' clocks are compared: a message carries the sender's own now, and the message that took
-least to come tells best how the clocks differ. So an offset is too large by the way of the quickest
-message, and nothing else: neither the skew of wall clocks nor a step of one changes it.
+No two hosts' clocks are compared directly: a message carries the sender's own time, and the message
+with the shortest delay shows best how the clocks differ. So an offset is too large by exactly the
+delay of the quickest message: neither the skew of wall clocks nor a step of one changes it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from math import inf
 
 WINDOW_S = 30.0
-"""Messages of this time, and of the window before it, are judged together, seconds. Clocks of hosts
-part by a few milliseconds meanwhile; one that stood still, as of a virtual machine that was moved,
-is followed within three windows."""
+"""Messages of this window and of the one before it are judged together, seconds. Hosts' clocks
+drift apart by a few milliseconds meanwhile; a clock that stopped, as of a virtual machine that was
+moved, is corrected for within three windows."""
 
 
 class ClockOffset:
-    """Learns what to add to a sender's times to have them on the own clock.
+    """Learns the offset that converts a sender's times to the own clock.
 
     Args:
         window_s: see :data:`WINDOW_S`.
@@ -36,8 +36,8 @@ class ClockOffset:
         return min(self._least_s, self._before_s)
 
     def hear(self, sent_s: float, now_s: float) -> float:
-        """A message came at ``now_s`` that was sent at ``sent_s`` of the sender's clock. Returns
-        how much longer it took than the quickest, seconds, at least 0."""
+        """A message arrived at ``now_s``; it was sent at ``sent_s`` on the sender's clock. Returns
+        its delay beyond that of the quickest message, seconds, at least 0."""
         offset_s = now_s - sent_s
         if now_s - self._since_s >= self._window_s:
             recent = now_s - self._since_s < 2 * self._window_s

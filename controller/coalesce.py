@@ -1,7 +1,7 @@
-"""Many small questions, few calls: what one loop turn asks goes out together.
+"""Batches many small questions into few calls: questions of one event-loop turn are sent together.
 
-A call has a price of its own, however little it asks, and many questions in one call pay it once:
-compare the callers in the tables of ``sluice bench decision``.
+Each call has a fixed cost, which the questions of a batch share: compare the callers in the tables
+of ``sluice bench decision``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Answer = TypeVar("Answer")
 
 class _Waiting(NamedTuple, Generic[Question, Answer]):
     question: Question
-    # A failure is a result here: an exception that nobody stays to collect would be logged.
+    # A failure is set as a result: asyncio would log an exception that is never retrieved.
     future: asyncio.Future[Answer | NoAnswerError | ValueError]
     deadline_s: float
 
@@ -27,16 +27,16 @@ class _Waiting(NamedTuple, Generic[Question, Answer]):
 class Coalescer(Generic[Question, Answer]):
     """Asks questions in batches, with one deadline from question to answer.
 
-    Questions of one turn of the event loop go in one call; while ``calls`` calls are under way,
-    more questions gather. ``O(1)`` per question.
+    Questions of one event-loop turn go in one call; while ``calls`` calls are in flight, further
+    questions are queued. ``O(1)`` per question.
 
     Args:
-        send: asks a batch, within so many seconds; answers in the order of the questions. It may
-            raise :class:`NoAnswerError` or ``ValueError``, which every asker of the batch then
-            gets.
-        unwanted: told of an answer whose asker was cancelled or timed out before it came.
-        timeout_s: longest wait of an asker, seconds.
-        batch: most questions in a call. calls: most calls under way. queue: most questions that
+        send: sends a batch, with a timeout in seconds; returns the answers in the order of the
+            questions. It may raise :class:`NoAnswerError` or ``ValueError``, which is then raised
+            to every caller of the batch.
+        unwanted: called with each answer whose caller was cancelled or timed out before.
+        timeout_s: longest wait of a caller, seconds.
+        batch: most questions in a call. calls: most calls in flight. queue: most questions that
             wait for a call.
     """
 
@@ -65,7 +65,7 @@ class Coalescer(Generic[Question, Answer]):
         """The answer to ``question``.
 
         Raises:
-            NoAnswerError: none came in time, or the call failed, or too many questions wait.
+            NoAnswerError: no answer in time, or the call failed, or the queue is full.
             ValueError: the batch was refused.
         """
         if len(self._queue) >= self._limit:
@@ -91,14 +91,14 @@ class Coalescer(Generic[Question, Answer]):
         return outcome
 
     def fail_queued(self) -> None:
-        """Tell all whose question was not sent yet that it will not be."""
+        """Fail every question that was not sent yet with ``unavailable``."""
         while self._queue:
             waiting = self._queue.popleft()
             if not waiting.future.done():
                 waiting.future.set_result(NoAnswerError("unavailable"))
 
     def _abandon(self, waiting: _Waiting[Question, Answer]) -> None:
-        """Pass on an answer that came in the same turn in which its asker left."""
+        """Report an answer as unwanted that arrived in the loop turn in which its caller left."""
         future = waiting.future
         if future.done() and not future.cancelled():
             outcome = future.result()

@@ -26,8 +26,8 @@ class ControllerConfig(BaseModel):
     )
     admission: str = Field(
         default="moore_hodgson",
-        description="Admission policy, see `sluice policies`; `none`: nothing is promised, and "
-        "every request that allows it is served alike.",
+        description="Admission policy, see `sluice policies`; `none`: admission is off, no request "
+        "is guaranteed, and requests that accept this are served alike.",
     )
     admission_options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the admission policy."
@@ -36,21 +36,21 @@ class ControllerConfig(BaseModel):
         default=0.99,
         gt=0,
         lt=1,
-        description="Share of the promises that are to be kept: with how much of a margin a "
-        "promise is planned follows from how those before it turned out.",
+        description="Target share of guarantees that are kept: the safety margin of a guarantee is "
+        "learned from the outcomes of earlier ones.",
     )
     output_tokens: dict[str, tuple[int, int]] = Field(
         default_factory=dict,
         max_length=16,
-        description="Range of the output lengths by service class, `[least, most]` tokens, any of "
-        "them alike: end-to-end times of the class are promised by it. Lengths of a class that is "
-        "not here are learned.",
+        description="Range of the output lengths by service class, `[least, most]` tokens, each "
+        "length equally likely: end-to-end times of the class are guaranteed for this range. "
+        "Output lengths of classes without an entry are learned.",
     )
     aged_after_s: float = Field(
         default=1.0,
         gt=0,
-        description="At a replica silent for longer nothing is promised, and it is chosen only "
-        "where no other is left, seconds.",
+        description="A replica silent for longer gives no guarantees and is chosen only if no "
+        "other replica is left, seconds.",
     )
     stale_after_s: float = Field(
         default=2.0,
@@ -63,7 +63,8 @@ class ControllerConfig(BaseModel):
     reservation_ttl_s: float = Field(
         default=5.0,
         gt=0,
-        description="A decision that no replica confirmed by then is dropped, seconds.",
+        description="A reservation that no replica has confirmed after this time is dropped, "
+        "seconds.",
     )
     reference_ttft_ms: float = Field(
         default=1_000.0,
@@ -84,10 +85,10 @@ class ControllerConfig(BaseModel):
         return self
 
     def make_lengths(self) -> OutputLengths:
-        """What is known of the lengths of outputs before any has ended.
+        """The output lengths as configured, before any output is observed.
 
         Raises:
-            ValueError: a range that is none.
+            ValueError: a range is invalid.
         """
         stated = {}
         for name, (least, most) in self.output_tokens.items():

@@ -1,4 +1,4 @@
-"""Ends connections to hosts that have vanished, for every plain TCP connection of ours."""
+"""Closes plain TCP connections to hosts that have vanished."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 DEAD_AFTER_S = 30
 """Silence of the other host after which the system ends a connection, seconds: a host that vanished
-does not say so. A program that hangs is another matter, its host answers for it."""
+closes no connection. A program that hangs is not detected: its host's kernel still answers."""
 
 
 def notice_dead_host(connection: socket.socket | None) -> None:
@@ -14,7 +14,7 @@ def notice_dead_host(connection: socket.socket | None) -> None:
     if connection is None:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every system has all of them; without them its own times count.
+    # Not every system has all of these options; without them the system's own times apply.
     for name, value in (
         ("TCP_KEEPIDLE", DEAD_AFTER_S // 3),
         ("TCP_KEEPINTVL", DEAD_AFTER_S // 3),

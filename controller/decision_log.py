@@ -1,7 +1,7 @@
-"""The latest decisions and why they fell as they did: "why did my request go there?"
+"""The latest decisions and their reasons: "why did my request go there?"
 
-A decision must not pay for this, so what it was made from is kept as it is, and made into words
-when somebody reads it.
+To keep decisions fast, only their inputs are stored; the explanation is written when the log is
+read.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ DECISIONS = 256
 OTHERS = 3
 """Replicas shown besides the chosen one."""
 
-_MORE_WORK = "more work is ahead there"
-_CANNOT = "it cannot promise the objective"
-_TRIAL = "the chosen one was to be tried after its quarantine"
+_MORE_WORK = "its backlog is longer"
+_CANNOT = "it cannot meet the SLO"
+_TRIAL = "the chosen replica was due for a trial request after its quarantine"
 
 
 _CONSTRAINTS = {
@@ -42,17 +42,17 @@ _CONSTRAINTS = {
     Constraint.PREFILL_BUDGET: "prefill budget",
 }
 
-_OVER_SHARE = "Its client has its share of what can be promised, and others ask for theirs"
+_OVER_SHARE = "Its client has used its share of guaranteed capacity, and others request theirs"
 
 
 class Entry(NamedTuple):
     """One decision.
 
     Attributes:
-        query, decision: what was asked and answered.
-        decided_s: when, seconds on the controller's clock. took_s: how long it took.
-        asked: how often this request has asked, this time included: one that waits asks again.
-        weighed: what it was made from; ``None`` where no replica could be chosen.
+        query, decision: the question and its answer.
+        decided_s: time of the decision, seconds on the controller's clock. took_s: its duration.
+        asked: number of queries of this request, this one included: a waiting request asks again.
+        weighed: the inputs of the decision; ``None`` if no replica could be chosen.
     """
 
     query: RouteQuery
@@ -64,14 +64,14 @@ class Entry(NamedTuple):
 
 
 _Fields = tuple[RouteQuery, RouteDecision, float, float, int, DecisionInputs | None]
-"""Those of an :class:`Entry`."""
+"""The fields of an :class:`Entry`."""
 
 
 class DecisionLog:
     """The last decisions, one per request: a request that asks again replaces its last decision.
 
-    Noting one is ``O(1)``, amortised. What is kept are references to arrays with a number per
-    replica, so memory is in proportion to ``limit`` times the replicas.
+    Adding a decision is ``O(1)``, amortised. Entries keep references to arrays with one number per
+    replica, so memory is proportional to ``limit`` times the number of replicas.
 
     Args:
         routing: the policy that chooses.
@@ -81,8 +81,8 @@ class DecisionLog:
     def __init__(self, routing: RoutingPolicy, limit: int = DECISIONS) -> None:
         self._routing = routing
         self._limit = limit
-        # The fields of entries by key, the latest last, and up to twice as many as are wanted.
-        # Bare tuples and a bare dict, because decisions wait for this.
+        # The fields of entries by key, the latest last; up to twice the limit. Bare tuples and a
+        # bare dict, because decisions wait for this.
         self._entries: dict[int, _Fields] = {}
         self._weighed: DecisionInputs | None = None
         self.endings = Endings()
@@ -92,7 +92,7 @@ class DecisionLog:
         return min(self._limit, len(self._entries))
 
     def weigh(self, weighed: DecisionInputs) -> None:
-        """What the decision under way is made from; :meth:`note` follows."""
+        """Take the inputs of the current decision; :meth:`note` follows."""
         self._weighed = weighed
 
     def note(
@@ -100,9 +100,9 @@ class DecisionLog:
     ) -> None:
         """A decision was made on a valid query."""
         weighed, self._weighed = self._weighed, None
-        # The one that was decided on may have an earlier plan than what was asked for.
+        # Keys are compared, because the query of the inputs may have an earlier plan than `query`.
         if weighed is not None and weighed.job.query.key != query.key:
-            weighed = None  # of one that failed halfway
+            weighed = None  # left by a decision that failed halfway
         entries = self._entries
         earlier = entries.pop(query.key, None)
         asked = 1 if earlier is None else Entry._make(earlier).asked + 1
@@ -111,8 +111,8 @@ class DecisionLog:
             self._entries = dict(islice(entries.items(), len(entries) - self._limit, None))
 
     def latest(self, limit: int, now_s: float) -> Iterator[dict[str, Any]]:
-        """The last decisions as of now, the latest first, as plain data that JSON can hold. Each
-        takes some 50 us when it is its turn; what is decided meanwhile changes nothing."""
+        """The last decisions as of now, the latest first, as plain JSON data. Producing each takes
+        about 50 us; decisions made during the iteration are not included."""
         entries = list(islice(self._kept(), limit))
         latest: dict[str, int] = {}
         for entry in entries:
@@ -183,8 +183,8 @@ class DecisionLog:
         return told
 
     def _ended(self, entry: Entry, tried_again: bool) -> dict[str, Any]:
-        """How the request ended, where its router has told. That is of its last decision: after an
-        earlier one it was tried again."""
+        """How the request ended, if its router has reported that. The ending belongs to the
+        request's last decision: after the earlier ones it was retried."""
         request_id = entry.query.request_id
         tried_again = tried_again and request_id != ""
         ending = None if tried_again else self.endings.of(request_id)
@@ -206,43 +206,43 @@ class DecisionLog:
         }
 
     def _why(self, entry: Entry) -> str:
-        """Why it went where it went, and if two replicas serve it, both."""
+        """Why the request was placed as it was; of a P/D pair, the reasons for both replicas."""
         why, weighed = self._why_there(entry), entry.weighed
         if entry.decision.prefill_id is None or weighed is None or weighed.second is None:
             return why
         of, able = len(weighed.second.job.rows), _count(weighed.second.promises)
-        able_words = "" if able is None else f", of which {able} can promise its part"
-        return f"{why} Its prompt is computed there, and one of {of} others goes on{able_words}."
+        able_words = "" if able is None else f", of which {able} can meet the rest of the SLO"
+        return f"{why} It is the prefill replica; one of {of} others decodes{able_words}."
 
     def _why_there(self, entry: Entry) -> str:
         decision, weighed = entry.decision, entry.weighed
         if decision.reason == NO_REPLICA or weighed is None:
-            return "No replica may be chosen: none has reported lately, or all are drained."
+            return "No replica is available: none has reported lately, or all are drained."
         able = _able(weighed)
         of_all = f"{len(weighed.job.rows)} replicas"
         of = f"{able} of {of_all}"
         if _is_trial(decision, weighed):
-            return f"It tries a replica that was in quarantine and could serve it: one of {of_all}."
-        cannot = f"No replica can promise the objective{_bound(weighed)}"
+            return f"A trial of a replica that was in quarantine and can serve it: one of {of_all}."
+        cannot = f"No replica can meet the SLO{_bound(weighed)}"
         if decision.reason == UNATTAINABLE:
             first = _OVER_SHARE if decision.over_share else cannot
-            return f"{first}, and the class is not served without."
+            return f"{first}; its class does not allow best effort."
         if decision.tier is None:
-            return f"Nothing is promised here, as admission is off; {self._routing.name} chose."
+            return f"No guarantee, because admission is off; {self._routing.name} chose."
         if decision.tier is Tier.GUARANTEED:
-            promised = f"{of} can promise the objective; of those {self._routing.name} chose."
+            promised = f"{of} can meet the SLO; {self._routing.name} chose among them."
             return f"{_moved(entry.query.moves_from)}{promised}"
         if able is None:
             states = entry.query.slo.stated
-            asks = "It asks for best effort, as the lines of a batch do"
-            first = asks if states else "It states no objective to promise"
+            asks = "It asks for best effort, as batch requests do"
+            first = asks if states else "It states no SLO"
         elif decision.over_share:
             first = _OVER_SHARE
         elif able:
-            first = "No replica that is well has reported lately, so nothing is promised"
+            first = "No healthy replica has reported lately, so nothing is guaranteed"
         else:
             first = cannot
-        return f"{first}: served as best effort, where least work is ahead."
+        return f"{first}: served as best effort by the replica with the shortest backlog."
 
     def _compare(
         self, told: dict[str, Any], decision: RouteDecision, weighed: DecisionInputs
@@ -268,8 +268,8 @@ class DecisionLog:
             told["chosen"] = _figures(weighed, names, chosen)
 
     def _second(self, weighed: DecisionInputs, second: DecodeChoice) -> dict[str, Any]:
-        """Who would go on if one of the replicas computes the prompt only, and the best of the
-        others, each with its figures."""
+        """The decode replica for a prefill replica of the query, and the best of the other
+        candidates, each with its figures."""
         job, promises = second.job, second.promises
         names = [weighed.ids[row] for row in job.rows.tolist()]
         holds = np.ones(len(names), bool) if promises is None else promises.holds
@@ -301,8 +301,8 @@ class DecisionLog:
 
 
 def _not_guaranteed(entry: Entry) -> str | None:
-    """Why nothing was guaranteed, as a word for programs; ``None`` where it was. Of constraints,
-    the one that binds at the replica that could soonest."""
+    """Machine-readable reason why the request was not guaranteed; ``None`` if it was. Of several
+    constraints, the one that binds at the replica that could give a guarantee soonest."""
     query, decision, weighed = entry.query, entry.decision, entry.weighed
     if decision.tier is Tier.GUARANTEED:
         return None
@@ -321,7 +321,7 @@ def _not_guaranteed(entry: Entry) -> str | None:
 
 
 def _constraints(weighed: DecisionInputs | None) -> dict[str, int]:
-    """At how many replicas each constraint forbade a promise."""
+    """Number of replicas at which each constraint prevented a guarantee."""
     if weighed is None or weighed.promises is None:
         return {}
     promises = weighed.promises
@@ -330,7 +330,8 @@ def _constraints(weighed: DecisionInputs | None) -> dict[str, int]:
 
 
 def _bound(weighed: DecisionInputs) -> str:
-    """What forbade it, in brackets: of one constraint its name, of several at how many replicas."""
+    """The binding constraints, in brackets: the name of a single one, or all with the number of
+    replicas at which each binds."""
     found = [
         (_CONSTRAINTS[Constraint[name.upper()]], n) for name, n in _constraints(weighed).items()
     ]
@@ -346,14 +347,14 @@ def _cannot(promises: Promises | None, place: int) -> str:
 
 
 def _is_trial(decision: RouteDecision, weighed: DecisionInputs) -> bool:
-    """Whether the request goes to a replica in quarantine, to see what becomes of it."""
+    """Whether the request is a trial request of a replica in quarantine."""
     tried = {weighed.ids[row] for row in weighed.untried}
     return bool(tried & {decision.replica_id, decision.prefill_id})
 
 
 def _moved(replica_id: str) -> str:
-    """Why a request was decided on that a replica had already."""
-    return f"Its first token was going to be late at {replica_id}. " if replica_id else ""
+    """Why a request that was already placed was decided on again."""
+    return f"Its first token was predicted to be late at {replica_id}. " if replica_id else ""
 
 
 def _able(weighed: DecisionInputs | None) -> int | None:
@@ -361,12 +362,12 @@ def _able(weighed: DecisionInputs | None) -> int | None:
 
 
 def _count(promises: Promises | None) -> int | None:
-    """How many can promise; ``None`` where nothing was asked."""
+    """Number of replicas that can give a guarantee; ``None`` if none was requested."""
     return None if promises is None else int(promises.holds.sum())
 
 
 def _figures(weighed: DecisionInputs, names: list[str], place: int) -> dict[str, Any]:
-    """What was known of the replica at a place."""
+    """The decision's figures of the replica at index ``place``."""
     job, promises, ahead_s = weighed.job, weighed.promises, weighed.ahead_s
     return {
         "replica_id": names[place],

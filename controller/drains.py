@@ -1,9 +1,9 @@
-"""What operators said of replicas, for as long as it matters: who is drained, who was taken back.
+"""The operators' drain settings: which replicas are drained, and which were reopened.
 
-Within one life of the controller its own word is the truth. Over a restart the replicas carry it:
-each knows what it was last told, and says so in its hello. So a replica's memory counts where this
-controller has said nothing of it, and nowhere else: what was taken back while the replica was out
-of reach stays taken back, whatever the replica remembers.
+While a controller runs, its own settings are authoritative. Replicas carry them over a restart:
+each remembers its last setting and sends it in its hello. The replica's memory counts only if this
+controller has no setting for it: a replica that was reopened while it was unreachable stays open,
+whatever it remembers.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from collections.abc import Iterable
 from scheduling.fleet import Fleet
 
 KEPT_S = 3600.0
-"""How long the word on a replica that fell silent is kept after the mirror forgot it, seconds. Most
-such replicas are dead and never come back; one that does later counts by what it remembers."""
+"""How long the setting of a silent replica is kept after the mirror forgot the replica, seconds.
+Most of these replicas are dead and never return; for one that returns later, its own memory
+counts."""
 
 MOST_SILENT = 1024
-"""Most silent replicas of which a word is kept; of more, the one silent for longest is forgotten.
-The closed ones of them travel with every answer to a router."""
+"""Most silent replicas whose setting is kept; of more, the one silent for longest is forgotten.
+Every answer to a router lists the closed replicas among them."""
 
 
 class Drains:
-    """The operators' words, by replica. All methods are ``O(1)``, amortised.
+    """The drain settings by replica. All methods are ``O(1)``, amortised.
 
     Args:
-        fleet: what is closed there is what is drained.
+        fleet: drained replicas are closed there.
         kept_s, most_silent: see the module.
     """
 
@@ -47,20 +48,20 @@ class Drains:
         self._words[replica_id] = True
 
     def take_back(self, replica_id: str) -> bool:
-        """Open a replica again; whether it was drained."""
+        """Open a replica again. Returns whether it was drained."""
         drained = self._fleet.reopen(replica_id)
         if drained:
             self._words[replica_id] = False
         return drained
 
     def greet(self, replica_id: str, closed: bool) -> None:
-        """A replica said hello, and that it was last told this."""
+        """A replica registered; ``closed`` is the setting that it remembers."""
         self._silent_since_s.pop(replica_id, None)
         if closed and replica_id not in self._words:
             self.drain(replica_id)
 
     def silent(self, replica_ids: Iterable[str], now_s: float) -> None:
-        """The mirror has forgotten these; and forget what was said of those long silent."""
+        """The mirror has forgotten these replicas. Drops the settings of those silent for long."""
         since_s = self._silent_since_s
         since_s.update({each: now_s for each in replica_ids if each in self._words})
         while since_s:

@@ -1,7 +1,7 @@
-"""How the latest requests ended, as their routers saw it, for the log of decisions.
+"""How the latest requests ended, as their routers saw it, for the decision log.
 
-Routers send endings with their metrics (:meth:`controller.client.ControllerClient.ended`), so a
-request costs no message of its own.
+Routers send endings with their metrics (:meth:`controller.client.ControllerClient.ended`), so an
+ending needs no message of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Endings:
         return len(self._endings)
 
     def note(self, endings: Iterable[RequestEnding]) -> None:
-        """Requests ended. One that is told twice counts once."""
+        """Requests ended. An ending that is reported twice counts once."""
         for ending in endings:
             self._endings.pop(ending.request_id, None)
             self._endings[ending.request_id] = ending
@@ -42,12 +42,12 @@ class Endings:
             del self._endings[request_id]
 
     def of(self, request_id: str) -> RequestEnding | None:
-        """How it ended; ``None`` where no router has told, or too long ago."""
+        """How a request ended; ``None`` if no router has reported it, or too long ago."""
         return self._endings.get(request_id)
 
 
 def check_endings(endings: Any) -> None:
-    """Check what a router says of requests that ended.
+    """Check a router's request endings.
 
     Raises:
         ValueError: it is no sequence of endings, too long, or a field is out of range.
@@ -79,7 +79,7 @@ def check_endings(endings: Any) -> None:
 
 
 def check_late(notices: Any) -> None:
-    """Check what a router says of promised requests that are late.
+    """Check a router's late notices.
 
     Raises:
         ValueError: it is no sequence of notices, too long, or a field is out of range.

@@ -1,4 +1,4 @@
-"""What a client of the controller meets when there is no answer."""
+"""The error of a controller's client when the controller does not answer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ Failure = Literal["timeout", "unavailable", "error", "full"]
 class NoAnswerError(Exception):
     """The controller gave no answer; ``reason`` says why.
 
-    ``timeout``: not in time. ``unavailable``: it is known not to answer, nothing was sent, or its
-    process died. ``error``: it failed while it handled the call. ``full``: too much waits already.
+    ``timeout``: no answer in time. ``unavailable``: it is known to be unresponsive, nothing was
+    sent, or its process died. ``error``: it failed in the call. ``full``: the client's queue is
+    full.
     """
 
     def __init__(self, reason: Failure) -> None:

@@ -1,7 +1,8 @@
-"""What the edge counted in the last minutes, in all and by service class.
+"""The routers' request counts of the last minutes, in total and by service class.
 
-The routers push totals; a ring of them, one every few seconds, makes any recent span of them a
-difference. Prometheus does this better for longer; here nothing else has to run.
+Routers push cumulative totals. A ring keeps one snapshot of them every few seconds, so the counts
+of a recent time span are a difference of two snapshots. Prometheus keeps longer histories; this one
+needs no other service.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from controller.messages import MetricSample
 
 PERIOD_S = 10.0
-"""Between two entries of the ring, seconds."""
+"""Time between two entries of the ring, seconds."""
 
 WINDOW_S = 300.0
 """The span that is shown, seconds."""
@@ -26,8 +27,8 @@ _OUTCOMES = ("ok", "client_error", "refused", "failed", "cancelled")
 _TOKENS = ("prompt", "cached", "generated")
 _TIMES = ("ttft", "tpot", "e2e")
 
-# Sample -> the label whose value says which field it counts for, and the fields by that value;
-# with no label, the field.
+# Sample -> the label that selects the field, and the field by the label's value; without a label,
+# the field.
 _FIELDS: dict[str, tuple[str, dict[str, str]]] = {
     "sluice_slo_requests_total": ("", {"": "stated"}),
     "sluice_attained_total": ("", {"": "attained"}),
@@ -49,7 +50,7 @@ _FAMILIES = sorted(
 
 Labels = tuple[tuple[str, str], ...]
 Key = str | tuple[str, float]
-"""A field, or of a time its bucket with this upper bound, seconds."""
+"""A field, or a time's name with the upper bound of a bucket, seconds."""
 
 Counts = Counter[Key]
 _NONE: Counts = Counter()
@@ -63,16 +64,16 @@ _SERIES = (
 
 
 class TotalsSource(Protocol):
-    """Where the sums over all processes are: the metrics hub."""
+    """The source of sums over all processes: the metrics hub."""
 
     def series(self, family: str) -> Iterable[tuple[str, Labels, float]]:
         """Sample, labels and value of every series of a family; none for an unknown one."""
 
 
 class _Entry(NamedTuple):
-    """The totals at a time. ``point`` and ``attainment`` are of what was counted since the entry
-    before, of all classes together and by class: made once, as the controller's decisions wait for
-    whoever reads them."""
+    """The totals at a time. ``point`` and ``attainment`` cover the time since the previous entry,
+    over all classes and by class. They are computed once, because the controller's decisions wait
+    for every reader."""
 
     at_s: float
     totals: dict[str, Counts]
@@ -81,10 +82,10 @@ class _Entry(NamedTuple):
 
 
 class History:
-    """The last minutes of what routers have counted.
+    """The routers' counts of the last minutes.
 
-    What a process had counted before it was first heard of is none of it, or a controller that
-    has restarted would take the past of its routers for the last minutes.
+    Counts from before a process's first push are excluded. Otherwise a restarted controller would
+    attribute all earlier counts of its routers to the last minutes.
 
     Args:
         period_s, window_s: see the module.
@@ -97,12 +98,12 @@ class History:
         self._before: dict[str, Counts] = {}
 
     def joined(self, samples: Iterable[MetricSample]) -> None:
-        """The first push of a process: all that it has counted until now was before."""
+        """The first push of a process: its counts so far are excluded."""
         for name, counts in _totals((s.name, s.labels, s.value) for s in samples).items():
             self._before.setdefault(name, Counter()).update(counts)
 
     def note(self, source: TotalsSource, now_s: float) -> None:
-        """Make an entry of the ring where it is time for one. ``O(series)`` then, else ``O(1)``."""
+        """Add an entry to the ring if one is due: ``O(series)``, otherwise ``O(1)``."""
         last = self._ring[-1] if self._ring else None
         if last is None or now_s - last.at_s >= self._period_s:
             self._ring.append(_entry(self._counted(source), now_s, last))
@@ -111,7 +112,7 @@ class History:
         """The last minutes up to now, as plain data: ``window_ms``, ``period_ms``, ``series`` (of
         all classes together) and ``classes``. ``O(series)``."""
         entries = [e for e in self._ring if now_s - e.at_s <= self._window_s]
-        # A last period that has just begun would show the luck of a moment.
+        # A last period that has just begun would be dominated by noise.
         if len(entries) > 1 and now_s - entries[-1].at_s < self._period_s / 2:
             del entries[-1]
         entries.append(_entry(self._counted(source), now_s, entries[-1] if entries else None))
@@ -130,7 +131,7 @@ class History:
         return sum(t["stated"] for t in totals), sum(t["attained"] for t in totals)
 
     def _counted(self, source: TotalsSource) -> dict[str, Counts]:
-        """By class, what was counted since this began."""
+        """The counts by class since this history began."""
         found = _totals(row for family in _FAMILIES for row in source.series(family))
         for name, before in self._before.items():
             if name in found:
@@ -150,8 +151,8 @@ def _entry(totals: dict[str, Counts], now_s: float, last: _Entry | None) -> _Ent
 
 
 def _point(count: Counts, span_s: float) -> dict[str, float | None]:
-    """The values of :data:`_SERIES`: rates, and quantiles of what ended; ``None`` where nothing
-    did."""
+    """The values of :data:`_SERIES`: rates, and quantiles over the requests that ended; ``None``
+    where there were none."""
     rates = (_ended(count), count["prompt"], count["generated"])
     values = [round(each / span_s, 4) if span_s > 0 else None for each in rates]
     for time in _TIMES:
@@ -198,7 +199,7 @@ def _class(name: str, entries: list[_Entry]) -> dict[str, Any]:
 
 
 def _less(after: Counts, before: Counts) -> Counts:
-    # Counter's own difference would leave out the empty buckets, which bound the others.
+    # Counter subtraction would drop the empty buckets, which bound the others.
     return Counter({key: max(0, counted - before[key]) for key, counted in after.items()})
 
 
@@ -211,7 +212,7 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def _quantiles(count: Counts, time: str) -> dict[str, float | None]:
-    """Of a time, milliseconds."""
+    """The p50 and p95 of a time, milliseconds."""
     buckets = sorted(
         (key[1], float(counted))
         for key, counted in count.items()
@@ -221,8 +222,8 @@ def _quantiles(count: Counts, time: str) -> dict[str, float | None]:
 
 
 def _quantile_ms(buckets: list[tuple[float, float]], share: float) -> float | None:
-    """A quantile of a histogram, linear within a bucket; of the last, endless one its beginning.
-    ``buckets`` are upper bounds and cumulative counts."""
+    """A quantile of a histogram, interpolated linearly within a bucket; in the last, unbounded
+    bucket its lower bound. ``buckets`` are upper bounds and cumulative counts."""
     if not buckets or buckets[-1][1] <= 0:
         return None
     wanted = share * buckets[-1][1]

@@ -1,4 +1,4 @@
-"""The controller's own metrics: decisions, reports, reservations, and what it knows of replicas."""
+"""The controller's own metrics: decisions, reports, reservations, and the state of replicas."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ _BUDGET = "sluice_replica_pab_tokens"
 
 _REPLICA_GAUGES: dict[str, tuple[str, Callable[[Floats], float]]] = {
     "sluice_replica_waiting_requests": (
-        "Requests that wait in the replica.",
+        "Waiting requests in the replica.",
         lambda figures: figures[figure.WAITING],
     ),
     "sluice_replica_running_requests": (
-        "Requests that run in the replica.",
+        "Running requests in the replica.",
         lambda figures: figures[figure.RUNNING],
     ),
     "sluice_replica_pending_prefill_tokens": (
-        "Prompt tokens of promised requests that the replica has yet to compute, those on their "
-        "way included.",
+        "Prompt tokens of guaranteed requests that the replica has yet to compute, requests in "
+        "transit included.",
         lambda figures: figures[figure.TOKENS],
     ),
     "sluice_replica_pending_prefill_seconds": (
-        "The predicted time of that.",
+        "Predicted time to compute the replica's pending prefill tokens.",
         lambda figures: figures[figure.PREFILL_S],
     ),
     "sluice_replica_best_effort_prefill_seconds": (
@@ -75,24 +75,27 @@ _REPLICA_GAUGES: dict[str, tuple[str, Callable[[Floats], float]]] = {
         lambda figures: 1 - figures[figure.FREE_BLOCKS] / max(1, figures[figure.TOTAL_BLOCKS]),
     ),
     _BUDGET: (
-        "Prefill admission budget of the replica, tokens; negative when it is overloaded. None in "
-        "quarantine.",
+        "Prefill admission budget of the replica, tokens; negative when it is overloaded. Not "
+        "reported in quarantine.",
         lambda figures: figures[figure.PAB],
     ),
 }
 
 
 _LOAD_COUNTERS: dict[str, tuple[str, str]] = {
-    "sluice_asked_requests": ("Requests that asked for a promise.", "asked"),
-    "sluice_asked_prefill_seconds": ("Predicted prefill time of these.", "asked_s"),
+    "sluice_asked_requests": ("Requests that asked for a guarantee.", "asked"),
+    "sluice_asked_prefill_seconds": (
+        "Predicted prefill time of the requests that asked for a guarantee.",
+        "asked_s",
+    ),
     "sluice_unpromised_requests": (
-        "Of these requests, those that an idle replica could have promised, and none did.",
+        "Requests that an idle replica could have guaranteed, but no replica did.",
         "unpromised",
     ),
 }
 _LOAD_GAUGES: dict[str, tuple[str, str]] = {
     "sluice_decode_load": (
-        "Replicas' time per second that promised decodes take, over all replicas of a role.",
+        "Replica time per second taken by guaranteed decodes, summed over the replicas of a role.",
         "decode_share",
     ),
     "sluice_head_room_ratio": (
@@ -103,11 +106,11 @@ _LOAD_GAUGES: dict[str, tuple[str, str]] = {
 
 
 class Instruments(Collector):
-    """Counts what the controller does, and shows mirror and fleet as gauges when scraped.
+    """Counts the controller's operations, and exports mirror and fleet as gauges when scraped.
 
     Args:
         policy: name of the routing policy, a label of the decisions.
-        mirror, fleet, demand, quarantine, calibration, returns: what the gauges show.
+        mirror, fleet, demand, quarantine, calibration, returns: sources of the gauges.
         clock: monotonic seconds.
     """
 
@@ -132,13 +135,13 @@ class Instruments(Collector):
         self.registry = CollectorRegistry(auto_describe=False)
         decisions = Counter(
             "sluice_decisions",
-            "Requests that the controller placed or could not place.",
+            "Decisions of the controller by outcome.",
             ("policy", "outcome"),
             registry=self.registry,
         )
         reports = Counter(
             "sluice_reports",
-            "Messages of replicas and metrics that were applied, must be resent, or were refused.",
+            "Replica reports and metrics pushes, by whether they were applied, resent or refused.",
             ("outcome",),
             registry=self.registry,
         )
@@ -153,7 +156,7 @@ class Instruments(Collector):
         )
         self._pairs = Counter(
             "sluice_split_decisions",
-            "Requests that were placed on two replicas: one for the prompt, one to go on.",
+            "Requests that were placed on a P/D pair: a prefill replica and a decode replica.",
             registry=self.registry,
         )
         self.registry.register(self)
@@ -189,7 +192,7 @@ class Instruments(Collector):
         )
         states = GaugeMetricFamily(
             "sluice_replicas",
-            "Replicas by what the controller thinks of them, and by role.",
+            "Replicas by condition and role.",
             labels=("state", "role"),
         )
         for state in product(CONDITIONS, ROLES):
@@ -202,7 +205,7 @@ class Instruments(Collector):
         )
         margins = GaugeMetricFamily(
             "sluice_promise_margin_ratio",
-            "The largest share of an objective by which promises are planned earlier.",
+            "Largest safety margin of guarantees, as a share of the objective.",
             labels=("objective",),
         )
         for objective, margin in self._calibration.largest(now_s).items():
@@ -210,7 +213,7 @@ class Instruments(Collector):
         yield margins
         returns = CounterMetricFamily(
             "sluice_retry_after",
-            "Requests that came again when they were told to, by whether they were promised.",
+            "Refused requests that retried when advised to, by whether they were guaranteed then.",
             labels=("outcome",),
         )
         returns.add_metric(("promised",), self._returns.held)
@@ -222,7 +225,7 @@ class Instruments(Collector):
             gauge = GaugeMetricFamily(name, documentation, labels=("replica", "role"))
             for replica_id, row in fleet.row_of.items():
                 if name == _BUDGET and replica_id in self._quarantine.names:
-                    continue  # nobody may use it
+                    continue  # no request may use its budget
                 labels = (replica_id, fleet.roles[row])
                 gauge.add_metric(labels, float(read(fleet.figures[row])))
             yield gauge
@@ -236,22 +239,23 @@ class Instruments(Collector):
         yield ages
 
     def _quarantines(self) -> Iterator[Metric]:
-        """Who is in quarantine why, and what brought them there."""
+        """The replicas in quarantine by reason, breaker openings, and trouble notices."""
         quarantine = self._quarantine
         found = Counts(quarantine.cause_of(each) for each in quarantine.names)
         now = GaugeMetricFamily(
             "sluice_quarantined_replicas",
-            "Replicas that get no requests because they failed or hung, by what was seen last.",
+            "Replicas that get no requests because they failed or hung, by their last failure.",
             labels=("reason",),
         )
         opened = CounterMetricFamily(
             "sluice_breaker_opened",
-            "Times that a replica went into quarantine, or back to it when it was tried.",
+            "Times that a replica was put into quarantine, or back after a failed trial.",
             labels=("reason",),
         )
         notices = CounterMetricFamily(
             "sluice_trouble_notices",
-            "What routers saw of replicas; ignored of one that had accused more than half of them.",
+            "Failures that routers reported of replicas; ignored from a router that had accused "
+            "more than half of a role's replicas.",
             labels=("reason", "outcome"),
         )
         for reason in Trouble:
@@ -262,7 +266,7 @@ class Instruments(Collector):
         yield from (now, opened, notices)
 
     def _loads(self, now_s: float) -> Iterator[Metric]:
-        """What each role has to do."""
+        """The load on each role."""
         loads = {role: self._demand.load(self._fleet, now_s, role=role) for role in ROLES}
         for name, (documentation, field) in _LOAD_COUNTERS.items():
             counter = CounterMetricFamily(name, documentation, labels=("role",))

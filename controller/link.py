@@ -1,4 +1,4 @@
-"""The way from a process to the controller actor: one handle, whether it answers, its repair."""
+"""A process's link to the controller actor: its handle, whether it answers, and its repair."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from controller.failure import NoAnswerError
 from controller.lookup import ensure_controller, find_or_start
 
 _PROBE_TIMEOUTS_S = (0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1.0)
-"""Of one probe after the other; short at first, because one that is under way when the actor's
-process dies gets its error only about a second later."""
+"""Timeouts of successive probes; short at first, because a probe in flight when the actor's process
+dies gets its error only about a second later."""
 
 _PROBE_PAUSE_S = 0.05
 
 _TELLING = frozenset(("route", "hello", "report"))
-"""Methods that the controller answers at once, so that a timeout says that it does not work. The
-others may take long, and a slow page of metrics must not stop the decisions."""
+"""Methods that the controller answers at once, so a timeout means that it is unresponsive. The
+others may take long, and a slow metrics page must not stop the decisions."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +34,10 @@ class Link:
 
     A failure here is the actor's death, or a timeout of a call that it answers at once.
     While the controller does not answer (:attr:`up` is false) every call fails at once, so that no
-    request pays for it twice; a task of the link's own looks the actor up again where its handle
-    is dead, starts one where the name is gone, and asks until there is an answer.
+    request waits for a second timeout. A background task looks the actor up again if its handle is
+    dead, starts an actor if the name is gone, and probes until there is an answer.
 
-    To be used from one event loop. It blocks only in its constructor.
+    Use it from one event loop. It blocks only in its constructor.
 
     Args:
         app_name: name of the application.
@@ -54,19 +54,19 @@ class Link:
         self._repair_task: asyncio.Task[None] | None = None
         self._handle: Any = None
         try:
-            # In a thread, because Ray objects to blocking calls on an actor's event loop.
+            # In a thread, because Ray warns of blocking calls on an actor's event loop.
             with ThreadPoolExecutor(1) as executor:
                 self._handle = executor.submit(ensure_controller, app_name, config).result()
         except (RayError, TimeoutError, RuntimeError) as error:
-            _log.warning("the controller of %s cannot be reached yet: %s", app_name, error)
+            _log.warning("the controller of %s is not reachable yet: %s", app_name, error)
         self.up = self._handle is not None
-        """Whether the last thing heard of the controller was an answer."""
+        """Whether the controller answered when it was last called."""
 
     def check(self) -> None:
-        """Return if calls may be made; otherwise have the link repaired.
+        """Return if calls may be made; otherwise start a repair of the link.
 
         Raises:
-            NoAnswerError: the controller is known not to answer.
+            NoAnswerError: the controller is known to be unresponsive.
         """
         if not self.up:
             self._repair()
@@ -79,11 +79,11 @@ class Link:
         timeout_s: float,
         on_late: Callable[[Any], None] | None = None,
     ) -> Any:
-        """The result of the actor's ``method``. A controller that stood still still runs what
-        waited meanwhile: ``on_late`` is told of a result that comes after its time.
+        """The result of the actor's ``method``. A controller that stalled runs the queued calls
+        when it recovers: ``on_late`` is called with a result that arrives after the timeout.
 
         Raises:
-            NoAnswerError: it could not be asked or did not answer in time.
+            NoAnswerError: it could not be called or did not answer in time.
             ValueError: the controller refused the arguments.
         """
         self.check()
@@ -105,7 +105,7 @@ class Link:
             raise NoAnswerError("unavailable") from None
 
     async def close(self) -> None:
-        """Stop repairing. The actor lives on."""
+        """Stop repairing. The actor keeps running."""
         self.up = False
         task, self._repair_task = self._repair_task, None
         if task is not None:
@@ -135,7 +135,7 @@ class Link:
         raise TimeoutError
 
     def lost(self) -> None:
-        """Something showed that the controller does not answer: fail calls until it does again."""
+        """The controller was found unresponsive: fail calls until it answers again."""
         if self.up:
             self.up = False
             _log.warning("the controller of %s does not answer", self._app_name)
@@ -159,7 +159,7 @@ class Link:
         _log.info("the controller of %s answers again", self._app_name)
 
     async def _probe(self, timeout_s: float) -> bool:
-        """Whether the controller answers a question about nothing."""
+        """Whether the controller answers an empty query."""
         try:
             if self._handle is None:
                 self._handle = await asyncio.to_thread(find_or_start, self._app_name, self._config)
@@ -171,8 +171,8 @@ class Link:
             _log.debug("the controller of %s does not answer: %s", self._app_name, error)
             return False
         except Exception:
-            # Whatever it is, requests need the controller back, so the next probe must come.
-            _log.exception("the controller of %s could not be asked", self._app_name)
+            # Requests need the controller back, so probing must continue after any error.
+            _log.exception("probing the controller of %s failed", self._app_name)
             return False
         return True
 

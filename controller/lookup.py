@@ -18,9 +18,9 @@ NAMESPACE = "sluice"
 
 _MAX_CONCURRENCY = 10_000
 _CPUS = 0.1
-"""Ray CPUs of a controller. With none at all Ray may start it anywhere: on a head that is to do no
-work, where it ends with the head though the rest of the cluster can outlive that, or on a node that
-counts as idle and is taken away."""
+"""Ray CPUs of a controller. With 0 CPUs Ray may start it on any node: on a head node without CPUs,
+where it ends with the head although the rest of the cluster can outlive that, or on a node that
+counts as idle and is removed."""
 
 _ASK_TIMEOUT_S = 10.0
 _RETRY_S = 0.1
@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 def fleet_name(app_name: str, key: str | None) -> str:
-    """What the controller of one of an application's models goes by in place of the application's
-    name: that name itself, where the application has one model (``key`` is ``None``)."""
+    """The name that the controller of one of an application's models uses as its application name:
+    the application's own name if it has only one model (``key`` is ``None``)."""
     return app_name if key is None else f"{app_name}.{key}"
 
 
@@ -41,10 +41,11 @@ def controller_actor_name(app_name: str) -> str:
 
 
 def find_or_start(app_name: str, config: ControllerConfig) -> Any:
-    """The handle of the application's controller, whatever it runs; started if there is none.
+    """The handle of the application's controller, of any version and configuration; started if
+    there is none.
 
-    The actor belongs to no job, comes back by itself when its process dies, and never has a call
-    repeated by Ray: the caller's request would be placed twice.
+    The actor belongs to no job, and Ray restarts it when its process dies. Ray never retries its
+    calls: the caller's request would be placed twice.
     """
     actor = ray.remote(DetachedController).options(
         name=controller_actor_name(app_name),
@@ -62,17 +63,17 @@ def find_or_start(app_name: str, config: ControllerConfig) -> Any:
 def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 180.0) -> Any:
     """The handle of a controller of this version with this configuration.
 
-    A living one with another fingerprint is stopped and replaced; its state comes back from the
-    replicas. To be called by who deploys the application and by processes that start with it; a
-    process that only lost its controller uses :func:`find_or_start`, or an old router and a new
-    one would stop each other's controllers in turn.
+    A running controller with another fingerprint is stopped and replaced; the replicas restore its
+    state. To be called when the application is deployed and by processes that start with it. A
+    process that only lost its controller uses :func:`find_or_start`; otherwise an old and a new
+    router would stop each other's controllers in turn.
 
-    With nothing compiled yet, a controller's start takes as long as its compiled loops need.
+    If nothing is compiled yet, a controller's start takes as long as compiling its loops.
 
     Raises:
-        TimeoutError: none was ready within ``wait_s`` seconds.
-        RuntimeError: every new one differs, so the nodes do not all run the same version, or
-            somebody else is deploying another configuration under the same name.
+        TimeoutError: no controller was ready within ``wait_s`` seconds.
+        RuntimeError: every new controller has another fingerprint: the nodes run different
+            versions, or another deployment uses the same name with another configuration.
     """
     wanted = fingerprint_of(config)
     deadline_s = time.monotonic() + wait_s
@@ -99,9 +100,10 @@ def ensure_controller(app_name: str, config: ControllerConfig, wait_s: float = 1
 
 
 def stop_controller(app_name: str) -> bool:
-    """Stop an application's controller for good; whether there was one.
+    """Stop an application's controller without restart. Returns whether there was one.
 
-    To be called once the application's routers and replicas are gone: theirs would start a new one.
+    To be called once the application's routers and replicas are gone: their clients would start a
+    new one.
     """
     try:
         handle = ray.get_actor(controller_actor_name(app_name), namespace=NAMESPACE)

@@ -1,7 +1,7 @@
-"""What crosses the wire between the controller and its clients (routers and replicas).
+"""Messages between the controller and its clients (routers and replicas).
 
-All of it is plain data. Times are ages or the sender's monotonic clock together with the sender's
-``now_s``, so clocks of different hosts are never compared.
+All of them are plain data. Times are ages, or times of the sender's monotonic clock together with
+the sender's ``now_s``, so clocks of different hosts are never compared.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ MAX_USES = 1_024
 class RouteReply(NamedTuple):
     """Decisions in the order of the queries. ``epoch`` changes when the controller restarts.
 
-    ``closed`` are the replicas that an operator has closed to new requests: nothing else may send
-    them any either. ``None`` where the controller cannot know yet, as just after its restart.
-    ``quarantined`` are those that have failed or hang: nothing else should send them any as long as
-    there are others.
+    ``closed`` are the replicas that an operator has closed to new requests: routers must not send
+    them requests by other means either. ``None`` while the controller cannot know yet, as just
+    after its restart. ``quarantined`` are the replicas that have failed or hang: routers should not
+    send them requests while there are other replicas.
     """
 
     epoch: int
@@ -60,15 +60,15 @@ class RouteReply(NamedTuple):
 
 
 class ReplicaHello(NamedTuple):
-    """Registration of a replica: all that is static, and its full state.
+    """Registration of a replica: its static properties and its full state.
 
     ``seq`` numbers the replica's reports; the next delta carries ``seq + 1``.
     ``capacity`` is the most live requests that its table holds. ``draining`` as in a delta: a
-    controller that restarted must not send to a replica that is on its way out. ``held_slots`` and
-    ``held`` are as in a delta, of all chunks that it holds. ``closed`` is what the last
-    :class:`ReportReply` said: a replica carries the operator's word to a controller that restarted.
-    ``role``: what it does of requests. ``preempts``: its engine suspends a running prefill for a
-    more urgent one. ``hung`` as in a delta.
+    restarted controller must not send requests to a replica that is shutting down. ``held_slots``
+    and ``held`` are as in a delta, for all chunks that it holds. ``closed`` is as in the last
+    :class:`ReportReply`: the replica carries the operator's setting to a restarted controller.
+    ``role``: the phases of requests that it serves. ``preempts``: its engine suspends a running
+    prefill for a more urgent one. ``hung`` as in a delta.
     """
 
     replica_id: str
@@ -98,10 +98,10 @@ class ReplicaDelta(NamedTuple):
     """What changed in a replica since report ``seq - 1``.
 
     ``slots``/``rows`` hold the changed slots of its table (a row with phase 0 is a freed slot);
-    ``finished`` the keys of requests that ended since, so that their reservations can go.
+    ``finished`` the keys of requests that ended since, whose reservations are released.
     ``held_slots``/``held`` are the changed slots of its table of held chunks
     (:data:`scheduling.prefix.HELD`; hash 0 is a freed slot). ``epoch`` is the controller's as the
-    replica knows it. ``hung``: its own watchdog says that its engine makes no progress.
+    replica knows it. ``hung``: its own watchdog reports that its engine makes no progress.
     """
 
     replica_id: str
@@ -144,9 +144,9 @@ class MetricsPush(NamedTuple):
 
     Attributes:
         source: name of the process.
-        incarnation: of one start of the process, greater with every start: the Unix time of that
-            start in nanoseconds.
-        number: of this push, greater with every push of the incarnation; from 1 on.
+        incarnation: number of this start of the process, greater with every start: the Unix time of
+            the start in nanoseconds.
+        number: number of this push within the incarnation, from 1 on, greater with every push.
     """
 
     source: str
@@ -156,9 +156,9 @@ class MetricsPush(NamedTuple):
 
 
 class PushReply(NamedTuple):
-    """Answer to a push of metrics: a router to which no request comes hears of closed and
-    quarantined replicas, too; see :class:`RouteReply`. ``late``: keys of those requests of the
-    push's :class:`FirstTokenWait` that are predicted to miss their first token where they are."""
+    """Answer to a push of metrics. It carries the closed and quarantined replicas, so that routers
+    without requests learn of them too; see :class:`RouteReply`. ``late``: keys of the requests of
+    the push's :class:`FirstTokenWait` that are predicted to miss their TTFT where they are."""
 
     closed: tuple[str, ...] | None
     quarantined: tuple[str, ...]
@@ -166,7 +166,7 @@ class PushReply(NamedTuple):
 
 
 MAX_ENDINGS = 256
-"""Most endings of requests in one call, and most notices of late ones."""
+"""Most request endings in one call, and most late notices."""
 
 
 class RequestEnding(NamedTuple):
@@ -177,20 +177,20 @@ class RequestEnding(NamedTuple):
         outcome: ``ok``, ``client_error``, ``refused``, ``failed`` or ``cancelled``.
         missed: the stated objectives that a response with the outcome ``ok`` missed.
         tokens: output tokens of its first choice.
-        ttft_s: from its arrival to its first token; ``None`` where there was none.
+        ttft_s: from its arrival to its first token; ``None`` without a token.
         tpot_s: time per token after the first, by the anchor of its objective
             (:class:`~scheduling.tpot.TPOTAnchor`); ``None`` with fewer than two.
         e2e_s: from its arrival to its end.
         error: code of the error that its client got; empty for none.
-        service_class: that it was served as; empty where that is not known.
-        tenant: whose it was, as in its :class:`RouteQuery`.
-        most_tokens: the most that this choice might have had; 0 if that is not known.
-        replica_id: the replica that answered; of a stream that went on elsewhere, the first one.
-            Empty for none.
-        kept: whether what was promised to it was kept, as the metrics count it; ``None`` where
-            nothing was, it does not show, or no answer began.
-        judged_s: of a request with stages, TTFT, TPOT and end-to-end time as its worst stages have
-            them, see :meth:`scheduling.stage_clock.StageClock.judged_s`; ``None``: those above.
+        service_class: class it was served as; empty if unknown.
+        tenant: its tenant, as in its :class:`RouteQuery`.
+        most_tokens: token limit of this choice; 0 if unknown.
+        replica_id: the replica that answered; for a stream that resumed on another replica, the
+            first one. Empty for none.
+        kept: whether its guarantee was kept, as the metrics count it; ``None`` if it had no
+            guarantee, the outcome cannot be judged, or no answer began.
+        judged_s: for a request with stages, TTFT, TPOT and end-to-end time of its worst stages, see
+            :meth:`scheduling.stage_clock.StageClock.judged_s`; ``None``: the times above apply.
     """
 
     request_id: str
@@ -210,14 +210,14 @@ class RequestEnding(NamedTuple):
 
 
 class LateNotice(NamedTuple):
-    """What a router sees a promised response miss while it goes on.
+    """A router's notice that a guaranteed response in progress misses an objective.
 
     Attributes:
         request_id: as in its :class:`RouteQuery`.
-        ttft_s: from its arrival to its first token, where that was late.
-        tpot_s: time per token until now, by the anchor of its objective, where that is behind.
+        ttft_s: from its arrival to its first token, if that was late.
+        tpot_s: time per token until now, by the anchor of its objective, if that is late.
 
-    Of a request with stages both are as its worst stage has them.
+    For a request with stages both are those of its worst stage.
     """
 
     request_id: str
@@ -230,12 +230,12 @@ MAX_WAITS = 256
 
 
 class FirstTokenWait(NamedTuple):
-    """A promised request of which nothing has come yet, as its router sees it.
+    """A guaranteed request that waits for its first token, as its router sees it.
 
     Attributes:
-        key: of its attempt, as in its :class:`RouteQuery`.
+        key: key of its attempt, as in its :class:`RouteQuery`.
         replica_id: where it was placed.
-        ttft_s: what it states, from its arrival to its first token.
+        ttft_s: its stated TTFT objective.
         waited_s: its age.
     """
 
@@ -246,22 +246,22 @@ class FirstTokenWait(NamedTuple):
 
 
 class TroubleNotice(NamedTuple):
-    """What a router saw of a replica, once."""
+    """One failure of a replica that a router observed."""
 
     replica_id: str
     trouble: Trouble
 
 
 class QuotaUse(NamedTuple):
-    """What one router says of one bucket.
+    """One router's use of one bucket.
 
     Attributes:
         account: names the bucket.
-        used: what it has put in since the last message that was answered; negative where more was
-            taken out again.
-        level: how full the bucket is as far as it knows, ``used`` included. It counts where nothing
-            is known of the bucket, as after a restart of the controller.
-        per_s: what drains from it each second.
+        used: amount that the router has added since the last message that was answered; negative if
+            more was refunded.
+        level: fill level of the bucket as the router knows it, ``used`` included. It is used if the
+            controller does not know the bucket, as after its restart.
+        per_s: amount that drains from it each second.
     """
 
     account: str

@@ -37,8 +37,8 @@ MAX_PUSH_SAMPLES = 20_000
 def families_of(registry: CollectorRegistry) -> list[Metric]:
     """A registry's families, with the samples that belong on the application's page.
 
-    Left out are creation times, kinds that cannot be summed (info, state sets), and values that
-    are not finite. ``O(samples)``.
+    Creation times, kinds that cannot be summed (info, state sets), and values that are not finite
+    are omitted. ``O(samples)``.
     """
     families = []
     for found in registry.collect():
@@ -85,8 +85,8 @@ class PushTarget(Protocol):
 class MetricsPusher:
     """Pushes a registry to the controller periodically, for as long as it runs.
 
-    A controller that does not answer costs nothing but the period: the next push holds everything.
-    A push that timed out may still arrive, after a newer one; its number tells the controller so.
+    If the controller does not answer, only the update is delayed: the next push holds everything.
+    A push that timed out may still arrive after a newer one; the controller drops it by its number.
 
     Args:
         target: the controller's client.
@@ -124,7 +124,7 @@ class MetricsPusher:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def push_now(self) -> bool:
-        """Push once; whether the controller took it."""
+        """Push once. Returns whether the controller accepted it."""
         async with self._pushing:
             taken = await self._push()
         self.failed += not taken
@@ -156,14 +156,14 @@ class MetricsPusher:
             try:
                 await self.push_now()
             except Exception:
-                # A collector that fails once must not end the pushes for good.
-                _log.exception("the metrics of %s could not be collected", self._source)
+                # A collector that fails once must not end the pushes.
+                _log.exception("collecting the metrics of %s failed", self._source)
                 self.failed += 1
             await asyncio.sleep(self._period_s)
 
 
 class _Page(Collector):
-    """Families that are collected already, for ``prometheus_client`` to write."""
+    """Collected families, in the form that ``prometheus_client`` writes."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

@@ -61,21 +61,22 @@ class MetricsHub:
       silent for ``gauge_ttl_s`` are dropped; of a source's incarnations only the newest has gauges.
     - The histograms of one family must have the same buckets in every process.
 
-    The values of silent sources are kept for when these speak again, up to ``MAX_SILENT_SAMPLES``.
-    The longest silent are forgotten first: what they counted stays in the sums. The hub then
-    remembers only when the latest of them started. An unknown incarnation that started no later
-    may be one of them, so only what it counts after its first push is added: memory is bounded,
-    and nothing is counted twice, as long as no push is under way for ``source_ttl_s``.
+    The values of silent sources are kept in case they push again, up to ``MAX_SILENT_SAMPLES``.
+    The longest silent ones are forgotten first; their counts stay in the sums. The hub then
+    remembers only when the latest of the forgotten ones started. An unknown incarnation that
+    started no later may be one of them, so only its increments after its first push are added:
+    memory is bounded, and nothing is counted twice, unless a push is in transit for
+    ``source_ttl_s``.
 
-    After a restart of the controller the living sources bring their counts back, the counts of
-    sources that had ended before are lost; a scraper sees that as a counter reset.
+    After a restart of the controller, running sources restore their counts; the counts of sources
+    that had ended are lost. A scraper sees that as a counter reset.
 
     A push costs ``O(its samples)``, a scrape ``O(distinct series)``.
 
     Args:
         gauge_ttl_s: silence after which a source's gauges are dropped, seconds.
         source_ttl_s: silence after which a source no longer takes one of ``MAX_SOURCES``, seconds.
-        reserved: names of families that nobody may push, because the page has them from elsewhere.
+        reserved: names of families that no process may push: the page has them from another source.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class MetricsHub:
         self._silent: dict[tuple[str, int], _Source] = {}
         self._newest: dict[str, int] = {}
         self._forgotten_until = -1
-        # How many sources hold a gauge series, so that it goes with the last of them.
+        # Number of sources of each gauge series, so that it is removed with its last source.
         self._holders: dict[SeriesKey, int] = {}
         self._series = 0
         self._held = 0
@@ -105,14 +106,14 @@ class MetricsHub:
         self._next_expiry_s = -inf
 
     def push(self, push: MetricsPush, now_s: float) -> bool:
-        """Replace what an incarnation pushed before, unless this push is not newer than that.
+        """Replace an incarnation's previous push; an older or repeated push is dropped.
         ``now_s``: the hub's monotonic clock.
 
         Returns:
-            Whether the incarnation was new, so that all it has counted was added to the sums.
+            Whether the incarnation was new, so that all its counts were added to the sums.
 
         Raises:
-            ValueError: the push is malformed or over a limit. Nothing of it is taken.
+            ValueError: the push is malformed or over a limit. None of it is applied.
         """
         if now_s >= self._next_expiry_s or len(self._sources) >= MAX_SOURCES:
             self.expire(now_s)
@@ -160,8 +161,8 @@ class MetricsHub:
             yield sample, labels, value
 
     def families(self, now_s: float) -> list[Metric]:
-        """A copy of the merged families, as of now. ``O(series)``, and nothing else happens on
-        the event loop meanwhile."""
+        """A copy of the merged families, as of now. ``O(series)``, during which the event loop is
+        blocked."""
         self.expire(now_s)
         metrics = []
         for name, family in self._families.items():
@@ -183,7 +184,7 @@ class MetricsHub:
             raise ValueError(f"metrics of {push.source!r} refused: {MAX_HELD_SAMPLES} samples held")
         try:
             values, kinds, new = self._checked_samples(push.samples)
-        except TypeError as error:  # what should be text cannot be looked up
+        except TypeError as error:  # an unhashable value where text is expected
             raise ValueError(f"a sample is malformed: {error}") from None
         if self._series + new > MAX_SERIES:
             raise ValueError(f"metrics of {push.source!r} refused: over {MAX_SERIES} series")
@@ -206,7 +207,7 @@ class MetricsHub:
             if not known:
                 _check_sample(sample)
                 if sample.family in self._reserved:
-                    raise ValueError(f"{sample.family} is the controller's own, and not pushed")
+                    raise ValueError(f"{sample.family} is reserved for the controller's metrics")
                 new += 1
             family = self._families.get(sample.family)
             kind = family.kind if family else kinds.setdefault(sample.family, sample.kind)
@@ -217,7 +218,8 @@ class MetricsHub:
         return values, kinds, new
 
     def _is_newest(self, key: tuple[str, int]) -> bool:
-        """Whether no newer incarnation of the source is known; an older one loses its gauges."""
+        """Whether this is the newest known incarnation of the source; an older one loses its
+        gauges."""
         name, incarnation = key
         newest = self._newest.setdefault(name, incarnation)
         if incarnation > newest:
@@ -246,7 +248,7 @@ class MetricsHub:
             if self._is_gauge(entry[0]):
                 self._remove_gauge(key, *entry)
             else:
-                # Not shown this time, for example by a collector that failed: it still counts.
+                # Missing from this push, for example because a collector failed: it still counts.
                 values[key] = entry
         for key, (name, value) in values.items():
             family = self._families[name]
@@ -294,7 +296,7 @@ def _checked_key(push: Any) -> tuple[str, int]:
 
 
 def _is_known(families: dict[str, _Family], sample: Any) -> bool:
-    """Whether an equal sample passed the checks before, which saves doing them again."""
+    """Whether a sample of the same series has passed the checks before; they are not repeated."""
     if not isinstance(sample, MetricSample):
         return False
     family = families.get(sample.family)

@@ -1,11 +1,11 @@
 """The controller's copy of every replica's queue, kept up to date by their reports.
 
 Times are seconds on the controller's monotonic clock, passed in, except the times inside rows and
-summaries, which are on the replica's own; a message's ``now_s`` leads from one to the other.
+summaries, which are on the replica's own; a message's ``now_s`` converts between the two.
 
-The rules of order: a hello replaces all that is known of a replica; a delta counts only if it
-carries this controller's epoch and the number after the last report's. Anything else (a lost, a
-repeated or a late delta) changes nothing and asks for a new hello.
+Ordering rules: a hello replaces all state of a replica; a delta is applied only if it carries this
+controller's epoch and the number after the last report's. In any other case (a delta was lost,
+repeated or late) nothing changes and the replica is asked for a new hello.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORGETTING_S = 10.0
 
 
 class MirroredReplica:
-    """One replica as it last reported. Its fields are read by all and written by the mirror."""
+    """One replica as it last reported. Only the mirror writes its fields."""
 
     __slots__ = (
         "_clock_offset",
@@ -54,11 +54,11 @@ class MirroredReplica:
 
     @property
     def offset_s(self) -> float:
-        """What to add to the replica's times to have them on the controller's clock."""
+        """Offset to add to the replica's times to convert them to the controller's clock."""
         return self._clock_offset.seconds
 
     def restart(self, hello: ReplicaHello) -> None:
-        """Forget the table and the static facts, and take those of ``hello``."""
+        """Replace the table and the static properties by those of ``hello``."""
         # The mirror keeps its own arrays; those of the message need not stay in memory.
         self.hello = hello._replace(
             slots=np.empty(0, np.int32),
@@ -77,12 +77,12 @@ class MirroredReplica:
         """Write the rows of a checked message into the table.
 
         Returns:
-            The keys of its live rows; and of each request that has ended with it the key, and the
-            tokens of prompt and output as they were last reported.
+            The keys of its live rows; and for each request that ended with this message, the key
+            and the prompt plus output tokens as last reported.
         """
         used_slots, live, ended = report_rows.write(self.table, message.slots, message.rows)
         self.used_slots = max(self.used_slots, used_slots)
-        # Of its own: the record of a message may be a part of something larger. A record's own
+        # A copy, because the record of a message may be a view of a larger array. A record's own
         # `copy` takes several times as long.
         self.summary = np.frombuffer(message.summary.tobytes(), SUMMARY)[0]
         self.draining = message.draining
@@ -92,14 +92,14 @@ class MirroredReplica:
         return live, ended
 
     def report(self, made_s: float, draining: bool) -> Report:
-        """Its state, made at ``made_s`` of its clock, as a fleet takes it."""
+        """Its state as a fleet's report, made at ``made_s`` of its clock."""
         summary, hello = self.summary, self.hello
         rows = self.table[: self.used_slots]
         work, fixed = float(summary["correction"]), float(summary["fixed_correction"])
         spread = float(summary["step_spread"])
         if not rows["phase"].any():
-            # Nothing runs that could correct it: what slow steps have taught must not keep an idle
-            # replica from all promises for good.
+            # An idle replica runs no steps that would update the correction: slow steps in the past
+            # must not exclude it from guarantees indefinitely.
             idle_s = max(0.0, made_s - float(summary["updated_s"]))
             kept = exp(-idle_s / FORGETTING_S)
             work, fixed, spread = (
@@ -110,7 +110,7 @@ class MirroredReplica:
         careful = caution(spread)
         return Report(
             rows,
-            # For a whole number the compiled loops would be compiled anew, for seconds.
+            # For an int the compiled loops would be compiled again, for seconds.
             float(made_s),
             self.offset_s,
             float(summary["updated_s"]),
@@ -134,23 +134,23 @@ def _transfers(summary: np.void) -> Transfers:
 
 
 class Mirror:
-    """All replicas that have registered and been heard of lately; it keeps a fleet up to date.
+    """All replicas that have registered and reported lately; it keeps a fleet up to date.
 
-    A replica that drains is left out of decisions at once. One that a router saw leave
-    (:meth:`mark_gone`) is left out for ``forget_after_s`` whatever it says: Serve never brings a
-    replica back under the same name, and one that was marked by mistake returns by itself. One that
-    is silent for ``forget_after_s`` is dropped.
+    A draining replica is excluded from decisions at once. A replica that a router saw leave
+    (:meth:`mark_gone`) is excluded for ``forget_after_s`` even if it reports: Serve never restarts
+    a replica under the same name, and a replica that was marked by mistake is included again
+    afterwards. A replica that is silent for ``forget_after_s`` is dropped.
 
     A report costs what :meth:`Fleet.report <scheduling.fleet.Fleet.report>` costs, with the slots
     in use for requests; everything else is ``O(replicas)``.
 
     Args:
-        epoch: number of this controller's life; deltas must carry it.
-        fleet: what decisions are made from.
+        epoch: number of this start of the controller; deltas must carry it.
+        fleet: the state from which decisions are made.
         forget_after_s: seconds, as above.
         limit: most replicas.
-        ended: told of each request that has ended at a replica, with its tokens of prompt and
-            output as far as they were reported.
+        ended: called with each request that ended at a replica, and its prompt plus output tokens
+            as last reported.
     """
 
     def __init__(
@@ -171,11 +171,11 @@ class Mirror:
         """By id, in order of first registration. Read only."""
 
     def hello(self, hello: ReplicaHello, now_s: float) -> None:
-        """Register a replica, or replace what is known of it.
+        """Register a replica, or replace its state.
 
         Raises:
-            ValueError: the message is malformed, or there is no room for another replica. The
-                mirror is as it was.
+            ValueError: the message is malformed, or ``limit`` replicas are known. The mirror is
+                unchanged.
         """
         check_hello(hello)
         replica = self._replicas.get(hello.replica_id)
@@ -183,7 +183,7 @@ class Mirror:
             if len(self._replicas) >= self._limit:
                 raise ValueError(
                     f"replica {hello.replica_id!r} is refused: "
-                    f"{self._limit} replicas are known and that is the most"
+                    f"{self._limit} replicas are known, which is the limit"
                 )
             replica = MirroredReplica(hello)
             self._replicas[hello.replica_id] = replica
@@ -192,10 +192,10 @@ class Mirror:
         self._take_in(replica, hello, (), now_s)
 
     def delta(self, delta: ReplicaDelta, now_s: float) -> bool:
-        """Apply a report. ``False``: it cannot be applied, the replica must say hello again.
+        """Apply a report. ``False``: it cannot be applied, and the replica must send a new hello.
 
         Raises:
-            ValueError: the message is malformed. The mirror is as it was.
+            ValueError: the message is malformed. The mirror is unchanged.
         """
         check_delta_header(delta)
         replica = self._replicas.get(delta.replica_id)
@@ -209,7 +209,7 @@ class Mirror:
         return True
 
     def mark_gone(self, replica_ids: Iterable[str], now_s: float) -> None:
-        """Leave replicas out from now on; unknown ones are ignored."""
+        """Exclude replicas for ``forget_after_s``; unknown ones are ignored."""
         for replica_id in replica_ids:
             self._fleet.leave_out(replica_id, now_s + self._forget_after_s)
 
@@ -219,7 +219,7 @@ class Mirror:
         self._fleet.leave(replica_id)
 
     def forget_silent(self, now_s: float) -> list[str]:
-        """Drop the replicas that were silent for too long; which these are."""
+        """Drop the replicas that were silent for ``forget_after_s``. Returns their ids."""
         silent = [
             replica_id
             for replica_id, replica in self._replicas.items()
@@ -236,8 +236,8 @@ class Mirror:
         finished: Sequence[int],
         now_s: float,
     ) -> list[list[int]]:
-        """Apply a checked message, and end the reservations of the requests that it tells of.
-        Returns the requests that have ended, as :meth:`MirroredReplica.apply` does."""
+        """Apply a checked message, and end the reservations of the requests in it. Returns the
+        requests that have ended, as :meth:`MirroredReplica.apply` does."""
         fleet = self._fleet
         live, ended = replica.apply(message, now_s)
         if len(fleet.ledger):

@@ -1,12 +1,12 @@
-"""Which promised requests are going to miss their first tokens where they are, and should move.
+"""Which guaranteed requests are predicted to miss their TTFT where they are, and should move.
 
-With each push of metrics a router names its promised requests that wait for their first tokens, and
-the answer tells which of them are predicted to miss (:mod:`scheduling.late_first_tokens`). The
-router then asks for another replica as for any request; it leaves the first one only if another one
-promises what is left of the objective (:attr:`RouteQuery.moves_from
+With each push of metrics a router names its guaranteed requests that wait for their first tokens.
+The answer names those predicted to miss their TTFT (:mod:`scheduling.late_first_tokens`). The
+router then asks for another replica as for any request; the request leaves the first replica only
+if another one guarantees what is left of the objective (:attr:`RouteQuery.moves_from
 <scheduling.job.RouteQuery.moves_from>`).
 
-Nothing is kept from push to push, and no decision does anything for this.
+No state is kept between pushes, and decisions do no work for this.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from scheduling.fleet import Fleet
 from scheduling.late_first_tokens import late
 
 MOST_LATE: Final = 16
-"""Most requests that one answer names: each of them asks for a decision then."""
+"""Most requests that one answer names: each of them causes another decision."""
 
 MOST_LOOKED_AT: Final = 32
-"""Most replicas that are looked at for one push, those first whose first tokens are due soonest."""
+"""Most replicas that are checked for one push, ordered by their soonest due first token."""
 
 
 class _Due(NamedTuple):
-    """When a first token is due, by the replica's plan and as its client stated it, seconds on the
-    controller's clock."""
+    """When a first token is due: as the replica plans it and as the client stated it, seconds on
+    the controller's clock."""
 
     planned_s: float
     stated_s: float
@@ -41,10 +41,10 @@ class _Due(NamedTuple):
 
 
 def check_waits(waits: Any) -> None:
-    """Check what a router says of requests that wait for their first tokens.
+    """Check a router's list of requests that wait for their first tokens.
 
     Raises:
-        ValueError: it is no sequence of them, too long, or a field is out of range.
+        ValueError: it is no sequence of waits, too long, or a field is out of range.
     """
     for wait in listed("waits", waits, "waits", MAX_WAITS):
         if not isinstance(wait, FirstTokenWait):
@@ -60,8 +60,8 @@ def check_waits(waits: Any) -> None:
 def late_of(
     waits: Sequence[FirstTokenWait], mirror: Mirror, fleet: Fleet, now_s: float
 ) -> tuple[int, ...]:
-    """The keys of those of ``waits``, which are checked, that are predicted to miss their first
-    tokens; at most :data:`MOST_LATE`. Nothing is said of a replica that is not known.
+    """The keys of the requests in ``waits`` (already checked) that are predicted to miss their
+    TTFT; at most :data:`MOST_LATE`. Requests at unknown replicas are skipped.
 
     ``O(requests at the replicas named)`` of at most :data:`MOST_LOOKED_AT` replicas.
     """
@@ -78,7 +78,7 @@ def late_of(
 
 
 def _is_elsewhere(replica_id: str, fleet: Fleet, now_s: float) -> bool:
-    """Whether anything may be promised at another replica."""
+    """Whether another replica may give guarantees."""
     rows = fleet.candidates(now_s)
     others = rows[rows != fleet.row_of[replica_id]]
     return len(others) > 0 and fleet.is_sound(int(others[0]), now_s)
@@ -87,7 +87,7 @@ def _is_elsewhere(replica_id: str, fleet: Fleet, now_s: float) -> bool:
 def _late_at(
     replica: MirroredReplica, stated_s: dict[int, float], fleet: Fleet, now_s: float
 ) -> list[int]:
-    """The keys of those of ``stated_s`` that one replica will miss."""
+    """The keys in ``stated_s`` that are predicted to be late at one replica."""
     hello, offset_s = replica.hello, replica.offset_s
     rows = replica.table[: replica.used_slots]
     rows = rows[rows["phase"] > 0]
@@ -109,7 +109,7 @@ def _late_at(
         return []
     dues.sort()
     begun_s = max(float(replica.summary["updated_s"]) + offset_s, float(since_s))
-    # Of a replica that reports, no more is known than at its last report.
+    # The state of a replica that reports is known as of its last report.
     silent = now_s - replica.received_s >= fleet.settings.aged_after_s
     found = late(
         fleet,

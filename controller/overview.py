@@ -1,4 +1,4 @@
-"""What an operator wants to see of each replica: plain data that JSON can hold.
+"""The state of each replica for an operator, as plain JSON data.
 
 Durations are milliseconds, as everywhere on the wire.
 """
@@ -19,7 +19,7 @@ from scheduling.state import RUNNING, WAITING
 
 OPERATOR = "operator"
 REPLICA = "replica"
-"""Who drains a replica: an operator asked for it, or the replica ends by itself."""
+"""What drains a replica: an operator's request, or the replica's own shutdown."""
 
 
 def describe(
@@ -30,7 +30,7 @@ def describe(
     replica_id: str,
     now_s: float,
 ) -> dict[str, Any]:
-    """One replica, which is known. ``O(its live requests)``."""
+    """The state of one known replica. ``O(its live requests)``."""
     replica = mirror.replicas[replica_id]
     row = fleet.row_of[replica_id]
     figures = fleet.figures[row].tolist()
@@ -75,15 +75,15 @@ def describe(
 
 
 def drain_of(mirror: Mirror, fleet: Fleet, replica_id: str) -> str | None:
-    """Who drains a replica, which is known: :data:`OPERATOR`, :data:`REPLICA`, or nobody."""
+    """What drains a known replica: :data:`OPERATOR`, :data:`REPLICA`, or ``None``."""
     if fleet.is_closed(replica_id):
         return OPERATOR
     return REPLICA if mirror.replicas[replica_id].draining else None
 
 
 def _quarantine(quarantine: Quarantine, replica_id: str, now_s: float) -> dict[str, Any] | None:
-    """Why a replica is in quarantine, if it is: its reason, how long it has been there, whether it
-    is being tried, and how long until it is: ``None`` where it must first say that it works."""
+    """The quarantine of a replica, if it is in one: reason, breaker state, time since its start,
+    and time until the replica is tried: ``None`` if it must first report that it works."""
     found = quarantine.of(replica_id, now_s)
     if found is None:
         return None
@@ -96,7 +96,7 @@ def _quarantine(quarantine: Quarantine, replica_id: str, now_s: float) -> dict[s
 
 
 def left_at(fleet: Fleet, replica_id: str) -> dict[str, int]:
-    """Requests that a replica has yet to finish; none where it is not known."""
+    """Requests that a replica has yet to finish; 0 for an unknown replica."""
     row = fleet.row_of.get(replica_id)
     waiting = running = reserved = 0
     if row is not None:

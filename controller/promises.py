@@ -1,8 +1,8 @@
-"""What was promised to whom, how it turned out, and what is told of that.
+"""The log of guarantees, their outcomes, and a summary of both.
 
-Between a decision and its request's end this remembers where a promise was made and what was
-forecast with it. Routers judge the promises (:mod:`router.metrics.admission`), so what is told here
-and what the metrics count agree.
+Between a decision and its request's end this remembers the replica of each guarantee and the TTFT
+forecast. Routers judge the guarantees (:mod:`router.metrics.admission`), so this summary agrees
+with the metrics.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from scheduling.objective import Objective
 from scheduling.reliability import QUANTILES, Curve, Forecast, Reliability
 
 MOST_OPEN: Final = 65_536
-"""Promises under way that are known at a time; of more, the oldest are forgotten."""
+"""Most guarantees in progress that are remembered; of more, the oldest are forgotten."""
 
 RECENT: Final = 2_000
 RECENT_S: Final = 3_600.0
-"""Promises that are told of: the latest, and none that ended longer ago, seconds. At a level of
-0.99 the standard error of the share kept is 0.2 points."""
+"""The summary covers the latest ``RECENT`` guarantees, and none that ended more than ``RECENT_S``
+seconds ago. At a level of 0.99 the standard error of the share kept is 0.2 points."""
 
 
 class _Promise(NamedTuple):
     """Attributes: ``replica_id`` answers, ``begins_at`` computes the prompt; ``waited_s``: the
-    request's age at the decision; ``moved``: another replica had it, and was going to miss it."""
+    request's age at the decision; ``moved``: it left a replica where it was predicted to be late.
+    """
 
     service_class: str
     replica_id: str
@@ -45,8 +46,8 @@ class _Ended(NamedTuple):
 
 
 class PromiseLog:
-    """The promises of a fleet. A decision costs ``O(1)``, an ending what
-    :meth:`Reliability.observe` does."""
+    """The guarantees of a fleet. A decision costs ``O(1)``, an ending as much as
+    :meth:`Reliability.observe`."""
 
     def __init__(self) -> None:
         self._reliability = Reliability()
@@ -54,8 +55,8 @@ class PromiseLog:
         self._ended: deque[_Ended] = deque(maxlen=RECENT)
 
     def made(self, query: RouteQuery, decision: RouteDecision) -> RouteDecision:
-        """The decision with the median of what its predicted TTFT means, where it promises. A
-        later promise to a request takes the place of the first."""
+        """Note a decision. Returns it, if it is guaranteed, with the forecast's median as predicted
+        TTFT. A later guarantee of the same request replaces the first."""
         predicted_s, replica_id = decision.predicted_ttft_s, decision.replica_id
         if decision.tier is not Tier.GUARANTEED or predicted_s is None or replica_id is None:
             return decision
@@ -72,15 +73,15 @@ class PromiseLog:
         return decision._replace(predicted_ttft_s=forecast.median_s)
 
     def ended(self, ending: RequestEnding, now_s: float) -> None:
-        """A request ended. One that another replica answered says nothing of the forecast."""
+        """A request ended. If another replica answered it, the forecast is not evaluated."""
         promise = self._open.pop(ending.request_id, None)
         if promise is None:
             return
         kept = ending.kept
         if kept is None and ending.outcome == "failed":
-            kept = False  # before an answer began, of which the router says no more
+            kept = False  # it failed before an answer began; the router reports no more
         if kept is not None:
-            # Its first token may have come just before it was to move.
+            # Its first token may have come just before the move.
             moved = promise.moved and ending.replica_id in ("", promise.replica_id)
             self._ended.append(
                 _Ended(now_s, promise.service_class, promise.replica_id, kept, moved)
@@ -92,12 +93,12 @@ class PromiseLog:
     def describe(
         self, level: float, margins: Mapping[Objective, float], known: Collection[str], now_s: float
     ) -> dict[str, Any]:
-        """How well promises are kept, as plain data that JSON can hold. ``O(RECENT + replicas)``.
+        """How well guarantees are kept, as plain JSON data. ``O(RECENT + replicas)``.
 
         Args:
-            level: share of the promises that are to be kept.
-            margins: by how much of each objective they are planned earlier.
-            known: replicas to tell of one by one.
+            level: target share of guarantees that are kept.
+            margins: safety margin of each objective, as a share of it.
+            known: replicas to describe one by one.
         """
         ended = self._ended
         while ended and ended[0].at_s < now_s - RECENT_S:
@@ -137,5 +138,5 @@ def _counts(found: Counter[tuple[str, bool]], name: str) -> dict[str, int]:
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
-    """Forecasts that ended, and the share of observations at or below each of their quantiles."""
+    """Number of evaluated forecasts, and the share of observations at or below each quantile."""
     return {"count": len(curve), "observed": [round(share, 4) for share in curve.shares]}

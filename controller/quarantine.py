@@ -1,9 +1,10 @@
 """Which replicas get no requests for a while because they fail or hang, and why.
 
-Each replica that was in trouble lately has a breaker (:mod:`scheduling.breaker`); the fleet leaves
-out those that are not closed. What feeds them: the notices of routers, what a replica says of
-itself, and what its reports tell of the probe. All of it is lost with the controller: after a
-restart the breakers are closed, and the replicas say with their hellos which of them hang.
+Each replica with recent trouble has a circuit breaker (:mod:`scheduling.breaker`); the fleet
+excludes replicas whose breaker is not closed. The breakers' inputs are the routers' notices, the
+replicas' own reports of a hang, and the progress of probes in those reports. All of it is lost with
+the controller: after a restart the breakers are closed, and the replicas' hellos state which of
+them hang.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from scheduling.roles import ROLES, Role
 from scheduling.state import WAITING
 
 STEPPING_S = 1.0
-"""An engine whose last step ended no longer ago than this makes steps, whatever hangs."""
+"""An engine counts as making steps if its last step ended at most this long ago, seconds."""
 
 ACCUSED_S = 10.0
-"""How long it counts that a router has accused a replica, seconds."""
+"""How long a router's accusation of a replica counts, seconds."""
 
 LOOK_S = 1.0
-"""How often those are looked for that have long been in order, seconds."""
+"""Interval at which breakers that can be forgotten are searched for, seconds."""
 
 MOST_ROUTERS = 1024
-"""Most routers of which that is remembered; of more, the one silent for longest is forgotten."""
+"""Most routers whose accusations are kept; of more, the one silent for longest is forgotten."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,11 +42,11 @@ class Quarantined(NamedTuple):
     """Why a replica is in quarantine.
 
     Attributes:
-        cause: what was seen of it.
-        state: ``open``: it is left alone; ``half-open``: it is being tried.
-        since_s: when it got there, on the controller's clock.
-        retry_in_s: until it is tried; 0 where it is, ``None`` where it must first say that it works
-            again.
+        cause: the last failure seen.
+        state: ``open``: it gets no requests; ``half-open``: it is being tried.
+        since_s: start of the quarantine, on the controller's clock.
+        retry_in_s: time until it is tried; 0 while it is, ``None`` if it must first report that it
+            works again.
     """
 
     cause: Trouble
@@ -57,16 +58,16 @@ class Quarantined(NamedTuple):
 class Quarantine:
     """The breakers of a fleet's replicas.
 
-    A router that has accused more than half of the replicas of a role within ``ACCUSED_S`` is more
-    likely cut off from them than right, and if it is right there is nowhere better to go. Its word
-    opens no more breakers there. So one router alone cannot quarantine a role.
+    A router that has accused more than half of the replicas of a role within ``ACCUSED_S`` is
+    probably cut off from them; if it is right, no better replicas are left anyway. Its notices open
+    no more breakers in that role. So one router alone cannot quarantine a role.
 
-    A report of a replica that has no breaker costs nothing, and neither does a decision, unless
-    something has become of a breaker since the last one or ``LOOK_S`` have passed: ``O(breakers)``.
+    A report of a replica without a breaker costs nothing. Neither does a decision, unless a breaker
+    has changed since the last one or ``LOOK_S`` have passed: ``O(breakers)``.
 
     Args:
-        mirror: what is known of the replicas.
-        fleet: leaves out those in quarantine.
+        mirror: the state of the replicas.
+        fleet: excludes the replicas in quarantine.
     """
 
     def __init__(self, mirror: Mirror, fleet: Fleet) -> None:
@@ -82,7 +83,7 @@ class Quarantine:
         self.believed: Counter[Trouble] = Counter()
         """Notices of routers that counted, since the start."""
         self.disbelieved: Counter[Trouble] = Counter()
-        """Those that did not, because their router had accused too many."""
+        """Notices that did not count, because their router had accused too many."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,7 +91,7 @@ class Quarantine:
         return self._names
 
     def cause_of(self, replica_id: str) -> Trouble:
-        """What was seen last of one of :attr:`names`."""
+        """The last failure seen of one of :attr:`names`."""
         return self._breakers[replica_id].cause
 
     def of(self, replica_id: str, now_s: float) -> Quarantined | None:
@@ -104,7 +105,7 @@ class Quarantine:
         return Quarantined(breaker.cause, breaker.state, breaker.since_s, left_s)
 
     def advance(self, now_s: float) -> None:
-        """Let what is due happen. To be called before each decision."""
+        """Apply the state changes that are due. To be called before each decision."""
         if now_s < self._look_s:
             return
         for replica_id, breaker in list(self._breakers.items()):
@@ -117,7 +118,7 @@ class Quarantine:
         self._look_s = min(due_s, now_s + LOOK_S) if self._breakers else inf
 
     def troubled(self, source: int, notices: Sequence[TroubleNotice], now_s: float) -> None:
-        """The router ``source`` saw trouble. What it says of unknown replicas is ignored."""
+        """The router ``source`` saw trouble. Notices about unknown replicas are ignored."""
         known = [notice for notice in notices if notice.replica_id in self._mirror.replicas]
         accused = self._accused_by(source, known, now_s)
         doubtful = self._doubtful(accused, now_s)
@@ -137,7 +138,7 @@ class Quarantine:
     def reported(
         self, message: ReplicaHello | ReplicaDelta, finished: Sequence[int], now_s: float
     ) -> None:
-        """A report was taken in, in which these requests had ended."""
+        """A report was applied; ``finished``: the requests that ended with it."""
         replica_id = message.replica_id
         breaker = self._breakers.get(replica_id)
         if breaker is None:
@@ -150,7 +151,7 @@ class Quarantine:
         self._note(replica_id, breaker, opened)
 
     def placed(self, query: RouteQuery, decision: RouteDecision, now_s: float) -> None:
-        """A decision was made: where its replica is to be tried, the request is the probe."""
+        """A decision was made: if its replica is due for a trial, the request is the probe."""
         if not self._names:
             return
         for replica_id, key in (
@@ -170,7 +171,7 @@ class Quarantine:
                 self._show(replica_id, breaker)
 
     def released(self, keys: Iterable[int], now_s: float) -> None:
-        """These requests have ended, or routers gave them up."""
+        """These requests have ended, or routers abandoned them."""
         if not self._probes:
             return
         ended = set(keys)
@@ -181,7 +182,7 @@ class Quarantine:
                 self._look_s = -inf
 
     def forget(self, replica_id: str) -> None:
-        """A replica is known no more."""
+        """The mirror has dropped a replica."""
         breaker = self._breakers.pop(replica_id, None)
         if breaker is not None:
             self._fleet.readmit(replica_id)
@@ -190,7 +191,7 @@ class Quarantine:
     def _accused_by(
         self, source: int, notices: Iterable[TroubleNotice], now_s: float
     ) -> dict[str, float]:
-        """The replicas that a router has accused lately, with these notices, the latest last."""
+        """The replicas that a router has accused lately, now included, the latest last."""
         accused = self._accused.pop(source, {})
         for replica_id, _ in notices:
             accused.pop(replica_id, None)
@@ -237,14 +238,14 @@ class Quarantine:
             breaker.ended(now_s)
 
     def _note(self, replica_id: str, breaker: Breaker, opened: bool) -> None:
-        """Show what became of a breaker that was told something."""
+        """Log, count and show the outcome of a breaker's input."""
         if opened:
             self.opened[breaker.cause] += 1
             _log.warning("replica %s is in quarantine: %s", replica_id, breaker.cause)
         self._show(replica_id, breaker)
 
     def _show(self, replica_id: str, breaker: Breaker) -> None:
-        """Have the fleet know the state of a breaker."""
+        """Apply the state of a breaker to the fleet."""
         if breaker.state is State.CLOSED:
             self._fleet.readmit(replica_id)
         else:
@@ -253,7 +254,7 @@ class Quarantine:
         self._count_up()
 
     def _count_up(self) -> None:
-        """Remember who is in quarantine, and the probes that are under way."""
+        """Update the names of replicas in quarantine, and the pending probes."""
         breakers = self._breakers
         self._look_s = -inf
         self._names = tuple(
@@ -265,13 +266,13 @@ class Quarantine:
 
 
 class _Probe(NamedTuple):
-    """What a replica had done when the request was sent that tries it, and whether that came."""
+    """The replica's step count when its probe request was sent, and whether the probe arrived."""
 
     steps: int
     arrived: bool = False
 
 
 def _is_stepping(replica: MirroredReplica, now_s: float) -> bool:
-    """Whether its last report tells of a step that ended just now."""
+    """Whether its last report shows a step that ended less than ``STEPPING_S`` ago."""
     stepped_s = float(replica.summary["updated_s"]) + replica.offset_s
     return bool(replica.summary["steps"] > 0 and now_s - stepped_s < STEPPING_S)

@@ -16,7 +16,7 @@ _tier = {tier.value: tier for tier in Tier}.__getitem__
 
 
 def to_row(query: RouteQuery) -> tuple[object, ...]:
-    """What :func:`of_row` makes the query of again."""
+    """The query as a row; :func:`of_row` is the inverse."""
     slo = query.slo
     return (
         query.key,
@@ -47,7 +47,7 @@ def of_row(row: Any) -> RouteQuery:
     """The query in a row.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the row is malformed.
     """
     (key, prompt_tokens, waited_s, tiers, output_tokens, session, prefix, request_id, prefill_key,
      avoid, tenant, weight, client_request_id, moves_from, *objective, stages) = row  # fmt: skip

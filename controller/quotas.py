@@ -1,10 +1,10 @@
 """How much of their rate limits API keys have used, over all routers.
 
-A limit is a leaky bucket: what is used fills it, it drains at the limit's rate, and nothing goes in
-that would make it overflow. Each router keeps buckets of its own, so that no request waits for a
-message, and about once a second tells what it has put in and hears how full the bucket of the
-fleet is. In between, routers do not know of each other's use: together they may let through more
-than fits. That is not forgiven: the bucket of the fleet holds it, and drains it at the same rate.
+A limit is a leaky bucket: use fills it, it drains at the limit's rate, and use that would make it
+overflow is refused. Each router keeps its own buckets, so that no request waits for a message.
+About once a second it reports what it has added and receives the fill level of the fleet's bucket.
+In between, routers do not know each other's use: together they may admit more than fits. The excess
+still counts: the fleet's bucket holds it, and drains it at the same rate.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Quotas:
         self._buckets: dict[str, Bucket] = {}
 
     def share(self, uses: list[QuotaUse], now_s: float) -> list[float]:
-        """Take in what a router says, and tell how full each of the buckets is, in order.
+        """Add a router's uses. Returns the fill level of each of their buckets, in order.
 
-        ``O(len(uses))``, and now and then ``O(buckets)``.
+        ``O(len(uses))``, occasionally ``O(buckets)``.
 
         Raises:
             ValueError: the message is malformed, or there are too many buckets.
@@ -61,7 +61,7 @@ def check_uses(uses: list[QuotaUse]) -> None:
     """Check a message.
 
     Raises:
-        ValueError: it is not one, or a field is out of range.
+        ValueError: it is malformed, or a field is out of range.
     """
     if not isinstance(uses, list) or len(uses) > MAX_USES:
         raise ValueError(f"uses must be a list of at most {MAX_USES}")

@@ -1,7 +1,8 @@
-"""The rows of a report, compiled: a report comes for nearly every request, and has few of them.
+"""Compiled loops over the rows of a report: there is a report for nearly every request, with few
+rows.
 
-The arrays of a message may be read-only, or of other integers, and the loops are compiled for each
-kind of array. So each function here makes them one kind first.
+The arrays of a message may be read-only or have other integer types, and the loops are compiled for
+each kind of array. So each function here converts them to one kind first.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from scheduling.state import ROW, RUNNING, WAITING
 
 
 def are_sound(slots: np.ndarray, rows: np.ndarray, capacity: int) -> bool:
-    """Whether rows, as many as slots and of the row type, may be written into a table of
-    ``capacity`` slots. ``O(n log n)``; :mod:`controller.checks` says what is wrong with others."""
+    """Whether rows (one per slot, of the row type) may be written into a table of ``capacity``
+    slots. ``O(n log n)``; :mod:`controller.checks` reports what is wrong with invalid rows."""
     return not len(slots) or bool(_sound(_integers(slots), np.array(rows), capacity))
 
 
@@ -27,9 +28,8 @@ def write(
     """Write sound rows into a table.
 
     Returns:
-        One more than the highest of the slots; the keys of the rows that are live; and of each
-        request that has ended with them its key, and its tokens of prompt and output as they were
-        in the table.
+        The highest slot plus one; the keys of the live rows; and for each request that ended with
+        them, its key and its prompt plus output tokens as they were in the table.
     """
     if not len(slots):
         return 0, [], []
@@ -45,7 +45,7 @@ def compile_now() -> None:
 
 
 def _integers(slots: np.ndarray) -> Ints:
-    # Unsigned ones that do not fit become negative, and no slot is.
+    # Unsigned integers that do not fit become negative, which is no valid slot.
     return np.array(slots, np.int64)
 
 

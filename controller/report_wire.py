@@ -1,7 +1,7 @@
 """A replica's report as JSON, for the controller's plain connection.
 
-Arrays travel as the bytes that they are in memory, in base64: their types are little-endian
-wherever they are made. What the bytes say is checked like any other report.
+Arrays are sent as their bytes in memory, in base64: their types are little-endian on every host.
+The decoded report is checked like any other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scheduling.prefix import HELD
 from scheduling.state import ROW, SUMMARY
 
 MAX_BYTES = 512 << 10
-"""Most bytes of arrays in one message; a third more as text."""
+"""Most bytes of arrays in one message; base64 adds a third."""
 
 MAX_FINISHED = 8_192
 """Most finished keys in one message."""
@@ -33,7 +33,7 @@ def fits(delta: ReplicaDelta) -> bool:
 
 
 def to_json(delta: ReplicaDelta) -> list[Any]:
-    """What :func:`of_json` makes the report of again."""
+    """The report as JSON data; :func:`of_json` is the inverse."""
     return [
         delta.replica_id,
         delta.epoch,
@@ -54,7 +54,7 @@ def of_json(row: Any) -> ReplicaDelta:
     """The report in ``row``.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: the row is malformed.
     """
     (replica_id, epoch, seq, now_s, slots, rows, summary, finished, draining, held_slots, held,
      hung) = row  # fmt: skip

@@ -1,4 +1,4 @@
-"""The service class of each live request, for an operator: the rows of replicas do not have it."""
+"""The service class of each live request, for an operator; replicas' rows do not contain it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from itertools import islice
 
 UNKNOWN_CLASS = ""
-"""Class of a request that was placed by nobody here: before a restart, or by Serve's own choice."""
+"""Class of a request that this controller did not place, but Serve or the controller before a
+restart."""
 
 LIMIT = 100_000
 """Most requests remembered; of more, the oldest tenth is forgotten."""
@@ -30,7 +31,7 @@ class RequestClasses:
         """A request was placed."""
         self._classes[key] = service_class
         if len(self._classes) > self._limit:
-            # Many at once: to take the oldest of a dict again and again is quadratic.
+            # Many at once: removing the oldest entry of a dict one at a time is quadratic.
             self.ended(list(islice(self._classes, max(1, self._limit // 10))))
 
     def ended(self, keys: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""Which version of Sluice this is."""
+"""The version of Sluice."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from importlib import metadata
 
 
 def version() -> str:
-    """The installed one; ``source`` for a source tree that is not installed, however it is
-    edited."""
+    """The installed version; ``source`` for a source tree that is not installed, edited or not."""
     try:
         return metadata.version("sluice")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What version of the plain connection's messages a process speaks."""
+"""The version of a process's message format on the plain connection."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from scheduling.stages import Stage
 from scheduling.state import ROW, SUMMARY
 
 _ENVELOPE: Final = 2
-"""To be raised where messages change in anything but the fields of what they carry."""
+"""To be incremented if messages change in anything but the fields of their contents."""
 
 
 def _layouts() -> str:
-    """Names what messages are made of: another version may have other fields, and a row of those
-    must not be taken for one of these."""
+    """A hash of the message layouts: another version may have other fields, and its rows must not
+    be decoded with these."""
     messages = (RouteQuery, RouteDecision, RouteReply, ReplicaDelta, ReportReply)
     fields = [*(message._fields for message in messages), SLO.__match_args__, Stage._fields]
     tables = [table.descr for table in (ROW, SUMMARY, HELD)]
@@ -26,5 +26,5 @@ def _layouts() -> str:
 
 
 FORMAT: Final = _layouts()
-"""Both sides must have the same. Processes of different versions, as in a rolling update, speak by
-actor calls, where new fields have defaults."""
+"""Both sides must have the same format. Processes of different versions, as in a rolling update,
+use actor calls, where new fields have defaults."""

@@ -1,4 +1,4 @@
-"""The admin key of a run for which none is configured, and the address of the live page."""
+"""The generated admin key of a run without a configured one, and the address of the live page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from router.admin_config import AdminConfig
 
 
 def with_admin_key(config: SluiceConfig) -> tuple[SluiceConfig, str | None]:
-    """The configuration with an admin key made for it, and that key; or as it is and ``None``,
-    where keys are configured or none is needed."""
+    """The configuration with a generated admin key, and the key; the unchanged configuration and
+    ``None`` if keys are configured or none is needed."""
     admin = config.router.admin
     if admin.access != "key" or admin.has_keys:
         return config, None
@@ -23,8 +23,8 @@ def with_admin_key(config: SluiceConfig) -> tuple[SluiceConfig, str | None]:
 
 
 def page_address(config: SluiceConfig, url: str, key: str | None) -> str | None:
-    """Where the live page is, below ``url``; ``None`` where it is off. The key stands in the
-    fragment, which a browser does not send."""
+    """The address of the live page below ``url``; ``None`` if the page is off. The key is in the
+    URL's fragment, which browsers never send."""
     if config.router.admin.access == "off":
         return None
     return f"{url}/ui" if key is None else f"{url}/ui#key={key}"

@@ -31,27 +31,26 @@ REPLICA_DEPLOYMENTS: dict[Role, str] = {
 ROUTER_DEPLOYMENT = "Router"
 
 OTHER_POOL_WAIT_S = 0.25
-"""How long a request waits for the first replica of a pool where it may go to another, seconds.
-Where all are empty they are asked again, see :mod:`router.dispatch.dispatcher`."""
+"""How long a request waits for the first replica of a pool if it may use another pool, seconds. If
+all pools are empty they are tried again, see :mod:`router.dispatch.dispatcher`."""
 
 _LOGGING = LoggingConfig(enable_access_log=False)
-"""Sluice writes a line for each request itself (:mod:`router.metrics.telemetry`); Serve would write
-two."""
+"""Serve's access log is off: Sluice logs each request itself (:mod:`router.metrics.telemetry`)."""
 
 _ADMITTED_BY_CONTROLLER = 1_000_000
-"""Serve must not queue: the router and the replica bound what they take and refuse the rest."""
+"""Serve must not queue: the router and the replica limit their requests and refuse the rest."""
 
 
 def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
     """The application for ``args``: a :class:`SluiceConfig`, or a mapping with its fields.
 
     Raises:
-        ValueError: a field is unknown or out of range, or the admin API would be open to whoever
-            reaches the cluster's port.
+        ValueError: a field is unknown or out of range, or the admin API would be open to every
+            client that reaches the cluster's port.
     """
     config = args if isinstance(args, SluiceConfig) else parse_config(args)
     if config.router.admin.access == "open" and not isinstance(args, SluiceConfig):
-        # There, Serve's own options say where HTTP listens, and not `router.host`.
+        # On a cluster, Serve's own options set the address of HTTP, not `router.host`.
         raise ValueError("router.admin.access: open is for `sluice serve` only; configure keys")
     router = serve.deployment(Router).options(
         name=ROUTER_DEPLOYMENT,
@@ -64,7 +63,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
             fleet.config.replica.drain_timeout_s for fleet in config.fleets
         ),
         graceful_shutdown_wait_loop_s=0.1,
-        # An update starts a router before it stops one: a single router would leave a gap.
+        # An update starts a new router before it stops any, so that a single router causes no gap.
         max_surge_percent=1,
     )
     models = tuple(

@@ -1,9 +1,10 @@
 """The bridge from Serve's autoscaler to :mod:`scheduling.autoscaling`.
 
-Serve asks its policy ten times a second. The policy looks whenever a replica has told a newer load,
-and else keeps what there is: without news from the controller nothing is scaled.
+Serve calls its policy ten times a second. The policy decides whenever a replica has reported a
+newer load, and otherwise keeps the number of replicas: without a new load from the controller
+nothing is scaled.
 
-Serve pickles this module by value into its own controller, so all that is shared is imported.
+Serve pickles this module by value into its own controller, so everything shared is imported.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from replica.config import AutoscalingConfig
 from scheduling.autoscaling import Load, Pool, make_policy
 
 LOOK_BACK_LOOKS = 5
-"""Serve records metrics five times in the time that it looks back, and keeps them for so long."""
+"""Serve records metrics five times per look-back period, and keeps them for that period."""
 
 OLD_NEWS_S = 60.0
-"""No reported load is older than this."""
+"""Largest age of a reported load, seconds."""
 
 _STATE, _TOLD_S = "sluice_state", "sluice_told_s"
 
@@ -32,14 +33,14 @@ _log = logging.getLogger("ray.serve")
 
 
 class ObjectivePolicy:
-    """An autoscaling policy of ours as Serve calls one: with a context, for a number and a state.
+    """Adapts a Sluice autoscaling policy to Serve's interface: context in, number and state out.
 
-    Whatever goes wrong keeps the number of replicas and is logged: an exception would stop Serve's
-    control loop from looking after the replicas.
+    On any error the number of replicas stays and the error is logged: an exception would stop
+    Serve's control loop from managing the replicas.
 
     Args:
         policy: registered name.
-        options: of the policy.
+        options: options of the policy.
     """
 
     def __init__(self, policy: str, options: Mapping[str, Any]) -> None:
@@ -47,7 +48,7 @@ class ObjectivePolicy:
         self._failed = False
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and what to remember until the next call."""
+        """The number of replicas, and the state for the next call."""
         kept = {
             name: context.policy_state[name]
             for name in (_STATE, _TOLD_S)
@@ -83,20 +84,20 @@ class ObjectivePolicy:
 
 
 def is_news(now_s: float, told_s: float) -> bool:
-    """Whether a load of ``now_s`` came after that of ``told_s``, on the controller's clock.
+    """Whether a load of time ``now_s`` is newer than one of ``told_s``, on the controller's clock.
 
-    Of two replicas one may have told an older load than the other, who has left since. A clock that
-    is far behind is another one: the controller was started again on another host.
+    A replica may report an older load than another replica that has left since. A clock that is far
+    behind is a different clock: the controller was restarted on another host.
     """
     return now_s > told_s or now_s < told_s - OLD_NEWS_S
 
 
 def latest_load(metrics: Mapping[str, Mapping[Any, Any]]) -> Load | None:
-    """The latest of the loads that each replica reported last; ``None`` if there is none.
+    """The latest of the replicas' last reported loads; ``None`` without one.
 
     Args:
-        metrics: by field of :class:`Load` and replica, the values with their report times, in
-            their order, as Serve keeps them.
+        metrics: by field of :class:`Load` and replica, the values with the times of their reports,
+            in order, as Serve keeps them.
     """
     loads = []
     for replica, series in metrics.get("now_s", {}).items():
@@ -111,15 +112,15 @@ def latest_load(metrics: Mapping[str, Mapping[Any, Any]]) -> Load | None:
 
 
 def serve_autoscaling(config: AutoscalingConfig) -> ServeAutoscalingConfig:
-    """Serve's settings for ``config``. Delays and factors of its own are off: a policy has its own
-    idea of both."""
+    """Serve's settings for ``config``. Serve's own delays and factors are off: a policy has its
+    own."""
     return ServeAutoscalingConfig(
         min_replicas=config.min_replicas,
         max_replicas=config.max_replicas,
-        # Given, Serve would go back to it with every change of the application.
+        # If set, Serve returns to this number with every change of the application.
         initial_replicas=config.initial_replicas,
-        # Replicas tell as often as they look. Ray names an environment variable that is to replace
-        # this field; no code of this version reads it.
+        # Replicas report as often as they sample. Ray names an environment variable that is to
+        # replace this field; no code of this version reads it.
         metrics_interval_s=config.interval_s,
         look_back_period_s=LOOK_BACK_LOOKS * config.interval_s,
         upscale_delay_s=0.0,

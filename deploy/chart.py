@@ -1,7 +1,7 @@
 """The parts of the Helm chart that follow from the code: the configuration in the values' schema,
 Ray's environment, the alert rules, the dashboards, and the table of values in its README.
 
-``python -m deploy.chart`` writes them into ``helm/sluice``; a test says when that is due.
+``python -m deploy.chart`` writes them into ``helm/sluice``; a test fails if they are outdated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TABLE = re.compile(r"(?<=<!-- values -->\n).*(?=<!-- /values -->)", re.DOTALL)
 
 
 def contents() -> dict[Path, str]:
-    """Every file of the chart that is written here, by its path, with what it must hold."""
+    """The content of every generated file of the chart, by path."""
     schema = values_schema()
     readme = CHART / "README.md"
     files = {
@@ -49,7 +49,7 @@ def ray_environment() -> dict[str, str]:
 
 
 def values_schema() -> dict[str, Any]:
-    """The schema of the chart's values: what stands in the file, with that of the configuration."""
+    """The schema of the chart's values: the file's own part, and the configuration's schema."""
     schema: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     config = _rules(SluiceConfig.model_json_schema())
     definitions = config.pop("$defs")
@@ -60,8 +60,8 @@ def values_schema() -> dict[str, Any]:
 
 
 def _rules(node: Any) -> Any:
-    """A schema without names, texts and defaults, which docs/configuration.md has: the chart only
-    has to refuse what is wrong."""
+    """A schema without titles, descriptions and defaults, which docs/configuration.md has: the
+    chart's schema only refuses invalid values."""
     if isinstance(node, list):
         return [_rules(entry) for entry in node]
     if not isinstance(node, dict):

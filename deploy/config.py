@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from telemetry.config import TelemetryConfig
 
 _FIELD = re.compile(r"[a-z_]{0,40}[0-9]?[a-z_]{0,40}")
-"""What the fields here are named like, and what a mistyped one is, but hardly a key."""
+"""Pattern of field names. A mistyped name matches it, a secret key hardly ever."""
 
 
 class SluiceConfig(BaseModel):
@@ -85,7 +85,7 @@ class SluiceConfig(BaseModel):
 
     @property
     def fleets(self) -> tuple[ModelFleet, ...]:
-        """Every model with what is deployed for it, in the order of the configuration."""
+        """Every model with its deployed parts, in the order of the configuration."""
         if self.models:
             return tuple(ModelFleet(name, key_of(name), it) for name, it in self.models.items())
         one = ModelConfig(engine=self.engine, replica=self.replica, controller=self.controller)
@@ -116,10 +116,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
     except yaml.YAMLError as error:
-        # Not what the parser says: it shows the line, which may hold a key.
+        # Without the parser's message: it shows the line, which may hold a key.
         raise ValueError(f"{path} is not YAML{_place_of(error)}") from None
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        # Whatever the parser runs into: a date or number that is none, a tag, or depth.
+        # Other errors of the parser: an invalid date or number, a tag, or too deep nesting.
         raise ValueError(
             f"{path} cannot be read: a value in it is not of its type, or nested too deeply"
         ) from None
@@ -146,7 +146,7 @@ def parse_config(data: Mapping[str, Any]) -> SluiceConfig:
 
 
 def _name_of(parts: tuple[int | str, ...], fault: str) -> str:
-    """The place of a fault. A name that nothing has may be a key that came loose in the file."""
+    """The place of a fault. An unknown name may be a misplaced secret key and is not shown."""
     names = [str(part) for part in parts]  # none where the parts are at odds
     if fault == "extra_forbidden" and not _FIELD.fullmatch(names[-1]):
         names[-1] = "(no name of a field, so not shown)"

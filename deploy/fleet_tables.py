@@ -1,4 +1,4 @@
-"""What the admin API says of a fleet, as tables and sentences for a terminal."""
+"""The admin API's data on a fleet, as tables and sentences for a terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from deploy.json_http import printable
 from deploy.tables import compact, fit
 
 FRESH, AGED, QUARANTINED = "fresh", "aged", "quarantined"
-"""Conditions of a replica that takes new requests; the second only where the first is nowhere, the
-third only where there is none of either, and to try it."""
+"""Conditions of a replica that takes new requests. Aged replicas take them only if none is fresh;
+quarantined ones only if there are no others, and as a trial."""
 
 _NONE = "-"
 
@@ -30,15 +30,14 @@ _REASONS = {
 """Why a replica in this condition takes no new requests."""
 
 _SILENT = (AGED, "stale")
-"""Conditions that come of silence."""
+"""Conditions caused by missing reports."""
 
 
 def problems(fleet: Mapping[str, Any]) -> list[str]:
-    """What keeps the application from serving as it should, a sentence each; empty where all is
-    well."""
+    """The problems that impair service, a sentence each; empty if there are none."""
     found = [
-        f"the controller of {model} does not answer: Serve's own choice places its requests, and "
-        "nothing is promised"
+        f"the controller of {model} does not answer: Serve places its requests, and nothing is "
+        "guaranteed"
         for model in fleet["unavailable"]
     ]
     fresh = Counter(row["model"] for row in fleet["replicas"] if row["condition"] == FRESH)
@@ -48,7 +47,7 @@ def problems(fleet: Mapping[str, Any]) -> list[str]:
             continue
         found.append(
             f"every replica of {model} is late with its reports or in quarantine: they take "
-            "requests, and nothing is promised"
+            "requests, and nothing is guaranteed"
             if taking[model]
             else f"no replica of {model} takes requests"
         )
@@ -56,8 +55,8 @@ def problems(fleet: Mapping[str, Any]) -> list[str]:
 
 
 def notes(fleet: Mapping[str, Any]) -> list[str]:
-    """What an operator should know though requests are served: replicas that take no new ones, or
-    only as a last resort."""
+    """Notes for the operator while requests are served: replicas that take no new requests, or only
+    as a last resort."""
     lacking = [
         f"replica {row['replica_id']} of {row['model']} {what}"
         for row in fleet["replicas"]
@@ -115,10 +114,10 @@ def class_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
 
 
 def promise_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
-    """For each model that promised anything lately: how much was kept, by class and replica, and
-    how many first tokens came by the forecast quantiles."""
+    """For each model with recent guarantees: the share kept, by class and replica, and the share of
+    first tokens that came by the forecast quantiles."""
     for model, facts in fleet["models"].items():
-        # A controller of an earlier version tells nothing of it.
+        # A controller of an earlier version does not report it.
         found = facts.get("calibration")
         if not found or not found["promised"]:
             continue
@@ -144,7 +143,7 @@ def promise_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
 
 
 def _moved(found: Mapping[str, Any]) -> dict[str, int]:
-    """Of promised requests that left their replica for another one."""
+    """Counts of guaranteed requests that moved from their replica to another one."""
     return {"promised": found["moved"], "kept": found["moved_kept"]}
 
 
@@ -169,7 +168,7 @@ def headline(fleet: Mapping[str, Any]) -> Text:
 
 
 def overview(fleet: Mapping[str, Any], width: int) -> Group:
-    """All of it, for a terminal of ``width`` columns."""
+    """Headline, tables and problems, for a terminal of ``width`` columns."""
     parts: list[Any] = [headline(fleet), Text(), *replica_tables(fleet)]
     if fleet["classes"]:
         minutes = max(facts.get("window_ms", 0) for facts in fleet["models"].values()) / 60_000
@@ -209,7 +208,7 @@ def _splits(rows: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _half_pairs(fleet: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each model of which no replica takes one of the phases."""
+    """Models without replicas for one of the P/D phases, a sentence each."""
     for model in fleet["models"]:
         rows = [row for row in fleet["replicas"] if row["model"] == model]
         taking = _by_role(filter(_takes, rows))
@@ -227,7 +226,7 @@ def _takes(row: Mapping[str, Any]) -> bool:
 
 
 def _lack(row: Mapping[str, Any]) -> str | None:
-    """What a replica does not do, and why; ``None`` where nothing is wrong with it."""
+    """How a replica's service is restricted, and why; ``None`` if it is not."""
     condition = str(row["condition"])
     if row["drain"] == "operator":
         return "takes no new requests: an operator drains it"
@@ -236,7 +235,7 @@ def _lack(row: Mapping[str, Any]) -> str | None:
     if condition == QUARANTINED:
         return f"is in quarantine: {_quarantine(row)}"
     if condition == AGED:
-        lack = "is chosen only where no other is left, and nothing is promised there"
+        lack = "is chosen only if no other is left, and guarantees nothing"
     else:
         lack = f"takes no new requests: {_REASONS.get(condition, condition)}"
     return f"{lack}, silent for {_silent(row)}" if condition in _SILENT else lack
@@ -255,7 +254,7 @@ def _state(row: Mapping[str, Any]) -> Text:
 
 
 def _quarantine(row: Mapping[str, Any]) -> str:
-    """What was seen of it, for how long it has been left alone, and what is next."""
+    """The quarantine's cause and duration, and the next step."""
     found = row["quarantine"]
     if found is None:
         return "it failed or hung"
@@ -269,7 +268,7 @@ def _quarantine(row: Mapping[str, Any]) -> str:
 
 
 def _silent(row: Mapping[str, Any]) -> str:
-    """For how long it has not reported, without a blank."""
+    """The time since its last report, without a blank."""
     return f"{row['report_age_ms'] / 1e3:,.1f}s"
 
 

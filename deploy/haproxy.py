@@ -1,17 +1,17 @@
 """HAProxy as Serve starts it, without kernel splicing, with bounds on clients that are slow or
 gone, and with TLS where a certificate is given.
 
-With splicing the proxy does not see that a client has left before the response began, so a long
-prefill would be computed for no client: Serve's configuration turns on both splicing and the
-detection, and in HAProxy 2.8 the first defeats the second. The switch is on the command line only,
-so Serve is pointed at this program, which becomes HAProxy.
+With splicing the proxy does not detect that a client has left before the response began, so a long
+prefill would be computed for a client that is gone. Serve's configuration turns on both splicing
+and the detection, and in HAProxy 2.8 the first defeats the second. The switch exists only on the
+command line, so Serve is configured to start this program, which becomes HAProxy.
 
-Serve's configuration waits an hour for the headers of a request and for a client that takes
-nothing, and does not probe silent connections. None of it can be set, so HAProxy
-gets a copy of that file with :data:`BOUNDS` in it.
+Serve's configuration waits an hour for the headers of a request and for a client that reads
+nothing, and does not probe silent connections. None of it can be set, so HAProxy gets a copy of
+that file with :data:`BOUNDS` in it.
 
-Serve's own settings for TLS (``ssl_certfile`` and the like) are of its Python proxy only: with
-HAProxy they do nothing, and say nothing. ``deploy/tls/haproxy.cfg`` adds a port with TLS.
+Serve's own settings for TLS (``ssl_certfile`` and the like) apply to its Python proxy only: with
+HAProxy they are ignored silently. ``deploy/tls/haproxy.cfg`` adds a port with TLS.
 """
 
 from __future__ import annotations
@@ -55,20 +55,21 @@ _SIDE_DOOR = re.compile(
 """HAProxy's own metrics and statistics, which Serve opens to every network, without a key."""
 
 DIRECT_VARIABLE = "SLUICE_DIRECT_STREAMS"
-"""``1``: streams are fetched from replicas. Otherwise routers hand all of them on."""
+"""``1``: streams are fetched from replicas. Otherwise routers forward all of them."""
 
 DIRECT = Path(__file__).with_name("direct") / "relay.lua"
-"""Fetches streams from replicas themselves; says how."""
+"""The Lua program that fetches streams directly from replicas."""
 
 _GLOBAL = re.compile(r"^global$", re.MULTILINE)
 _MAXCONN = re.compile(r"^ +maxconn (\d+)$", re.MULTILINE)
 _CONNECTIONS_OF_A_CALL = 2
-"""That HAProxy accepts for a call whose stream it fetches: the client's, and its own to routers."""
+"""Connections that HAProxy accepts for a call whose stream it fetches: the client's, and its own to
+routers."""
 _USED = re.compile(r"^([ \t]+)use_backend (\S+) if (is_\S+)$", re.MULTILINE)
 
 MAX_BODY: Final = 256 << 10
-"""Longest body that HAProxy gives to Lua, bytes: as a whole, since a longer one that was given in
-parts came to a stop beyond what the kernel holds of it."""
+"""Longest body that HAProxy passes to Lua, bytes. It is passed whole: a longer one that was passed
+in parts stalled once it exceeded the kernel's buffers."""
 
 _FETCHED = (
     "http-request set-var(txn.sluice_backend) str({backend}) if {acl} "
@@ -78,7 +79,8 @@ _FETCHED = (
     f"{{{{ req.hdr_val(content-length) le {MAX_BODY} }}}} "
     "{{ var(txn.sluice_backend) -m str {backend} }}",
 )
-"""Before each application's own rule. What is longer, or has no length, is left to that."""
+"""Rules before each application's own rule. Bodies that are longer, or have no length, fall through
+to that rule."""
 
 _ROUTERS = """
 # Added by sluice-haproxy: by which deploy/direct/relay.lua asks routers.
@@ -97,39 +99,40 @@ STARTING: Final = (
     """'{"error": {"message": "The application is not there yet.", "type": "server_error", """
     """"param": null, "code": "no_router"}}'"""
 )
-"""What stands in place of Serve's 404 while HAProxy knows no application, as for a moment after it
-was started again. Clients retry after a 503, and not after a 404."""
+"""Replaces Serve's 404 while HAProxy knows no application, as for a moment after its restart.
+Clients retry after a 503, but not after a 404."""
 
 GONE: Final = "tcp-ut 60s"
-"""Drops a connection whose client takes nothing, or acknowledges nothing, for so long while there
-is something for it. Of the port, beside its address."""
+"""Drops a connection whose client reads or acknowledges nothing for this long while data is pending
+for it. An option of the port, after its address."""
 
 BOUNDS: Final = """\
-    # Added by sluice-haproxy: headers that come a byte at a time, bodies of which the rest does not
-    # come, and clients that are gone. Who waits for an answer is not meant by the second.
+    # Added by sluice-haproxy: bounds on headers that come a byte at a time, on bodies that stay
+    # incomplete, and on clients that are gone. Clients that wait for an answer are unaffected.
     timeout http-request 10s
     timeout client 60s
     option clitcpka
     clitcpka-idle 60s
     clitcpka-intvl 10s
     clitcpka-cnt 3
-    # What only HAProxy says to routers.
+    # A header that only HAProxy may send to routers.
     http-request del-header x-sluice-edge"""
-"""Of connections from clients."""
+"""Settings of connections from clients."""
 
 
 GONE_ROUTERS: Final = """
-    # Added by sluice-haproxy: routers whose machine is gone or cut off, which nothing reports. A
-    # router that only hangs is not meant: its kernel answers for it.
+    # Added by sluice-haproxy: detects routers whose machine is gone or cut off, which is not
+    # reported otherwise. A router that hangs is not detected: its kernel answers for it.
     option srvtcpka
     srvtcpka-idle 10s
     srvtcpka-intvl 5s
     srvtcpka-cnt 3"""
-"""Of connections to routers. Serve's configuration waits indefinitely for the end of an answer."""
+"""Settings of connections to routers. Serve's configuration waits indefinitely for the end of an
+answer."""
 
 UNHEARD: Final = "tcp-ut 25s"
-"""The same while a router has not acknowledged what it was sent. Of each server; HAProxy does not
-take it from its defaults."""
+"""The same while a router has not acknowledged the data sent to it. An option of each server;
+HAProxy does not accept it in its defaults."""
 
 
 def main() -> None:
@@ -155,8 +158,8 @@ def main() -> None:
 
 
 def _stop_with_parent() -> None:
-    """Have the kernel tell this process, and HAProxy in its place, when its parent ends, Serve's
-    manager of it: HAProxy then listens no longer, and ends with the requests that it has.
+    """Have the kernel signal this process, later HAProxy, when its parent ends, which is Serve's
+    manager of it. HAProxy then stops listening, and ends when its current requests have ended.
 
     On Linux only; elsewhere nothing is done.
     """
@@ -193,8 +196,8 @@ def write_bounded(config: Path) -> Path:
 
 
 def _with_direct_streams(config: str, socket: Path) -> str:
-    """Have the streams of every application fetched by :data:`DIRECT`, which asks routers by
-    ``socket``."""
+    """Add rules by which :data:`DIRECT` fetches the streams of every application; it reaches
+    routers through ``socket``."""
     if not _USED.search(config):
         return config
 
@@ -208,8 +211,8 @@ def _with_direct_streams(config: str, socket: Path) -> str:
     text = _GLOBAL.sub(rf"\g<0>\n    {settings}", text)
     most = _MAXCONN.search(text)
     if most is not None:
-        # Clients must not take the connections that forward their own calls. More in all would
-        # exceed the files that HAProxy may open.
+        # Clients must not take the connection slots that their own calls need to continue. A higher
+        # total would exceed the number of files that HAProxy may open.
         of_clients = int(most[1]) // _CONNECTIONS_OF_A_CALL
         text = _BIND.sub(rf"\g<0>\n    maxconn {of_clients}", text)
     return text.rstrip("\n") + "\n" + _ROUTERS.format(socket=socket)

@@ -15,7 +15,7 @@ _MAX_SHOWN = 400
 
 
 _PASSING = (408, 425, 429)
-"""Statuses below 500 that may be others in a moment."""
+"""Statuses below 500 that may be temporary."""
 
 
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
@@ -46,7 +46,7 @@ class AnswerError(Exception):
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """Following one would hand the key to whomever it names."""
+        """Refuse redirects: following one would send the key to another server."""
 
 
 class JsonServer:

@@ -54,7 +54,7 @@ def _processes(folder: Path) -> Iterator[psutil.Process]:
     """Descendants of this process with the folder on their command line, and every process that
     writes a file there, but not this process and its parent.
 
-    A process whose parent has ended is no descendant, so the first rule alone would miss it.
+    A process whose parent has ended is not a descendant, so the first rule alone would miss it.
     A program that only reads a log file of the instance is no part of it.
     """
     me = psutil.Process()

@@ -227,7 +227,7 @@ def _start_ray(config: SluiceConfig, local_dir: Path) -> None:
 
 
 def _check_labels(config: SluiceConfig) -> None:
-    """Without this check Ray would wait for such nodes indefinitely."""
+    """Refuse node labels: Ray would wait indefinitely for nodes with these labels."""
     if any(pool.replica.node_labels for fleet in config.fleets for pool in fleet.pools):
         raise StartError(
             "node_labels ask for nodes of a cluster, and this machine is one without labels: leave "
@@ -236,7 +236,7 @@ def _check_labels(config: SluiceConfig) -> None:
 
 
 def _check_models(config: SluiceConfig) -> None:
-    """Without this check every replica would fail three times first."""
+    """Refuse missing models: without this check every replica would fail three times first."""
     for fleet in config.fleets:
         for pool in fleet.pools:
             try:
@@ -247,7 +247,7 @@ def _check_models(config: SluiceConfig) -> None:
 
 
 def _check_keys(config: SluiceConfig) -> None:
-    """Without this check routers would fail to start, again and again."""
+    """Refuse invalid keys: without this check routers would fail to start repeatedly."""
     try:
         Access(config.router)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Whether the files that an engine needs can be had: said in seconds, before anything starts."""
+"""Checks in seconds, before anything starts, that the files that an engine needs are available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several models behind one endpoint: what each has of its own, and what they share."""
+"""Several models behind one endpoint: the settings of each, and the settings they share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPTIONS = {"policy": "policy_options", "admission": "admission_options"}
 """Fields that choose a policy -> the fields that are only good for that policy."""
 
 _SIZES = ("count", "autoscaling")
-"""Fields for the number of replicas without pools; ``pools`` replaces them."""
+"""Fields for the number of replicas without pools; unused with ``pools``."""
 
 
 class ModelConfig(BaseModel):
@@ -69,7 +69,7 @@ def key_of(model: str) -> str:
 
 
 def with_shared(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The raw configuration ``data`` with what each of its ``models`` leaves out filled in from the
+    """The raw configuration ``data``; fields that one of its ``models`` omits are taken from the
     sections that they share. What is of a wrong type is left for the validation to refuse.
 
     Raises:
@@ -110,8 +110,9 @@ def _filled(data: Mapping[str, Any], name: Any, entry: Any) -> Any:
 
 
 def _laid_over(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Field by field; options of a policy that is not chosen are dropped, and so is the other way
-    to say how many replicas there are."""
+    """``shared`` overridden by ``own``, field by field. Shared options of a policy that ``own``
+    replaces are dropped, and so are shared settings of the number of replicas that conflict with
+    those of ``own``."""
     foreign = {
         options
         for choice, options in _OPTIONS.items()

@@ -1,4 +1,4 @@
-"""What can be chosen: every policy with its source and options."""
+"""Every policy that can be configured, with its source and options."""
 
 from __future__ import annotations
 

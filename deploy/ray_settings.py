@@ -34,10 +34,10 @@ TUNED: Mapping[str, str] = {
     # exceeds. The most that gRPC takes: `router.max_body_bytes` bounds bodies, and replicas send
     # answers in chunks.
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
-    # A dead proxy is noticed after 1 s, not 10 s.
+    # A dead proxy is detected after 1 s, not 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # One that fails its health check is ended at once: there is nothing to wait for in a process
-    # that hangs, and Serve would wait for as long as a drain may take.
+    # A replica that fails its health check is killed at once: draining an unresponsive process is
+    # useless, and Serve would wait for as long as a drain may take.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Ray starts workers with niceness 15: beside one busy process of normal priority an engine, a
     # router or the controller would get 3 % of a core that they share.
@@ -53,7 +53,7 @@ LOCAL: Mapping[str, str] = {
     "RAY_AUTH_MODE": "token",
     # Without clusters Ray's address is 127.0.0.1, also on Linux, and its ports listen there only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Engines hand over KV on this machine only.
+    # Engines transfer KV on this machine only.
     "VLLM_HOST_IP": "127.0.0.1",
     # Files in the folder where Sluice was started must not stand in for modules of the same name.
     "PYTHONSAFEPATH": "1",
@@ -72,35 +72,37 @@ writes where it is missing."""
 LOCAL_LISTENERS = (
     "RAY_SERVE_HAPROXY_STATS_PORT",
     "RAY_SERVE_HAPROXY_METRICS_PORT",
-    # Serve's own proxy, which gets what HAProxy knows no healthy router for. Two instances would
-    # listen on the same port, and each get requests of the other.
+    # Serve's own proxy, which gets requests for which HAProxy knows no healthy router. Two
+    # instances would listen on the same port, and each get requests of the other.
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
 )
 """Ports that Serve fixes for the whole machine: a local instance has its own."""
 
 _ROUTER_PORTS = 200
-"""Ports of an instance: at most 64 routers, and their successors while they are replaced."""
+"""Ports per instance: for at most 64 routers, and their successors while they are replaced."""
 
 _ROUTER_RANGES = range(20_000, 30_000, _ROUTER_PORTS)
-"""Where they begin: above the ports of Ray's workers, below those of a Serve with its defaults."""
+"""First ports of the ranges: above the ports of Ray's workers, below those of a Serve with its
+defaults."""
 
 _FREE_PORTS = range(31_100, 32_768)
 """For listeners that may have any port: above those of a Serve with its defaults, below those that
 Linux gives to connections."""
 
 _BLOCK = 16
-"""Ports that a process claims at a time."""
+"""Number of free ports that a process claims at a time."""
 
 _claims: dict[int, socket.socket] = {}
 
 
 def _claim(first: int) -> bool:
     """Keep the ports that begin at ``first`` from being chosen by another process of this machine,
-    for as long as this one runs; whether it has them. Between choice and use nothing listens there.
+    for as long as this one runs. Returns whether the claim succeeded. Between choice and use no
+    program listens there.
 
-    The claim is a name in Linux's abstract namespace: it goes with the process, however that ends.
-    Other systems have no such namespace, and no process has a claim.
+    The claim is a name in Linux's abstract namespace: it ends with the process in any case. Other
+    systems have no such namespace, and no process has a claim there.
     """
     if first not in _claims:
         claim = socket.socket(socket.AF_UNIX)
@@ -114,8 +116,8 @@ def _claim(first: int) -> bool:
 
 
 def _ports() -> Iterator[int]:
-    """Those of :data:`_FREE_PORTS`, again and again: of the blocks that this process has, or of all
-    where it gets none."""
+    """The ports of :data:`_FREE_PORTS`, repeatedly: those of the blocks that this process has
+    claimed, or all of them if it can claim none."""
     while True:
         blocks = range(_FREE_PORTS.start, _FREE_PORTS.stop, _BLOCK)
         mine = False
@@ -180,7 +182,7 @@ def _router_ports() -> range:
 
 
 def apply(local_dir: Path | None = None) -> None:
-    """Set what is not set yet; what the operator set stays.
+    """Set the variables that are unset; the operator's values stay.
 
     Args:
         local_dir: for a local instance, an existing private directory for the sockets of vLLM,

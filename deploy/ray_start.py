@@ -1,5 +1,5 @@
-"""Starts a Ray instance from this process, also where the machine is too busy for Ray's own time
-limit, and says whether it still runs."""
+"""Starts a Ray instance from this process, even if the machine is too busy for Ray's time limit,
+and reports whether it still runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Hands an application to a running Ray cluster over Serve's REST API, and reads how it fares.
+"""Submits an application to a running Ray cluster over Serve's REST API, and reads its state.
 
 The API takes all applications at once and deletes those that are not named, so the others are sent
-along as they were deployed. What can change in place is kept out of the application's ``args``:
-Serve builds the application again, and replaces every replica, when those differ.
+along as they were deployed. Settings that can change in place are kept out of the application's
+``args``: if those differ, Serve rebuilds the application and replaces every replica.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deploy.json_http import AnswerError, JsonServer, printable
 
 PATH = "/api/serve/applications/"
 HANDING_OVER_S = 90.0
-"""Longest silence while the application is handed over, seconds: a cluster without Serve starts it
+"""Longest silence while the application is submitted, seconds: a cluster without Serve starts it
 first."""
 RUNNING = "RUNNING"
 FAILED = "DEPLOY_FAILED"
@@ -62,7 +62,7 @@ class _HttpOptions(BaseModel):
 
 
 class _Serve(BaseModel):
-    """What is needed here of Serve's answer; it has more."""
+    """The fields of Serve's answer that are used here; it has more."""
 
     applications: dict[str, _Application]
     target_capacity: float | None = None
@@ -79,14 +79,14 @@ class Part(NamedTuple):
 
 
 class State(NamedTuple):
-    """How an application fares, as Serve says.
+    """An application's state, as Serve reports it.
 
     Attributes:
         status: Serve's name for it, such as ``DEPLOYING`` or ``RUNNING``.
         message: why, in one line; often empty.
         deployed_s: when it was last deployed, Unix seconds of the cluster.
         parts: its deployments by name.
-        addresses: where it can be had, a URL for each node with a proxy.
+        addresses: its addresses, a URL for each node with a proxy.
     """
 
     status: str
@@ -145,14 +145,14 @@ def application_of(data: Mapping[str, Any], name: str, route_prefix: str) -> dic
             "out, and set OTEL_EXPORTER_OTLP_HEADERS in the environment in which Ray starts"
         )
     args = deepcopy(dict(data))
-    # The name is the application's; a change of the field must not build it again.
+    # The name is the application's; a change of the field must not rebuild it.
     args.pop("name", None)
     shared = bool((args.get("replica") or {}).get("pools"))
     for section in (args, *(args.get("models") or {}).values()):
         if section and section.get("replica"):
             replica = section["replica"]
             if shared and section is not args and "count" in replica:
-                # A model says by a number of its own that it has none of the pools that are shared.
+                # A model with its own number of replicas has none of the shared pools.
                 replica.setdefault("pools", {})
             for sized in (replica, *(replica.get("pools") or {}).values()):
                 if sized:
@@ -186,7 +186,8 @@ def _digested(entry: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def submit(server: JsonServer, application: Mapping[str, Any], config: SluiceConfig) -> float:
-    """Start or update the application; when it had been deployed before, Unix seconds, or 0.
+    """Start or update the application. Returns the time of its previous deployment, Unix seconds,
+    or 0.
 
     Where Serve does not run yet it is started, with the host and port of ``config``. The cluster's
     target capacity stays as it is.
@@ -232,7 +233,7 @@ def _others(serve: _Serve, name: str) -> list[dict[str, Any]]:
 
 
 def state_of(server: JsonServer, name: str) -> State | None:
-    """How the application ``name`` fares; ``None`` where Serve does not know it.
+    """The state of the application ``name``; ``None`` if Serve does not know it.
 
     Raises:
         UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
@@ -252,7 +253,7 @@ def state_of(server: JsonServer, name: str) -> State | None:
 
 
 def _serve_of(server: JsonServer) -> _Serve:
-    """What Serve says of itself.
+    """Serve's state.
 
     Raises:
         UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
@@ -280,6 +281,6 @@ def _addresses(serve: _Serve, route_prefix: str) -> tuple[str, ...]:
 
 
 def _last_line(message: str) -> str:
-    """What an exception's trace ends with, which says what went wrong."""
+    """The last line of a traceback, which names the error."""
     lines = [line for line in message.splitlines() if line.strip()]
     return printable(lines[-1]).strip() if lines else ""

@@ -56,7 +56,7 @@ def _shared(least: Sequence[int], full: Sequence[int], room: int) -> list[int]:
 
 
 def _overhead(table: Table, widths: Sequence[int]) -> int:
-    """The width of all but the columns themselves, which become so wide."""
+    """The width of a table beyond its columns. Sets the columns to ``widths``."""
     for column, width in zip(table.columns, widths, strict=True):
         column.width, column.no_wrap, column.overflow = width, False, "fold"
     console = Console(width=_ANY_WIDTH)
@@ -64,7 +64,7 @@ def _overhead(table: Table, widths: Sequence[int]) -> int:
 
 
 def _widest(column: Column, parts: Callable[[str], list[str]]) -> int:
-    """Of the parts of its texts."""
+    """The width of the widest part of a column's texts."""
     texts = (
         each.plain if isinstance(each, Text) else Text.from_markup(str(each)).plain
         for each in chain([column.header], column.cells)

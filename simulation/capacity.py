@@ -45,7 +45,7 @@ def search(attainment: Callable[[int], float], target: float, start: int, most: 
     reaches it is not looked for.
 
     Args:
-        attainment: share of requests that meet their objectives, by number of replicas; nan counts
+        attainment: share of requests that meet their objectives with this many replicas; nan counts
             as below any target. Called once per count.
         target: share that is wanted, above 0 and at most 1.
         start: where to begin; it is moved into the range. The closer to the answer, the faster, and
@@ -103,11 +103,11 @@ def _above(holds: Callable[[int], bool], low: int, step: int, most: int) -> tupl
 
 
 def least_busy(workload: Workload, model: LatencyModel) -> int:
-    """How many engines the work of all requests fills while they arrive: a start for
+    """Number of engines that the work of all requests keeps busy while they arrive: a start for
     :func:`search`.
 
-    Counted are the prompts and tokens as if each came alone, without the fixed part of steps and
-    without cached prefixes: with fewer engines, work is left over when the last request comes,
+    Prompts and tokens are counted as if each came alone, without the fixed part of steps and
+    without cached prefixes: with fewer engines, a backlog remains when the last request arrives,
     unless prefixes are cached. ``O(requests)``; at least 1, at most :data:`MOST_REPLICAS`.
     """
     between_s = workload.duration_s - (workload.arrivals[0].arrival_s if len(workload) else 0.0)
@@ -132,15 +132,15 @@ def _work_s(arrival: Arrival, model: LatencyModel) -> tuple[float, float]:
 
 
 def pool_demand(workload: Workload, model: LatencyModel, engine: EngineConfig) -> PoolDemand:
-    """What a request per second of a workload needs of each role, by the formula of SLOs-Serve.
+    """A workload's demand on each role per request and second, by the formula of SLOs-Serve.
 
-    The pace is the least TPOT that a request states; a decode replica makes every token, the first
-    one included, and what later stages add to a prompt is computed there. ``O(requests)``.
+    The pace is the smallest TPOT that a request states. A decode replica makes every token, the
+    first one included, and computes the prompt tokens that later stages add. ``O(requests)``.
 
     Args:
-        workload: its mean request; it has at least one.
+        workload: its mean request counts; it has at least one request.
         model: step times of a replica.
-        engine: its limits: its KV, and its places.
+        engine: the replica's limits: KV blocks and slots.
 
     Raises:
         ValueError: a workload without requests.

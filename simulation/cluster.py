@@ -48,11 +48,11 @@ Incident = Failure | Resize | Slowdown
 
 
 class Node(NamedTuple):
-    """What one replica is made of.
+    """The models and limits of one replica.
 
     Attributes:
-        truth: how long its steps take.
-        belief: what it plans with, and reports to the router.
+        truth: the real times of its steps.
+        belief: the latency model that it plans with and reports to the router.
         engine: its limits.
     """
 
@@ -64,30 +64,29 @@ class Node(NamedTuple):
 class Cluster:
     """Places requests by a routing policy, runs the engines, and loses no request.
 
-    A request whose replica fails is placed again, up to ``max_attempts``. What it has emitted by
-    then stays emitted: the next replica computes the prompt and those tokens, and continues (as the
-    router of production resumes a stream). While no replica is there at all, requests wait at the
-    router, for a bounded time.
+    A request whose replica fails is placed again, up to ``max_attempts``. The tokens that it has
+    emitted stay emitted: the next replica computes the prompt and these tokens, and resumes the
+    output (as the production router resumes a stream). While there is no replica at all, requests
+    wait at the router, for a bounded time.
 
-    Where replicas have roles, a decision may name a pair. The prefill replica computes the prompt,
-    and keeps its blocks while the KV is sent to the decode replica, which takes the time of its
-    tokens; the decode replica finds blocks when it admits the request, computes the last token of
-    the prompt again, and emits all of the output. What later stages add to the prompt is prefilled
-    there, too. Where the prefill replica fails while the KV is on its way, the decode replica
-    computes the prompt itself; where the decode replica is not there any more, the request is
-    placed again.
+    If replicas have roles, a decision may name a P/D pair. The prefill replica computes the prompt,
+    and keeps its blocks during the KV transfer to the decode replica, whose time depends on the
+    number of tokens. The decode replica allocates blocks when it admits the request, computes the
+    last token of the prompt again, and emits all of the output. It also prefills the tokens that
+    later stages add to the prompt. If the prefill replica fails during the KV transfer, the decode
+    replica computes the prompt itself; if the decode replica is gone, the request is placed again.
 
     Args:
-        requests: of the run.
+        requests: the requests of the run.
         make_engine: a new engine for a role and a replica's number in order of start.
         routing: a new policy.
         config: the cluster.
         rng: source of lost reports.
-        admission: finds the replicas that can guarantee a request its objective; default: nothing
+        admission: decides which replicas can guarantee a request its objective; default: no request
             is guaranteed. A request that no replica can guarantee is served as best effort, waits,
             or ends with an explicit failure, as ``config`` says for its class.
-        autoscaling: changes the numbers of replicas that ``config`` begins with; default: they
-            are fixed.
+        autoscaling: changes the initial numbers of replicas from ``config``; default: they are
+            fixed.
     """
 
     def __init__(
@@ -113,14 +112,14 @@ class Cluster:
         self._mirror = Mirror(config, routing, admission, requests.depths)
         self._named: dict[str, Replica] = {}
         self._attempts: dict[int, int] = {}
-        # Guaranteed requests that still run, and those that ended since the last push to learners.
+        # Guaranteed requests in progress, and requests that ended since the last push.
         self._promised: set[int] = set()
         self._untold: list[int] = []
         self._pushes = False
         self._came_back: dict[int, int] = {}
-        # Since when there has been no replica for a request.
+        # Time since which there has been no replica for a request.
         self._waiting_since: dict[int, float] = {}
-        # Whose prompt is being computed for another replica: which.
+        # Requests whose prompt is being computed for another replica, and that replica.
         self._targets: dict[int, Replica] = {}
         self._arrived = 0
         self._roles = [role for role, count in config.counts.items() if count]
@@ -128,7 +127,7 @@ class Cluster:
             self._grow(role, config.counts[role])
         self._judged = Judged(requests)
         self.scalers = self._autoscale(autoscaling) if autoscaling is not None else []
-        """The scalers of the roles; empty without autoscaling."""
+        """The scaler of each role; empty without autoscaling."""
 
     def run(self, incidents: Sequence[Incident] = ()) -> float:
         """Run until every request has ended; return the time.
@@ -174,8 +173,8 @@ class Cluster:
         self._place(key)
 
     def _place(self, key: int) -> None:
-        """Send a request where the router decides. Without a replica to choose from it waits, and
-        is placed again or ended later."""
+        """Send a request to the replica that the router chooses. Without a replica to choose from
+        it waits, and is placed again or ended later."""
         now_s = self.events.now_s
         query = self._query(key)
         placed = self._mirror.place(query, now_s)
@@ -202,7 +201,7 @@ class Cluster:
 
     def _refused(self, key: int, retry_after_s: float | None) -> None:
         """No replica can guarantee a request, and its class does not allow best effort: it waits,
-        is retried, or ends."""
+        retries, or ends."""
         left = self._config.come_backs - self._came_back.get(key, 0)
         if self._when(key) != "reject" or retry_after_s is None or left <= 0:
             self._wait(key, self._patience_s(key), REFUSED)
@@ -233,13 +232,14 @@ class Cluster:
         )
 
     def _tiers(self, key: int) -> frozenset[Tier]:
-        """Those that a request may be served in, by its class; what has begun is not refused."""
+        """The tiers that a request may be served in, by its class; a request that has begun is not
+        refused."""
         if self._requests.begun(key) or self._when(key) == "best_effort":
             return frozenset(Tier)
         return _PROMISED
 
     def _patience_s(self, key: int) -> float:
-        """How long a request waits for a guarantee: not beyond its own first deadline."""
+        """Longest wait of a request without a guarantee: at most until its first deadline."""
         if self._when(key) == "reject":
             return 0.0
         return min(self._config.queue_limit_s, self._requests.arrivals[key].slo.columns[0])
@@ -263,12 +263,12 @@ class Cluster:
             self._end(key, TOO_LONG)
 
     def _lost(self, replica: Replica, key: int) -> None:
-        """A request came to a replica that is not there."""
+        """A request reached a replica that is gone."""
         self._mirror.forget(replica.name)
         self._retry(key)
 
     def _retry(self, key: int) -> None:
-        """Place a request again that a replica has lost, after a pause, if attempts are left."""
+        """Place a request that a replica has lost again, after a pause, if attempts are left."""
         tried = self._attempts.get(key, 1)
         if tried >= self._config.max_attempts:
             self._end(key, NO_ATTEMPT_LEFT)
@@ -305,8 +305,7 @@ class Cluster:
             self.events.at((self.events.now_s // interval_s + 1) * interval_s, self._push)
 
     def _push(self) -> None:
-        """The router tells which promises are late, and how requests have ended since its last
-        push."""
+        """The router reports late guaranteed requests, and request endings since its last push."""
         requests, now_s = self._requests, self.events.now_s
         self._pushes = False
         for key in sorted(self._promised):
@@ -332,7 +331,7 @@ class Cluster:
             self._end(key, TOO_LONG)
 
     def _send(self, source: Replica, target: Replica, key: int) -> None:
-        """Tell ``target``, which fetches the KV; ``source`` keeps it meanwhile."""
+        """Notify ``target``, which fetches the KV; ``source`` keeps it meanwhile."""
         tokens = self._requests.context_tokens(key)
         blocks = source.keep(tokens)
         seconds = self._config.transfer_s + tokens / self._config.transfer_tokens_per_s
@@ -373,7 +372,7 @@ class Cluster:
             self._named[name] = replica
 
     def _change(self, role: Role, change: int) -> None:
-        """Let ``change`` replicas of a role join, or, below 0, the youngest leave."""
+        """Add ``change`` replicas of a role; if negative, the youngest leave."""
         if change >= 0:
             self._grow(role, change)
             return
@@ -453,8 +452,8 @@ def simulate_cluster(
         seed: of all noise.
         predictor: one for the whole cluster, while replicas have one each.
         admission: see :class:`Cluster`; a policy keeps no state, so one serves many runs.
-        nodes: what the first replicas to start are, where they differ from ``truth``, ``belief``
-            and ``engine``, of which the others are.
+        nodes: the first replicas to start, if they differ from ``truth``, ``belief`` and
+            ``engine``, which describe the other replicas.
         autoscaling: changes the numbers of replicas; default: they are fixed.
 
     Raises:

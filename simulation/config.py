@@ -1,4 +1,4 @@
-"""What simulated engines and clusters are made of, and what happens to them."""
+"""Configuration of simulated engines and clusters, and incidents in a run."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ class ClusterConfig(BaseModel):
     aged_after_s: float = Field(
         default=1.0,
         gt=0,
-        description="At a replica silent for longer nothing is promised, and it is chosen only "
-        "where no other is left.",
+        description="A replica silent for longer gives no guarantees and is chosen only if no "
+        "other replica is left.",
     )
     stale_after_s: float = Field(
         default=2.0, gt=0, description="A replica silent for longer gets no requests."
     )
     reservation_ttl_s: float = Field(
-        default=5.0, gt=0, description="A decision that no report confirmed by then is dropped."
+        default=5.0, gt=0, description="A reservation unconfirmed after this time is dropped."
     )
     reference_ttft_s: float = Field(
         default=1.0, gt=0, description="Horizon of the prefill admission budget."
@@ -124,29 +124,30 @@ class ClusterConfig(BaseModel):
     )
     when_unattainable: dict[str, WhenUnattainable] = Field(
         default_factory=dict,
-        description="What happens, by service class, to a request whose objective no replica can "
-        "guarantee; default: `best_effort`.",
+        description="Handling, by service class, of a request whose objective no replica can meet; "
+        "default: `best_effort`.",
     )
     queue_limit_s: float = Field(
-        default=10.0, gt=0, description="Longest wait where that is `queue`."
+        default=10.0, gt=0, description="Longest wait if `when_unattainable` is `queue`."
     )
     promise_level: float | None = Field(
         default=0.99,
         gt=0,
         lt=1,
-        description="Share of the promises that is to be kept; null: promises are planned for when "
-        "they are due, without margins.",
+        description="Target share of guarantees that are kept; null: guarantees are planned for "
+        "their deadlines, without margins.",
     )
     push_interval_s: float = Field(
-        default=1.0, gt=0, description="Time between two tellings of what ended to the margins."
+        default=1.0, gt=0, description="Interval at which endings are reported to the margins."
     )
     come_backs: int = Field(
         default=0,
         ge=0,
-        description="How often a refused request is retried as a new one, after the stated delay.",
+        description="Most retries of a refused request, each after the advised time as a new "
+        "request.",
     )
     detect_s: float = Field(
-        default=0.05, ge=0, description="From a replica's failure until the router notices."
+        default=0.05, ge=0, description="From a replica's failure until the router detects it."
     )
     retry_s: float = Field(
         default=0.02, gt=0, description="Pause before a request is placed again; then it doubles."
@@ -160,7 +161,7 @@ class ClusterConfig(BaseModel):
         default=5.0, gt=0, description="Longest wait while there is no replica at all."
     )
     transfer_s: float = Field(
-        default=0.001, ge=0, description="Fixed time to hand KV from a prefill to a decode replica."
+        default=0.001, ge=0, description="Fixed time of a KV transfer between P/D replicas."
     )
     transfer_tokens_per_s: float = Field(
         default=200_000.0, gt=0, description="Tokens of KV that a transfer moves per second."
@@ -184,12 +185,12 @@ class ClusterConfig(BaseModel):
 
 
 class Autoscaling(NamedTuple):
-    """Who decides how many replicas of each role there are, in place of fixed numbers.
+    """Policies that set the number of replicas of each role, in place of fixed numbers.
 
     Attributes:
         make: a new policy for a role.
         least, most: bounds of each role's replicas.
-        interval_s: time between two looks.
+        interval_s: load sampling interval.
         startup_s: from the order of a replica until it serves; it is paid for from the order on.
     """
 

@@ -1,4 +1,4 @@
-"""What one simulated engine drafts, how much of it is right, and what is learned of that."""
+"""Speculative drafts of one simulated engine, their acceptance, and its learned probability."""
 
 from __future__ import annotations
 

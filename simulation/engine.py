@@ -38,9 +38,9 @@ class Engine:
     The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it.
     Between the two, requests may be submitted. The engine does what stock vLLM does around a plan
     (:class:`~scheduling.batching.batch.BatchBuilder`): a running request that lacks blocks preempts
-    others by recompute. What the plan evicts loses its KV before the step. A plan of which nothing
-    runs does not stop it: that step is planned first come, first served, as in production, and
-    counted in ``fallbacks``.
+    others by recompute. Requests that the plan evicts lose their KV before the step. If no entry of
+    a plan can run, the step is planned first come, first served, as in production, and counted in
+    ``fallbacks``.
 
     It differs from vLLM in this: a preempted request computes everything again that the workload
     has no hashes for, while vLLM's own hashes may still find some of it.
@@ -76,7 +76,7 @@ class Engine:
         self.dropped = 0
         self.busy_s = 0.0
         self.slowness = 1.0
-        """Factor on the real time of steps that begin from now on; what is believed learns it."""
+        """Factor on the real time of steps that begin from now on; the belief learns it."""
         self.cache: PrefixCache | None = None
         self._policy = policy
         self._truth_pieces = truth.model.pieces
@@ -107,7 +107,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests that hold a place and KV."""
+        """Requests that hold a slot and KV."""
         return int(self._counters[steps.SEQUENCES])
 
     @property
@@ -170,9 +170,9 @@ class Engine:
         return True
 
     def prefill(self, key: int, handover_s: float) -> bool:
-        """Queue a request whose context alone is computed here, for another engine: it ends with a
-        token that no client gets. That is due ``handover_s`` before its first token is. ``False``:
-        the context is longer than the KV."""
+        """Queue a request of which only the context is computed here, for another engine. It ends
+        with a token that is not sent to the client and is due ``handover_s`` before the request's
+        first token. ``False``: the context is longer than the KV."""
         requests = self._requests
         if requests.context_tokens(key) >= self.config.kv_tokens:
             return False
@@ -305,7 +305,7 @@ class Engine:
         return finished
 
     def _take_turns(self, turns: list[list[int]], now_s: float) -> list[int]:
-        """Do what the end of a step means to some requests, in order; return which have ended."""
+        """Apply the turns of a step's end to their requests, in order; return those that ended."""
         rows, requests = self._rows, self._requests
         keys = rows.keys[: self.live]
         finished = []

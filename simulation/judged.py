@@ -1,4 +1,4 @@
-"""What clients saw of requests, as they end, and which of them met their objectives."""
+"""Client-side times of requests, as they end, and which requests met their objectives."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def observed(requests: Requests, key: int) -> Times | None:
 
 
 def late(requests: Requests, key: int) -> tuple[float | None, float | None]:
-    """TTFT and TPOT of a request that still runs, seconds, each where its first stage is late by
-    now: ``None`` where it is not. ``O(tokens)``."""
+    """TTFT and TPOT of a request in progress, seconds, each of the first stage that is late by now;
+    ``None`` if there is none. ``O(tokens)``."""
     stage = int(requests.first_stage[key])
     offset, slo = int(requests.offsets[stage]), requests.stage_slos[stage]
     times_s = requests.emitted_s[offset : offset + int(requests.stage_tokens[stage])]

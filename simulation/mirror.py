@@ -30,7 +30,7 @@ from simulation.config import ClusterConfig
 from simulation.judged import Judged
 
 _WHOLE: tuple[Role, ...] = ("mixed", "decode", "prefill")
-"""Roles that serve a request whole where the policy finds no replica, by preference."""
+"""Roles that serve a whole request if there is no decision, in order of preference."""
 
 PREFILL_KEYS = 1 << 40
 """Added to the key of a request: that of the computation of its prompt for another replica."""
@@ -95,7 +95,7 @@ class Mirror:
             )
         )
         self.calibration: Calibration | None = None
-        """The margins of what is promised, if anything is and they are wanted."""
+        """The margins of guarantees, if there are any and margins are enabled."""
         if admission is not None and config.promise_level is not None:
             self.calibration = Calibration(config.promise_level)
         self._lengths = OutputLengths()
@@ -124,7 +124,7 @@ class Mirror:
             self.fleet.leave(name)
 
     def release(self, key: int) -> None:
-        """The router gives up what it had decided for a request."""
+        """The router abandons the decision on a request."""
         self.fleet.release((key, key + PREFILL_KEYS))
 
     def ended(self, key: int, tokens: int) -> None:
@@ -139,8 +139,8 @@ class Mirror:
         output_tokens: int,
         now_s: float,
     ) -> None:
-        """What a client saw of a request, if it was served whole, teaches the margins and how long
-        outputs of its class are."""
+        """Learn the margins, and the output lengths of its class, from the client-side times of a
+        request that was served completely."""
         if self.calibration is None:
             return
         if observed is None:
@@ -150,7 +150,7 @@ class Mirror:
             self._lengths.observe(service_class, 0, output_tokens, ended=True)
 
     def behind(self, key: int, ttft_s: float | None, tpot_s: float | None, now_s: float) -> None:
-        """The margins also learn from what a request misses while it still runs."""
+        """Learn the margins from a request in progress that misses an objective."""
         if self.calibration is not None:
             self.calibration.behind(key, ttft_s, tpot_s, now_s)
 
@@ -175,7 +175,7 @@ class Mirror:
         return placement
 
     def load(self, judged: Judged, role: Role, now_s: float) -> Load:
-        """What the replicas of a role have to do, for who decides on their number."""
+        """The load on the replicas of a role, for autoscaling."""
         self._take_in()
         demand = self._placer.demand
         return demand.load(self.fleet, now_s, judged.count, judged.attained, role)

@@ -96,7 +96,7 @@ class Counts:
         tasks: that were started.
         rounds: decisions.
         suspensions: times that a running task was stopped before its end.
-        blocked_s: from each order to a task to stop, until it had stopped or ended.
+        blocked_s: for each stop request, the time until the task stopped or ended.
         deepest: most suspended tasks.
         suspended_tokens: most tokens of suspended tasks at a time: their activations are kept.
         held_tokens: most tokens with KV at a time, of prefills that had begun.
@@ -149,16 +149,17 @@ class PrefillEngine:
 
     The caller owns the clock, and calls :meth:`round` once after all that happens at a moment.
 
-    - A task that has to stop runs to its next check, and the next task starts then. A task that
-      arrives until then and comes before that one is started inside it, before its first operator.
-    - What the engine believes of how far a task is, is the share of its checks that it has passed.
-    - KV never lacks; how much was held is counted.
+    - A task that is requested to stop continues to its next check; then the next task starts. A
+      more urgent one that arrives until then is started inside that task, before its first
+      operator.
+    - The engine estimates a task's progress by the share of its checks that it has passed.
+    - KV memory is unlimited; the amount held is counted.
 
     Args:
         config: where prefills stop.
         model: the operators.
         truth: real times of a task.
-        believed: what decisions rest on.
+        believed: the latency model used for decisions.
         rng: source of the noise.
     """
 
@@ -191,7 +192,7 @@ class PrefillEngine:
         return self._stack[-1].ends_s if self._stack else inf
 
     def submit(self, key: str, tokens: int, due_s: float) -> None:
-        """Queue a prefill; ``due_s`` is infinite without a promise."""
+        """Queue a prefill; ``due_s`` is infinite without a guarantee."""
         self._computed[key], self._pending[key], self._due_s[key] = 0, tokens, due_s
         self._queue(key)
 
@@ -248,7 +249,8 @@ class PrefillEngine:
         return top.preemptible and len(self._stack) <= self._depth
 
     def _stop(self, top: _Task, now_s: float) -> tuple[float, list[tuple[str, float]]]:
-        """Tell the running task to stop; when the next one can start, and what was through."""
+        """Request the running task to stop. Returns when the next one can start, and the prefills
+        that were complete by then."""
         done_s = top.progress_s(now_s)
         stop_s = top.forward.next_check_s(done_s)
         stopped_s = max(now_s, top.runs_s) + stop_s - done_s
@@ -293,7 +295,7 @@ class PrefillEngine:
         self.counts.held_tokens = max(self.counts.held_tokens, self._held)
 
     def _end(self) -> list[tuple[str, float]]:
-        """The running task has ended; which prefills are through, and when."""
+        """The running task has ended. Returns the completed prefills with their times."""
         task = self._stack.pop()
         ends_s = task.ends_s
         self.counts.busy_s += task.forward.seconds - task.done_s

@@ -24,7 +24,7 @@ from simulation.run import HEADROOM
 from simulation.truth import Truth
 from simulation.workload import Workload
 
-REFUSED = "its objective cannot be guaranteed"
+REFUSED = "no replica can meet its SLO"
 
 _REPLICA = "prefill"
 _BLOCKS = 1 << 24
@@ -43,8 +43,8 @@ class Gate:
     a report that is made at the request's arrival.
 
     Args:
-        admission: tells what can be promised.
-        refuses: what cannot be promised is refused; otherwise it is served as best effort.
+        admission: decides which requests can be guaranteed.
+        refuses: requests that cannot be guaranteed are refused; otherwise they are best effort.
         requests: of the run.
         latency: of the replica.
         now_s: the time.
@@ -82,7 +82,7 @@ class Gate:
         return Sent(table, report, len(self._given))
 
     def lets_in(self, key: int, engine: PrefillEngine, now_s: float) -> bool:
-        """Whether the engine is given a request, promised or not; a refused one fails."""
+        """Whether a request is admitted to the engine, guaranteed or not; a refused one fails."""
         requests = self._requests
         self._mirror.hear(_REPLICA, self._sent(engine.table(requests, now_s), now_s), now_s)
         arrival = requests.arrivals[key]
@@ -114,7 +114,7 @@ def simulate_prefills(
     Args:
         workload: what arrives; each request emits one token.
         truth: real times of a task.
-        believed: what decisions rest on; default: the truth with head-room.
+        believed: the latency model used for decisions; default: the truth with head-room.
         config: where prefills stop.
         model: the operators.
         seed: of the noise.

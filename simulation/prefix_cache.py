@@ -59,7 +59,7 @@ class PrefixCache:
         self._users: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._held: dict[int, list[int]] = {}
-        # How many blocks of a running request's prefix have been looked at, held or not.
+        # Number of blocks of a running request's prefix that have been looked up, held or not.
         self._seen: dict[int, int] = {}
         # Requests that came with the KV of their prompts and have not lost it.
         self._brought: set[int] = set()
@@ -110,8 +110,8 @@ class PrefixCache:
         return admitted
 
     def settle(self, rows: Rows, admitted: Sequence[int]) -> None:
-        """After a step began: let go of what did not get in and of what was preempted, and evict
-        what the step has taken."""
+        """After a step began: release the blocks of requests that were not admitted or were
+        preempted, and evict the blocks that the step has taken."""
         for row in admitted:
             key = int(rows.keys[row])
             if rows.table[row, RUNNING] > 0.0:
@@ -163,12 +163,12 @@ class PrefixCache:
 
     @property
     def idle_blocks(self) -> int:
-        """KV blocks of unused prefixes."""
+        """KV blocks of prefixes that no request uses."""
         return len(self._idle) * self._blocks
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks of prefixes in use."""
+        """KV blocks of prefixes that requests use."""
         return len(self._users) * self._blocks
 
     def _prefix(self, key: int) -> tuple[int, ...]:

@@ -31,8 +31,8 @@ class Replica:
         mirror: where its reports go.
         config: times and losses of the reports.
         rng: source of the losses.
-        on_finished: told which requests have all that they get here: their output, or the KV of
-            their context for another replica.
+        on_finished: called with the requests that are complete here: all their output is emitted,
+            or the KV of their context is computed for another replica.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Replica:
         return self._took(key, self.engine.submit(key))
 
     def prefill(self, key: int, handover_s: float) -> bool:
-        """Take a request whose context is to be computed for another replica, to which it goes in
-        ``handover_s`` as far as is known; ``False`` if that can never be done here."""
+        """Take a request whose context is to be computed for another replica; its KV transfer is
+        predicted to take ``handover_s``. ``False`` if it can never run here."""
         return self._took(key + PREFILL_KEYS, self.engine.prefill(key, handover_s))
 
     def take_over(self, key: int, tokens: int, seconds: float) -> bool:
@@ -142,7 +142,7 @@ class Replica:
         except StuckError:
             if not self._kept:
                 raise
-            # All KV is being sent away; the end of that is the next chance.
+            # All KV is in transfer; the next attempt is at the end of a transfer.
             return
         self._stepping = True
         self._events.after(seconds, self._complete)

@@ -46,10 +46,10 @@ class Return(NamedTuple):
     """A refused request was retried.
 
     Attributes:
-        key: of the request.
-        at_s: when.
-        told_s: the delay after which it had to retry, seconds.
-        promised: whether its objective was promised then.
+        key: key of the request.
+        at_s: time of the retry.
+        told_s: the advised time until the retry, seconds.
+        promised: whether its objective was guaranteed then.
     """
 
     key: int
@@ -80,7 +80,7 @@ class Requests:
         stage_request, stage_tokens: by stage, its request and its output tokens.
         offsets: ``int64[stages + 1]``, where a stage's emission times begin.
         emitted_s: ``float64[all output tokens]``, when each token left; nan before.
-        times: ``emitted_s`` with one more element, for tokens that no client gets.
+        times: ``emitted_s`` with one entry more, for tokens that no client gets.
         failures: why a request ended without its output, by key.
         promised_s: ``float64[requests]``, the time to the first token that was predicted when the
             objective was promised, seconds from the arrival; nan where nothing was.
@@ -97,7 +97,7 @@ class Requests:
         self.whole_stages = not any(arrival.stages for arrival in self.arrivals)
         """Whether no request has several stages."""
         self.returns: list[Return] = []
-        """Every retry of a refused request, in order."""
+        """The retries of refused requests, in order."""
         self.hashed = any(arrival.block_hashes for arrival in self.arrivals)
         """Whether any prompt states which blocks it has."""
         self.depths: dict[int, int] = {}
@@ -153,7 +153,7 @@ class Requests:
         return int(self.rows[key, PROMPT])
 
     def come_again(self, key: int, now_s: float) -> None:
-        """A refused request is retried: its time counts from now."""
+        """A refused request is retried: its times count from now."""
         self.arrivals[key] = self.arrivals[key]._replace(arrival_s=now_s)
         self.rows[key, ARRIVAL] = now_s
 
@@ -171,9 +171,9 @@ class Requests:
         stated: SLO | None = None,
         planned: Times | None = None,
     ) -> None:
-        """Write what an engine learns of a request that was placed, before it gets it;
-        ``promised_s`` is nan where nothing was promised. What was promised of a first token that
-        has left stays. It works by ``planned``, or by ``stated`` where that is ``None``; see
+        """Write the fields of a placed request that its engine receives; ``promised_s`` is nan
+        without a guarantee. The predicted time of a first token that has left stays. The engine
+        plans by ``planned``, or by ``stated`` if that is ``None``; see
         :meth:`~scheduling.objective.SLO.with_times` for later stages."""
         row = self.rows[key]
         row[BEST_EFFORT] = best_effort
@@ -193,13 +193,13 @@ class Requests:
 
     @property
     def best_effort(self) -> NDArray[np.bool_]:
-        """By request, whether it was placed without a promise where others had one."""
+        """By request, whether it was placed as best effort."""
         served: NDArray[np.bool_] = self.rows[:, BEST_EFFORT] > 0
         return served
 
     def prolong(self, key: int, row: Floats, private: Ints) -> None:
-        """Expect more of a request that continues after as many tokens as it was expected to have,
-        as a replica's local scheduler does."""
+        """Raise the expected length of a request that continues beyond it, as a replica's local
+        scheduler does."""
         before = int(private[OFFSET] - self.offsets[self.first_stage[key]])
         emitted = before + int(row[EMITTED])
         longer = (1 + _LEAST_STEP) * emitted
@@ -210,8 +210,8 @@ class Requests:
         row[EXPECTED] = longer - before
 
     def interrupted(self, key: int, row: Floats, private: Ints) -> None:
-        """A request's engine has failed, with these rows of it: another one can continue there,
-        as with a request that has what was emitted in its prompt."""
+        """A request's engine has failed, with these rows of it. Another engine can resume it as a
+        request whose prompt includes the emitted tokens."""
         emitted = int(row[EMITTED])
         rest, own = self.rows[key], self.private[key]
         rest[:] = row
@@ -225,10 +225,10 @@ class Requests:
         own[ADMISSION:PRIVATE] = 0
 
     def rest(self, key: int, now_s: float) -> SLO:
-        """The objective of what is left of a request, as the router has it for a stream that
-        resumes: the next token is due when the objective says or, as that may have passed, as soon
-        as the first of a new request. Its row gets it, too. Of stages, what is left of them is not
-        stated again: the router does not know it."""
+        """The objective of the rest of a request, as the router sets it for a resumed stream: the
+        next token is due when the objective says or, as that may have passed, as soon as the first
+        token of a new request. It is also written to the request's row. Remaining stages are not
+        stated again: the router does not know them."""
         row = self.rows[key]
         stage = int(self.first_stage[key + 1] - 1 - self.private[key, STAGES_LEFT])
         first = stage == self.first_stage[key]

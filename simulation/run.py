@@ -25,7 +25,7 @@ TOO_LONG = "longer than the KV cache"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run did. Times are seconds from the workload's start.
+    """The outcome of a run. Times are seconds from the workload's start.
 
     Attributes:
         requests: every request, with the times of its tokens and the failures.
@@ -45,7 +45,7 @@ class Result:
         starting_s: sum of the times for which replicas were started that served nothing yet.
         checked_drafts: drafted tokens that steps checked.
         accepted_drafts: of these, those that were right.
-        sizes: by role, how many replicas were wanted and why, from when on; empty without
+        sizes: by role, the wanted numbers of replicas with time and reason; empty without
             autoscaling.
     """
 
@@ -75,12 +75,12 @@ class Result:
 
 
 class Size(NamedTuple):
-    """The number of replicas that was wanted from a time on.
+    """The number of replicas that is wanted from a time on.
 
     Attributes:
-        at_s: from when on.
-        replicas: how many.
-        reason: what the policy said.
+        at_s: start time.
+        replicas: number of replicas.
+        reason: the policy's reason.
     """
 
     at_s: float

@@ -12,18 +12,18 @@ from simulation.run import Size
 
 
 class Scaler:
-    """Looks at a role's load every ``interval_s`` and does what its policy says.
+    """Samples a role's load every ``interval_s`` and applies its policy's decision.
 
-    A replica that is ordered serves ``startup_s`` later. Where fewer are wanted, those that do not
-    serve yet are given up first, the latest order first; then replicas drain.
+    A replica that is ordered serves ``startup_s`` later. To scale down, orders that do not serve
+    yet are cancelled first, the latest first; then replicas drain.
 
     Args:
         config: policy, bounds and times.
-        role: whose replicas.
+        role: role of the replicas.
         events: the clock.
-        load: what they have to do at a time.
-        change: of the number of replicas: above 0 they join and serve at once, below 0 they leave.
-        replicas: how many there are at the start; they serve.
+        load: returns their load at a time.
+        change: adds this many replicas that serve at once; a negative number leave.
+        replicas: number of replicas at the start; they serve.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Scaler:
     ) -> None:
         self.role = role
         self.sizes = [Size(events.now_s, replicas, "at the start")]
-        """How many there should be, from when on."""
+        """The wanted numbers of replicas, with the times from which they are wanted."""
         self._config = config
         self._policy = config.make(role)
         self._events = events

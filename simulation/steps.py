@@ -46,7 +46,7 @@ LOST_TOKENS = 5  # computed tokens that preemptions threw away
 DONE_TOKENS = 6  # computed tokens in all
 DROPPED = 7  # planned entries of the last step that the engine could not run
 VICTIMS = 8  # requests preempted in the last step
-TURNS = 9  # requests to which the last step was more than a step
+TURNS = 9  # requests whose state changed at the end of the last step, see below
 EVICTIONS = 10  # best-effort requests that plans preempted
 EVICTED_TOKENS = 11  # computed tokens that these lost
 COUNTERS = 12
@@ -57,10 +57,10 @@ BELIEVED_FIXED_S = 1
 BELIEVED_WORK_S = 2
 TIMES = 3
 
-# What the end of a step was to a request.
+# Changes of a request at the end of a step.
 FINISHED = 1  # it has all its output
 STAGED = 2  # it continues with another stage
-OUTGROWN = 3  # it continues after as many tokens as it was expected to have
+OUTGROWN = 3  # it continues beyond its expected length
 
 
 @compiled
@@ -211,10 +211,10 @@ def complete(
     """End a step: count its tokens, write when they left, and take out what is finished.
 
     ``accepted`` says, per place of ``ran``, how many of the drafted tokens that were checked are
-    right; the others leave nothing behind. For each request that continues to decode ``drafts``
-    more are drafted. Written to ``turns`` are the keys of the requests that finished, continue with
-    another stage or have outgrown what was expected, and which of it, in the order of ``ran``.
-    ``O(ran)``, and ``O(live)`` where something finished.
+    right; the others have no effect. For each request that continues decoding, ``drafts`` more
+    tokens are drafted. The keys of the requests that finished, continue with another stage or have
+    outgrown their expected length are written to ``turns``, with the kind of change, in the order
+    of ``ran``. ``O(ran)``, and ``O(live)`` if a request finished.
     """
     ended = False
     counters[TURNS] = 0

@@ -1,4 +1,4 @@
-"""How long a simulated step really takes, and what its planner believes.
+"""The real time of a simulated step, and its planner's belief.
 
 The two differ on purpose: the truth has noise and its own constants, while the belief is another
 model with a head-room, corrected online from the times that it sees, as in production.
@@ -58,10 +58,10 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """What planners are given.
+    """The latency model given to planners.
 
     Attributes:
-        model: with the head-room that is wanted.
+        model: latency model, head-room included.
         online: whether real times correct it, by
             :class:`~scheduling.step_correction.StepCorrection`.
     """
@@ -82,7 +82,7 @@ class Planner:
 
     @property
     def reported(self) -> LatencyModel:
-        """The model that promises are made by: without head-room, as production reports it."""
+        """The model used for guarantees: without head-room, as production reports it."""
         model = self.latency.with_headroom(1.0)
         if self._correction is None:
             return model
@@ -90,7 +90,7 @@ class Planner:
         return model.corrected(model.correction * careful, model.fixed_correction * careful)
 
     def observe(self, fixed_s: float, work_s: float, real_s: float) -> None:
-        """Learn from one step, whose parts are those by :attr:`pieces`."""
+        """Learn from one step; its predicted parts come from :attr:`pieces`."""
         if self._correction is None:
             return
         self._correction.observe(fixed_s, work_s, real_s)

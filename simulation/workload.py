@@ -30,7 +30,7 @@ class Stage(NamedTuple):
         output_tokens: tokens that the stage emits, >= 1.
         slo: objective of the stage; its TTFT and end-to-end time count from the stage's start.
         prompt_tokens: tokens that enter before the stage beyond all that went before, such as a
-            tool's answer; 0 for a stage that continues to decode. In the first stage it is 0, as
+            tool's answer; 0 for a stage that continues decoding. In the first stage it is 0, as
             the arrival's prompt is what enters.
     """
 
@@ -53,7 +53,7 @@ class Arrival(NamedTuple):
         block_hashes: an identity for each block of the prompt's prefix, in order; two requests
             that share the first ``k`` share that much of their prompts. Empty: nothing is shared.
         stages: the stages in order; empty means one stage with ``slo``.
-        tenant: whose it is; all of 0 are one tenant. weight: of the tenant's share, > 0.
+        tenant: its tenant; all of 0 are one tenant. weight: weight of the tenant's share, > 0.
     """
 
     arrival_s: float

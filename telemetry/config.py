@@ -19,21 +19,21 @@ class TracingConfig(BaseModel):
     )
     endpoint: str = Field(
         default="http://127.0.0.1:4318/v1/traces",
-        description="Where an OpenTelemetry collector takes OTLP over HTTP, the whole URL.",
+        description="Full URL at which an OpenTelemetry collector accepts OTLP over HTTP.",
     )
     headers: dict[str, SecretStr] = Field(
         default_factory=dict,
         max_length=16,
-        description="Headers of each export, such as an `authorization` that the collector wants. "
-        "Serve shows its configuration to whoever reaches its dashboard, so a secret is better "
-        "kept in the nodes' environment, as `OTEL_EXPORTER_OTLP_HEADERS`, whose headers are sent, "
-        "too.",
+        description="Headers of each export, such as an `authorization` that the collector needs. "
+        "Serve's dashboard shows its configuration to every visitor, so keep secrets in the nodes' "
+        "environment, as `OTEL_EXPORTER_OTLP_HEADERS`, whose headers are sent, too.",
     )
     sample_ratio: float = Field(
         default=1.0,
         ge=0,
         le=1,
-        description="Share of the requests that are traced, of those without a client's decision.",
+        description="Share of requests that are traced, among requests whose client does not "
+        "decide it.",
     )
     trust_client: bool = Field(
         default=True,
@@ -76,7 +76,7 @@ class LogsConfig(BaseModel):
 
 
 class TelemetryConfig(BaseModel):
-    """What operators can follow each request by."""
+    """Log lines and traces of each request."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 16 << 20
 MAX_OLD_FILES = 3
 
 REPEATS = 10
-"""Times that one place in the code may warn in :data:`REPEAT_PERIOD_S`."""
+"""Most warnings from one place in the code within :data:`REPEAT_PERIOD_S`."""
 
 REPEAT_PERIOD_S = 10.0
 
@@ -31,7 +31,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class of_request:  # noqa: N801 - it is used like a function
-    """Every line that is logged inside, also by tasks that are started there, gets this id."""
+    """Every line that is logged inside, also by tasks started there, carries this request id."""
 
     # A class, as a generator would cost several times as much, and every request pays it.
     __slots__ = ("_request_id", "_token")
@@ -96,7 +96,7 @@ class RepeatLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether ``record`` is written."""
-        # Records about single requests are all written.
+        # Lines about a request are logged for every request.
         if record.levelno < logging.WARNING or hasattr(record, "fields"):
             return True
         place = (record.pathname, record.lineno)
@@ -179,5 +179,5 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """What a client sent must not look like a line of its own."""
+    """Escape a control character: text from a client must not look like a separate log line."""
     return found[0].encode("unicode_escape").decode("ascii")

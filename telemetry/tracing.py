@@ -33,16 +33,16 @@ _CONVENTIONAL = {
     "cached_tokens": "gen_ai__usage__cache_read__input_tokens",
     "output_tokens": "gen_ai__usage__output_tokens",
 }
-"""What OpenTelemetry's conventions for generative models have a name for."""
+"""Attributes that have a name in OpenTelemetry's conventions for generative models."""
 
 
 def attribute_of(figure: str) -> str:
-    """The name of a figure of ours as a keyword of :meth:`Span.set`."""
+    """The attribute name of one of our figures, as a keyword of :meth:`Span.set`."""
     return _CONVENTIONAL.get(figure) or f"{_SCOPE}__{figure}"
 
 
 class Kind(enum.Enum):
-    """What a span is of, by its name in OpenTelemetry."""
+    """The kind of a span, by its name in OpenTelemetry."""
 
     SERVER = "SERVER"
     CLIENT = "CLIENT"
@@ -52,7 +52,7 @@ class Kind(enum.Enum):
 class Span:
     """A span that is being recorded. End it in any case.
 
-    It never holds a prompt, an output or a key: who sets attributes sees to that.
+    It never holds a prompt, an output or a key: callers must not set them as attributes.
     """
 
     __slots__ = ("_offset_ns", "_span", "_tracer")
@@ -195,7 +195,7 @@ class Tracer:
         return int((self._clock() if at_s is None else at_s) * 1e9) + offset_ns
 
     def shutdown(self) -> None:
-        """Export what is left, and stop. It blocks, for seconds if no collector takes the spans."""
+        """Export the remaining spans, and stop. It blocks, for seconds if no collector answers."""
         self._provider.shutdown()
 
     def _context(self, headers: Mapping[str, str]) -> Context:

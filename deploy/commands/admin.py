@@ -1,4 +1,4 @@
-"""The admin API as commands use it: where it is, with which key, and what it says of the fleet."""
+"""The commands' client of the admin API: its address, its key, and the shapes of its answers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _Class(BaseModel):
 
 
 class _Fleet(BaseModel):
-    """What commands show of the fleet; the API says more."""
+    """The fields of the fleet that commands show; the API returns more."""
 
     models: dict[str, _Up | _Down]
     unavailable: list[str]
@@ -87,7 +87,7 @@ class _Fleet(BaseModel):
 
 
 class _Drained(BaseModel):
-    """What the API says when it has closed a replica or opened it again."""
+    """The API's answer when it has closed a replica or opened it again."""
 
     replica_id: str
     draining: bool
@@ -100,7 +100,7 @@ _ADDRESS = "http://127.0.0.1:8000"
 
 
 def _local_address() -> str:
-    """Where the one application is that `sluice serve` serves for this user; ``_ADDRESS`` where
+    """The address of the one application that `sluice serve` runs for this user; ``_ADDRESS`` if
     there is none."""
     addresses = {run.address for run in local_runs()}
     if len(addresses) <= 1 or _ADDRESS in addresses:
@@ -136,8 +136,8 @@ _key = click.option(
     envvar="SLUICE_ADMIN_KEY",
     show_envvar=True,
     callback=_check_key,
-    help="An admin key. Other users of this machine see what stands on the command line, so rather "
-    "set the variable. The key that `sluice serve` has made for this user is found without it.",
+    help="An admin key. Other users of this machine can read the command line, so prefer the "
+    "variable. The key that `sluice serve` generated for this user is found without either.",
 )
 
 
@@ -155,11 +155,11 @@ class LastReplicaError(Exception):
 class AdminApi:
     """The admin API of one application.
 
-    Every method raises ``Failure``: nothing answers, the key is refused, or the request is.
+    Every method raises ``Failure`` if there is no answer, or if the key or the request is refused.
 
     Args:
-        address: of the application.
-        key: an admin key, if one is needed; default: the one that `sluice serve` has made there.
+        address: address of the application.
+        key: an admin key, if one is needed; default: the one that `sluice serve` generated there.
     """
 
     def __init__(self, address: str, key: str | None) -> None:
@@ -170,13 +170,13 @@ class AdminApi:
         return self._ask("GET", "/fleet", _Fleet)
 
     def drain(self, replica_id: str, force: bool = False) -> dict[str, Any]:
-        """Close a replica to new requests; what is left there.
+        """Close a replica to new requests. Returns the number of requests left there.
 
         Args:
-            force: also the last one of its model.
+            force: close it even if it is the last one of its model.
 
         Raises:
-            LastReplicaError: it is that one.
+            LastReplicaError: it is the last one, and ``force`` is not set.
         """
         query = "?force=true" if force else ""
         return self._ask("POST", f"{_drain_of(replica_id)}{query}", _Drained)

@@ -46,7 +46,7 @@ _TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the token of the c
     show_default=True,
     help="Where in the URL it begins; two applications need two.",
 )
-@click.option("--wait/--no-wait", default=True, help="Wait until it runs; else only hand it over.")
+@click.option("--wait/--no-wait", default=True, help="Wait until it runs, or only submit it.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -72,7 +72,7 @@ def deploy(
     token is taken from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, as by Ray's own
     tools.
 
-    While it waits, a dashboard that does not answer for a moment is asked again.
+    While it waits, queries that the dashboard does not answer are retried.
 
     Deploying again updates: another number of replicas is reached by starting or draining some;
     for any other change the replicas are replaced a few at a time, each after it has finished what
@@ -127,15 +127,15 @@ def _wait(
     """The state once it runs, with progress on ``err`` meanwhile.
 
     Args:
-        look: what Serve says now.
-        address: of the dashboard, for the messages.
-        name: of the application.
-        before_s: when it had been deployed before, as :func:`submit` says.
+        look: queries the application's current state from Serve.
+        address: address of the dashboard, for the messages.
+        name: name of the application.
+        before_s: time of its previous deployment, as :func:`submit` returns.
         timeout_s: longest wait, seconds.
         err: standard error.
 
     Raises:
-        Failure: it failed to start, or did not run in time, or looking fails for good.
+        Failure: it failed to start, or did not run in time, or a query failed permanently.
     """
     started_s = time.monotonic()
     last, message = "", ""
@@ -146,9 +146,9 @@ def _wait(
             if not failure.passing:
                 raise
             line = "no answer for now"
-            message = f"the last look failed: {failure.message}"
+            message = f"the last query failed: {failure.message}"
         else:
-            # Until it says so itself, what runs is what had been deployed before.
+            # Until Serve reports a new deployment time, the state is that of the previous one.
             current = state is not None and state.deployed_s != before_s
             if state is not None and current and state.status == RUNNING:
                 return state
@@ -169,7 +169,7 @@ def _wait(
                 Exit.TIMED_OUT,
                 f"{name!r} does not run after {timeout_s:g} s: {line}"
                 f"{'; ' + message if message else ''}; it may still start: "
-                f"`serve status --address {address}` tells, or give a longer --timeout",
+                f"check with `serve status --address {address}`, or give a longer --timeout",
             )
         time.sleep(POLL_S)
 

@@ -1,4 +1,4 @@
-"""``sluice drain``: take a replica out of the choice of decisions, and wait until it is empty."""
+"""``sluice drain``: close a replica to new requests, and wait until it is empty."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from deploy.commands.options import as_json as json_option
 
 POLL_S = 0.5
 GONE_AFTER_S = 5.0
-"""A replica has ended if it is not known for so long: a controller that was restarted knows none
-for a moment."""
+"""A replica counts as ended if it is unknown for this long, seconds: a restarted controller knows
+no replicas for a moment."""
 
 _LAST = (
     "the last replica of its model that takes requests. Once it is drained, every request for the "
@@ -38,7 +38,7 @@ def _check_name(_context: click.Context, _parameter: click.Parameter, name: str)
 @admin_options
 @click.option("--undo", is_flag=True, help="Let it take requests again.")
 @click.option("--yes", is_flag=True, help="Do not ask before the last replica is drained.")
-@click.option("--wait/--no-wait", default=True, help="Wait until it is empty; else only close it.")
+@click.option("--wait/--no-wait", default=True, help="Wait until it is empty, or only close it.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -80,10 +80,10 @@ def drain(
 
 
 def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
-    """Drain a replica; the last one of its model only if that is meant.
+    """Drain a replica; the last one of its model only after confirmation.
 
     Raises:
-        Failure: it is not meant, or there is no operator to ask.
+        Failure: the user declined, or there is no terminal to ask on.
     """
     try:
         return api.drain(replica_id, yes)
@@ -91,7 +91,7 @@ def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
         click.echo(f"{replica_id} is {_LAST}", err=True)
     try:
         sure = click.confirm("Drain it?", err=True)
-    except click.Abort:  # there is no operator to ask
+    except click.Abort:  # there is no terminal to ask on
         sure = False
     if not sure:
         raise Failure(Exit.FAILED, f"{replica_id} was not drained; --yes drains it without asking")
@@ -99,10 +99,10 @@ def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
 
 
 def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """What is left in the end: nothing. ``told`` is what was left at first.
+    """Wait until no requests are left. ``told`` is the API's first answer; returns its last.
 
     Raises:
-        Failure: it took too long, or the drain was undone, or looking fails for good.
+        Failure: it took too long, the drain was undone, or a query failed permanently.
     """
     replica_id = told["replica_id"]
     started_s, shown, missing_s, trouble = time.monotonic(), -1, 0.0, ""
@@ -126,22 +126,22 @@ def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, An
                 raise
             if not trouble:
                 err.print("no answer for now", highlight=False)
-            trouble = f", and the last look failed: {failure.message}"
+            trouble = f", and the last query failed: {failure.message}"
             continue
         trouble = ""
         missing_s = 0.0 if found is not None else missing_s + POLL_S
         if missing_s >= GONE_AFTER_S:
-            err.print("it is not known any more: it ended, or is out of reach", highlight=False)
+            err.print("the replica is unknown now: it ended or is unreachable", highlight=False)
             return {"replica_id": replica_id, "draining": True, "left": 0}
         told = found or told
     return told
 
 
 def _look(api: AdminApi, replica_id: str) -> dict[str, Any] | None:
-    """What is left there now; ``None`` if the fleet does not list it.
+    """The requests left at the replica now; ``None`` if no controller knows it.
 
     Raises:
-        Failure: it is unknown now, or the drain was undone.
+        Failure: its controller does not answer now, or the drain was undone.
     """
     fleet = api.fleet()
     row = next((row for row in fleet["replicas"] if row["replica_id"] == replica_id), None)

@@ -31,8 +31,8 @@ def keys() -> None:
 @keys.command()
 @click.option("--name", help="What the client is called in metrics.")
 def new(name: str | None) -> None:
-    """Make a key. The key goes to standard output and is shown this once; the entry for
-    `router.api_keys` or a key file, which does not tell the key, goes to standard error.
+    """Make a key. The key goes to standard output and is shown only once; the entry for
+    `router.api_keys` or a key file, which does not contain the key, goes to standard error.
 
     \b
     Examples:
@@ -47,10 +47,10 @@ def new(name: str | None) -> None:
 @keys.command(name="hash")
 @click.option("--name", help="What the client is called in metrics.")
 def hash_key(name: str | None) -> None:
-    """Print the entry for `router.api_keys` or a key file that accepts a key without telling it.
+    """Print the entry for `router.api_keys` or a key file that accepts a key without containing it.
 
-    The key is read from standard input, so that no history of commands and no list of processes
-    shows it; from a terminal it is asked for.
+    The key is read from standard input, so that it is in no shell history and no process list; on a
+    terminal the command asks for it.
 
     \b
     Examples:
@@ -63,18 +63,18 @@ def hash_key(name: str | None) -> None:
 
 @keys.command()
 @click.argument("path", metavar="FILE", type=CONFIG_FILE)
-@click.option("--config", "config_path", type=CONFIG_FILE, help="Whose classes keys may name.")
+@click.option("--config", "config_path", type=CONFIG_FILE, help="Configuration with the classes.")
 @click.option(
     "--opens",
     type=click.Choice(["api", "metrics", "admin"]),
     default="api",
     show_default=True,
-    help="What the keys are for; only those of the API have caps.",
+    help="What the keys are for; only API keys have limits.",
 )
 @json_option
 def check(path: Path, config_path: Path | None, opens: str, as_json: bool) -> None:
-    """Check FILE, a YAML list of keys, before routers read it. They keep their keys where it is
-    wrong, so a wrong file is found here or in their log.
+    """Check FILE, a YAML list of keys, before routers read it. Routers keep their previous keys if
+    the file is invalid, and report that only in their log.
 
     \b
     Examples:

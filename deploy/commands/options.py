@@ -1,4 +1,4 @@
-"""What several commands share: options, reading a configuration, and how a conversation ends."""
+"""Code shared by several commands: options, reading a configuration, and errors of servers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceCo
 def address_option(
     default: str, variable: str, what: str, find: Callable[[], str] | None = None
 ) -> Callable[[Any], Any]:
-    """``--address``, checked, from the environment's ``variable`` where it is not given, else what
-    ``find`` returns, else ``default``. Without ``find`` it is ``default``."""
+    """``--address``, checked. Without the option the value comes from the environment's
+    ``variable``, else from ``find`` if there is one, else it is ``default``."""
 
     def check(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
         try:
@@ -59,10 +59,10 @@ def address_option(
 
 @contextmanager
 def talking(to: str, address: str, key_hint: str) -> Iterator[None]:
-    """Turns what goes wrong in a conversation with a server into how the command ends.
+    """Converts errors of a conversation with a server into the command's failure.
 
     Raises:
-        Failure: nothing answers at ``address``, it refuses the key, or it refuses the request.
+        Failure: there is no answer at ``address``, or the key or the request is refused.
     """
     try:
         yield

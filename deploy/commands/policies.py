@@ -1,4 +1,4 @@
-"""``sluice policies``: what can be chosen."""
+"""``sluice policies``: the policies that can be configured."""
 
 from __future__ import annotations
 

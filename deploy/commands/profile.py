@@ -33,7 +33,7 @@ survive_module_scan()
 
 _NAME = "profile"
 _REQUESTS = 1024
-"""Room for the engine's live requests; a load of the sweep has fewer."""
+"""Capacity for the engine's live requests; a load of the sweep has fewer."""
 
 
 @click.command()
@@ -125,7 +125,7 @@ async def measure(
     """Start the engine, sweep it, try it, and stop it.
 
     Args:
-        report: receives what is being done, and how many loads of how many are done.
+        report: called with the current activity, the number of loads done and their total.
 
     Raises:
         SweepError, EngineDeadError: the sweep could not be run to its end.
@@ -200,7 +200,7 @@ def _measure(
     # Standard output is the report's, and lines would run through the progress bar.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # A simulated engine only waits, which need not take real time.
+    # A simulated engine only waits, so it runs on virtual time.
     loop = VirtualLoop if config.kind == "simulated" else None
     try:
         with asyncio.Runner(loop_factory=loop) as runner:
@@ -243,8 +243,7 @@ def _check_place(path: Path | None) -> None:
 
 
 def _keep(config: EngineConfig, found: LatencyProfile, out: Path | None) -> Path | None:
-    """Write the profile and return its path. Without ``out``, that of a simulated engine is not
-    written: ``None``."""
+    """Write the profile. Returns its path; ``None`` if no replica would look for it."""
     from replica.profiling.profiler import profile_path, save_profile
 
     if out is None:

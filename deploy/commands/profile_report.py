@@ -29,7 +29,7 @@ _COLOURS = dict(zip(KINDS, ("#2a6fbb", "#d1742f", "#3f9457"), strict=True))
 
 @dataclass(frozen=True)
 class Measured:
-    """What a sweep saw of an engine: ``swept`` is fitted, ``unseen`` tells how good the fit is.
+    """An engine's measured steps: ``swept`` are fitted, ``unseen`` evaluate the fit.
 
     ``key`` names what the engine's times depend on, and ``start`` is the profile that a replica of
     this configuration starts with today.
@@ -56,8 +56,8 @@ class Fitted:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on standard error; call what it yields with what is being done, how much of it
-    is done, and of how much. A total of 0 is unknown."""
+    """A progress bar on standard error. It yields a function to call with the current activity, the
+    amount done and the total; a total of 0 is an unknown one."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)

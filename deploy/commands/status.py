@@ -28,7 +28,7 @@ def status(address: str, key: str | None, as_json: bool) -> None:
     """Say whether a running application serves as it should.
 
     The exit code is 0 where every model's controller answers and at least one of its replicas takes
-    requests and has reported lately, and 1 otherwise. --json prints what the admin API says of the
+    requests and has reported lately, and 1 otherwise. --json prints the admin API's answer on the
     fleet.
 
     \b

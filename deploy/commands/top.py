@@ -34,7 +34,7 @@ def top(address: str, key: str | None, once: bool, interval_s: float, as_json: b
 
     Of each replica: its requests, the work of the promised prefills, the KV cache in use, the
     tokens of prefill that it could still promise (PAB), and its last step against the prediction.
-    With --json it prints what the admin API says, once.
+    With --json it prints the admin API's answer, once.
 
     \b
     Examples:
@@ -54,7 +54,7 @@ def top(address: str, key: str | None, once: bool, interval_s: float, as_json: b
 
 
 def _watch(api: AdminApi, fleet: dict[str, Any], interval_s: float, console: Console) -> None:
-    """Show the fleet until Ctrl-C. A look that fails shows the last one, and says so."""
+    """Show the fleet until Ctrl-C. If a query fails, the last state stays with a note on that."""
     try:
         with Live(overview(fleet, console.width), console=console, screen=True) as live:
             while True:

@@ -1,22 +1,22 @@
 -- Streams that flow from a replica to the client without passing through a router's process.
 --
 -- HAProxy runs this for each call that may be streamed. It asks a router, through a listener of
--- HAProxy's own which balances over the routers and knows which of them are there. The router
--- checks, decides and sends the call to a replica as before. Where the answer is a stream, the router
--- says where it is to be fetched instead of sending it:
+-- HAProxy's own which balances over the routers and knows which of them are up. The router checks,
+-- decides and sends the call to a replica as usual. If the answer is a stream, the router does not
+-- send it, but answers with its address:
 --
 --   x-sluice-stream: HOST:PORT TICKET
 --
 -- The ticket opens that stream once, at the replica's own port. There the stream comes in records:
 --
 --   LENGTH CHUNKS\n   then LENGTH bytes for the client; CHUNKS says which output tokens are in them
---   0\n                            the replica lives
+--   0\n                            keep-alive: the replica is up
 --   end\n                          after the last record
 --
--- Where there is no connection, or it ends before `end`, or is silent for SILENCE_S, the router receives
--- what the client has (POST /sluice/broken). It answers with the rest of the stream, which comes from
--- another replica. It ends its first answer once it knows that the stream is over; that the client has
--- left it learns from the end of that connection.
+-- If there is no connection, or it ends before `end`, or is silent for SILENCE_S, this program reports
+-- to the router what the client has received (POST /sluice/broken). The router answers with the rest of
+-- the stream, which comes from another replica. The router ends its first answer once it knows that the
+-- stream is over; it detects that the client has left by the end of that connection.
 
 local CONNECT_S = 1
 local SILENCE_S = 5
@@ -26,7 +26,7 @@ local PART = 65536
 -- Where HAProxy listens for this: the argument of lua-load-per-thread.
 local ROUTERS = ...
 
--- Of a connection, not of a request; and what this program alone says.
+-- Headers of a connection, not of a request; and headers that only this program sets.
 local HOP_BY_HOP = {
   ["connection"] = true, ["keep-alive"] = true, ["proxy-connection"] = true, ["te"] = true,
   ["transfer-encoding"] = true, ["upgrade"] = true, ["content-length"] = true, ["expect"] = true,
@@ -38,7 +38,7 @@ local UNAVAILABLE = '{"error": {"message": "No router answers.", "type": "server
 local BROKEN = 'data: {"error": {"message": "The stream broke off after it had begun.", '
   .. '"type": "server_error", "param": null, "code": "stream_broken"}}\n\n'
 
--- A connection to "HOST:PORT", on which nothing may be silent for longer than `patience_s`.
+-- A connection to "HOST:PORT" that fails after a silence of `patience_s`.
 local function connect(address, patience_s)
   local socket = core.tcp()
   socket:settimeout(CONNECT_S)
@@ -121,7 +121,7 @@ local function start(applet, head)
   applet:start_response()
 end
 
--- Forward a body that comes in chunks of HTTP; whether it came to its end.
+-- Forward a body in HTTP chunks. Returns whether it was complete.
 local function hand_on_chunks(applet, socket)
   while true do
     local length = tonumber(socket:receive("*l") or "", 16)
@@ -133,7 +133,7 @@ local function hand_on_chunks(applet, socket)
   end
 end
 
--- Forward a body that the router sends itself; whether it came to its end.
+-- Forward a body that the router sends itself. Returns whether it was complete.
 local function hand_on(applet, socket, head)
   if head.chunked then return hand_on_chunks(applet, socket) end
   local left = head.length or 0
@@ -147,8 +147,8 @@ local function hand_on(applet, socket, head)
   return true
 end
 
--- Send to the client, which may take its time: silence counts in both directions of a socket. Of a
--- client that is slow, nothing more is found by silence: what is unread would be lost with it.
+-- Send to the client, which may be slow: a socket's timeout counts silence in both directions. After a
+-- slow client the timeout stays long, because ending the connection would lose unread data.
 local function send_patiently(applet, socket, data)
   local began = core.now().sec
   socket:settimeout(ANSWER_S)
@@ -156,7 +156,7 @@ local function send_patiently(applet, socket, data)
   if core.now().sec - began < SILENCE_S - 2 then socket:settimeout(SILENCE_S) end
 end
 
--- Forward a replica's stream; whether it came to its end. What the client gets is added to `got`.
+-- Forward a replica's stream. Returns whether it was complete. What the client gets is added to `got`.
 local function hand_on_stream(applet, stream, got)
   local address, ticket = stream:match("^(%S+) (%S+)$")
   local socket = address and connect(address, SILENCE_S)
@@ -186,7 +186,7 @@ local function hand_on_stream(applet, stream, got)
   end
 end
 
--- Tell the router that a stream broke, and forward its rest; whether that came to its end.
+-- Report a broken stream to the router, and forward its rest. Returns whether that was complete.
 local function hand_on_rest(applet, head, got)
   -- HAProxy says an address of IPv6 without brackets.
   local host, port = head.router:match("^(.*):(%d+)$")

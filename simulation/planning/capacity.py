@@ -85,7 +85,7 @@ class Traffic(NamedTuple):
     classes: tuple[SharedClass, ...]
 
     def workload(self, seed: int) -> Workload:
-        """The requests, with what is drawn by ``seed``.
+        """The requests; random values are drawn by ``seed``.
 
         A request's task class, by which output lengths are predicted, is its service class, as in
         a replica.
@@ -120,14 +120,14 @@ def _trace(path: Path, limit: int) -> Workload:
 
 
 def scaled(workload: Workload, factor: float, seed: int) -> Workload:
-    """``factor`` times as many requests in the same time, as from more or fewer users.
+    """``factor`` times as many requests in the same time, as from ``factor`` times as many users.
 
-    Below 1 requests are thinned out. Above 1 whole copies are laid over the workload, and of a last
-    one a part. Each copy is turned in time by an amount of its own, so that bursts do not coincide;
+    Below 1 requests are thinned out. Above 1 whole copies are added to the workload, and a part of
+    a last one. Each copy is rotated in time by a different amount, so that bursts do not coincide;
     copies share no prefixes with each other.
 
     Raises:
-        ValueError: more than :data:`~simulation.workloads.traces.MAX_REQUESTS` come of it.
+        ValueError: the result has more than :data:`~simulation.workloads.traces.MAX_REQUESTS`.
     """
     if factor == 1 or not len(workload):
         return workload
@@ -152,7 +152,7 @@ def scaled(workload: Workload, factor: float, seed: int) -> Workload:
 
 
 def _turned(workload: Workload, share: float) -> Workload:
-    """Begin at ``share`` of the time; what comes before it follows at the end, a mean gap later."""
+    """Begin at ``share`` of the time; earlier requests follow at the end, a mean gap later."""
     span_s = workload.duration_s * len(workload) / max(len(workload) - 1, 1)
     by_s = share * span_s
 
@@ -199,7 +199,7 @@ class Run(NamedTuple):
     """One simulated run.
 
     Attributes:
-        traffic, fleet: what arrives, and what serves it.
+        traffic, fleet: the requests, and the replicas that serve them.
         metric: which TPOT is judged; ``None``: by the anchor of each class.
         sizes: how many replicas.
         seed: of all that is drawn.

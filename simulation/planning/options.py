@@ -37,7 +37,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class OptionError(ValueError):
-    """An option's value is not allowed. The message says which, what was wrong and what is."""
+    """An option's value is not allowed. The message names option, fault and valid values."""
 
 
 def _pairs(option: str, text: str, known: Sequence[str]) -> dict[str, str]:
@@ -117,7 +117,7 @@ def _stated(text: str, number: int) -> SharedClass:
     name = given.pop("name", f"class-{number}")
     share = _share("--slo", "share", given.pop("share", "1"))
     try:
-        # What a router's configuration refuses, such as a name that is no header, is refused here.
+        # Refuse what a router's configuration refuses, such as a name that is invalid in a header.
         made = ServiceClass.model_validate(given)
         RouterConfig(classes={name: made}, default_class=name)
     except ValidationError as error:
@@ -200,7 +200,7 @@ def fleet(
     router: str | None,
     limits: Mapping[str, int | None],
 ) -> Fleet:
-    """What serves the requests: as ``config`` says, but for what the others give.
+    """The fleet that serves the requests: as in ``config``, overridden by the other arguments.
 
     Args:
         config: of the fleet; its options of a policy count for that policy only.
@@ -250,7 +250,7 @@ def fleet(
 
 
 def _limits(engine: ReplicaEngine) -> dict[str, Any]:
-    """A replica's limits: of the simulated engine, and over them what vLLM's arguments state."""
+    """A replica's limits: those of the simulated engine, overridden by vLLM's arguments."""
     simulated = engine.simulated
     limits: dict[str, Any] = {
         name: getattr(simulated, name)

@@ -59,8 +59,8 @@ class Report(NamedTuple):
     Attributes:
         name, source, question, setting: of the experiment.
         method: how ranges were computed.
-        command: what repeats it.
-        tables, charts: what it shows.
+        command: the command that repeats it.
+        tables, charts: its contents.
         rows: every measured cell and seed.
     """
 

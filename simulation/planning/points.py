@@ -93,7 +93,7 @@ class PoolPoint(CapacityPoint):
 
 
 class PoolAnswer(Part):
-    """How many replicas of each role hold the target, and what that rests on."""
+    """Number of replicas of each role that reach the target, and the search behind it."""
 
     status: Status
     prefillers: int | None = Field(description="The answer; null if there is none.")

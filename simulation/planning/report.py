@@ -146,7 +146,7 @@ class CapacityReport(Part):
 
     @property
     def answers(self) -> bool:
-        """Whether what was asked has an answer."""
+        """Whether the search reached its target."""
         asked = self if self.disaggregated is None else self.disaggregated
         return asked.status == "reached"
 

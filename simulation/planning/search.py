@@ -37,7 +37,7 @@ class Question(NamedTuple):
     """What is asked.
 
     Attributes:
-        traffic, fleet: what arrives, and what serves it.
+        traffic, fleet: the requests, and the replicas that serve them.
         metric: which TPOT is judged; ``None``: by the anchor of each class.
         target: attainment that is wanted, a share.
         most: largest count of replicas that may be tried.

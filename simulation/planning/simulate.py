@@ -128,8 +128,8 @@ def _traffic_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 default=1.0,
                 show_default=True,
                 type=_FACTOR,
-                help="Factor of the requests in the same time: below 1 thinned at random, "
-                "above 1 with copies at other times.",
+                help="Factor on the number of requests in the same time: below 1 thinned at "
+                "random, above 1 with copies at other times.",
             ),
             click.option(
                 "--stretch",

@@ -1,9 +1,9 @@
 """Arrival processes of generated workloads.
 
 Each is made with its mean ``rate``, requests per second, first, so that an experiment that varies
-the rate can be handed the class, or a partial call of it. With one seed a process gives the same
-pattern at every rate, only slower or faster; :class:`OnOff` alone draws new phases, as their
-lengths do not follow the rate.
+the rate can be given the class, or a partial call of it. With one seed a process gives the same
+pattern at every rate, only slower or faster; only :class:`OnOff` draws other phases at each rate,
+because their lengths do not follow the rate.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ class Slowdown:
 
     Args:
         factor: the multiple.
-        zero_load_s: seconds to the first token on an idle engine, by number of prompt tokens.
+        zero_load_s: seconds to the first token of a prompt of n tokens on an idle engine.
         floor_s: least TTFT objective, seconds. The multiple of a short prompt can be less than
-            one decode step of a full batch, which nothing can keep.
+            one decode step of a full batch, which no replica can meet.
         tpot_s: the TPOT objective, seconds.
     """
 

@@ -142,8 +142,8 @@ def slos_serve(
         rate: mean requests per second.
         requests: how many.
         seed: of everything drawn.
-        zero_load_s: seconds to the first token on an idle engine, by number of prompt tokens; the
-            TTFT objectives are multiples of it.
+        zero_load_s: seconds to the first token of a prompt of n tokens on an idle engine,
+            of which the TTFT objectives are multiples.
         floor_s: least TTFT objective, seconds; ours.
         arrivals: makes another arrival process.
 

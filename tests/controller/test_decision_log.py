@@ -58,7 +58,7 @@ async def test_a_promised_request_is_explained_with_the_others() -> None:
     assert (near["replica_id"], far["replica_id"]) == ("b", "c")
     assert near["can_promise"] and near["why_not"] == POLICIES["most_gain"].passed_over
     assert near["predicted_ttft_ms"] > entry["predicted_ttft_ms"]
-    assert not far["can_promise"] and "cannot promise" in far["why_not"]
+    assert not far["can_promise"] and "cannot meet" in far["why_not"]
     assert far["could_promise_in_ms"] > 0 and entry["others_left_out"] == 0
 
 
@@ -77,12 +77,12 @@ async def test_best_effort_says_why_nothing_was_promised() -> None:
     for entry in (wanted, nothing, late):
         assert (entry["tier"], entry["replica_id"]) == ("best-effort", "b")
         (other,) = entry["others"]
-        assert other["ahead_ms"] > entry["chosen"]["ahead_ms"] and "more work" in other["why_not"]
-    assert late["why"].startswith("No replica can promise the objective (TTFT)")
+        assert other["ahead_ms"] > entry["chosen"]["ahead_ms"] and "backlog" in other["why_not"]
+    assert late["why"].startswith("No replica can meet the SLO (TTFT)")
     assert (late["able"], late["not_guaranteed"], late["constraints"]) == (0, "ttft", {"ttft": 2})
     assert late["chosen"]["can_promise"] is False
     assert late["others"][0]["could_promise_in_ms"] is None
-    assert nothing["why"].startswith("It states no objective") and nothing["able"] is None
+    assert nothing["why"].startswith("It states no SLO") and nothing["able"] is None
     assert wanted["why"].startswith("It asks for best effort")
     assert (wanted["not_guaranteed"], wanted["constraints"]) == ("best_effort_asked", {})
     assert nothing["not_guaranteed"] == "no_objective"
@@ -191,4 +191,4 @@ async def test_a_promise_that_is_planned_earlier_is_explained_like_any_other() -
     (made,) = (await controller.route([query(99, 100)])).decisions
     assert made.planned is not None and made.planned[0] is not None and made.planned[0] < 1.0
     entry = (await told(controller))[0]
-    assert "2 of 2 replicas can promise" in entry["why"] and entry["chosen"] is not None
+    assert "2 of 2 replicas can meet" in entry["why"] and entry["chosen"] is not None

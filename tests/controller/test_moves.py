@@ -205,7 +205,7 @@ async def test_it_moves_with_its_promise_and_the_log_says_why() -> None:
     assert moved.planned == first.planned
     log = await fleet.controller.decisions(10)
     assert [each["moved_from"] for each in log] == [where, None]
-    assert f"was going to be late at {where}" in log[0]["why"]
+    assert f"was predicted to be late at {where}" in log[0]["why"]
     ending = RequestEnding(NAME, "ok", (), 3, 1.0, 0.1, 1.3, replica_id=moved.replica_id, kept=True)  # type: ignore[arg-type]
     await fleet.controller.push_metrics(newer_push("router", ()), [ending])
     told = (await fleet.controller.snapshot())["calibration"]

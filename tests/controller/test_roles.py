@@ -100,8 +100,8 @@ async def test_the_log_tells_both_sides_and_why() -> None:
     assert pair["second"]["chosen"]["replica_id"] == "decode"
     (other,) = pair["second"]["others"]
     assert (other["replica_id"], other["can_promise"]) == ("full", False)
-    assert "cannot promise" in other["why_not"]
-    assert "one of 2 others goes on, of which 1 can promise" in pair["why"]
+    assert "cannot meet" in other["why_not"]
+    assert "one of 2 others decodes, of which 1 can meet" in pair["why"]
     assert (whole["prefill_id"], whole["handover_ms"], whole["second"]) == (None, None, None)
     assert whole["chosen"]["prompt_only"] is False
 

@@ -96,8 +96,8 @@ async def test_who_asks_for_less_than_its_share_gets_it_and_nothing_is_lost_by_t
     assert fair.promised.total() >= 0.97 * alone.promised.total()
     assert set(fair.over_share) == {"greedy"} and not alone.over_share
     assert fair.why == {
-        "Its client has its share of what can be promised, and others ask for theirs, and the "
-        "class is not served without."
+        "Its client has used its share of guaranteed capacity, and others request theirs; "
+        "its class does not allow best effort."
     }
 
 

@@ -147,7 +147,7 @@ def test_late_replicas_take_requests_as_a_last_resort(application: Application) 
     application.clock.advance(1.5)
     result = application.run("status")
     assert result.exit_code == Exit.FAILED
-    assert "nothing is promised" in result.stderr and "no replica" not in result.stderr
+    assert "nothing is guaranteed" in result.stderr and "no replica" not in result.stderr
     assert "2 of 2 replicas take requests (2 only as a last resort)" in result.stdout
     assert "aged 1.5s" in result.stdout and "silent for 1.5s" in result.stdout
 
@@ -158,7 +158,7 @@ def test_one_late_replica_is_no_trouble(application: Application) -> None:
     result = application.run("status")
     assert result.exit_code == Exit.OK, result.output
     assert "2 of 2 replicas take requests (1 only as a last resort)" in result.stdout
-    assert "busy of m is chosen only where no other is left" in result.stdout
+    assert "busy of m is chosen only if no other is left" in result.stdout
 
 
 def test_a_quarantined_replica_is_told_with_its_reason_and_what_comes_next(
@@ -184,7 +184,7 @@ def test_a_quarantined_replica_is_told_with_its_reason_and_what_comes_next(
     status_tells("it gets no requests until it says that it works")
     result = application.run("status")
     assert result.exit_code == Exit.FAILED
-    assert "in quarantine: they take requests, and nothing is promised" in result.stderr
+    assert "in quarantine: they take requests, and nothing is guaranteed" in result.stderr
 
 
 def test_top_shows_every_replica(application: Application) -> None:
@@ -294,7 +294,7 @@ def test_drain_says_when_somebody_takes_it_back(application: Application) -> Non
         application.tell(application.controller.drain("busy", False))
         result = waiting.result(timeout=120)
     assert result.exit_code == Exit.FAILED
-    assert "took this back" in result.stderr
+    assert "the drain was undone" in result.stderr
 
 
 def test_an_unknown_replica_is_named(application: Application) -> None:

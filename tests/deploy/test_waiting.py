@@ -83,7 +83,7 @@ def test_deploy_waits_through_answers_that_fail(tmp_path: Path) -> None:
 def test_deploy_says_in_the_end_why_it_could_not_look(tmp_path: Path) -> None:
     result = Dashboard((503, "the GCS may be down")).run(tmp_path, "--timeout", "0.05")
     assert result.exit_code == Exit.TIMED_OUT
-    assert "the last look failed" in result.stderr and "GCS may be down" in result.stderr
+    assert "the last query failed" in result.stderr and "GCS may be down" in result.stderr
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -228,5 +228,5 @@ def test_a_replica_has_not_ended_because_its_controller_is_silent(
     away = [fleet(None, ("m",))] * 5
     result = Admin(*away, fleet(1), fleet(0)).drain("--json")
     assert result.exit_code == Exit.OK, result.output
-    assert "not known any more" not in result.stderr
+    assert "unknown now" not in result.stderr
     assert json.loads(result.stdout)["left"] == 0

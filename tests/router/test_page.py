@@ -462,7 +462,7 @@ def test_a_replica_in_quarantine_says_why_and_what_comes_next(
         tab.enter("#request", f"{80:032x}")
         tab.until("document.querySelectorAll('#decisions details').length === 1")
         tab.until("document.querySelector('#decisions .why table')")
-        assert "tries a replica that was in quarantine" in tab.text("#decisions .why")
+        assert "trial of a replica that was in quarantine" in tab.text("#decisions .why")
         check_whole(tab, site)
 
 

@@ -105,7 +105,7 @@ applications:
       {{- include "sluice.config" . | nindent 6 }}
 {{- end -}}
 
-{{/* Rules of an Ingress or an HTTPRoute must not open what needs no key. */}}
+{{/* Rules of an Ingress or an HTTPRoute must not expose an application that requires no key. */}}
 {{- define "sluice.requireKeys" -}}
 {{- if not (or .Values.apiKeys.anonymous (include "sluice.keysSecret" (dict "root" . "kind" "api"))) -}}
 {{- fail "an Ingress or an HTTPRoute would let everybody in: set apiKeys, or apiKeys.anonymous to true" -}}
