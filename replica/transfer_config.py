@@ -33,7 +33,7 @@ class TransferConfig(BaseModel):
     max_bytes: int = Field(
         default=1 << 30,
         ge=1 << 20,
-        description="Max memory for KV kept or in transfer, per worker process and direction, bytes. "
+        description="Max memory for KV kept or in transfer, per worker and direction, bytes. "
         "Beyond it the oldest KV is dropped, and its prompt is recomputed.",
     )
     timeout_s: float = Field(
