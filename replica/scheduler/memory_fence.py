@@ -1,12 +1,11 @@
 """The order in which one process sees another's writes to shared memory.
 
-x86 makes writes visible in program order, and reads in program order. Other machines, such as ARM,
-may reorder both. There a reader *fences*: Linux's ``membarrier`` has all cores that run a
-registered process pass a full barrier. So if the reader has seen a write, all earlier writes are
-visible after the fence; and if the reader has seen part of a write before the fence, it sees the
-beginning of that write after it. The reader pays some microseconds and the writer nothing, which
-matters, as the writer is an engine between two steps. See membarrier(2); Python has no fence of its
-own.
+x86 makes writes visible, and executes reads, in program order. Other machines, such as ARM, may
+reorder both. There a reader *fences*: Linux's ``membarrier`` has all cores that run a registered
+process pass a full barrier. So if the reader has seen a write, all earlier writes are visible after
+the fence; and if the reader has seen part of a write before the fence, it sees the beginning of
+that write after it. The reader pays some microseconds and the writer nothing, which matters, as the
+writer is an engine between two steps. See membarrier(2); Python has no fence of its own.
 """
 
 from __future__ import annotations
