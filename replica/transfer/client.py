@@ -23,7 +23,7 @@ from replica.transfer.wire import (
 )
 
 _CONNECT_S = 1.0
-"""Longest time for a connection: a host that is gone says nothing."""
+"""Timeout of a connection attempt, seconds: a dead host does not answer."""
 
 
 class Source(NamedTuple):
@@ -36,10 +36,10 @@ class Source(NamedTuple):
 
 
 class MemoryLimit:
-    """Memory that several threads share. Who needs more than is left waits.
+    """Memory that several threads share. A thread that needs more than is left waits.
 
     Args:
-        max_bytes: how much there is.
+        max_bytes: total memory.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -52,7 +52,7 @@ class MemoryLimit:
         """Hold ``nbytes`` for as long as the context lasts.
 
         Raises:
-            TransferError: it is more than there ever is, or there was not as much in time.
+            TransferError: ``nbytes`` is more than the total, or was not free in time.
         """
         if nbytes > self._max_bytes:
             raise TransferError(f"{nbytes} bytes of KV are more than the limit, {self._max_bytes}")
@@ -79,10 +79,10 @@ def fetch(
 
     Args:
         layer_bytes: bytes of one block in each layer.
-        deadline_s: when it must be done, monotonic.
+        deadline_s: when the fetch must be complete, monotonic seconds.
 
     Raises:
-        TransferError: it is not there, is of another kind, or did not come in time.
+        TransferError: the KV is not there, has another layout, or did not arrive in time.
     """
     expected = count * sum(layer_bytes)
     try:
