@@ -64,8 +64,9 @@ class SimulatedEngineConfig(BaseModel):
     drift_period_s: float = Field(default=60.0, gt=0, description="Period of `drift`, seconds.")
     kv_blocks: int = Field(default=4096, ge=8, description="KV blocks.")
     block_tokens: int = Field(default=16, ge=1, description="Tokens per KV block.")
-    max_model_tokens: int = Field(default=8192, ge=16, description="Max prompt + output tokens of "
-    "a request.")
+    max_model_tokens: int = Field(
+        default=8192, ge=16, description="Max prompt + output tokens of a request."
+    )
     max_batch_tokens: int = Field(default=2048, ge=1, description="Max new tokens of a batch.")
     max_sequences: int = Field(default=256, ge=1, description="Max running sequences.")
     transfer_s: float = Field(
@@ -192,12 +193,12 @@ class EngineConfig(BaseModel):
         if self.speculates:
             raise ValueError(
                 "preemption.granularity must be off with speculative decoding: tokens are drafted "
-                "behind whole steps, and tasks that are suspended have none"
+                "after whole steps, and suspended tasks have none"
             )
         if self.transfer is not None:
             raise ValueError(
                 "preemption.granularity must be off with transfer: a suspended prefill's KV is "
-                "not known to be whole when it is handed over"
+                "not known to be complete when it is transferred"
             )
         return self
 
@@ -383,8 +384,9 @@ class ReplicaConfig(BaseModel):
         if not self.pools:
             return self
         if ("prefill" in self.pools) != ("decode" in self.pools):
-            raise ValueError("the pools prefill and decode are required together: configure both "
-            "or neither")
+            raise ValueError(
+                "the pools prefill and decode are required together: configure both or neither"
+            )
         beside = [
             name
             for name in ("count", "autoscaling")

@@ -50,8 +50,10 @@ _COUNTERS = {
     "sluice_kv_transfers": ("transfers", "Prompts whose KV came from another replica."),
     "sluice_kv_transfer_seconds": ("transfer_seconds", "Time that KV transfers took."),
     "sluice_kv_transfer_tokens": ("transfer_tokens", "Tokens whose KV was transferred."),
-    "sluice_kv_transfer_bytes": ("transfer_bytes", "Bytes of KV that were transferred to one "
-    "worker."),
+    "sluice_kv_transfer_bytes": (
+        "transfer_bytes",
+        "Bytes of KV that were transferred to one worker.",
+    ),
     "sluice_kv_transfer_failures": (
         "transfer_failures",
         "KV transfers that failed; the prompts were recomputed.",

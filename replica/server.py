@@ -183,7 +183,7 @@ class Replica:
     def _refusal(self) -> list[ResponseItem]:
         limit = self._config.max_live_requests
         message = (
-            f"This replica serves at most {limit} requests, and has no room for this one. "
+            f"This replica serves at most {limit} requests, and has no free slot for this one. "
             "Try again later."
         )
         return [

@@ -116,7 +116,7 @@ class GrammarCheck:
         if task is None:
             if len(self._trials) >= MAX_WAITING:
                 raise RequestError(
-                    f"{MAX_WAITING} grammars wait to be checked here. Try again later.",
+                    f"{MAX_WAITING} grammars are waiting for their check. Try again later.",
                     None,
                     503,
                     "ServiceUnavailableError",
@@ -147,7 +147,7 @@ class GrammarCheck:
                     return verdict
         except (EOFError, OSError):
             pass
-        logger.error("the process that checks grammars does not answer; it is started anew")
+        logger.error("the grammar check process does not answer; restarting it")
         self._end()
         return Verdict(UNKNOWN, "the process that checks it does not answer")
 

@@ -90,7 +90,7 @@ class Checks:
                 self._wrapped.append((module, method))
         if not checks:
             raise NoChecksError(
-                f"preemption by {granularity} found no place for a check in "
+                f"preemption by {granularity} found no point for a check in "
                 f"{type(model).__name__}: it knows models whose layers are named layers.N"
             )
         if self._ranks > 1:

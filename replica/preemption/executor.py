@@ -100,7 +100,7 @@ class PreemptiveExecutor(UniProcExecutor):
 
     def _attach(self, options: PreemptionConfig) -> None:
         self.checks = self._tasks.make_ready(self.driver_worker.worker, options)
-        logger.info("a prefill can stop at %d places", self.checks)
+        logger.info("a prefill can stop at %d points", self.checks)
 
     def _serve(self) -> None:
         try:

@@ -85,7 +85,7 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
                 )
                 self._connections = [listener.accept() for _ in range(self.world_size)]
                 self.checks = attached.result()[0]
-        logger.info("a prefill can stop at %d places", self.checks)
+        logger.info("a prefill can stop at %d points", self.checks)
         threading.Thread(target=self._take_answers, name="answers", daemon=True).start()
 
     def tell(self, command: Command) -> None:

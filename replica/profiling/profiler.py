@@ -127,7 +127,7 @@ def read_profile(path: Path, key: str) -> LatencyProfile | None:
         logger.warning("replacing the invalid latency profile %s: %s", path, error)
         return None
     if profile.key != key:
-        logger.warning("replacing the latency profile %s, which has another key", path)
+        logger.warning("replacing the latency profile %s, which is for another configuration", path)
         return None
     return profile
 

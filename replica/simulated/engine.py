@@ -197,7 +197,7 @@ class SimulatedEngine:
     def _submit(self, call: Call, request: EngineRequest, received_s: float) -> _LiveCall:
         limit = self._table.capacity
         if self._core.queued + call.choices > limit:
-            message = f"The engine has room for {limit} sequences at once. Try again later."
+            message = f"The engine serves at most {limit} sequences at once. Try again later."
             raise RequestError(message, None, 503, "ServiceUnavailableError")
         live = _LiveCall(request, call, received_s)
         arrival_s = received_s - request.waited_s

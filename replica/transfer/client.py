@@ -62,7 +62,7 @@ class MemoryLimit:
                 lambda: self._used + nbytes <= self._max_bytes, max(0.0, left_s)
             )
             if not fits:
-                raise TransferError("there was no memory for it in time")
+                raise TransferError("no memory for the KV became free in time")
             self._used += nbytes
         try:
             yield
@@ -104,7 +104,7 @@ def fetch(
 def _connected(source: Source, deadline_s: float) -> socket.socket:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise TransferError("it waited for too long")
+        raise TransferError("no time left to connect")
     return socket.create_connection((source.host, source.port), min(_CONNECT_S, left_s))
 
 
@@ -113,7 +113,7 @@ def _check_answer(peer: socket.socket, expected: int, deadline_s: float) -> None
     receive_into(peer, memoryview(answer), deadline_s)
     magic, status, nbytes = ANSWER.unpack(answer)
     if magic != MAGIC:
-        raise TransferError("who answered is no engine of this kind")
+        raise TransferError("the peer is no engine of this kind")
     if status != OK:
         raise TransferError(REASONS.get(status, f"unknown status {status}"))
     if nbytes != expected:

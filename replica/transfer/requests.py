@@ -29,8 +29,7 @@ def check_transfer(request: EngineRequest) -> None:
     one_choice = request.body.get("n") in (None, 1)
     if not (request.endpoint in ("chat", "completions") and one_prompt and one_choice):
         raise RequestError(
-            "Only the prompt of a chat or a completion with one prompt and one choice is computed "
-            "apart from its answer.",
+            "Prefill only is possible for a chat or a completion with one prompt and one choice.",
             None,
         )
 

@@ -34,8 +34,8 @@ OTHER_LAYOUT = 2
 MALFORMED = 3
 
 REASONS = {
-    UNKNOWN: "it is not kept there",
-    OTHER_LAYOUT: "it is of another model or layout",
+    UNKNOWN: "no such KV: unknown, fetched or expired",
+    OTHER_LAYOUT: "the KV is of another model or layout",
     MALFORMED: "the question was malformed",
 }
 
