@@ -15,7 +15,7 @@ def adapter_names(vllm_args: Mapping[str, Any]) -> tuple[str, ...]:
     them.
 
     Raises:
-        ValueError: it is none of the forms that vLLM takes.
+        ValueError: it has none of the forms that vLLM accepts.
     """
     arguments = {name.replace("_", "-"): value for name, value in vllm_args.items()}
     given = arguments.get(ADAPTERS_ARGUMENT)

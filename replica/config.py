@@ -35,9 +35,9 @@ LabelName = Annotated[
 LabelValue = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")
 ]
-"""Value of one."""
+"""Value of a label of a Ray node."""
 
-_NODE_LABELS = "Ray labels, by name, that a node must have to run them; default: any node will do."
+_NODE_LABELS = "Ray labels, by name, that a node must have for these replicas; default: any node."
 
 
 class SimulatedEngineConfig(BaseModel):
@@ -57,27 +57,30 @@ class SimulatedEngineConfig(BaseModel):
         default=1.0,
         gt=0,
         le=100,
-        description="Largest factor on the time of a step, reached in the middle of each "
-        "`drift_period_s`: it rises linearly from 1, and falls back. Below 1 it falls first.",
+        description="Extreme factor on the step time, reached in the middle of each "
+        "`drift_period_s`: the factor changes linearly from 1 to this value and back. Below 1, "
+        "steps get faster.",
     )
-    drift_period_s: float = Field(default=60.0, gt=0, description="Period of that drift, seconds.")
+    drift_period_s: float = Field(default=60.0, gt=0, description="Period of `drift`, seconds.")
     kv_blocks: int = Field(default=4096, ge=8, description="KV blocks.")
     block_tokens: int = Field(default=16, ge=1, description="Tokens per KV block.")
-    max_model_tokens: int = Field(default=8192, ge=16, description="Longest prompt + output.")
-    max_batch_tokens: int = Field(default=2048, ge=1, description="Token limit of a batch.")
-    max_sequences: int = Field(default=256, ge=1, description="Most running sequences.")
+    max_model_tokens: int = Field(
+        default=8192, ge=16, description="Max prompt + output tokens of a request."
+    )
+    max_batch_tokens: int = Field(default=2048, ge=1, description="Max new tokens of a batch.")
+    max_sequences: int = Field(default=256, ge=1, description="Max running sequences.")
     transfer_s: float = Field(
         default=0.002,
         ge=0,
-        description="Fixed time to take over the KV of a prompt from another engine, seconds.",
+        description="Fixed time of a KV transfer from another engine, seconds.",
     )
     transfer_token_s: float = Field(
-        default=0.00001, ge=0, description="The same per token of the prompt, seconds."
+        default=0.00001, ge=0, description="KV transfer time per prompt token, seconds."
     )
 
 
 class EngineConfig(BaseModel):
-    """Which engine runs, with which local policy."""
+    """The engine of a replica and its local batch policy."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -100,70 +103,70 @@ class EngineConfig(BaseModel):
     )
     best_effort: BestEffortOptions = Field(
         default_factory=BestEffortOptions,
-        description="How requests are served to which nothing was promised, whatever the policy.",
+        description="How best-effort requests are served, under any policy.",
     )
     preemption: PreemptionConfig = Field(
         default_factory=PreemptionConfig,
-        description="Whether a running prefill gives way to a more urgent one. Experimental.",
+        description="Preemption of a running prefill by a more urgent one. Experimental.",
     )
     transfer: TransferConfig | None = Field(
         default=None,
-        description="How the KV of prompts is handed over between engines. Default: it is not, or "
-        "with the defaults below where there are pools for prefill and decode.",
+        description="KV transfer of prompts between engines. Default: off; with prefill and decode "
+        "pools, on with the defaults below.",
     )
     vllm_args: dict[str, Any] = Field(
         default_factory=dict,
         description="vLLM engine arguments by their command-line name without dashes, "
-        "for example `max-model-len: 8192`. Those that Sluice sets itself are refused.",
+        "for example `max-model-len: 8192`. Arguments that Sluice sets itself are refused.",
     )
     max_prompt_logprobs: int = Field(
         default=32_768,
         ge=1,
         le=1 << 30,
-        description="Most log probabilities of prompt tokens in one answer; more get 400. "
-        "`prompt_logprobs` of k makes k + 1 for each prompt token and choice, and so do `logprobs` "
-        "with `echo`. vLLM makes them one by one on the replica's event loop.",
+        description="Max log probabilities of prompt tokens in one response; a request for more "
+        "gets 400. `prompt_logprobs` of k makes k + 1 for each prompt token and choice, and so do "
+        "`logprobs` with `echo`. vLLM makes them one by one on the replica's event loop.",
     )
     grammar_check_s: float = Field(
         default=2.0,
         ge=0,
         le=60,
-        description="Each new grammar, schema, pattern or choice list of structured output is "
-        "first read, compiled and followed for some hundred tokens in a process beside the engine, "
-        "and refused where one of the three takes more than so much CPU time, seconds. That "
-        "process takes about 0.5 GiB. 0: none is tried, and a costly one stalls the engine until "
-        "its request is stopped there.",
+        description="CPU time limit of each phase of a grammar check, seconds. A separate process "
+        "first parses, compiles and follows for some hundred tokens each new grammar, schema, "
+        "pattern or choice list of structured output; it is refused if one of these three phases "
+        "exceeds the limit. That process takes about 0.5 GiB. 0: no check; a costly grammar stalls "
+        "the engine until the engine stops its request.",
     )
     pin_cpu: bool = Field(
         default=True,
-        description="Where the engine computes on CPUs: pin it to one core, with one OpenMP "
-        "thread. No effect on a GPU.",
+        description="On CPUs, pin the engine to one core, with one OpenMP thread. No effect on a "
+        "GPU.",
     )
     latency_profile: Path | None = Field(
         default=None,
-        description="JSON latency profile to plan with; default: profile at start, and cache.",
+        description="JSON latency profile for the planner; default: measured at start, and cached.",
     )
     headroom: float = Field(
         default=1.05,
         ge=1,
         le=2,
-        description="The planner takes steps to be this many times as long as predicted: an exact "
-        "one would miss every second deadline that it plans to the end.",
+        description="Factor on predicted step times in the planner. Without headroom it would miss "
+        "every second deadline for which it plans no slack.",
     )
     profile_budget_s: float = Field(
-        default=5.0, gt=0, le=600, description="Longest start-up profiling, seconds."
+        default=5.0, gt=0, le=600, description="Max duration of start-up profiling, seconds."
     )
     cache_dir: Path = Field(
         default=Path("~/.cache/sluice"),
-        description="Latency profiles and locally made models are kept here.",
+        description="Directory for latency profiles and locally made models.",
     )
     batch_log: Path | None = Field(
         default=None,
-        description="Directory for a log of planned and run batches, one JSON line each, "
-        "at most 100,000 lines an engine; for tests and diagnosis.",
+        description="Directory for a log of planned and executed batches, one JSON line each, at "
+        "most 100,000 lines per engine; for tests and diagnosis.",
     )
     simulated: SimulatedEngineConfig = Field(
-        default_factory=SimulatedEngineConfig, description="The simulated engine."
+        default_factory=SimulatedEngineConfig, description="Options of the simulated engine."
     )
 
     @model_validator(mode="after")
@@ -190,12 +193,12 @@ class EngineConfig(BaseModel):
         if self.speculates:
             raise ValueError(
                 "preemption.granularity must be off with speculative decoding: tokens are drafted "
-                "behind whole steps, and tasks that are suspended have none"
+                "after whole steps, and suspended tasks have none"
             )
         if self.transfer is not None:
             raise ValueError(
                 "preemption.granularity must be off with transfer: a suspended prefill's KV is "
-                "not known to be whole when it is handed over"
+                "not known to be complete when it is transferred"
             )
         return self
 
@@ -219,18 +222,18 @@ class EngineConfig(BaseModel):
 
 
 class AutoscalingConfig(BaseModel):
-    """How many replicas there are, by what they have to do."""
+    """Number of replicas, by their load."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    min_replicas: int = Field(default=1, ge=1, le=4096, description="Fewest replicas.")
-    max_replicas: int = Field(ge=1, le=4096, description="Most replicas.")
+    min_replicas: int = Field(default=1, ge=1, le=4096, description="Min replicas.")
+    max_replicas: int = Field(ge=1, le=4096, description="Max replicas.")
     initial_replicas: int | None = Field(
         default=None,
         ge=1,
         le=4096,
-        description="Replicas at the start, and again whenever the application is changed. "
-        "Default: `min_replicas` at the start, and as many as there are when it is changed.",
+        description="Replicas at the start, and again after each change of the application. "
+        "Default: `min_replicas` at the start, and the current number after a change.",
     )
     policy: str = Field(
         default="head_room", description="Autoscaling policy, see `sluice policies`."
@@ -242,7 +245,7 @@ class AutoscalingConfig(BaseModel):
         default=2.5,
         ge=0.1,
         le=60,
-        description="Time between two looks at the load, seconds.",
+        description="Load sampling interval, seconds.",
     )
 
     @model_validator(mode="after")
@@ -270,7 +273,8 @@ class AutoscalingConfig(BaseModel):
 
 
 class PoolConfig(BaseModel):
-    """The replicas of one role. What is left out is as in the section that the pool is in."""
+    """The replicas of one role. An option that is left out has the value of the enclosing
+    section."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -279,21 +283,20 @@ class PoolConfig(BaseModel):
     )
     autoscaling: AutoscalingConfig | None = Field(
         default=None,
-        description="Change the number of replicas with the load of their role; default: it is "
-        "`count`.",
+        description="Autoscale the replicas by the load of their role; default: fixed at `count`.",
     )
     num_cpus: float | None = Field(default=None, ge=0, description="Ray CPUs per replica.")
     num_gpus: float | None = Field(default=None, ge=0, description="Ray GPUs per replica.")
     max_per_node: int | None = Field(
-        default=None, ge=1, le=100, description="Most replicas of the pool on one node."
+        default=None, ge=1, le=100, description="Max replicas of the pool on one node."
     )
     node_labels: dict[LabelName, LabelValue] = Field(
         default_factory=dict, max_length=16, description=_NODE_LABELS
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
-        description="What differs from the model's `engine` section, such as `policy`. Of "
-        "`vllm_args` and other mappings only what is named here differs.",
+        description="Overrides of the model's `engine` section, such as `policy`. `vllm_args` and "
+        "other mappings are merged: only the keys that are named here change.",
     )
 
 
@@ -307,7 +310,7 @@ class ReplicaConfig(BaseModel):
     )
     autoscaling: AutoscalingConfig | None = Field(
         default=None,
-        description="Change the number of replicas with the load; default: it is `count`.",
+        description="Autoscale the replicas by load; default: fixed at `count`.",
     )
     num_cpus: float = Field(default=0.5, ge=0, description="Ray CPUs per replica.")
     num_gpus: float | None = Field(
@@ -319,58 +322,61 @@ class ReplicaConfig(BaseModel):
         default=None,
         ge=1,
         le=100,
-        description="Most replicas of the model on one node, so that a lost node takes no more; "
-        "default: as many as find room. They are spread either way, as well as Ray can.",
+        description="Max replicas of the model on one node, which bounds the loss when a node "
+        "fails; default: as many as fit. Ray spreads replicas over nodes as well as it can in "
+        "either case.",
     )
     node_labels: dict[LabelName, LabelValue] = Field(
         default_factory=dict, max_length=16, description=_NODE_LABELS
     )
     pools: dict[Role, PoolConfig] = Field(
         default_factory=dict,
-        description="Replicas by role, each role with a number of its own: `mixed` serves requests "
-        "whole, `prefill` and `decode` a phase each, and need each other. `count` and "
-        "`autoscaling` then stand in the pools only. Default: all are mixed.",
+        description="Replicas by role, each with its own number of replicas: `mixed` serves both "
+        "phases of a request, `prefill` and `decode` one phase each, so both pools are required "
+        "together. `count` and `autoscaling` are then set in the pools only. Default: all replicas "
+        "are mixed.",
     )
     max_live_requests: int = Field(
         default=2048,
         ge=1,
         le=65_536,
-        description="Most live requests of a replica; more get 503.",
+        description="Max live requests of a replica; further requests get 503.",
     )
     report_interval_s: float = Field(
         default=0.025,
         gt=0,
         le=1,
-        description="Least time between two reports to the controller, seconds.",
+        description="Min time between two reports to the controller, seconds.",
     )
     heartbeat_s: float = Field(
         default=0.5,
         gt=0,
         le=10,
-        description="Most time between two reports, seconds, also when nothing changed.",
+        description="Max time between two reports, seconds, also when nothing changed.",
     )
     health_check_period_s: float = Field(
-        default=1.0, gt=0, description="Time between Serve's health checks, seconds."
+        default=1.0, gt=0, description="Interval of Serve's health checks, seconds."
     )
     hung_after_s: float = Field(
         default=5.0,
         ge=0.1,
         le=3_600,
-        description="Least time without a step, while requests wait for one, after which an engine "
-        "counts as hung, seconds; on slow machines it is longer, by the predicted time of a step.",
+        description="Min time without a step, while requests wait for one, after which an engine "
+        "counts as hung, seconds. On slow machines the limit is longer, by the predicted step "
+        "time.",
     )
     drain_timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Longest wait for live requests when a replica is stopped, seconds.",
+        description="Max wait for live requests when a replica is stopped, seconds.",
     )
     surge_percent: int = Field(
         default=0,
         ge=0,
         le=100,
-        description="Replicas beyond their number that an update may start before it stops old "
-        "ones, in percent, rounded up. There must be GPUs to spare for them, or the update waits. "
-        "With 0 each is stopped before its successor starts.",
+        description="Extra replicas that an update may start before it stops old ones, in percent "
+        "of their number, rounded up. The update waits until there are free GPUs for them. 0: each "
+        "replica is stopped before its successor starts.",
     )
 
     @model_validator(mode="after")
@@ -378,7 +384,9 @@ class ReplicaConfig(BaseModel):
         if not self.pools:
             return self
         if ("prefill" in self.pools) != ("decode" in self.pools):
-            raise ValueError("the pools prefill and decode need each other: give both or neither")
+            raise ValueError(
+                "the pools prefill and decode are required together: configure both or neither"
+            )
         beside = [
             name
             for name in ("count", "autoscaling")
@@ -392,7 +400,8 @@ class ReplicaConfig(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_count(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """With pools there is no number of all replicas, so that what is printed can be read."""
+        """Omit ``count`` where there are pools, so that the printed configuration can be read
+        back."""
         data: dict[str, Any] = plain(self)
         if self.pools:
             data.pop("count", None)
@@ -405,5 +414,5 @@ class ReplicaConfig(BaseModel):
 
     @property
     def most(self) -> int:
-        """Most replicas that there may be. Of a pool, too."""
+        """Max replicas. Valid for a pool, too."""
         return self.count if self.autoscaling is None else self.autoscaling.max_replicas

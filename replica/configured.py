@@ -1,8 +1,8 @@
-"""How many replicas of its model there should be, as a replica hears it from Serve.
+"""The configured number of replicas, as Serve announces it to a replica.
 
-The number is no part of what a replica is built with: it may change while the replica runs, and
-Serve tells replicas nothing of that. It tells whoever holds a handle to the deployment, by a long
-poll, so the replica listens there.
+The number is not a constructor argument of a replica: it may change while the replica runs. Serve
+does not announce a change to replicas, only to holders of a handle to the deployment, by a long
+poll. So the replica uses that long poll.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 
 
 class ConfiguredReplicas:
-    """The fewest replicas that there should be: as many as are configured, or the least of
-    autoscaling."""
+    """The min number of replicas: the configured number, or ``min_replicas`` of autoscaling."""
 
     def __init__(self) -> None:
         self._number: int | None = None
@@ -26,14 +25,14 @@ class ConfiguredReplicas:
 
     @property
     def number(self) -> int | None:
-        """The number as it was told last; ``None`` before that."""
+        """The number that was received last; ``None`` before the first."""
         return self._number
 
     def start(self, deployment: DeploymentID) -> None:
-        """Listen, on the running event loop.
+        """Start the long poll on the running event loop.
 
         Raises:
-            ValueError: Serve does not run.
+            ValueError: Serve is not running.
         """
         self._client = LongPollClient(
             ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE),
@@ -48,6 +47,6 @@ class ConfiguredReplicas:
         self._number = config.num_replicas if scaled is None else scaled.min_replicas
 
     def stop(self) -> None:
-        """Listen no longer."""
+        """Stop the long poll."""
         if self._client is not None:
             self._client.stop()

@@ -41,26 +41,25 @@ _PLAIN = TelemetryConfig()
 
 
 LOAD_REPORTERS = 3
-"""Replicas of a deployment that report the load of all: one would do if none ever died."""
+"""Replicas of a deployment that report the load of all; more than one, as a replica may die."""
 
 
 class ReplicaServer:
     """One replica in Serve. The application builder makes a deployment of it.
 
-    It is known by its Serve replica's unique id, in reports, in responses and to the request
-    router alike.
+    Reports, responses and the request router all identify it by its Serve replica's unique id.
 
     Args:
         engine: which engine, with which policy.
         replica: limits and periods.
-        controller: to create the controller where there is none.
-        key: of its model, where the application has several; see :func:`fleet_name`.
-        telemetry: how it logs, and whether it traces.
-        role: what it does of a request.
+        controller: how to create the controller if there is none.
+        key: of its model, if the application has several models; see :func:`fleet_name`.
+        telemetry: logging and tracing.
+        role: which phases of a request it serves.
 
     Raises:
-        ValueError: it should trace, and OpenTelemetry is not installed.
-        ConfigurationError: the engine cannot run as it is configured.
+        ValueError: tracing is configured, and OpenTelemetry is not installed.
+        ConfigurationError: the engine cannot run with its configuration.
         EngineDeadError: the engine could not start.
     """
 
@@ -114,7 +113,7 @@ class ReplicaServer:
         )
         self._pusher = MetricsPusher(self._client, registry, source=process)
         try:
-            if engine.kind == "simulated":  # vLLM's scheduler does it, in its own process
+            if engine.kind == "simulated":  # vLLM's scheduler warms up in its own process
                 await asyncio.to_thread(warm_up, engine.policy, engine.policy_options)
             with _configuration_errors():
                 await self._replica.start()
@@ -129,8 +128,8 @@ class ReplicaServer:
     ) -> AsyncGenerator[list[ResponseItem], None]:
         """Serve one request; see :meth:`replica.server.Replica.generate`.
 
-        ``_target`` is the request router's hint. Where it names another replica, or nobody, or
-        where the request asks for it, the first item says that it is this one.
+        ``_target`` is the request router's hint. If it names another replica or none, or if the
+        request asks for it, the first item names this replica.
 
         Raises:
             EngineDeadError: the engine died.
@@ -144,13 +143,13 @@ class ReplicaServer:
                 yield batch
 
     async def stream_endpoint(self, _target: str | None = None) -> StreamEndpoint:
-        """Where requests are served over a plain connection; see :mod:`replica.streams.server`.
-        ``_target`` as in :meth:`generate`."""
+        """The endpoint that serves requests over a plain connection; see
+        :mod:`replica.streams.server`. ``_target`` as in :meth:`generate`."""
         return await self._streams.endpoint(ray.util.get_node_ip_address())
 
     async def progress(self, request_ids: Sequence[str], _target: str | None = None) -> Progress:
-        """Whether this replica goes on; see :meth:`replica.server.Replica.progress`. ``_target`` is
-        the request router's hint."""
+        """Whether this replica makes progress; see :meth:`replica.server.Replica.progress`.
+        ``_target`` is the request router's hint."""
         return self._replica.progress(request_ids)
 
     async def models(self, _target: str | None = None) -> dict[str, Any]:
@@ -162,12 +161,12 @@ class ReplicaServer:
         await self._replica.abort(request_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What all replicas of this one's role have to do together, as the controller knows it
-        (:class:`~scheduling.autoscaling.Load`), by its fields. Serve calls this now and then where
-        replicas autoscale, and hands it to the policy.
+        """The total load of all replicas of this one's role, as the controller knows it: the fields
+        of :class:`~scheduling.autoscaling.Load`. With autoscaling, Serve calls this periodically
+        and passes it to the policy.
 
-        The first few replicas tell, as all would tell the same; nobody while the controller does
-        not answer, and then the number of replicas stays as it is.
+        Only the first few replicas report it, as all would report the same. While the controller
+        does not answer no replica does, and the number of replicas stays unchanged.
         """
         rank = serve.get_replica_context().rank
         if rank is not None and rank.rank >= LOAD_REPORTERS:
@@ -176,14 +175,14 @@ class ReplicaServer:
         return {} if load is None else load._asdict()
 
     async def engine_snapshot(self) -> dict[str, Any]:
-        """The replica in plain data; see :meth:`replica.server.Replica.snapshot`."""
+        """The replica's state as plain data; see :meth:`replica.server.Replica.snapshot`."""
         return self._replica.snapshot()
 
     async def check_health(self) -> None:
-        """Serve replaces this replica when it raises.
+        """Health check; Serve replaces this replica if it raises.
 
         Raises:
-            EngineDeadError: the engine is dead, or has stood still for too long.
+            EngineDeadError: the engine is dead, or has been stalled for too long.
         """
         await self._replica.check_health()
 
@@ -203,8 +202,7 @@ class ReplicaServer:
 
 @contextmanager
 def _configuration_errors() -> Iterator[None]:
-    """Errors of the configuration leave the block under their common name, by which `sluice serve`
-    knows them."""
+    """Convert configuration errors raised in the block to the type that `sluice serve` handles."""
     try:
         yield
     except (ValueError, ConfigurationError) as error:
@@ -215,27 +213,27 @@ def make_engine(
     config: EngineConfig, replica_id: str, max_live_requests: int, rank: int, traced: bool = False
 ) -> Engine:
     """The engine that ``config`` asks for. ``rank`` numbers the replicas of a host, for pinning;
-    ``traced`` asks for the times that spans need.
+    with ``traced`` the engine records the times that spans need.
 
     Raises:
-        ValueError: a configured latency profile is not one.
-        OSError: it cannot be read, or the batch log not be written.
+        ValueError: a configured latency profile is invalid.
+        OSError: the profile cannot be read, or the batch log cannot be written.
     """
     if config.kind == "simulated":
         return SimulatedEngine(config, replica_id, max_live_requests)
-    # Imported only where it runs: it takes seconds, and a fleet of simulated engines needs no vLLM.
+    # Imported only where it runs: the import takes seconds, and simulated engines do not need vLLM.
     from replica.vllm.engine import VllmEngine
 
     if config.preemption.granularity != "off":
-        import replica.preemption.variant  # noqa: F401 - it registers itself
+        import replica.preemption.variant  # noqa: F401 - the import registers it
     core = _core(rank) if config.pin_cpu else None
     return VllmEngine(config, replica_id, max_live_requests, core, traced)
 
 
 def _core(rank: int) -> int:
-    """The core for replica ``rank`` of this host, of those that this process may use."""
+    """The CPU core for replica ``rank`` of this host, one of those that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-    else:  # not on every system
+    else:  # missing on some systems
         cores = list(range(os.cpu_count() or 1))
     return cores[rank % len(cores)]

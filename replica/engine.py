@@ -20,11 +20,11 @@ from scheduling.state import EngineState
 Endpoint = Literal["chat", "completions", "responses", "embeddings", "tokenize", "detokenize"]
 
 UNSCHEDULED: frozenset[Endpoint] = frozenset(("tokenize", "detokenize"))
-"""Endpoints whose requests never reach an engine's scheduler: they have no objective, and any
-replica answers them."""
+"""Endpoints whose requests never reach an engine's scheduler: they have no SLO, and any replica
+answers them."""
 
 MAX_CHUNK_BYTES = 1 << 20
-"""Longest chunk of a response that is not streamed: long ones take an event loop a while."""
+"""Max chunk of a response that is not streamed: a long one blocks an event loop for a while."""
 
 EVENT_STREAM = "text/event-stream"
 """Media type of a streamed response's head."""
@@ -34,7 +34,7 @@ _ROWS_PER_REQUEST = 4
 
 
 def table_capacity(max_live_requests: int) -> int:
-    """Rows of an engine's state table: several a live request, as ``n`` > 1 makes one API call
+    """Rows of an engine's state table: several per live request, as an API call with ``n`` > 1 is
     several sequences of the engine. The table's owner and its reports must agree on it."""
     return _ROWS_PER_REQUEST * max_live_requests
 
@@ -46,13 +46,13 @@ def request_key(request_id: str) -> int:
 
 
 class Handoff(NamedTuple):
-    """The KV of a prompt that one replica has computed, for another one to take over.
+    """The KV of a prompt that one replica has computed, for transfer to another one.
 
     Attributes:
-        replica_id: who has it.
-        params: how to get it, plain data; what is in it is between the engines, in vLLM its
+        replica_id: the replica that has it.
+        params: how to fetch it, plain data that only the engines interpret; in vLLM its
             ``kv_transfer_params``.
-        prompt_tokens: of the prompt.
+        prompt_tokens: tokens of the prompt.
     """
 
     replica_id: str
@@ -61,13 +61,14 @@ class Handoff(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """The part of a streamed answer that its client has, so that another replica can go on.
+    """The part of a streamed response that its client has received, so that another replica can
+    resume it.
 
     Attributes:
         token_ids: the output tokens of the first choice, in order.
-        chunks: how many of them each chunk carried that the client has, in order; 0 for one without
-            tokens. The engine gives the same chunks again, and whoever asked leaves them out.
-        response_id: the request's id in those chunks.
+        chunks: how many of them each received chunk carried, in order; 0 for a chunk without
+            tokens. The engine repeats these chunks, and the caller drops them.
+        response_id: the request's id in these chunks.
     """
 
     token_ids: tuple[int, ...]
@@ -83,24 +84,27 @@ class EngineRequest:
         request_id: unique in the fleet.
         endpoint: which OpenAI endpoint ``body`` is for.
         body: the OpenAI request body, SLO fields removed.
-        slo: its objective.
-        waited_s: seconds that passed at the edge before it was sent; the engine counts the
-            request's age from there, so no two hosts need the same clock.
-        best_effort: nothing was promised to it; it runs on what the others leave.
-        prefix: how its prompt begins, so that the replica can say later what it holds of it.
-        trace: the W3C trace context that it is traced in, by header; empty: it is not traced.
-        prefill_only: only its prompt is to be computed, and kept for another replica: the response
-            is a head and a tail with a :class:`Handoff`, or a refusal.
-        handoff: where the KV of its prompt is. Where it cannot be had, the engine computes it.
-        resume: what its client has of the answer already; ``None``: nothing.
-        resumable: the chunks are to say which tokens they carry, so that another replica can go on
-            with the stream.
-        confirm: its replica is to say that it has the request before anything else.
-        direct_patience_s: its replica is to send a stream to the client itself, and gives up on a
-            client that takes nothing for so long, seconds; ``None``: whoever asks gets the stream.
-        tenant: whose it is, a 63-bit hash; best-effort requests of several take turns. weight: of
-            the tenant's share, > 0.
-        promised: its objective was promised: where it will be late, it gets what time the others
+        slo: its SLO.
+        waited_s: seconds between its arrival at the edge and its sending; the engine adds them to
+            the request's age, so hosts need no common clock.
+        best_effort: it has no SLO guarantee, and runs on the capacity that guaranteed requests
+            leave.
+        prefix: the prefix of its prompt, by which the replica later reports what it has cached of
+            it.
+        trace: its W3C trace context, by header; empty: it is not traced.
+        prefill_only: the engine computes only its prompt, and keeps its KV for another replica: the
+            response is a head and a tail with a :class:`Handoff`, or a refusal.
+        handoff: where the KV of its prompt is. If that cannot be fetched, the engine recomputes the
+            prompt.
+        resume: the part of the response that its client has already; ``None``: none.
+        resumable: the chunks say which tokens they carry, so that another replica can resume the
+            stream.
+        confirm: the first item is a :class:`ResponseTaken`, which names the replica.
+        direct_patience_s: the replica sends the stream directly to the client, and gives up on a
+            client that reads nothing for this long, seconds; ``None``: the caller gets the stream.
+        tenant: hash of its tenant, 63 bits; best-effort requests of several tenants take turns.
+            weight: of the tenant's share, > 0.
+        promised: its SLO was guaranteed: if it will be late, it gets the time that other requests
             can spare.
 
     Raises:
@@ -127,7 +131,7 @@ class EngineRequest:
 
     @property
     def resumed_tokens(self) -> int:
-        """Output tokens that its client has already."""
+        """Output tokens that its client has received already."""
         return 0 if self.resume is None else len(self.resume.token_ids)
 
     def __post_init__(self) -> None:
@@ -136,16 +140,16 @@ class EngineRequest:
 
 
 class ResponseTaken(NamedTuple):
-    """Before the first item of a response, where who sent the request may not know which replica
-    has it."""
+    """Comes before the head of a response if the sender may not know which replica has the
+    request."""
 
     replica_id: str
 
 
 class ResponseHead(NamedTuple):
     """First item of a response. ``media_type`` is without parameters: :data:`EVENT_STREAM` for a
-    streamed response, ``application/json`` for any other. ``fetch`` is where the client's side gets
-    the stream, ``HOST:PORT TICKET``, where the replica sends it itself."""
+    streamed response, ``application/json`` for any other. ``fetch`` is where the client's side
+    fetches a stream that the replica sends directly, ``HOST:PORT TICKET``."""
 
     status: int
     media_type: str
@@ -154,9 +158,9 @@ class ResponseHead(NamedTuple):
 
 
 class ResponseChunk(NamedTuple):
-    """Bytes of the body, and the output tokens (of the first choice) that they carry: how many, and
-    in a stream that can be resumed which. With ``reasoned`` of them the reasoning ended; 0: it did
-    not, or nobody asked."""
+    """Bytes of the body, and the output tokens (of the first choice) that they carry: their number,
+    and in a resumable stream their ids. The reasoning ended with the ``reasoned``-th of them; 0: it
+    did not end, or its end is not tracked."""
 
     data: bytes
     tokens: int = 0
@@ -165,10 +169,10 @@ class ResponseChunk(NamedTuple):
 
 
 class ResponseSent(NamedTuple):
-    """Chunks that the replica has sent to the client itself since it last said so: the output
+    """Chunks that the replica has sent directly to the client since its last report: the output
     tokens of each, and when it was sent, in seconds after the request reached the replica.
-    ``told``: the client's side knows which tokens, so that another replica can go on. With
-    ``reasoned`` of all these tokens the reasoning ended; 0: it did not."""
+    ``told``: the client's side has the token ids, so that another replica can resume. The reasoning
+    ended with the ``reasoned``-th of all these tokens; 0: it did not end."""
 
     tokens: tuple[int, ...]
     offsets_s: tuple[float, ...]
@@ -177,15 +181,15 @@ class ResponseSent(NamedTuple):
 
 
 class ResponseTail(NamedTuple):
-    """Last item of a response that ended by itself.
+    """Last item of a response that was not cut short.
 
     ``token_offsets_s`` is filled for plain (not streamed) responses only: for each output token of
     the first choice, when it left the engine, in seconds after the request reached the replica.
-    ``queued_s`` is the time from there to the first batch that it was in, where the engine tells.
-    ``handoff`` is the answer to a request for its prompt only. ``cached_tokens`` are those of the
-    prompt that the engine had in its prefix cache. ``reasoned`` is filled for plain responses only:
-    with so many output tokens of the first choice the reasoning ended; 0: it did not, or nobody
-    asked.
+    ``queued_s`` is the time from there to its first batch, if the engine reports it. ``handoff`` is
+    the answer to a request for its prompt only. ``cached_tokens`` of the prompt were in the
+    engine's prefix cache. ``reasoned`` is filled for plain responses only: the reasoning ended with
+    this output token of the first choice, counted from 1; 0: it did not end, or its end is not
+    tracked.
     """
 
     prompt_tokens: int
@@ -210,12 +214,12 @@ ResponseItem = ResponseTaken | ResponseHead | ResponseChunk | ResponseSent | Res
 
 
 class Progress(NamedTuple):
-    """What a replica says when it is asked whether it goes on.
+    """A replica's answer to the question whether it makes progress.
 
     Attributes:
-        replica_id: who says it.
+        replica_id: the replica that answers.
         hung: its engine makes no step although requests wait for one.
-        unknown: of the requests that it was asked about, those that it does not serve.
+        unknown: ids in the question of requests that it does not serve.
     """
 
     replica_id: str
@@ -225,12 +229,12 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What does not change while an engine lives.
+    """Constants of a running engine.
 
     Attributes:
-        model: name that requests use. policy: name of the batch policy.
-        max_model_tokens: longest prompt + output. max_batch_tokens: token limit of a batch.
-        max_sequences: most running sequences. kv_blocks: KV blocks in all.
+        model: model name in requests. policy: name of the batch policy.
+        max_model_tokens: max prompt + output. max_batch_tokens: max new tokens of a batch.
+        max_sequences: max running sequences. kv_blocks: total KV blocks.
         block_tokens: tokens per block. profile: the latency model it plans with.
         preempts: it suspends a running prefill for a more urgent one.
     """
@@ -251,15 +255,15 @@ class EngineDeadError(RuntimeError):
 
 
 class ClientLeftError(RuntimeError):
-    """Nobody takes a stream any more that the replica sends to the client itself."""
+    """A stream that the replica sends directly to the client has no reader any more."""
 
 
 class ClientStalledError(ClientLeftError):
-    """The client has taken nothing of such a stream for too long."""
+    """The client has read nothing of such a stream for too long."""
 
 
 class ConfigurationError(RuntimeError):
-    """The engine cannot run as it is configured: to start it again does not help."""
+    """The engine cannot run with its configuration: a restart does not help."""
 
 
 class Engine(Protocol):
@@ -269,7 +273,7 @@ class Engine(Protocol):
         """Load the model, profile the step time if no profile is known, and be ready."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
-        """Serve one request: a head, chunks, and a tail where it ended by itself.
+        """Serve one request: a head, chunks, and a tail unless the response was cut short.
 
         Closing or cancelling the iterator aborts the request in the engine. A client's mistake is
         a head with a 4xx status and an OpenAI error body, not an exception.
@@ -285,27 +289,27 @@ class Engine(Protocol):
         """The scheduler's state as of its last step. Cheap: no call into the engine."""
 
     def waits_since_s(self) -> float | None:
-        """Since when that request waits for the engine which has waited longest for its next
-        output, on the clock of the state; ``None``: none does. Who waits for a slow consumer, or
-        for another engine, does not count."""
+        """When the request that has waited longest for its next output from the engine began to
+        wait, on the clock of the state; ``None``: none waits. Requests that wait for a slow
+        consumer or for another engine do not count."""
 
     async def pulse(self) -> None:
-        """Return when the engine's loop has gone round, whether or not there are requests. While it
-        stands still this waits."""
+        """Return after the next iteration of the engine's loop, whether or not there are requests.
+        While the engine is stalled this waits."""
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body."""
 
     async def check_health(self) -> None:
-        """Return if the engine is alive. One that stands still is: see
+        """Return if the engine is alive. A stalled engine is alive: see
         :class:`~replica.watchdog.Watchdog`.
 
         Raises:
-            EngineDeadError: it is not.
+            EngineDeadError: it is dead.
         """
 
     async def drain(self) -> None:
-        """Wait until no request is live. New ones are the caller's to refuse."""
+        """Wait until no request is live. The caller refuses new ones."""
 
     async def stop(self) -> None:
         """Free everything. Idempotent."""

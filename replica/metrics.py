@@ -1,8 +1,8 @@
 """Prometheus metrics of a replica, read from its engine's state when they are collected.
 
-Gauges carry the label ``replica`` and go when the replica goes. Counters and histograms do not: the
-counts of every replica that ever lived are kept, so a label for each would grow without bound;
-they add up over the fleet.
+Gauges carry the label ``replica`` and are removed with the replica. Counters and histograms have no
+such label and are summed over the fleet: the counts of every replica that ever lived are kept, so a
+label per replica would grow without bound.
 """
 
 from __future__ import annotations
@@ -36,24 +36,27 @@ _COUNTERS = {
     "sluice_preemptions": ("preemptions", "Requests that lost their KV and were recomputed."),
     "sluice_best_effort_evictions": (
         "evictions",
-        "Best-effort requests that lost their KV to promised ones.",
+        "Best-effort requests that lost their KV to guaranteed ones.",
     ),
     "sluice_best_effort_evicted_tokens": (
         "evicted_tokens",
-        "Computed tokens that evictions threw away.",
+        "Computed tokens that evictions discarded.",
     ),
     "sluice_plan_mismatches": (
         "plan_mismatches",
-        "Batches in which the engine ran other tokens than planned.",
+        "Batches whose executed tokens differ from the plan.",
     ),
-    "sluice_drafts_accepted": ("drafts_accepted", "Drafted tokens that were right."),
+    "sluice_drafts_accepted": ("drafts_accepted", "Drafted tokens that were accepted."),
     "sluice_kv_transfers": ("transfers", "Prompts whose KV came from another replica."),
-    "sluice_kv_transfer_seconds": ("transfer_seconds", "Time that those took."),
-    "sluice_kv_transfer_tokens": ("transfer_tokens", "Their tokens that were moved."),
-    "sluice_kv_transfer_bytes": ("transfer_bytes", "Bytes of KV that were moved, to one worker."),
+    "sluice_kv_transfer_seconds": ("transfer_seconds", "Time that KV transfers took."),
+    "sluice_kv_transfer_tokens": ("transfer_tokens", "Tokens whose KV was transferred."),
+    "sluice_kv_transfer_bytes": (
+        "transfer_bytes",
+        "Bytes of KV that were transferred to one worker.",
+    ),
     "sluice_kv_transfer_failures": (
         "transfer_failures",
-        "Prompts whose KV could not be had; they were computed anew.",
+        "KV transfers that failed; the prompts were recomputed.",
     ),
     "sluice_prefill_rounds": ("rounds", "Rounds of loops that can suspend prefills."),
     "sluice_prefill_suspensions": (
@@ -62,12 +65,12 @@ _COUNTERS = {
     ),
     "sluice_prefill_late_stops": (
         "late_stops",
-        "Prefills that had ended before they saw that they should stop.",
+        "Prefills that ended before they saw their stop signal.",
     ),
-    "sluice_prefill_resumes": ("resumes", "Suspended prefills that went on."),
+    "sluice_prefill_resumes": ("resumes", "Suspended prefills that were resumed."),
     "sluice_prefill_discards": (
         "discards",
-        "Prefills given up half-way, as their requests had ended.",
+        "Prefills discarded half-way, as their requests had ended.",
     ),
     "sluice_prefill_suspended_seconds": ("suspended_s", "Time that prefills were suspended."),
     "sluice_prefill_decide_seconds": ("decide_s", "Time to decide which prefill runs."),
@@ -75,11 +78,11 @@ _COUNTERS = {
 _GAUGES = {
     "sluice_latency_correction": (
         "correction",
-        "Online factor on the time of tokens in the latency model.",
+        "Online correction factor on the time per token in the latency model.",
     ),
     "sluice_latency_fixed_correction": (
         "fixed_correction",
-        "Online factor on the fixed time of a batch in the latency model.",
+        "Online correction factor on the fixed time of a batch in the latency model.",
     ),
     "sluice_latency_spread_ratio": (
         "step_spread",
@@ -89,15 +92,15 @@ _GAUGES = {
     "sluice_predicted_step_seconds": ("predicted_step_s", "Predicted time of the last batch."),
     "sluice_best_effort_wait_seconds": (
         "best_effort_wait_s",
-        "Longest time for which a best-effort request that does not run has had no token.",
+        "Longest current wait for a token of a best-effort request that does not run.",
     ),
     "sluice_best_effort_patience_seconds": (
         "patience_s",
-        "Wait after which best-effort requests have a share of the engine.",
+        "Starvation bound: wait after which best-effort requests get a share of the engine.",
     ),
     "sluice_draft_seconds": (
         "draft_s",
-        "Learned time to draft one token for every decode, where a model does.",
+        "Learned time of a draft model to draft one token for every decode.",
     ),
     "sluice_suspended_prefills": ("suspended", "Prefills that are suspended now."),
     "sluice_suspended_prefills_reserved_bytes": (
@@ -112,11 +115,10 @@ class ReplicaCollector(Collector):
 
     Args:
         replica_id: value of the label ``replica``.
-        read_state: the engine's state; may raise ``RuntimeError`` where the engine is gone.
+        read_state: the engine's state; may raise ``RuntimeError`` if the engine is gone.
         live_requests: API calls that the replica serves now.
-        configured: fewest replicas that there should be in its pool; ``None`` where that is not
-            known.
-        role: of its pool.
+        configured: min number of replicas of its pool; ``None``: not known yet.
+        role: role of its pool.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class ReplicaCollector(Collector):
         self._role = role
 
     def describe(self) -> list[Metric]:
-        """Nothing: the state need not be readable yet when this is registered."""
+        """Nothing: the state may not be readable yet at registration."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -148,7 +150,8 @@ class ReplicaCollector(Collector):
         if configured is not None:
             gauge = GaugeMetricFamily(
                 "sluice_configured_replicas",
-                "Fewest replicas that there should be in its pool, as each one hears from Serve.",
+                "Configured min number of replicas of its pool, as each replica receives it from "
+                "Serve.",
                 labels=["replica", "role"],
             )
             gauge.add_metric([self._replica_id, self._role], configured)
@@ -178,14 +181,14 @@ class ReplicaCollector(Collector):
         )
         yield _histogram(
             "sluice_draft_length",
-            "Drafted tokens checked in a decode's step, of those for which there were some.",
+            "Drafted tokens checked per decode step, of the steps that had some.",
             DRAFT_LENGTHS,
             summary["draft_lengths"],
             float(summary["drafts_checked"]),
         )
         yield _histogram(
             "sluice_prefill_stop_seconds",
-            "Time from telling a prefill to stop until it has.",
+            "Time from the stop signal of a prefill until it has stopped.",
             STOP_BUCKETS_S,
             summary["stop_histogram"],
             float(summary["stop_s"]),

@@ -1,8 +1,9 @@
 """OpenAI requests and responses of the simulated engine; vLLM has its own.
 
-What needs a model (sampling parameters, stop strings, tools, log probabilities) is accepted and
-has no effect: an output is always ``max_tokens`` long. The text is made of common words, chosen by
-the prompt, the choice and the position alone, so the same request gives the same text anywhere.
+Fields that need a model (sampling parameters, stop strings, tools, log probabilities) are accepted
+and have no effect: an output is always ``max_tokens`` long. The text is made of common words,
+chosen by the prompt, the choice and the position alone, so the same request gives the same text
+anywhere.
 
 A prompt counts one token per four characters begun, and at least one; token ids count exactly. A
 chat's prompt is the text of its messages.
@@ -136,7 +137,7 @@ def parse_call(endpoint: Endpoint, body: dict[str, Any], model: str, max_model_t
     """Read a request body.
 
     Raises:
-        RequestError: it is not valid, asks for another model, or is too long for this one.
+        RequestError: the body is invalid, asks for another model, or is too long for this one.
     """
     if endpoint not in ("chat", "completions"):
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Ends the processes of an engine with the process that made them."""
+"""Ends the processes of an engine when their parent process ends."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _ON_PARENTS_DEATH = 1
 
 
 def end_with_parent() -> None:
-    """Have the system kill this process when the one that made it ends, however that ends.
+    """Have the system kill this process when its parent ends, for whatever reason.
 
-    vLLM's engine does not look for its parent, and its workers look where they can: one that waits
-    for another worker, or for a GPU that does not answer, would keep the GPU from its successor.
-    Only Linux can do so; elsewhere, and where ``multiprocessing`` did not make this process,
-    nothing is done. To be called in a process whose parent made it in a thread that stays.
+    vLLM's engine does not check for its parent, and its workers check only where they can: a worker
+    that waits for another worker, or for a GPU that does not answer, would keep the GPU from its
+    successor. This works on Linux only; on other systems, and if ``multiprocessing`` did not make
+    this process, it does nothing. The parent must have made this process in a thread that lives as
+    long as the parent.
     """
     parent = multiprocessing.parent_process()
     if sys.platform != "linux" or parent is None:
         return
     ctypes.CDLL(None).prctl(_ON_PARENTS_DEATH, signal.SIGKILL)
     if os.getppid() != parent.pid:
-        os._exit(1)  # it ended before
+        os._exit(1)  # the parent has ended already

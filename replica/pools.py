@@ -1,4 +1,4 @@
-"""The pools of a model's replicas: a pool for each role, with the settings that hold in it."""
+"""The pools of a model's replicas: a pool for each role, with its settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replica.config import EngineConfig, ReplicaConfig
 from scheduling.roles import ROLES, Role
 
 _SAME_FIELDS = ("cache_dir", "kind", "model", "served_model_name", "transfer")
-"""What a pool's engine may not have of its own: a request that begins in one pool ends in
+"""Engine settings that a pool cannot override: a request that begins in one pool ends in
 another."""
 
 _SAME_ARGUMENTS = (
@@ -41,21 +41,21 @@ _SAME_ARGUMENTS = (
     "tool-call-parser",
     "trust-request-chat-template",
 )
-"""Arguments of vLLM that say what a request may ask for and what its tokens are, as both engines
-read it, and how its KV lies in memory."""
+"""Arguments of vLLM that determine what a request may ask for, what its tokens are and how its KV
+lies in memory: both engines of a P/D pair must agree on them."""
 
 _SHOWN = 80
-"""Most characters of a value that a message shows."""
+"""Max characters of a value in an error message."""
 
 _SAME_SIMULATED = ("block_tokens", "max_model_tokens")
 
 
 class Pool(NamedTuple):
-    """One pool of a model, with all that its replicas are told.
+    """One pool of a model, with the complete settings of its replicas.
 
     Attributes:
-        role: what they do of a request.
-        engine: of each. replica: number, place and limits; it has no pools of its own.
+        role: which phases of a request its replicas serve.
+        engine: settings of each engine. replica: number, placement and limits; without pools.
     """
 
     role: Role
@@ -64,11 +64,11 @@ class Pool(NamedTuple):
 
 
 def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
-    """The pools that a model's two sections describe, in the order of :data:`ROLES`; a mixed one
-    where they name none.
+    """The pools that a model's two sections describe, in the order of :data:`ROLES`; one mixed pool
+    if they name none.
 
     Raises:
-        pydantic.ValidationError: what is wrong with a pool, and where.
+        pydantic.ValidationError: a pool is invalid; the message says where and why.
     """
     if not replica.pools:
         return (Pool("mixed", engine, replica),)
@@ -93,7 +93,7 @@ def _engine(shared: EngineConfig, replica: ReplicaConfig, role: Role) -> EngineC
     if "prefill" in replica.pools and base.get("transfer") is None:
         base["transfer"] = {}
     if pool.engine.get("policy", shared.policy) != shared.policy:
-        base.pop("policy_options", None)  # of the other policy
+        base.pop("policy_options", None)  # they are options of the shared policy
     if "vllm_args" in base:
         base["vllm_args"] = _dashed(base["vllm_args"])
     own = dict(pool.engine)
@@ -121,7 +121,7 @@ def _replica(shared: ReplicaConfig, role: Role) -> ReplicaConfig:
 
 
 def _differences(pools: tuple[Pool, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Where two pools could not take over each other's requests, and why."""
+    """Settings by which two pools could not serve the same requests, with the reason."""
     first = pools[0]
     for pool in pools[1:]:
         place: tuple[str, ...] = ("replica", "pools", pool.role, "engine")
@@ -143,7 +143,7 @@ def _unlike(here: Any, there: Any, role: Role) -> str:
 
 
 def _refuse(problems: Iterable[tuple[tuple[Any, ...], str]]) -> None:
-    """Raise if there are any: pairs of the place and of what is wrong there."""
+    """Raise if there are problems, given as pairs of location and message."""
     found = [
         InitErrorDetails(
             type=PydanticCustomError("pool", "{why}", {"why": why}), loc=place, input=None

@@ -16,63 +16,63 @@ from scheduling.preemption import (
 
 
 class PreemptionConfig(BaseModel):
-    """When a running prefill gives way to a more urgent one, and where it stops."""
+    """When a more urgent prefill preempts a running one, and where the running one stops."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     granularity: Literal["off", "layer", "operator"] = Field(
         default="off",
         description="Where a running prefill can stop: nowhere, before the next layer, or before "
-        "the next operator. Unless it is `off`, `policy` has no say: prefills run by S-EDF.",
+        "the next operator. Unless `off`, `policy` has no effect: prefills run by S-EDF.",
     )
     depth: int = Field(
         default=DEPTH,
         ge=1,
         le=64,
-        description="Most suspended prefills. Each keeps its activations.",
+        description="Max suspended prefills. Each keeps its activations in memory.",
     )
     chunk_tokens: int = Field(
         default=CHUNK_TOKENS,
         ge=16,
         le=1_048_576,
-        description="Most tokens of a prefill that run as one task; at most vLLM's "
-        "`max-num-batched-tokens` are.",
+        description="Max tokens of a prefill that run as one task; also limited by vLLM's "
+        "`max-num-batched-tokens`.",
     )
     late_chunk_tokens: int = Field(
         default=LATE_CHUNK_TOKENS,
         ge=16,
         le=1_048_576,
-        description="The same of a prefill that can no longer meet its objective, which preempts "
-        "nothing, and of one that starts while `depth` others are suspended. Such a task is not "
-        "suspended.",
+        description="Max tokens per task of a prefill that can no longer meet its SLO (such a "
+        "prefill preempts nothing), or that starts while `depth` others are suspended. These tasks "
+        "are not suspended.",
     )
     batch_tokens: int = Field(
         default=BATCH_TOKENS,
         ge=0,
         le=1_048_576,
-        description="Prefills run together only while their tokens are below this sum. 0: never. "
-        "What runs together is suspended together, so more is not better.",
+        description="Prefills share a batch only while their total tokens are below this. 0: "
+        "never. Prefills of one batch are suspended together, so more is not better.",
     )
     least_tokens: int = Field(
         default=LEAST_TOKENS,
         ge=1,
         le=1_048_576,
-        description="Tasks of fewer tokens are not suspended: they are over soon.",
+        description="Min tokens of a task that can be suspended: shorter ones end soon anyway.",
     )
     launch_ahead: int = Field(
         default=2,
         ge=0,
         le=16,
-        description="On a GPU, most checks by which launches run ahead of the device: a prefill "
-        "stops so many operators, or layers, later, but the device has work while the next ones "
-        "are launched. 0: wait for the device at every check.",
+        description="On a GPU, max checks by which launches run ahead of the device: a prefill "
+        "stops up to this many operators, or layers, later, but the device has work while the next "
+        "ones are launched. 0: wait for the device at every check.",
     )
     decode_gap_s: float = Field(
         default=0.05,
         gt=0,
         le=60,
-        description="While prefills run, decodes get a step when the last one is this long ago, "
-        "seconds; a running prefill is suspended for it.",
+        description="Max time between two decode steps while prefills run, seconds; a running "
+        "prefill is suspended for a decode step.",
     )
 
     @model_validator(mode="after")

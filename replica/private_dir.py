@@ -71,14 +71,14 @@ def _make(base: Path) -> tuple[Path, int]:
     unready = directory / f"{LOCK}.new"
     lock = os.open(unready, os.O_CREAT | os.O_EXCL | os.O_RDONLY, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    # A lock is held before it has its name, so no process takes the folder for left over.
+    # The lock is held before it gets its name, so no process takes the folder for an abandoned one.
     unready.rename(directory / LOCK)
     return directory, lock
 
 
 def _remove_left_over(base: Path) -> None:
-    """Remove what dead processes have left in ``base``. A folder of another user, or without a
-    lock, is not touched."""
+    """Remove the folders that dead processes have left in ``base``. Folders of other users and
+    folders without a lock stay."""
     for directory in base.glob(f"{PREFIX}*"):
         with suppress(OSError):
             found = directory.lstat()
@@ -95,7 +95,8 @@ def _remove_left_over(base: Path) -> None:
 
 
 def _is_named(directory: Path) -> bool:
-    """Whether a process has ``directory`` on its command line, as those of Ray have that the killed
-    process had started: they are found by their files, which must stay until they have ended."""
+    """Whether a process has ``directory`` on its command line. Ray processes that the killed
+    process had started have it: they are found by their files, which must stay until they have
+    ended."""
     processes = psutil.process_iter(["cmdline"])
     return any(str(directory) in word for each in processes for word in each.info["cmdline"] or ())

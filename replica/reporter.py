@@ -1,8 +1,8 @@
-"""Keeps the controller's mirror of this replica up to date.
+"""Keeps the controller's copy of this replica's state up to date.
 
 A hello carries the whole state; after it, each report carries what changed since the last one that
-the controller acknowledged. A report that was not answered may or may not have arrived, so the
-next one is a hello again. Times are seconds on the replica's monotonic clock.
+the controller acknowledged. An unanswered report may or may not have arrived, so the next one is a
+hello again. Times are seconds on the replica's monotonic clock.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from scheduling.state import ROW, EngineState
 logger = logging.getLogger(__name__)
 
 MAX_FINISHED = 4096
-"""Most ended requests remembered for the next report; of more, the oldest are left to the expiry of
-their reservations."""
+"""Max ended requests remembered for the next report; beyond it, the reservations of the oldest ones
+expire by themselves."""
 
 _RETRY_S = 0.1
-"""Least wait after a report that was not answered."""
+"""Min wait after an unanswered report."""
 
 
 class ReportTarget(Protocol):
-    """Where reports go: a controller's client. Each call has its own deadline."""
+    """The receiver of reports: a controller's client. Each call has its own deadline."""
 
     async def hello(self, hello: ReplicaHello) -> ReportReply | None:
         """Register; ``None`` if no answer came in time."""
@@ -47,7 +47,7 @@ class ReportTarget(Protocol):
 
 
 class Membership(NamedTuple):
-    """What a hello says of a replica besides its engine.
+    """The part of a hello that describes the replica, not its engine.
 
     ``capacity`` is the number of rows of its engine's state table.
     """
@@ -59,7 +59,7 @@ class Membership(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What differs between two states, as in a delta."""
+    """The differences between two states, as in a delta."""
 
     slots: np.ndarray
     rows: np.ndarray
@@ -68,25 +68,25 @@ class Changes(NamedTuple):
 
     @property
     def any(self) -> bool:
-        """Whether anything does."""
+        """Whether there is any difference."""
         return len(self.slots) + len(self.held_slots) > 0
 
 
 class AcknowledgedState:
-    """The state as the controller knows it, and the difference to a newer one."""
+    """The state that the controller has acknowledged; computes the difference to a newer one."""
 
     def __init__(self, capacity: int) -> None:
-        # Records as words: NumPy compares and copies those several times faster.
+        # Records as words: NumPy compares and copies words several times faster.
         self._words = np.zeros((capacity, ROW.itemsize // 8), np.int64)
         self._slots = np.empty(0, np.int32)
         self._is_live = np.zeros(capacity, bool)
         self._held = np.zeros((HELD_SLOTS, HELD.itemsize // 8), np.int64)
 
     def changes(self, state: EngineState) -> Changes:
-        """What differs in ``state``; a freed slot comes as an empty record.
+        """The changes in ``state``; a freed slot is an empty record.
 
-        Compared as bytes, since a first token that is not there is a nan. ``O(live requests + slots
-        of held chunks)``.
+        Compared as bytes, since a missing first token is a nan. ``O(live requests + slots of held
+        chunks)``.
         """
         slots, rows = state.slots, state.rows
         differs = (_words(rows) != self._words[slots]).any(axis=1)
@@ -103,7 +103,7 @@ class AcknowledgedState:
         )
 
     def acknowledge(self, state: EngineState) -> None:
-        """The controller now knows ``state``."""
+        """The controller has acknowledged ``state``."""
         self._words[self._slots] = 0
         self._words[state.slots] = _words(state.rows)
         self._slots = state.slots
@@ -118,19 +118,18 @@ class Reporter:
     """Reports a replica's state: at most every ``report_interval_s``, at least every
     ``heartbeat_s``, and between the two only what changed.
 
-    The state table lies in shared memory and wakes nobody, so while requests are live it is read
-    every interval; while none is, the reporter sleeps from heartbeat to heartbeat or to the next
-    :meth:`wake`.
+    The state table in shared memory sends no notifications, so the reporter reads it every interval
+    while requests are live. While none is live, it sleeps until the next heartbeat or :meth:`wake`.
 
     Args:
         read_state: the engine's state; may raise ``RuntimeError`` where the engine is gone.
         info: the engine's constants.
         target: the controller's client.
         config: the two periods.
-        member: who this is.
-        live_requests: requests that the replica serves; they may not be in the state yet.
-        hung: whether the engine of that state stands still.
-        clock: seconds, monotonic, the clock of the state's times.
+        member: identity of this replica.
+        live_requests: number of requests that the replica serves; they may not be in the state yet.
+        hung: whether the engine with this state is stalled.
+        clock: monotonic seconds, the clock of the state's times.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class Reporter:
 
     @property
     def lost(self) -> int:
-        """Reports that were not answered."""
+        """Number of unanswered reports."""
         return self._lost
 
     def finished(self, key: int) -> None:
@@ -189,7 +188,7 @@ class Reporter:
         self._woken.set()
 
     def wake(self) -> None:
-        """Something changed: look at the state as soon as the interval allows."""
+        """Something changed: read the state as soon as the interval allows."""
         self._woken.set()
 
     def start(self) -> None:
@@ -220,7 +219,7 @@ class Reporter:
             await self._sleep(wait_s)
 
     async def _sleep(self, wait_s: float) -> None:
-        """Wait; a wake-up cuts the wait down to what the interval still asks for."""
+        """Wait; a wake-up shortens the wait to the rest of the interval."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._woken.wait()
@@ -230,11 +229,11 @@ class Reporter:
             await asyncio.sleep(left_s)
 
     async def tick(self) -> float:
-        """Report if it is time; return the seconds after which to look again."""
+        """Report if it is time; return the seconds until the next call."""
         try:
             state = self._read_state()
         except RuntimeError as error:
-            # Silence is the right report: the controller leaves this replica out as stale.
+            # Send nothing: the controller then excludes this replica as stale.
             logger.warning("no report: %s", error)
             return self._heartbeat_s
         changes = self._acknowledged.changes(state)

@@ -11,7 +11,7 @@ _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class RequestBody(dict[str, Any]):
-    """A JSON object that is pickled as the bytes that it was parsed from, and the changes to them.
+    """A JSON object that is pickled as its original bytes and the changes to them.
 
     Pickling a list of a million token ids takes several times as long as copying its bytes. Treat
     it as read-only: :meth:`with_fields` makes a changed one.
@@ -30,7 +30,7 @@ class RequestBody(dict[str, Any]):
         """The object in ``raw``. ``O(len(raw))``; the parser keeps Python's global lock.
 
         Raises:
-            msgspec.DecodeError: it is no JSON object, or a number is not finite.
+            msgspec.DecodeError: ``raw`` is no JSON object, or a number is not finite.
             UnicodeDecodeError: it is not UTF-8.
             RecursionError: it is nested too deeply for the parser.
         """
@@ -42,8 +42,8 @@ class RequestBody(dict[str, Any]):
         return cls(fields, msgspec.json.encode(fields))
 
     def with_fields(self, fields: Mapping[str, Any]) -> RequestBody:
-        """The body with ``fields`` in place of its own. ``O(fields)``: values that are the same
-        objects travel in the bytes that there are."""
+        """The body with ``fields`` in place of its own. ``O(fields)``: unchanged values (the same
+        objects) are sent in the original bytes."""
         body = RequestBody(fields, self._raw)
         changed = {n: v for n, v in fields.items() if n not in self or v is not self[n]}
         kept = {n: v for n, v in self._changed.items() if n in fields}
@@ -53,8 +53,8 @@ class RequestBody(dict[str, Any]):
 
     @property
     def parts(self) -> tuple[bytes, Mapping[str, Any], frozenset[str]]:
-        """What it travels as: the bytes that it was parsed from, the fields that have changed,
-        and the names of those that were removed."""
+        """Its serialized form: the original bytes, the changed fields, and the names of the removed
+        fields."""
         return self._raw, self._changed, self._removed
 
     @classmethod

@@ -17,14 +17,14 @@ from telemetry.tracing import Span, Tracer, attribute_of
 
 
 class RequestTrace:
-    """Watches the items of one response. The spans below the request's own are made at its end,
-    from times that are known by then:
+    """Watches the items of one response. At its end, this makes the child spans of the request's
+    span:
 
-    - ``queue``: from when it reached the replica to the first batch that it was in;
+    - ``queue``: from its arrival at the replica to its first batch;
     - ``prefill``: from there to its first token;
     - ``decode``: from there to its last.
 
-    Where the engine does not tell when it first ran there is neither ``queue`` nor ``prefill``.
+    If the engine does not report the first batch, there is neither ``queue`` nor ``prefill``.
 
     Attributes:
         request: the request, with the trace context for the engine's own spans.
@@ -44,7 +44,7 @@ class RequestTrace:
     def begin(
         cls, tracer: Tracer, request: EngineRequest, clock: Callable[[], float] = time.monotonic
     ) -> RequestTrace | None:
-        """The trace of ``request``, or ``None`` where it is not traced.
+        """The trace of ``request``, or ``None`` if it is not traced.
 
         Args:
             clock: monotonic seconds, the tracer's.
@@ -69,7 +69,7 @@ class RequestTrace:
                     self._first_s = self._last_s
         elif isinstance(item, ResponseTail):
             self._tail = item
-            if item.handoff is not None:  # its prompt was all that was wanted
+            if item.handoff is not None:  # only its prompt was requested
                 self._first_s = self._clock()
         elif isinstance(item, ResponseHead):
             self._status = item.status
@@ -82,11 +82,11 @@ class RequestTrace:
         else:
             counts = {"prompt_tokens": tail.prompt_tokens, "output_tokens": tail.output_tokens}
             span.set(**{attribute_of(name): count for name, count in counts.items()})
-            if tail.token_offsets_s:  # a plain response: its one chunk says nothing of the tokens
+            if tail.token_offsets_s:  # a plain response: its one chunk has no times of tokens
                 self._first_s = self._received_s + tail.token_offsets_s[0]
                 self._last_s = self._received_s + tail.token_offsets_s[-1]
             if tail.queued_s is not None and self._first_s is not None:
-                # The engine's clock is the replica's, but it reads it a little earlier.
+                # Engine and replica share a clock, but the engine reads it a little earlier.
                 started_s = min(self._received_s + tail.queued_s, self._first_s)
                 self._part("queue", self._received_s, started_s)
                 self._part("prefill", started_s, self._first_s)

@@ -1,4 +1,4 @@
-"""What one response has ready for its consumer."""
+"""The buffer between one response and its consumer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterable
 from replica.engine import ResponseChunk, ResponseItem
 
 MAX_BUFFERED_ITEMS = 256
-"""Items of one response that may wait for their consumer; then the engine's stream waits."""
+"""Max buffered items of one response; beyond it, the engine's stream waits."""
 
 MAX_BATCH_BYTES = 1 << 20
-"""A batch of items ends with the one that reaches this: each batch is one message."""
+"""A batch of items ends with the item that reaches this size; each batch is one message."""
 
 
 class Response:
-    """A response on its way. Bounded: :meth:`put` waits for room.
+    """A response in progress. Its buffer is bounded: :meth:`put` waits for free space.
 
     Args:
-        wake: called when there is something to take, or the end; never while it is made.
-        items: of a response that is complete.
+        wake: called when there are items to take, or at the end; never in the constructor.
+        items: all items of a response that is already complete.
 
     Attributes:
-        over: nothing more will be put.
-        error: what ended it early.
+        over: no more items will be put.
+        error: the error that cut it short, if any.
     """
 
     __slots__ = ("_items", "_room", "_wake", "close", "error", "over")
@@ -36,15 +36,16 @@ class Response:
         self.over = bool(self._items)
         self.error: BaseException | None = None
         self.close: Callable[[], None] = _nothing
-        """To be called by the consumer once, in any case: stops what still goes on."""
+        """The consumer calls this exactly once, in any case: it stops the work that is still in
+        progress."""
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to take."""
+        """Whether there are items to take."""
         return bool(self._items)
 
     async def put(self, item: ResponseItem) -> None:
-        """Add an item, when there is room."""
+        """Add an item as soon as there is space."""
         while len(self._items) >= MAX_BUFFERED_ITEMS:
             if self._room is None:
                 self._room = asyncio.Event()
@@ -54,14 +55,14 @@ class Response:
         self._wake()
 
     def end(self, error: BaseException | None) -> None:
-        """Nothing more comes. What is said first holds."""
+        """No more items will be put. Only the first call counts."""
         if not self.over:
             self.over = True
             self.error = error
             self._wake()
 
     def take(self, limit: int = MAX_BATCH_BYTES) -> list[ResponseItem]:
-        """What is ready, if anything: no further item once there are ``limit`` bytes."""
+        """The items that are ready, if any; adds no further item once there are ``limit`` bytes."""
         items, batch, size = self._items, [], 0
         while items and size < limit:
             item = items.popleft()
@@ -74,4 +75,4 @@ class Response:
 
 
 def _nothing() -> None:
-    """A response that is complete stops nothing."""
+    """For a complete response: there is nothing to stop."""

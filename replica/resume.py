@@ -1,4 +1,4 @@
-"""Going on with a stream that another replica began: what any engine must be asked for it."""
+"""Resuming a stream that another replica began: checks that are common to all engines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from replica.openai_format import RequestError
 
 
 def check_resume(request: EngineRequest) -> None:
-    """Check what a request says of its answer so far.
+    """Check the part of the response that a request to resume carries.
 
     Raises:
-        RequestError: it is no stream with one prompt and one choice, or does not add up.
+        RequestError: it is no stream with one prompt and one choice, or its token counts are
+            inconsistent.
     """
     resume = request.resume
     if resume is None:

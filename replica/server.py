@@ -1,6 +1,6 @@
 """One replica: an engine, its reports to the controller, and the responses that leave it.
 
-Nothing here knows Ray, so all of it runs in one process for tests.
+This module does not depend on Ray, so tests can run all of it in one process.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ class Replica:
     """Serves requests on one engine, and keeps the controller informed.
 
     Args:
-        replica_id: as Serve and the controller know it.
+        replica_id: its id for Serve and the controller.
         node_id: of the host.
         engine: not started yet.
         config: limits and periods.
         target: the controller's client.
         tracer: makes spans of requests that are traced; ``None``: tracing is off.
-        role: what it does of a request, as its pool is configured.
-        port: where streams are fetched from this replica; ``None``: they all go through routers.
+        role: which phases of a request it serves, as configured for its pool.
+        port: where clients' proxies fetch streams from this replica; ``None``: all streams go
+            through routers.
     """
 
     def __init__(
@@ -122,10 +123,9 @@ class Replica:
         return self._info
 
     def open(self, request: EngineRequest, wake: Callable[[], None]) -> Response:
-        """Begin to serve one request; ``wake`` is called when something of the response is ready.
+        """Begin to serve one request; ``wake`` is called when items of the response are ready.
 
-        Closing the response aborts the request in the engine. Whoever opened it closes it in any
-        case.
+        Closing the response aborts the request in the engine. The caller must always close it.
         """
         if not self._has_room(request):
             self._report_finished(request)
@@ -149,12 +149,13 @@ class Replica:
         self._check_idle()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[ResponseItem], None]:
-        """Serve one request: batches of whatever is ready, never waiting to fill one.
+        """Serve one request: yields batches of the items that are ready, and never waits to fill
+        one.
 
         When the consumer closes or cancels this, the request is aborted in the engine.
 
         Raises:
-            EngineDeadError: the engine died; what was yielded before stays valid.
+            EngineDeadError: the engine died; items yielded before stay valid.
         """
         ready = asyncio.Event()
         response = self.open(request, ready.set)
@@ -176,13 +177,13 @@ class Replica:
         free = self._config.max_live_requests - len(self._pumps)
         if not request.best_effort or not request.tenant:
             return free > 0
-        # Or best-effort requests of one tenant, who may send any number of them, take all places.
+        # Without this limit the best-effort requests of one tenant could take all slots.
         return has_room(self._of_tenant[request.tenant], free, request.weight, PLACES_PART)
 
     def _refusal(self) -> list[ResponseItem]:
         limit = self._config.max_live_requests
         message = (
-            f"This replica serves at most {limit} requests, and has no room for this one. "
+            f"This replica serves at most {limit} requests, and has no free slot for this one. "
             "Try again later."
         )
         return [
@@ -192,7 +193,7 @@ class Replica:
         ]
 
     async def _pump(self, request: EngineRequest, response: Response) -> None:
-        """Carry the engine's items to the response, until the end or a cancellation."""
+        """Move the engine's items to the response, until the end or a cancellation."""
         trace = RequestTrace.begin(self._tracer, request) if self._tracer is not None else None
         if trace is not None:
             request = trace.request
@@ -213,7 +214,7 @@ class Replica:
                 trace.end()
 
     def _finish(self, request: EngineRequest, response: Response, pump: asyncio.Task[None]) -> None:
-        """A pump ended; also one that was cancelled before it ran at all."""
+        """Called when a pump has ended, even if it was cancelled before it ran."""
         self._pumps.discard(pump)
         self._of_tenant[request.tenant] -= 1
         if not self._of_tenant[request.tenant]:
@@ -223,7 +224,7 @@ class Replica:
         self._check_idle()
 
     def _report_finished(self, request: EngineRequest) -> None:
-        """End the controller's reservation, also where the request never was in the engine."""
+        """End the controller's reservation, also if the request never reached the engine."""
         if self._reporter is not None and request.endpoint not in UNSCHEDULED:
             self._reporter.finished(request_key(request.request_id))
 
@@ -236,7 +237,7 @@ class Replica:
         await self._engine.abort(request_id)
 
     def progress(self, request_ids: Sequence[str]) -> Progress:
-        """Whether this replica goes on, and which of these requests it does not serve."""
+        """Whether this replica makes progress, and which of these requests it does not serve."""
         unknown = tuple(name for name in request_ids if name not in self._open)
         return Progress(self.replica_id, self._hangs(), unknown)
 
@@ -244,7 +245,7 @@ class Replica:
         """Return if this replica may serve.
 
         Raises:
-            EngineDeadError: its engine is dead, or has stood still for too long.
+            EngineDeadError: its engine is dead, or has been stalled for too long.
         """
         await self._engine.check_health()
         if self._watchdog is not None:
@@ -254,11 +255,11 @@ class Replica:
         return self._watchdog is not None and self._watchdog.look()
 
     async def drain(self) -> bool:
-        """Tell the controller to send nothing more, and wait for what is live.
+        """Tell the controller to send no more requests, and wait for the live ones.
 
-        A request is live until its consumer has all of it. What still arrives meanwhile is served:
-        it was sent before the controller knew. Returns whether everything ended within
-        ``drain_timeout_s``.
+        A request is live until its consumer has the whole response. Requests that still arrive
+        meanwhile are served: they were sent before the controller knew. Returns whether all
+        requests ended within ``drain_timeout_s``.
         """
         if self._reporter is not None:
             self._reporter.drain()
@@ -280,7 +281,7 @@ class Replica:
         await self._engine.stop()
 
     def snapshot(self) -> dict[str, Any]:
-        """The replica in plain data, for people and for tests.
+        """The replica's state as plain data, for people and for tests.
 
         Raises:
             RuntimeError: its engine is gone.

@@ -1,4 +1,4 @@
-"""Configuration of the hand-over of KV between engines."""
+"""Configuration of the KV transfer between engines."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class TransferConfig(BaseModel):
-    """How engines hand over the KV of prompts, and how long they keep it."""
+    """How engines transfer the KV of prompts, and how long they keep it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     connector: Literal["auto", "tcp", "nixl"] = Field(
         default="auto",
-        description="What moves the KV. `tcp`: Sluice's own, over plain TCP, on any hardware. "
+        description="Transport of the KV. `tcp`: Sluice's own, over plain TCP, on any hardware. "
         "`nixl`: vLLM's NixlConnector, where its package is installed. `auto`: `nixl` on CUDA "
         "where its package is installed, else `tcp`.",
     )
@@ -28,21 +28,20 @@ class TransferConfig(BaseModel):
         default=30.0,
         gt=0,
         le=3600,
-        description="How long the KV of a prompt is kept for the engine that should fetch it, "
-        "seconds.",
+        description="How long the KV of a prompt is kept until another engine fetches it, seconds.",
     )
     max_bytes: int = Field(
         default=1 << 30,
         ge=1 << 20,
-        description="Most memory for KV that is kept or on its way, of each worker process, in "
-        "each direction, bytes. Beyond it the oldest goes, and its prompt is computed anew.",
+        description="Max memory for KV kept or in transfer, per worker and direction, bytes. "
+        "Beyond it the oldest KV is dropped, and its prompt is recomputed.",
     )
     timeout_s: float = Field(
         default=5.0,
         gt=0,
         le=60,
-        description="Longest time to fetch the KV of one prompt, seconds. After it the prompt is "
-        "computed anew.",
+        description="Timeout to fetch the KV of one prompt, seconds. After it the prompt is "
+        "recomputed.",
     )
 
     @field_validator("host")

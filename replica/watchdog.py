@@ -1,8 +1,8 @@
-"""Tells an engine that stands still from one that is slow or has nothing to do.
+"""Distinguishes a stalled engine from a slow or idle one.
 
-It asks nothing of the engine: the state that the engine writes after each step, and since when
-requests wait for it, say all while requests are live. An engine that stood still when its last
-request went elsewhere makes no step any more by which one could know, so then it is asked.
+While requests are live it makes no call into the engine: it reads the state that the engine writes
+after each step, and since when requests wait. After the last request has left a stalled engine
+there is no step that would show its recovery, so the watchdog then calls the engine.
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ from scheduling.state import EngineState
 logger = logging.getLogger(__name__)
 
 PREDICTED_STEPS = 20.0
-"""An engine stands still when it has made no step for so many times the predicted time of its last
-one."""
+"""An engine counts as stalled after this many times the predicted time of its last step without a
+new one."""
 
 LONGEST_STEPS = 3.0
-"""The same in longest steps: a full batch may follow one of a few decodes, and is not predicted
-here."""
+"""The same limit in longest steps: a full batch may follow one of a few decodes, and its time is
+not predicted here."""
 
 FIRST_STEPS = 5
-"""Steps after the start in which code may still be compiled; they may take :data:`REPLACED_AFTER_S`
-each."""
+"""First steps, in which code may still be compiled; each may take :data:`REPLACED_AFTER_S`."""
 
 REPLACED_AFTER_S = 30.0
-"""Least time without a step after which Serve is to replace the replica, seconds."""
+"""Min time without a step after which Serve replaces the replica, seconds."""
 
 REPLACED_AFTER_STEPS = 20.0
-"""The same in longest steps, for slow machines."""
+"""The same limit in longest steps, for slow machines."""
 
 OWN_GAP_S = 2.0
-"""When nobody has looked for so long this process itself stood still. What the engine did meanwhile
-may not have been seen yet."""
+"""If the watchdog was not called for this long, its own process was stalled. Steps that the engine
+made meanwhile may not be visible yet."""
 
 
 class Watchdog:
-    """Of one engine. It is to be looked at several times a second while requests are live.
+    """The watchdog of one engine. Call :meth:`look` several times a second while requests are live.
 
     Args:
         engine: started.
         info: its constants.
-        hung_after_s: least time without a step after which it stands still.
+        hung_after_s: min time without a step after which it counts as stalled.
         clock: monotonic seconds, those of the engine's state.
     """
 
@@ -70,17 +69,17 @@ class Watchdog:
         self._pulse: asyncio.Task[None] | None = None
 
     def look(self, state: EngineState | None = None) -> bool:
-        """Whether the engine stands still, as of now. ``O(live requests)``.
+        """Whether the engine is stalled now. ``O(live requests)``.
 
         Args:
-            state: the engine's, where it has just been read.
+            state: the engine's state, if it has just been read.
         """
         now_s = self._clock()
         if now_s - self._looked_s > OWN_GAP_S:
             self._not_before_s = now_s
         self._looked_s = now_s
         before_s = float(self._summary["updated_s"])
-        # Where it cannot be read its writer stands still in a write, or is gone: no news.
+        # If the state cannot be read, its writer is stalled in a write or gone: keep the last one.
         with contextlib.suppress(RuntimeError):
             self._summary = (state or self._engine.state()).summary
         stepped_s = float(self._summary["updated_s"])
@@ -93,12 +92,12 @@ class Watchdog:
         elif waits_s is not None:
             since_s = max(waits_s, stepped_s, self._not_before_s)
             if now_s - since_s > self._patience_s():
-                logger.warning("the engine stands still: no step for %.1f s", now_s - since_s)
+                logger.warning("engine stalled: no step for %.1f s", now_s - since_s)
                 self._still_since_s = since_s
         return self._still_since_s is not None
 
     def check(self) -> None:
-        """Return unless the engine has stood still for so long that another one should be started.
+        """Return unless the engine has been stalled for so long that it must be replaced.
 
         Raises:
             EngineDeadError: it has.
@@ -108,15 +107,15 @@ class Watchdog:
             return
         still_s = self._clock() - self._still_since_s
         if still_s > max(REPLACED_AFTER_S, REPLACED_AFTER_STEPS * self._longest_s):
-            raise EngineDeadError(f"the engine hangs: it has made no step for {still_s:.0f} s")
+            raise EngineDeadError(f"engine hung: no step for {still_s:.0f} s")
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop the pending call, if there is one."""
         if self._pulse is not None:
             self._pulse.cancel()
 
     def _patience_s(self) -> float:
-        """The time without a step that is no reason for doubt yet."""
+        """How long the engine may make no step before it counts as stalled."""
         summary = self._summary
         patience_s = max(
             self._hung_after_s,
@@ -133,14 +132,14 @@ class Watchdog:
         try:
             await self._engine.pulse()
             self._not_before_s = self._clock()
-            self._moves("its loop goes round")
+            self._moves("its loop runs")
         except Exception:
-            logger.warning("the engine that stood still did not answer", exc_info=True)
+            logger.warning("the stalled engine did not answer", exc_info=True)
         finally:
             self._pulse = None
 
     def _moves(self, sign: str) -> None:
-        logger.warning("the engine goes on: %s", sign)
+        logger.warning("engine recovered: %s", sign)
         self._still_since_s = None
         if self._pulse is not None and self._pulse is not asyncio.current_task():
             self._pulse.cancel()

@@ -1,2 +1,2 @@
-"""What structured output may cost an engine: grammars are checked in a process of their own, and
-their time in the engine is bounded."""
+"""Limits on the cost of structured output: grammars are checked in a separate process, and their
+time in the engine is bounded."""

@@ -1,10 +1,10 @@
 """Bounds the time that one request's grammar takes of an engine's steps.
 
 Between two batches vLLM advances the grammar of each structured request by the sampled tokens and
-computes the mask of what may come next, on the thread that runs the steps of everybody. An
-ambiguous grammar makes xgrammar's Earley parser keep every way in which the text could be read:
-their number, and with it the time of a token, grows with the text. A call cannot be interrupted,
-but the next one need not be made.
+computes the mask of allowed next tokens, on the thread that runs the steps of all requests. With an
+ambiguous grammar, xgrammar's Earley parser keeps every possible parse of the text: their number,
+and so the time per token, grows with the text. A call cannot be interrupted, but the next one can
+be avoided.
 """
 
 # vLLM's classes are untyped here, so their subclasses are, too.
@@ -30,14 +30,14 @@ TOO_COSTLY: Final = "grammar-too-costly"
 
 
 class BoundedGrammar(StructuredOutputGrammar):
-    """A grammar that refuses every token once it has taken more time than it may; vLLM then ends
-    the request with an error. ``O(1)`` beside the grammar's own cost.
+    """A grammar that refuses every token after it has exceeded its time limit; vLLM then ends the
+    request with an error. ``O(1)`` besides the grammar's own cost.
 
     CPU time of the calling thread is counted, so a busy machine does not matter.
 
     Args:
         grammar: vLLM's.
-        told: called once, when the time is up.
+        told: called once, when the limit is exceeded.
         clock: CPU seconds of the calling thread.
     """
 
@@ -54,11 +54,11 @@ class BoundedGrammar(StructuredOutputGrammar):
 
     @property
     def too_costly(self) -> bool:
-        """Whether its time is up."""
+        """Whether its time limit is exceeded."""
         return self._left_s < 0
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Advance by ``tokens``; false where they are not allowed or the time is up."""
+        """Advance by ``tokens``; false if they are not allowed or the time limit is exceeded."""
         before_s = self._clock()
         if self.too_costly or not self._grammar.accept_tokens(request_id, tokens):
             return False
@@ -66,7 +66,7 @@ class BoundedGrammar(StructuredOutputGrammar):
         return not self.too_costly
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """The allowed prefix of drafted tokens; none once the time is up."""
+        """The allowed prefix of drafted tokens; none after the time limit is exceeded."""
         if self.too_costly:
             return []
         before_s = self._clock()
@@ -79,8 +79,8 @@ class BoundedGrammar(StructuredOutputGrammar):
         self._grammar.rollback(num_tokens)
 
     def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
-        """Write the mask of the next token. Once the time is up the old one stays: the request
-        ends with this batch."""
+        """Write the mask of the next token. After the time limit is exceeded the old mask stays:
+        the request ends with this batch."""
         if self.too_costly:
             return
         before_s = self._clock()

@@ -1,9 +1,9 @@
 """Refuses grammars that are malformed or cost too much, before an engine sees them.
 
-It is asked where vLLM's serving layers hand a request to the engine. There every way to constrain
+It is called where vLLM's serving layers pass a request to the engine. There every way to constrain
 an output (``response_format``, ``structured_outputs``, tools that must be called, reasoning
 parsers' structural tags) has become the same few parameters, and the tokenizer is known. The router
-knows neither.
+has neither.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from replica.openai_format import RequestError
 logger = logging.getLogger(__name__)
 
 REMEMBERED: Final = 4_096
-"""Verdicts that are kept; the one that was not asked for longest goes first."""
+"""Max cached verdicts; the least recently used one is dropped first."""
 
 MAX_WAITING: Final = 32
-"""Most grammars that wait to be tried, one after the other; requests with more get 503."""
+"""Max grammars that wait for their check, one after the other; further requests get 503."""
 
 START_S: Final = 300.0
-"""Longest start of the process, seconds."""
+"""Max start-up time of the process, seconds."""
 
 ANSWER_PARTS: Final = 2
-"""The process may take so many times its own wall-clock limit to answer; then it is replaced."""
+"""The process may take this many times its own wall-clock limit to answer; then it is replaced."""
 
 
 def structural_tags(body: Mapping[str, Any]) -> list[str]:
@@ -56,14 +56,14 @@ def structural_tags(body: Mapping[str, Any]) -> list[str]:
 
 
 class GrammarCheck:
-    """Tries each grammar once, in a process beside the engine. One per engine.
+    """Checks each grammar once, in a process beside the engine. One per engine.
 
-    A known grammar costs a digest of its text. Others are tried one at a time: they could only
-    compete with the engine for its cores.
+    A known grammar costs a digest of its text. New ones are checked one at a time: in parallel they
+    would only compete with the engine for its cores.
 
     Args:
         vllm_config: of the engine.
-        limit_s: CPU time of each part of a trial, seconds.
+        limit_s: CPU time limit of each phase of a check, seconds.
     """
 
     def __init__(self, vllm_config: Any, limit_s: float) -> None:
@@ -77,7 +77,7 @@ class GrammarCheck:
         self._connection: Any = None
 
     def start(self) -> None:
-        """Begin to start the process. Returns at once."""
+        """Start the process in the background. Returns at once."""
         self._thread.submit(self._running)
 
     async def check(self, params: Any, stop_token_ids: frozenset[int]) -> None:
@@ -89,7 +89,7 @@ class GrammarCheck:
         Raises:
             RequestError: 400: it is malformed, or takes too long; 503: it could not be tried now.
         """
-        if params.json_object:  # no client wrote it
+        if params.json_object:  # not written by a client
             return
         key = hashlib.sha256(constraint_key(params, stop_token_ids)).digest()
         verdict = self._verdicts.get(key)
@@ -111,12 +111,12 @@ class GrammarCheck:
             )
 
     def _trial(self, key: bytes, constraint: Constraint) -> asyncio.Task[Verdict]:
-        """The trial of a grammar, which all that wait for it share."""
+        """The check of a grammar, shared by all requests that wait for it."""
         task = self._trials.get(key)
         if task is None:
             if len(self._trials) >= MAX_WAITING:
                 raise RequestError(
-                    f"{MAX_WAITING} grammars wait to be checked here. Try again later.",
+                    f"{MAX_WAITING} grammars are waiting for their check. Try again later.",
                     None,
                     503,
                     "ServiceUnavailableError",
@@ -138,7 +138,7 @@ class GrammarCheck:
         return verdict
 
     def _ask(self, constraint: Constraint) -> Verdict:
-        """The process's verdict. In the thread."""
+        """The process's verdict. Runs in the thread."""
         try:
             if self._running():
                 self._connection.send(constraint)
@@ -147,12 +147,12 @@ class GrammarCheck:
                     return verdict
         except (EOFError, OSError):
             pass
-        logger.error("the process that checks grammars does not answer; it is started anew")
+        logger.error("the grammar check process does not answer; restarting it")
         self._end()
         return Verdict(UNKNOWN, "the process that checks it does not answer")
 
     def _running(self) -> bool:
-        """Whether the process runs; it is started if it does not. In the thread."""
+        """Start the process unless it runs; returns whether it runs. Runs in the thread."""
         if self._process is not None and self._process.is_alive():
             return True
         self._end()
@@ -166,7 +166,7 @@ class GrammarCheck:
         if self._connection.poll(START_S):
             self._connection.recv()
             return True
-        # Or its late word that it is ready would be taken for its first verdict.
+        # Otherwise its late ready message would be taken for its first verdict.
         self._end()
         return False
 
@@ -178,7 +178,7 @@ class GrammarCheck:
         self._process = None
 
     def stop(self) -> None:
-        """End the process. Idempotent; trials under way end without a verdict."""
+        """End the process. Idempotent; checks in progress end without a verdict."""
         process = self._process
         if process is not None:
             process.kill()  # a thread that waits for it returns

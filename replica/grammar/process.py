@@ -1,12 +1,12 @@
-"""The process that tries grammars before an engine gets them.
+"""The process that checks grammars before an engine gets them.
 
 It imports vLLM and builds the tokenizer's tables once, then forks for each grammar. So a grammar
-that takes too long is ended with its process, the next one starts within milliseconds, and what it
-has used of memory is gone. The limit is on CPU time, which the system itself enforces: compiled
-code that never returns to Python is stopped, too, and a busy machine refuses nobody.
+that takes too long is ended with its process, the next one starts within milliseconds, and its
+memory is freed. The limit is on CPU time, and the system enforces it: compiled code that never
+returns to Python is stopped, too, and a busy machine causes no refusals.
 
-A walk of a few hundred tokens cannot prove a grammar harmless. What it misses,
-:mod:`replica.grammar.bound` stops in the engine.
+A walk of a few hundred tokens cannot prove a grammar harmless. :mod:`replica.grammar.bound` stops
+costly grammars that it misses in the engine.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ WALK_TOKENS: Final = 192
 """Tokens of each walk."""
 
 MEMORY_BYTES: Final = 2 << 30
-"""Memory that one grammar may take beyond that of the process, bytes."""
+"""Max memory of one grammar beyond that of the process, bytes."""
 
 WALL_FACTOR: Final = 15.0
-"""A grammar's process is ended after so many times its CPU limit, however little it ran."""
+"""A grammar's process is ended after this many times its CPU limit of wall-clock time, however
+little it ran."""
 
 MAX_MESSAGE: Final = 500
-"""Most characters of a backend's own words that are passed on."""
+"""Max characters of a backend's message that are forwarded."""
 
 MALFORMED: Final = "malformed"
 COSTLY: Final = "costly"
@@ -48,16 +49,16 @@ UNKNOWN: Final = "unknown"
 
 
 class Constraint(NamedTuple):
-    """What one output must look like: vLLM's ``StructuredOutputsParams``, and the tokens that end
-    the output."""
+    """The constraint of one output: vLLM's ``StructuredOutputsParams``, and the tokens that end the
+    output."""
 
     params: Any
     stop_token_ids: frozenset[int]
 
 
 class Verdict(NamedTuple):
-    """What is wrong with a grammar: one of :data:`MALFORMED`, :data:`COSTLY` and :data:`UNKNOWN`
-    (it could not be tried), or ``None``; and how."""
+    """The fault of a grammar: one of :data:`MALFORMED`, :data:`COSTLY` and :data:`UNKNOWN` (it
+    could not be checked), or ``None``; and a message."""
 
     fault: str | None
     message: str = ""
@@ -68,10 +69,10 @@ def serve(connection: Connection, vllm_config: Any, limit_s: float) -> None:
     this is ready.
 
     Args:
-        limit_s: CPU time of the parse, of the compilation and of the walks, each, seconds.
+        limit_s: CPU time limit of the parse, the compilation and the walks, each, seconds.
     """
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica ends this process
     trial = Trial(vllm_config, limit_s)
     connection.send(Verdict(None))
     while True:
@@ -83,7 +84,7 @@ def serve(connection: Connection, vllm_config: Any, limit_s: float) -> None:
 
 
 class Trial:
-    """Tries grammars on the tokenizer and the backends of one engine.
+    """Checks grammars on the tokenizer and the backends of one engine.
 
     Args:
         limit_s: see :func:`serve`.
@@ -110,7 +111,7 @@ class Trial:
                 logger.warning("structured output backend %s is not available: %s", name, error)
 
     def judge(self, constraint: Constraint) -> Verdict:
-        """Try one in a process of its own."""
+        """Check one grammar in a forked process."""
         ours, its = Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -122,7 +123,7 @@ class Trial:
         try:
             if wait([ours], WALL_FACTOR * self._limit_s):
                 verdict = ours.recv()
-        except EOFError:  # ended by the system, for its time or its memory
+        except EOFError:  # ended by the system, as it exceeded its time or memory
             verdict = Verdict(
                 COSTLY,
                 f"it takes more than {self._limit_s:g} s of CPU time or {MEMORY_BYTES >> 30} GiB "
@@ -177,9 +178,9 @@ class Trial:
         return self._walk(compiled, backend)
 
     def _walk(self, compiled: Callable[[], Any], backend: Any) -> Verdict:
-        """Write texts that the grammar allows, in the ways that have shown costly ones: with the
-        longest tokens (most characters a step), with one token again and again (most ways to read
-        the same text), and at random."""
+        """Generate texts that the grammar allows, in the ways that have revealed costly grammars:
+        with the longest tokens (most characters a step), with one token again and again (most ways
+        to read the same text), and at random."""
         from replica.grammar.bound import BURST_S, TOKEN_S, BoundedGrammar
 
         mask = backend.allocate_token_bitmask(1)
@@ -219,12 +220,12 @@ class Trial:
 
 
 def start_timer(seconds: float) -> None:
-    """End this process once it has taken so much CPU time from now on; 0: never."""
+    """End this process after this much further CPU time; 0: never."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _limit_memory() -> None:
-    """Bound the memory of this process, where the system tells how much it has."""
+    """Bound the memory of this process, if the system reports its current use."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     except OSError:

@@ -1,8 +1,8 @@
 """Preemption of a running prefill at the next operator or layer, inside stock vLLM.
 
-A check before each operator of a prefill looks whether the prefill is to stop. If so, the thread
-that computes it serves other tasks from inside the check, and returns to it later. So what is
-suspended is a call stack, and nothing of it has to be saved or restored. In the order of a request:
+A check before each operator of a prefill tests whether the prefill must stop. If so, the thread
+that computes it serves other tasks from inside the check, and resumes the prefill later. So the
+suspended state is a call stack, and nothing has to be saved or restored. In the order of a request:
 
 - :mod:`replica.preemption.scheduler` builds the batch of a task with vLLM's own scheduler;
 - :mod:`replica.preemption.engine_loop` decides on events, and sends tasks to the worker;

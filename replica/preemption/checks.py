@@ -1,4 +1,4 @@
-"""Checks in a model's forward pass: the places where a prefill can stop."""
+"""Checks in a model's forward pass: the points where a prefill can stop."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Granularity = Literal["layer", "operator"]
 
 _LAYER = re.compile(r"(?:^|\.)(layers\.\d+)(\..*)?$")
 _BESIDE = "shared_expert"
-"""Experts that all tokens take may run on a stream of their own, beside the others."""
+"""Shared experts, used by all tokens, may run on a separate stream beside the others."""
 
 
 class NoChecksError(ValueError):
-    """The model has no place for a check."""
+    """The model has no point for a check."""
 
 
 class Checks:
@@ -37,17 +37,19 @@ class Checks:
     The checks cost one comparison while no preemptible task runs, and a few more while one does.
     They belong to one thread, the one that runs the model.
 
-    With several workers the first one decides where all stop: at a check so far ahead that none has
-    reached it yet. How far a worker can be ahead is bounded, as each waits for the others at every
-    reduction, and its launches ahead of its device. So nobody waits for another at a check.
+    With several workers the first one decides where all stop: at a check so far ahead that no
+    worker has reached it yet. The lead of a worker is bounded, as each waits for the others at
+    every reduction, and so is the lead of its launches over its device. So no worker waits for
+    another at a check.
 
     Attributes:
-        pacer: keeps the checks near the device. It may be exchanged while no task is in flight and
-            no checks are installed.
+        pacer: keeps the checks close to the device's progress. It may be replaced while no task is
+            in flight and no checks are installed.
 
     Args:
-        words: say which task is to stop, and are told how far the running one is.
-        suspend: called at a check whose task is to stop; the task goes on when it returns.
+        words: shared words that say which task must stop, and record the progress of the running
+            one.
+        suspend: called at a check whose task must stop; the task resumes when it returns.
         rank: which worker this is, from 0.
         ranks: how many workers compute each task together.
     """
@@ -70,13 +72,13 @@ class Checks:
         self._wrapped: list[tuple[Any, str]] = []
 
     def install(self, model: Any, granularity: Granularity) -> int:
-        """Put a check before every operator, or layer, of ``model``; how many there are.
+        """Put a check before every operator, or layer, of ``model``; returns their number.
 
         Operators are linear layers, attention and experts. They are found by class, in modules
         named as vLLM's models name their layers.
 
         Raises:
-            NoChecksError: there are none, or several workers could not agree on one.
+            NoChecksError: the model has no such point, or several workers could not agree on one.
         """
         checks: Counter[str] = Counter()
         reductions: Counter[str] = Counter()
@@ -88,7 +90,7 @@ class Checks:
                 self._wrapped.append((module, method))
         if not checks:
             raise NoChecksError(
-                f"preemption by {granularity} found no place for a check in "
+                f"preemption by {granularity} found no point for a check in "
                 f"{type(model).__name__}: it knows models whose layers are named layers.N"
             )
         if self._ranks > 1:
@@ -103,7 +105,7 @@ class Checks:
 
     @contextmanager
     def running(self, task: int) -> Iterator[None]:
-        """Inside, the checks are those of ``task``; 0 for a task that cannot be preempted."""
+        """In this context the checks belong to ``task``; 0 for a task that cannot be preempted."""
         outer = self._task, self._here
         self._enter(task, mark(task, 0))
         try:
@@ -128,7 +130,7 @@ class Checks:
         return self._here % MAX_CHECKS
 
     def check(self) -> None:
-        """Stop here if the running task is to stop."""
+        """Stop here if the running task must stop."""
         self._here += 1
         self.pacer.pace()
         cells = self._cells
@@ -154,7 +156,7 @@ class Checks:
 
 
 def distance(checks: Counter[str], reductions: Counter[str]) -> int:
-    """How many checks ahead no worker can be, wherever in a layer its reductions are.
+    """A number of checks by which no worker can be ahead, wherever the reductions of a layer are.
 
     A worker can pass the checks up to the next reduction, and no more. In a layer of ``n`` checks
     with ``r`` reductions at most ``n - r`` checks without one come together.

@@ -1,8 +1,8 @@
-"""One round of the engine's loop: take what happened, decide, and return what can be sent.
+"""One round of the engine's loop: take the events, decide, and return the outputs that can be sent.
 
-It takes the place of the step in vLLM's engine core, which builds one batch and waits for it. A
-round waits only where nothing is to be decided, and then for the next event: a request, an abort,
-or an answer of the worker.
+It replaces the step in vLLM's engine core, which builds one batch and waits for it. A round waits
+only if there is nothing to decide, and then for the next event: a request, an abort, or an answer
+of the worker.
 """
 
 # vLLM's classes are untyped here.
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _WAKEUP = (EngineCoreRequestType.WAKEUP, None)
 
 _LEAST_WAIT_S = 0.001
-"""Between two looks at decodes that there is no room for."""
+"""Interval of checks for decodes that have no capacity, seconds."""
 
 _DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(
     kind for kind in (getattr(torch, "AcceleratorError", None),) if kind is not None
@@ -48,7 +48,7 @@ _stock_step = EngineCore.step
 
 def install() -> None:
     """Have engine cores whose scheduler preempts run rounds. It must be called before a core has
-    chosen its step, so a scheduler's factory is the place."""
+    chosen its step, so a scheduler's factory calls it."""
     EngineCore.step = _step
 
 
@@ -62,10 +62,10 @@ def _step(core: Any) -> tuple[dict[int, Any], bool]:
 
 
 class EngineLoop:
-    """Tasks in flight of one engine core: a stack, of which the last one computes.
+    """The stack of tasks in flight of one engine core; the last one computes.
 
-    A batch is built before anything is told to stop for it. So a request that gets no KV blocks
-    stops nothing, and every stop is followed by the task that it was for.
+    A batch is built before a running task gets the stop signal for it. So a request without KV
+    blocks stops no task, and every stop is followed by the task that caused it.
     """
 
     def __init__(self, core: Any) -> None:
@@ -91,7 +91,7 @@ class EngineLoop:
             vLLM's outputs by client, and whether the engine is at work.
 
         Raises:
-            RuntimeError: a batch failed that cannot be isolated, or the executor did.
+            RuntimeError: a batch failed that cannot be isolated, or the executor failed.
         """
         self._core._process_aborts_queue()
         outputs = self._take_answer()
@@ -127,13 +127,13 @@ class EngineLoop:
             self.stats.discards += 1
             return {}
         if not task.checked or isinstance(answer.error, _DEVICE_ERRORS):
-            # The state of vLLM's own runner, or of the device, is not known any more.
+            # The state of vLLM's own runner, or of the device, is unknown now.
             raise RuntimeError("a batch failed") from answer.error
         logger.error("a prefill failed", exc_info=answer.error)
         return _errors(ended)
 
     def _request(self, kind: Any, payload: Any) -> None:
-        """What vLLM does with a client's request; calls wait until no task is in flight."""
+        """vLLM's handling of a client's request; calls wait until no task is in flight."""
         if kind == EngineCoreRequestType.UTILITY and self._stack:
             self._deferred.append((kind, payload))
             return
@@ -141,7 +141,7 @@ class EngineLoop:
         self._handle(kind, payload)
 
     def _wait(self) -> None:
-        """For the next event, and all that came with it."""
+        """Wait for the next event, and take all that came with it."""
         timeout_s = self._watchdog.look(self._stack[-1].number, self._executor.words.reached())
         if self._can_nest():
             due_s = self._scheduler.decode_due_s()
@@ -158,7 +158,7 @@ class EngineLoop:
     # Decisions.
 
     def _decide(self) -> None:
-        """Start a task, resume one, or let the running one go on."""
+        """Start a task, resume one, or let the running one continue."""
         if self._deferred and not self._stack:
             for event in self._deferred:
                 self._request(*event)
@@ -185,7 +185,8 @@ class EngineLoop:
         return top.preemptible and not top.discarded and len(self._stack) <= self._depth
 
     def _is_over(self, top: Task) -> bool:
-        """Give ``top`` up if all its requests have ended, or wait until it is given up."""
+        """Discard ``top`` if all its requests have ended; true also while its discard is
+        pending."""
         ending = self._scheduler.ending
         if top.discarded:
             return True
@@ -198,7 +199,7 @@ class EngineLoop:
         return True
 
     def _start(self, task: Task, top: Task | None) -> None:
-        # Of the buffer that the next batch's masks are written to.
+        # A copy, as the next batch's masks are written to the same buffer.
         grammar = copy.deepcopy(self._scheduler.get_grammar_bitmask(task.batch))
         self._executor.tell(Run(task.number, task.batch, grammar, task.checked))
         if top is not None and not top.suspended:
@@ -213,12 +214,12 @@ class EngineLoop:
             return 0.0
         task, passed = divmod(self._executor.words.reached(), MAX_CHECKS)
         if task != top.number:
-            return top.predicted_s  # it has not begun
+            return top.predicted_s  # the task has not begun
         return top.predicted_s * max(0.0, 1.0 - passed / self._executor.checks)
 
 
 def _errors(requests: list[Any]) -> dict[int, Any]:
-    """Outputs that tell each client of its requests that failed."""
+    """Outputs that report to each client its failed requests."""
     by_client: dict[int, list[str]] = {}
     for request in requests:
         by_client.setdefault(request.client_index, []).append(request.request_id)

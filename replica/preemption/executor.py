@@ -31,13 +31,13 @@ _EXIT_LIMIT_S = 10.0
 
 
 class PreemptiveExecutor(UniProcExecutor):
-    """One worker, on one thread from its start to its end.
+    """One worker, on one thread for its whole life.
 
-    Whatever vLLM asks of the worker is a call on that thread. Tasks come as messages, so that one
+    All of vLLM's calls to the worker run on that thread. Tasks are sent as messages, so that one
     can arrive while another runs.
 
     Attributes:
-        answers: what the worker answered, in order. It is read by the engine's thread only.
+        answers: the worker's answers, in order. Only the engine's thread reads them.
         words: the control words.
         checks: how many checks the model has.
         reserve: memory that is kept for suspended prefills.
@@ -66,7 +66,7 @@ class PreemptiveExecutor(UniProcExecutor):
         return self._on_thread(partial(super().collective_rpc, *args, **kwargs))
 
     def determine_available_memory(self) -> list[int]:
-        """Bytes that the KV cache may have: without those that suspended prefills need."""
+        """Bytes available for the KV cache: without the reserve for suspended prefills."""
         return keep(self, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> None:
@@ -75,7 +75,7 @@ class PreemptiveExecutor(UniProcExecutor):
         settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
         options = settings.preemption
         if settings.cpu_core is not None:
-            # A thread inherits the pin of the one that starts it, which had none then.
+            # A thread inherits the pinning of the thread that starts it, which was not pinned yet.
             self._on_thread(partial(pin_thread, settings.cpu_core))
         if options.granularity != "off":
             self._on_thread(partial(self._attach, options))
@@ -89,18 +89,18 @@ class PreemptiveExecutor(UniProcExecutor):
         self._wake = wake
 
     def shutdown(self) -> None:
-        """Give up what runs, and end the worker."""
+        """Discard all tasks, and end the worker."""
         if not self._thread.is_alive():
             return
         self.tell(Exit())
         self.words.stop_any()
         self._thread.join(_EXIT_LIMIT_S)
-        if not self._thread.is_alive():  # else it hangs, and ends with the process
+        if not self._thread.is_alive():  # otherwise it hangs, and ends with the process
             super().shutdown()
 
     def _attach(self, options: PreemptionConfig) -> None:
         self.checks = self._tasks.make_ready(self.driver_worker.worker, options)
-        logger.info("a prefill can stop at %d places", self.checks)
+        logger.info("a prefill can stop at %d points", self.checks)
 
     def _serve(self) -> None:
         try:
@@ -119,4 +119,4 @@ class PreemptiveExecutor(UniProcExecutor):
 
 
 def nothing() -> None:
-    """Nobody waits for an answer yet."""
+    """No callback for answers is registered yet."""

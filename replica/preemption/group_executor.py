@@ -36,11 +36,10 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
     """Several workers, for tensor parallelism.
 
     While tasks are in flight each worker is inside one call of vLLM's, :func:`_serve`, and gets its
-    commands over a connection of its own. Before anything else is asked of the workers that call
-    ends.
+    commands over its own connection. That call ends before any other call to the workers.
 
     Attributes:
-        answers: what the workers answered, in order. It is read by the engine's thread only.
+        answers: the workers' answers, in order. Only the engine's thread reads them.
         words: the control words.
         checks: how many checks the model has.
         reserve: memory that each worker keeps for suspended prefills.
@@ -66,8 +65,8 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
         return super().collective_rpc(*args, **kwargs)
 
     def determine_available_memory(self) -> list[int]:
-        """Bytes that the KV cache may have on each worker: without those that suspended prefills
-        need."""
+        """Bytes available for the KV cache on each worker: without the reserve for suspended
+        prefills."""
         return keep(self, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> None:
@@ -86,7 +85,7 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
                 )
                 self._connections = [listener.accept() for _ in range(self.world_size)]
                 self.checks = attached.result()[0]
-        logger.info("a prefill can stop at %d places", self.checks)
+        logger.info("a prefill can stop at %d points", self.checks)
         threading.Thread(target=self._take_answers, name="answers", daemon=True).start()
 
     def tell(self, command: Command) -> None:
@@ -114,7 +113,7 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
             connection.send_bytes(data)
 
     def _take_answers(self) -> None:
-        """Of the first worker; the others answer only where they fail."""
+        """Take the answers of the first worker; the others answer only if they fail."""
         try:
             while True:
                 for ready in wait(self._connections):
@@ -126,7 +125,8 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
         except Exception as error:
             if self._ending and not self.is_failed:
                 return
-            # Where one has failed others may wait for it for ever, in a loop that hears no signal.
+            # After a worker has failed, others may wait for it indefinitely, in a loop that ignores
+            # signals.
             for worker in self.workers:
                 worker.proc.kill()
             self._answered(Died(error))
@@ -136,11 +136,11 @@ class PreemptiveGroupExecutor(MultiprocExecutor):
         self._wake()
 
 
-# What runs in the workers.
+# Functions that run in the workers.
 
 
 def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, ranks: int) -> int:
-    """Make a worker ready for tasks; how many checks its model has."""
+    """Make a worker ready for tasks; returns the number of checks in its model."""
     end_with_parent()
     connection = Client(address, "AF_UNIX")
     worker = wrapper.worker
@@ -150,7 +150,7 @@ def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, 
         try:
             return pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            return Exit()  # the engine has gone
+            return Exit()  # the engine is gone
 
     def answer(given: Answer) -> None:
         if isinstance(given, Failed):

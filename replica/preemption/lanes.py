@@ -1,8 +1,9 @@
 """A model runner for every depth of the stack of suspended prefills.
 
 A runner's input buffers, batch and attention metadata belong to one forward pass. A suspended pass
-still needs them, so what preempts it must not use the same runner. All lanes share the model, the
-KV cache and the requests, so a request can be computed in one lane now and in another later.
+still needs them, so the task that preempts it must not use the same runner. All lanes share the
+model, the KV cache and the requests, so a request can be computed in one lane now and in another
+later.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 SHARED_NAMES = ("model", "kv_caches", "requests", "num_prompt_logprobs", "encoder_cache")
-"""What lanes share with vLLM's own runner."""
+"""Attributes that lanes share with vLLM's own runner."""
 
 
 class Lanes:
@@ -27,11 +28,12 @@ class Lanes:
         self.private = [_private_lane(worker) for _ in range(depth + 1)]
 
     def enter(self, lane: Any, batch: Any) -> None:
-        """Before ``lane`` computes ``batch``: no other lane keeps an old state of its requests.
+        """Called before ``lane`` computes ``batch``: removes old state of its requests from all
+        other lanes.
 
         A lane's batch survives a step, and holds tokens and blocks of each request as it last saw
-        them. Private lanes are emptied at once. vLLM's own keeps its batch, so what another lane
-        computes or ends is taken out of it.
+        them. Private lanes are emptied at once. vLLM's own keeps its batch, so requests that
+        another lane computes or ends are removed from it.
         """
         if lane is self.stock:
             return
@@ -42,7 +44,7 @@ class Lanes:
         kept.refresh_metadata()
 
     def leave(self, lane: Any) -> None:
-        """After a task in ``lane``, however it ended."""
+        """Called after a task in ``lane``, however it ended."""
         lane.execute_model_state = None
         if lane is self.stock:
             return
@@ -69,13 +71,13 @@ def _private_lane(worker: Any) -> Any:
     with set_current_vllm_config(worker.vllm_config):
         for name in SHARED_NAMES:
             setattr(lane, name, getattr(stock, name))
-        # Everything but the cache itself, which is there and bound to the model's layers.
+        # Everything but the cache itself, which exists and is bound to the model's layers.
         lane.initialize_kv_cache_tensors = lambda *args, **kwargs: {}
         lane.initialize_kv_cache(stock.kv_cache_config)
         del lane.initialize_kv_cache_tensors
         lane.kv_caches = stock.kv_caches
         share_workspace(stock, lane)
-    # Nor are its batches replayed from graphs.
+    # Its batches are not replayed from CUDA graphs, either.
     lane.cudagraph_dispatcher.keys_initialized = False
     lane._model_forward = without_compiled_code(lane._model_forward)
     return lane
@@ -94,7 +96,7 @@ def share_workspace(stock: Any, lane: Any) -> None:
 
 
 def _builders(runner: Any) -> list[Any]:
-    """What makes the metadata of a runner's attention."""
+    """The builders of a runner's attention metadata."""
     return [
         builder
         for groups in runner.attn_groups
@@ -104,7 +106,7 @@ def _builders(runner: Any) -> list[Any]:
 
 
 def without_compiled_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` as it was written: there are no checks in compiled code."""
+    """The original, uncompiled ``forward``: there are no checks in compiled code."""
     from vllm.forward_context import get_forward_context
 
     def eager(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the engine tells the worker of its tasks, and what the worker answers.
+"""Messages between engine and worker: the engine's commands for tasks, and the worker's answers.
 
 A task is one batch. The engine numbers tasks from 1 and never uses a number again. Messages keep
 their order in both directions. The worker answers every :class:`Run` once, unless it dies.
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 
 class Run(NamedTuple):
-    """Compute a batch: now, or from inside the check of the task that has been told to stop.
+    """Compute a batch: now, or from inside the check of the task that received the stop signal.
 
     Attributes:
         task: its number.
         batch: vLLM's ``SchedulerOutput``.
         grammar: vLLM's ``GrammarOutput``, if there is one.
-        checked: it has checks, and a lane of its own.
+        checked: it has checks, and its own lane.
     """
 
     task: int
@@ -28,13 +28,13 @@ class Run(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """Go on with the task that was suspended last. Any other task ignores it."""
+    """Resume the task that was suspended last. Any other task ignores it."""
 
     task: int
 
 
 class Discard(NamedTuple):
-    """Give up the task that was suspended last. Any other task ignores it."""
+    """Discard the task that was suspended last. Any other task ignores it."""
 
     task: int
 
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Exit(NamedTuple):
-    """Give up all tasks, and end."""
+    """Discard all tasks, and end."""
 
 
 Command = Run | Resume | Discard | Call | Exit
@@ -58,8 +58,8 @@ class Timing(NamedTuple):
 
     Attributes:
         started_s, ended_s: on the monotonic clock.
-        suspended_s: how long it was suspended, all times together.
-        stopped_s: when it stopped, once for each time.
+        suspended_s: total time that it was suspended.
+        stopped_s: when it stopped, one entry per stop.
         checks: how many checks it passed.
     """
 
@@ -84,7 +84,7 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A task raised ``error``. Those below it on the stack are not touched."""
+    """A task raised ``error``. The tasks below it on the stack are not affected."""
 
     task: int
     error: Exception
@@ -92,14 +92,14 @@ class Failed(NamedTuple):
 
 
 class Discarded(NamedTuple):
-    """A task was given up."""
+    """A task was discarded."""
 
     task: int
     timing: Timing
 
 
 class Died(NamedTuple):
-    """The worker's thread ended by ``error``; nothing more will come."""
+    """The worker's thread ended by ``error``; no more answers will come."""
 
     error: BaseException
 

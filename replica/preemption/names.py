@@ -76,7 +76,7 @@ _MADE: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
 
 
 def missing_names() -> list[str]:
-    """Those that this version of vLLM does not have."""
+    """The names that this version of vLLM does not have."""
     missing = [
         *(f"{kind.__name__}.{n}" for kind, names in _NAMES for n in names if not hasattr(kind, n)),
         *(
@@ -92,5 +92,5 @@ def missing_names() -> list[str]:
 
 
 def _names_in(method: Any) -> set[str]:
-    """Attributes that a method uses, whatever decorates it."""
+    """Attributes that a method uses, ignoring decorators."""
     return set(unwrap(method).__code__.co_names)

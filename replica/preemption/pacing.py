@@ -1,8 +1,8 @@
-"""How far launches run ahead of the device, so that a check tells where the device is.
+"""Bounds how far launches run ahead of the device, so that a check reflects the device's progress.
 
 On a GPU an operator is launched and computes later. Launching is the faster part, so after a few
-milliseconds a whole forward pass may be queued. A check that only looks at the launches would stop
-a prefill whose operators are all on their way, and what is urgent would come after them.
+milliseconds a whole forward pass may be queued. A check that saw only the launches would stop a
+prefill whose operators are all queued, and the urgent task would come after them.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any, Protocol
 
 
 class Pacer(Protocol):
-    """What a check asks of the device.
+    """The device operations of a check.
 
     Attributes:
-        ahead: most checks by which launches are ahead of the device.
+        ahead: max checks by which launches are ahead of the device.
     """
 
     ahead: int
 
     def start(self) -> None:
-        """A task begins, and nothing is queued before it."""
+        """A task begins, with nothing queued before it."""
 
     def pace(self) -> None:
-        """At a check: wait until the device is near enough."""
+        """At a check: wait until the device is close enough."""
 
     def stop(self) -> Callable[[], float]:
-        """At a stop: what tells later when the device had computed all that came before, in
-        seconds on the host's clock."""
+        """At a stop: returns a function that later gives the time at which the device had computed
+        all previous work, in seconds on the host's clock."""
 
 
 class Immediate:
@@ -57,21 +57,22 @@ class Immediate:
 
 
 class Paced:
-    """A device with a queue, which events mark.
+    """A device with a queue, in which events mark positions.
 
     Each check records an event and waits for the one that was recorded ``ahead`` checks before.
     Then at most the operators between these two are queued: enough that the device has work while
-    the next ones are launched, few enough that a stop comes soon. To wait for the device at every
-    check is ``ahead`` 0; then it idles at each one until the next launch.
+    the next ones are launched, few enough that a stop comes soon. With ``ahead`` 0 every check
+    waits for the device, which then idles until the next launch.
 
-    A ring of events is enough, as they are recorded in turn. Nested tasks go on with it: what the
-    suspended one has queued is still in front of them.
+    A ring of events is enough, as they are recorded in turn. Nested tasks continue to use it:
+    operators that the suspended task has queued are still in front of them.
 
-    When the device came to a stop is read from an event's distance to another whose time on the
-    host is known: that of the task at the bottom of the stack, at whose start nothing is queued.
+    The time at which the device reached a stop is computed from its event's distance to an event
+    with a known time on the host: the start of the task at the bottom of the stack, when nothing is
+    queued.
 
     Args:
-        ahead: most checks by which launches are ahead.
+        ahead: max checks by which launches are ahead.
         event: makes an event that keeps its time, such as ``torch.cuda.Event``.
         clock: monotonic seconds.
 
@@ -93,13 +94,13 @@ class Paced:
         self._start_s = 0.0
 
     def start(self) -> None:
-        """Learn what the host's clock shows while the device is idle."""
+        """Read the host's clock while the device is idle."""
         self._start.record()
         self._start.synchronize()
         self._start_s = self._clock()
 
     def pace(self) -> None:
-        """Wait until the device has come to the check that was ``ahead`` before this one."""
+        """Wait until the device has reached the check that was ``ahead`` before this one."""
         ring, here = self._ring, self._recorded
         ring[here % len(ring)].record()
         self._recorded = here + 1
@@ -107,7 +108,7 @@ class Paced:
             ring[(here + 1) % len(ring)].synchronize()  # the oldest
 
     def stop(self) -> Callable[[], float]:
-        """What tells when the device has come to this stop; it waits for that."""
+        """A function that returns when the device reached this stop; it waits for that."""
         start, start_s, stopped = self._start, self._start_s, self._event()
         stopped.record()
 
@@ -123,7 +124,7 @@ def pacer_for(device: Any, ahead: int) -> Pacer:
 
     Args:
         device: where the model is.
-        ahead: most checks by which launches may be ahead of a GPU.
+        ahead: max checks by which launches may be ahead of a GPU.
     """
     if device.type == "cpu":
         return Immediate()

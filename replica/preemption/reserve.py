@@ -1,4 +1,4 @@
-"""Memory for what suspended prefills hold, which vLLM's profile of one batch does not contain.
+"""Memory reserve for suspended prefills, which vLLM's profile of one batch does not contain.
 
 A suspended prefill keeps every tensor that its call stack still refers to. In a layer of vLLM's
 Llama that is, before the down projection, the layer's input and residual as its caller has them,
@@ -8,9 +8,9 @@ of queries and of keys. Others hold more: Qwen2 keeps the gate and up projection
 activation, ``4h + 3I``. Norms that work in place hold ``2h`` less. Under tensor parallelism each
 worker has its part of ``I``, ``q`` and ``k``.
 
-As it depends on how each model is written it is measured, not computed: in one pass of a few dummy
-tokens, at each check, by the worker's own model. It grows with the tokens of a batch, so that of
-the largest one follows. Each prefill also has a model runner of its own, with its buffers.
+As this depends on the code of each model it is measured, not computed: in one pass of a few dummy
+tokens, at each check, by the worker's own model. It is proportional to the tokens of a batch, which
+gives the need of the largest one. Each prefill also has its own model runner, with its buffers.
 """
 
 # PyTorch's class is untyped here, so its subclass is, too.
@@ -38,22 +38,22 @@ from replica.scheduler.xargs import SchedulerSettings
 logger = logging.getLogger(__name__)
 
 _TOKENS = 256
-"""Of the pass that is measured, at most."""
+"""Max tokens of the pass that is measured."""
 
 _MIB = 1 << 20
 
 
 class NoMemoryError(ValueError):
-    """What suspended prefills hold leaves too little for the KV cache."""
+    """Suspended prefills leave too little memory for the KV cache."""
 
 
 class Need(NamedTuple):
-    """What one worker was found to need, and has. Bytes.
+    """The measured need of one worker, and its free memory. Bytes.
 
     Attributes:
-        token: activations that a suspended prefill holds of each token, at most.
+        token: max activations that a suspended prefill holds per token.
         runner: buffers of one model runner on the device.
-        free: memory that nothing uses yet, before there is a KV cache.
+        free: unused memory, before there is a KV cache.
     """
 
     token: float
@@ -62,12 +62,12 @@ class Need(NamedTuple):
 
 
 class Reserve(NamedTuple):
-    """What one worker keeps free. Bytes, where nothing else is said.
+    """The memory that one worker keeps free. Bytes, unless stated otherwise.
 
     Attributes:
         prefills: how many can be suspended at once.
-        tokens: of the largest batch that can be.
-        prefill: what that one holds.
+        tokens: tokens of the largest possible batch.
+        prefill: memory that a prefill of this size holds.
         runner: buffers of one model runner; there is one more of them than ``prefills``.
     """
 
@@ -90,12 +90,12 @@ class Reserve(NamedTuple):
 
 
 def reserve_of(needs: list[Need], options: PreemptionConfig, most_tokens: int) -> Reserve:
-    """What every worker keeps free: as much as the one that needs most.
+    """The memory that every worker keeps free: the max of all workers' needs.
 
     Args:
-        needs: of each worker.
-        options: how deep prefills are suspended, and how large their batches are.
-        most_tokens: of any batch.
+        needs: the need of each worker.
+        options: the nesting depth of suspended prefills, and their batch size.
+        most_tokens: max tokens of any batch.
     """
     tokens = min(most_tokens, max(options.chunk_tokens, options.batch_tokens))
     return Reserve(
@@ -107,13 +107,13 @@ def reserve_of(needs: list[Need], options: PreemptionConfig, most_tokens: int) -
 
 
 def left_for_cache(available: int, reserve: Reserve, free: int, stated: bool) -> int:
-    """Bytes that the KV cache may have on one worker.
+    """Bytes available for the KV cache on one worker.
 
     Args:
-        available: what vLLM would take for it.
-        reserve: what is to be kept free.
-        free: memory that nothing uses yet.
-        stated: the size was chosen by the user, so it is kept, and must fit.
+        available: bytes that vLLM would take for it.
+        reserve: the memory to keep free.
+        free: unused memory.
+        stated: the user chose the size, so it is not reduced, and must fit.
 
     Raises:
         NoMemoryError: nothing is left, or the stated size does not fit.
@@ -135,8 +135,8 @@ def left_for_cache(available: int, reserve: Reserve, free: int, stated: bool) ->
 
 
 def keep(executor: Any, available: list[int]) -> list[int]:
-    """Bytes that the KV cache may have, by worker, where ``available`` are what vLLM would take.
-    What is kept is noted in the log and as the executor's ``reserve``.
+    """Bytes available for the KV cache, by worker; ``available`` are the bytes that vLLM would
+    take. The reserve is logged, and set as the executor's ``reserve``.
 
     Raises:
         NoMemoryError: nothing is left.
@@ -155,11 +155,11 @@ def keep(executor: Any, available: list[int]) -> list[int]:
     return left
 
 
-# What runs in the workers.
+# Functions that run in the workers.
 
 
 def measure(wrapper: Any, granularity: Granularity) -> Need:
-    """What a vLLM worker whose model is loaded needs for one suspended prefill."""
+    """The memory that a vLLM worker with a loaded model needs for one suspended prefill."""
     from vllm.config import set_current_vllm_config
 
     worker = wrapper.worker
@@ -183,7 +183,7 @@ def measure(wrapper: Any, granularity: Granularity) -> Need:
 def held_bytes(
     model: Any, granularity: Granularity, device: torch.device, forward: Callable[[], object]
 ) -> int:
-    """Most bytes on ``device`` that ``forward``, a pass of ``model``, holds at a check."""
+    """Max bytes on ``device`` that ``forward``, a pass of ``model``, holds at a check."""
     live = _Live(device)
     most = 0
 
@@ -207,7 +207,7 @@ def held_bytes(
 
 
 class _Live(TorchDispatchMode):
-    """The memory of a device that was taken inside it and is still in use."""
+    """Counts the memory of a device that was allocated in this context and is still in use."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -31,17 +31,17 @@ class Task:
     """A batch in flight.
 
     Attributes:
-        number: names it to the worker; never used again.
+        number: its id for the worker; never reused.
         batch: vLLM's ``SchedulerOutput``.
-        request_ids: whose tokens it computes.
-        checked: it has checks, so it can be given up. That depends on its requests alone, as
-            compiled code, which has none, may have other roundings.
+        request_ids: the requests whose tokens it computes.
+        checked: it has checks, so it can be discarded. That depends on its requests alone, as
+            compiled code, which has no checks, may round differently.
         preemptible: it may be suspended for others.
         due_s: its deadline, monotonic seconds.
-        predicted_s: its time, running alone.
-        signalled_s: when it was told to stop, each time.
-        suspended: it is known to be, or will be as soon as it sees the signal.
-        discarded: it was told to give up.
+        predicted_s: its predicted time, running alone.
+        signalled_s: times of its stop signals.
+        suspended: it is suspended, or will be as soon as it sees the stop signal.
+        discarded: its discard was ordered.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What the next task computes."""
+    """The content of the next task."""
 
     plan: BatchPlan
     checked: bool
@@ -72,10 +72,10 @@ _NOTHING = _Chosen(BatchPlan.empty(), False, False, inf)
 class PreemptiveScheduler(SloScheduler):
     """Sluice's scheduler with several batches in flight, of which one at a time computes.
 
-    - A batch is built of the chosen requests only. Those in flight are hidden meanwhile, so vLLM
+    - A batch is built of the chosen requests only. Requests in flight are hidden meanwhile, so vLLM
       cannot preempt a request whose prefill is suspended.
     - Hashes of blocks are published when the blocks are written, not when they are allocated: a
-      prompt that begins like a suspended one must not read blocks that are still empty.
+      prompt with the same prefix as a suspended one must not read blocks that are still empty.
     - A request in flight that ends keeps its blocks, and its state in the worker, until its task
       ends: it may still write them.
     """
@@ -107,9 +107,9 @@ class PreemptiveScheduler(SloScheduler):
         """Build the next task, to run inside ``top`` if there is one; None for none.
 
         Args:
-            top: the task that would be suspended for it, or stay so.
+            top: the task that would be suspended for it, or stay suspended.
             left_s: predicted time until ``top`` ends.
-            full: the new task could not be suspended, as enough others are.
+            full: the max number of tasks is suspended, so the new task could not be.
         """
         if not self.has_requests():
             return None
@@ -119,13 +119,13 @@ class PreemptiveScheduler(SloScheduler):
         task = self._build(views, self._choose(views, top, left_s, now_s, full))
         if task is not None or top is not None:
             return task
-        # There is no room for what comes first: what holds room goes on. Without anything, vLLM
-        # looks whether what waits for something else is ready.
+        # There is no KV for the chosen requests: the requests that hold KV continue. With no
+        # request at all, vLLM checks whether those that wait for something else are ready.
         running = [view for view in views if view.running]
         return self._build(running, self._choose(running, None, 0.0, now_s, full) or _NOTHING)
 
     def _build(self, views: list[RequestView], chosen: _Chosen | None) -> Task | None:
-        """vLLM's batch of what was ``chosen`` of ``views``."""
+        """vLLM's batch of the requests ``chosen`` from ``views``."""
         if chosen is None:
             return None
         held = [request for request in self.running if request.request_id in self.in_flight]
@@ -155,7 +155,7 @@ class PreemptiveScheduler(SloScheduler):
         )
 
     def decode_due_s(self) -> float | None:
-        """When decodes want their next step, if there are any that are not in flight."""
+        """When the next decode step is due, if there are decodes that are not in flight."""
         return self._due_s(view for view in self._views() if not view.is_prefill)
 
     def completed(self, task: Task, output: Any, timing: Timing) -> Any:
@@ -172,14 +172,14 @@ class PreemptiveScheduler(SloScheduler):
             self._seconds = None
 
     def failed(self, task: Task) -> list[Any]:
-        """A task ended without a result: the requests that end with it, by an error."""
+        """A task ended without a result; returns the requests that end with an error for it."""
         self._end(task)
         self._in_flight.pop(id(task.batch), None)
         ended = super().finish_requests(task.request_ids, RequestStatus.FINISHED_ERROR)
         return list(ended)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
-        """End requests from outside; those in flight end with their task."""
+        """End requests from outside; requests in flight end with their task."""
         if isinstance(request_ids, str):
             request_ids = (request_ids,)
         ids = list(self.requests if request_ids is None else request_ids)
@@ -215,7 +215,8 @@ class PreemptiveScheduler(SloScheduler):
             oldest = int(waiting[np.argmin(queue.table[waiting, ARRIVAL])])
             if (turn := self._aged_chunk(queue, oldest, now_s)) is not None:
                 return _Chosen(turn, False, False, inf)
-        # What nothing was promised to preempts nothing, and gives way to all that has a deadline.
+        # Requests without a guarantee preempt nothing, and are preempted by all that have a
+        # deadline.
         apart = queue.table[:, BEST_EFFORT] > 0
         due_s = np.where(apart, inf, deadlines_s(queue.table, ENVELOPE))
         prefills = [
@@ -248,8 +249,8 @@ class PreemptiveScheduler(SloScheduler):
         return _Chosen(plan, checked, preemptible, batch.due_s)
 
     def _aged_chunk(self, queue: QueueView, oldest: int, now_s: float) -> BatchPlan | None:
-        """A small chunk of the prefill in row ``oldest``, if it has waited for so long that it is
-        its turn, whatever is more urgent."""
+        """A small chunk of the prefill in row ``oldest``, if it has waited long enough to have its
+        turn before more urgent requests."""
         pending = queue.requests[oldest].pending_tokens
         plan = self._plan_of(
             queue, [oldest], [min(pending, self.options.late_chunk, self.options.most)]
@@ -260,14 +261,15 @@ class PreemptiveScheduler(SloScheduler):
     def _decode_first(
         self, views: list[RequestView], decodes: Any, top: Task | None, waiting: int, now_s: float
     ) -> bool:
-        """Whether decodes come before prefills: they have waited long enough, or none compete."""
+        """Whether decodes come before prefills: decodes have waited long enough, or no prefill
+        competes."""
         if top is None and waiting == 0:
             return True
         due_s = self._due_s(views[row] for row in decodes.tolist())
         return due_s is not None and now_s >= due_s
 
     def _due_s(self, decodes: Iterable[RequestView]) -> float | None:
-        """When the one of ``decodes`` that has waited longest wants its next step."""
+        """When the next step is due for the longest-waiting of ``decodes``."""
         last = [each.last_token_s for each in decodes if each.last_token_s is not None]
         return min(last) + self.settings.decode_gap_s if last else None
 
@@ -280,7 +282,7 @@ class PreemptiveScheduler(SloScheduler):
         return BatchPlan(queue, np.array(rows, np.int64), np.array(tokens, np.int64), predicted_s)
 
     def _views(self) -> list[RequestView]:
-        """As vLLM's scheduler may see them: without those in flight."""
+        """The views without requests in flight, as vLLM's scheduler may see them."""
         if self._given is not None:
             return self._given[0]
         return [view for view in super()._views() if view.request_id not in self.in_flight]
@@ -293,7 +295,8 @@ class PreemptiveScheduler(SloScheduler):
         return self._seconds
 
     def _take_back(self, batch: Any) -> None:
-        """An empty batch does not go to the worker, so the next one tells it what has ended."""
+        """An empty batch is not sent to the worker, so the next batch reports the ended
+        requests."""
         self.finished_req_ids |= batch.finished_req_ids
         self._in_flight.pop(id(batch), None)
 

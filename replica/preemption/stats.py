@@ -1,4 +1,4 @@
-"""What an engine's preemptions cost."""
+"""Counts and times of an engine's preemptions."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Stats:
     Attributes:
         rounds: rounds of the engine's loop.
         suspended: prefills that are suspended now.
-        deepest: most of them at once.
-        suspensions: prefills that stopped, each time.
-        late_stops: those told to stop that had ended before they saw it.
-        resumes: suspended prefills that were told to go on.
-        discards: prefills given up, as all their requests had ended.
-        suspended_s: time that prefills were suspended, all together.
-        decide_s: time that decisions took, all together.
+        deepest: max of them at once.
+        suspensions: stops of prefills.
+        late_stops: stop signals to prefills that ended before they saw them.
+        resumes: suspended prefills that were resumed.
+        discards: prefills discarded, as all their requests had ended.
+        suspended_s: total time that prefills were suspended.
+        decide_s: total time of decisions.
         reserved_bytes: memory that is kept for suspended prefills, on one worker.
-        stop_s: time from the signals to the stops, all together.
-        stop_histogram: of these times, by :data:`scheduling.state.STOP_BUCKETS_S`.
+        stop_s: total time from the stop signals to the stops.
+        stop_histogram: histogram of these times, by :data:`scheduling.state.STOP_BUCKETS_S`.
         latest_stop_s: the latest of these times.
     """
 
@@ -62,7 +62,7 @@ class Stats:
     latest_stop_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def ended(self, signalled_s: list[float], timing: Timing) -> None:
-        """A task ended that had been told to stop at these times."""
+        """A task ended that had received stop signals at these times."""
         stopped_s = timing.stopped_s
         self.suspensions += len(stopped_s)
         self.late_stops += len(signalled_s) - len(stopped_s)
@@ -74,5 +74,5 @@ class Stats:
             self.latest_stop_s.append(took_s)
 
     def summary(self) -> dict[str, Any]:
-        """The fields that the state table has."""
+        """The fields of the state table."""
         return {name: getattr(self, name) for name in _PUBLISHED}

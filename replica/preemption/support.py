@@ -1,5 +1,5 @@
-"""What preemption needs of vLLM, beyond :mod:`replica.vllm.support`: names, and a configuration in
-which a forward pass can be left and entered again."""
+"""Requirements of preemption on vLLM, beyond :mod:`replica.vllm.support`: names, and a
+configuration in which a forward pass can be suspended and resumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replica.vllm.support import WITH_PREEMPTION, UnsupportedVllmError, check_ve
 
 
 def executor(ranks: int) -> str:
-    """vLLM's name of the executor for so many workers."""
+    """vLLM's name of the executor for ``ranks`` workers."""
     if ranks == 1:
         return "replica.preemption.executor.PreemptiveExecutor"
     return "replica.preemption.group_executor.PreemptiveGroupExecutor"
@@ -23,7 +23,7 @@ def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
     """Check that running prefills can be preempted under ``vllm_config``.
 
     Raises:
-        UnsupportedVllmError: why not.
+        UnsupportedVllmError: they cannot; the message says why.
     """
     check_version(version, WITH_PREEMPTION, "preemption")
     try:
@@ -56,7 +56,7 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
         (not parallel.enable_dbo, "dual batch overlap must be off"),
         (not vllm_config.scheduler_config.async_scheduling, "async scheduling must be off"),
         (
-            # Its model is compiled as a whole, with no way around.
+            # The model is compiled as a whole and cannot be bypassed.
             vllm_config.compilation_config.mode != CompilationMode.STOCK_TORCH_COMPILE,
             "the compilation mode must not be STOCK_TORCH_COMPILE",
         ),
@@ -65,7 +65,7 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             "the device must be a CPU, or a GPU that PyTorch calls cuda",
         ),
         (
-            # A model runner is made with an offloader that all others of the process use from then.
+            # Making a model runner sets an offloader that all others of the process then use.
             offload.uva.cpu_offload_gb == 0 and offload.prefetch.offload_group_size == 0,
             "weights must not be offloaded",
         ),

@@ -24,7 +24,7 @@ class PreemptionVariant:
         return settings.preemption.granularity != "off"
 
     def arguments(self, ranks: int) -> dict[str, Any]:
-        """The arguments without which a running prefill cannot be preempted."""
+        """The arguments that preemption of a running prefill requires."""
         from replica.preemption.support import executor
 
         return {
@@ -37,9 +37,9 @@ class PreemptionVariant:
         """Check that running prefills can be preempted.
 
         Raises:
-            replica.vllm.support.UnsupportedVllmError: why not.
+            replica.vllm.support.UnsupportedVllmError: they cannot; the message says why.
         """
-        # It imports vLLM, which reads its settings from the environment then.
+        # Imported here, as it imports vLLM, which then reads its settings from the environment.
         from replica.preemption.support import check_preemption
 
         check_preemption(vllm_config)
@@ -60,7 +60,7 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> PreemptiveScheduler:
 
     prepare(vllm_config)
     check_preemption(vllm_config)
-    # These rest on names of vLLM that were checked.
+    # These rely on names of vLLM that were checked above.
     from replica.preemption import engine_loop
     from replica.preemption.scheduler import PreemptiveScheduler
 

@@ -1,4 +1,5 @@
-"""Notices that the worker makes no progress: it hangs, or a worker waits for another for ever."""
+"""Detects that the worker makes no progress: it hangs, or workers wait for each other
+indefinitely."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ class StalledError(RuntimeError):
 
 
 class Watchdog:
-    """Looks at how far the worker is, whenever it is asked.
+    """Checks the progress of the worker at each :meth:`look`.
 
     Args:
-        limit_s: without any progress for so long, seconds, the worker is taken for stuck.
+        limit_s: without progress for this long, seconds, the worker counts as stalled.
         clock: monotonic seconds.
     """
 
@@ -25,17 +26,17 @@ class Watchdog:
         self._since_s = 0.0
 
     def look(self, task: int, reached: int) -> float:
-        """Take note of where the worker is.
+        """Record the progress of the worker.
 
         Args:
             task: the one that should be computing.
             reached: the mark of the last check.
 
         Returns:
-            after how many seconds to look again, at the latest.
+            seconds until the next call, at most.
 
         Raises:
-            StalledError: it has been there for too long.
+            StalledError: the worker has made no progress for too long.
         """
         now_s = self._clock()
         if self._seen != (task, reached):

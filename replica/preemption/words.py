@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Final
 
 REACHED: Final = 0
-"""The check that the first worker has reached, as a mark."""
+"""Index of the word with the check that the first worker has reached, as a mark."""
 
 ANY_TASK: Final = -1
 
 MAX_RANKS: Final = 16
-"""Most workers that share one engine's words."""
+"""Max workers that share one engine's words."""
 
 MAX_CHECKS: Final = 1 << 20
-"""Most checks of one task."""
+"""Max checks of one task."""
 
 _SLOTS = 128
 _STOPPED = 1
@@ -28,8 +28,9 @@ _BYTES = 8 * (_AGREED + _SLOTS)
 def stop_word(task: int) -> int:
     """The word that holds ``task`` while it has to stop.
 
-    Each task has its own, so that a second one can be told before the first one has seen it. Of
-    tasks that have not seen theirs, two would have to be so many numbers apart to share one.
+    Each task has its own word, so that a second task can get its stop signal before the first one
+    has seen its own. Two tasks share a word only if their numbers are a multiple of ``_SLOTS``
+    apart.
     """
     return _STOP + task % _SLOTS
 
@@ -47,9 +48,9 @@ def mark(task: int, checks: int) -> int:
 class ControlWords:
     """A few 64-bit words in memory; reads are never torn.
 
-    A task's number is never used again, so a word that comes too late stops nothing. Between
-    threads the memory has no name. Between processes it is a file of ``/dev/shm``, which can be
-    deleted as soon as all have it open.
+    A task's number is never reused, so a word that is set too late stops nothing. Between threads
+    the memory has no name. Between processes it is a file of ``/dev/shm``, which can be deleted as
+    soon as all processes have it open.
     """
 
     __slots__ = ("_memory", "cells")
@@ -76,10 +77,10 @@ class ControlWords:
 
     @classmethod
     def open(cls, path: Path) -> ControlWords:
-        """The words that another process made.
+        """Open the words that another process made.
 
         Raises:
-            OSError: there are none.
+            OSError: the file cannot be opened.
             ValueError: the file has another size.
         """
         descriptor = os.open(path, os.O_RDWR)
@@ -101,7 +102,7 @@ class ControlWords:
             self.cells[place] = ANY_TASK
 
     def stops(self, task: int) -> bool:
-        """Whether ``task`` has to stop, and has not seen it yet."""
+        """Whether ``task`` has to stop, and has not stopped yet."""
         return self.cells[stop_word(task)] == task
 
     def reached(self) -> int:
@@ -114,5 +115,5 @@ class ControlWords:
         self.cells[_STOPPED + rank] = at
 
     def stopped(self, ranks: int) -> tuple[int, ...]:
-        """Where each of so many workers stopped last, as marks."""
+        """Where each of the first ``ranks`` workers stopped last, as marks."""
         return tuple(self.cells[_STOPPED : _STOPPED + ranks])

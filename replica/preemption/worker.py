@@ -30,7 +30,7 @@ from replica.preemption_config import PreemptionConfig
 
 
 class _GivenUpError(BaseException):
-    """Unwinds a suspended task. Not an ``Exception``, so that no code on the way keeps it."""
+    """Unwinds a suspended task. Not an ``Exception``, so that no code on the way catches it."""
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class _Running:
     """A task on the worker's stack.
 
     Attributes:
-        checks: that it has passed.
-        stops: of each time that it was suspended, what tells when the device came to it, and when
-            it went on.
+        checks: number of checks that it has passed.
+        stops: for each suspension, a function that returns when the device reached the stop, and
+            the time of the resumption.
     """
 
     task: int
@@ -92,8 +92,8 @@ class TaskRunner:
         self.checks.pacer = Immediate(clock)
 
     def make_ready(self, worker: Any, options: PreemptionConfig) -> int:
-        """Take vLLM's worker, complete with its KV cache, and put checks into its model; how many
-        there are."""
+        """Take vLLM's worker, complete with its KV cache, and put checks into its model; returns
+        their number."""
         assert options.granularity != "off"
         self.checks.pacer = pacer_for(worker.device, options.launch_ahead)
         checks = self.checks.install(worker.model_runner.get_model(), options.granularity)
@@ -112,10 +112,10 @@ class TaskRunner:
         self._serve(None)
 
     def _serve(self, suspended: int | None) -> None:
-        """The same on behalf of a ``suspended`` task, until it goes on.
+        """Carry out commands on behalf of a ``suspended`` task, until it resumes.
 
         Raises:
-            _GivenUpError: it is given up.
+            _GivenUpError: the task is discarded.
         """
         while not self._exiting:
             command = self._receive()
@@ -161,7 +161,7 @@ class TaskRunner:
         self._answer(answer)
 
     def _compute(self, lane: Any, run: Run) -> Any:
-        """One batch by vLLM's worker, with ``lane`` as its model runner."""
+        """Compute one batch with vLLM's worker, with ``lane`` as its model runner."""
         worker = self._worker
         outer = worker.model_runner
         worker.model_runner = lane

@@ -1,2 +1,1 @@
-"""The latency model of an engine, measured when it starts, and what is warmed up before it is
-ready."""
+"""The latency model of an engine, measured when it starts, and the warm-up of its features."""

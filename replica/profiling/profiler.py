@@ -35,7 +35,7 @@ _DECODE_BATCHES = ((1, 64), (8, 16), (2, 512), (24, 128), (4, 1024), (16, 400))
 """Decode batches: (sequences, prompt tokens of each)."""
 
 _SLO = SLO(service_class="profile")
-"""A class of their own: the lengths of these outputs say nothing of those of clients."""
+"""A separate service class: these output lengths must not affect predictions for clients."""
 
 _DECODE_STEPS = 12
 _ENOUGH_ROUNDS = 3
@@ -58,7 +58,7 @@ async def latency_profile(llm: Any, table: StateTable, config: EngineConfig) -> 
     try:
         model, report = fit(table.samples())
     except ValueError as error:
-        logger.warning("no latency profile, planning starts from a default: %s", error)
+        logger.warning("no latency profile; planning with a default: %s", error)
         return LatencyProfile.of(key, DEFAULT_MODEL, None)
     profile = LatencyProfile.of(key, model, report)
     logger.info(
@@ -73,7 +73,8 @@ async def latency_profile(llm: Any, table: StateTable, config: EngineConfig) -> 
 
 
 def profile_key(vllm_config: Any, config: EngineConfig) -> str:
-    """What a profile depends on: model, engine, hardware, the limits of a batch, and the policy."""
+    """Key of the facts that a profile depends on: model, engine, hardware, batch limits, and the
+    policy."""
     import vllm
 
     model = vllm_config.model_config
@@ -95,7 +96,7 @@ def profile_key(vllm_config: Any, config: EngineConfig) -> str:
         "kv_dtype": str(vllm_config.cache_config.cache_dtype),
         "block_tokens": vllm_config.cache_config.block_size,
         "async": bool(scheduler.async_scheduling),
-        # It is measured under the policy, and is good for the batches that this one makes.
+        # It is measured under the policy, and valid for the batches that this policy makes.
         "policy": config.policy,
     }
     if config.preemption.granularity != "off":
@@ -117,36 +118,36 @@ def profile_path(cache_dir: Path, key: str) -> Path:
 
 
 def read_profile(path: Path, key: str) -> LatencyProfile | None:
-    """The kept profile, or ``None`` if there is none that can be used."""
+    """The kept profile, or ``None`` if there is no usable one."""
     try:
         profile = LatencyProfile.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("the kept latency profile %s is refused and replaced: %s", path, error)
+        logger.warning("replacing the invalid latency profile %s: %s", path, error)
         return None
     if profile.key != key:
-        logger.warning("the kept latency profile %s is for something else; replaced", path)
+        logger.warning("replacing the latency profile %s, which is for another configuration", path)
         return None
     return profile
 
 
 def write_profile(path: Path, profile: LatencyProfile) -> None:
-    """Keep ``profile``. A directory that cannot be written costs a log line, not the start."""
+    """Keep ``profile``. If the directory cannot be written, this only logs a warning."""
     try:
         save_profile(path, profile)
     except OSError as error:
-        logger.warning("the latency profile is not kept: %s", error)
+        logger.warning("cannot save the latency profile: %s", error)
 
 
 def save_profile(path: Path, profile: LatencyProfile) -> None:
-    """Write ``profile`` to ``path``, whole or not at all, also where power is lost.
+    """Write ``profile`` to ``path`` atomically, even if power is lost.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In a directory of its own, which goes whatever happens.
+    # In a temporary directory, which is removed in any case.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
         file = Path(directory) / path.name
         with file.open("w", encoding="utf-8") as writing:

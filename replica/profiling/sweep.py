@@ -1,8 +1,9 @@
-"""A sweep over what an engine's steps are made of, measured from outside the engine.
+"""A sweep over the shapes of an engine's steps, measured from outside the engine.
 
 Prefill lengths, contexts and decode batches run one after the other through the engine's contract,
 so any engine can be swept. The steps that ran and their times are read from its batch log. A second
-set of loads is drawn at random: steps of shapes that no fit has seen, to tell how good one is.
+set of loads is drawn at random: steps of shapes that no fit has seen, to test the accuracy of a
+fit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from scheduling.latency import StepSample
 from scheduling.objective import SLO
 
 MOST_SEQUENCES = 256
-"""Sequences of one load at most; the engine's own limit may be lower."""
+"""Max sequences of one load; the engine's own limit may be lower."""
 
 _TOKENS = range(16, 256)
 """Token ids of the prompts: every vocabulary has them, and few are special."""
@@ -48,8 +49,9 @@ class SweepError(RuntimeError):
 
 
 def grid(info: EngineInfo) -> list[Load]:
-    """Every shape that a fit needs, for an engine of these limits: fresh prefills alone and several
-    at once, prefills on a context, decode batches on short and long contexts, and both at once."""
+    """Every shape that a fit needs, for an engine with these limits: fresh prefills alone and
+    several at once, prefills on a context, decode batches on short and long contexts, and both at
+    once."""
     tokens = info.max_batch_tokens
     prefills = [(Group(1, int(share * tokens), 1),) for share in (0.06, 0.25, 0.5, 1.0)]
     prefills += [(Group(4, tokens // 4, 1),), (Group(1, _LOAD_BATCHES * tokens, 1),)]
@@ -90,8 +92,8 @@ def random_loads(info: EngineInfo, seed: int = 0) -> list[Load]:
 
 
 def _cut(load: Load, info: EngineInfo) -> Load:
-    """The part of ``load`` that the engine holds without preempting, and that takes it no more than
-    some batches to prefill."""
+    """The part of ``load`` that the engine can hold without preemption and prefill in a few
+    batches."""
     share = len(load)
     kv_tokens = info.kv_blocks * info.block_tokens // (2 * share)
     work = _LOAD_BATCHES * info.max_batch_tokens // share
@@ -107,8 +109,8 @@ def _cut(load: Load, info: EngineInfo) -> Load:
 class Sweep:
     """Runs loads on a started engine whose batch log is ``log``.
 
-    The names of the requests tell the loads' steps apart in the log, so nothing depends on when a
-    line is written.
+    Request names distinguish the loads' steps in the log, so it does not matter when a line is
+    written.
     """
 
     def __init__(self, engine: Engine, info: EngineInfo, log: Path, seed: int = 0) -> None:
@@ -165,7 +167,7 @@ class Sweep:
         """The steps of a stage, in order. Complete once the engine has stopped.
 
         Raises:
-            SweepError: there are none.
+            SweepError: the stage has no steps.
             OSError: the batch log cannot be read.
         """
         found = []

@@ -1,8 +1,8 @@
 """The first use of each feature that clients can ask an engine for, before its replica is ready.
 
 The first use of a feature may compile code (Triton, torch's inductor), load a library or index the
-vocabulary. In an engine that serves, that takes seconds of a step, and every request of the batch
-waits for it.
+vocabulary. In a serving engine this delays a step by seconds, and every request of the batch waits
+for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SAMPLING_FEATURES: Mapping[str, Mapping[str, Any]] = {
     "min_tokens": {"min_tokens": 2, "ignore_eos": False},
     "stop": {"stop": ["stop"]},
 }
-"""Body fields of a completion, by what they are the first use of."""
+"""Body fields of a completion, by the feature that they use first."""
 
 STRUCTURED_FEATURES: Mapping[str, Mapping[str, Any]] = {
     "JSON schema": {"structured_outputs": {"json": _SCHEMA}},
@@ -58,7 +58,7 @@ STRUCTURED_FEATURES: Mapping[str, Mapping[str, Any]] = {
     "choice": {"structured_outputs": {"choice": ["yes, of course", "not at all"]}},
     "grammar": {"structured_outputs": {"grammar": 'root ::= [a-z] root | "."'}},
 }
-"""The same, of structured output."""
+"""Body fields of a completion with structured output, by feature."""
 
 ENDPOINT_FEATURES: Mapping[Endpoint, Sequence[Mapping[str, Any]]] = {
     "chat": (
@@ -76,7 +76,7 @@ ENDPOINT_FEATURES: Mapping[Endpoint, Sequence[Mapping[str, Any]]] = {
     "embeddings": ({"input": [16, 17, 18, 19]}, {"input": "Hello"}),
     "tokenize": ({"prompt": "Hello"},),
 }
-"""Bodies of the endpoints beside completions. An engine offers some of them."""
+"""Bodies of the endpoints other than completions. An engine offers some of them."""
 
 _PROMPT = [16, 17, 18, 19] * 4
 """Token ids that every vocabulary has; they repeat, so that n-gram speculation drafts some."""
@@ -85,14 +85,14 @@ _PAIR_TOKENS = (4, 2)
 """Output tokens of two requests that are sent together, for steps of two sequences and of one."""
 
 _SLO = SLO(service_class="profile")
-"""A class of its own: these outputs say nothing about the lengths of clients' outputs."""
+"""A separate service class: these output lengths must not affect predictions for clients."""
 
 
 async def warm_up(engine: Engine, model: str, adapters: Sequence[str] = ()) -> None:
     """Use each feature in a batch of its own, all of them in one batch, and each LoRA adapter.
 
-    What the engine refuses (a model without a chat template refuses chats) it refuses to clients,
-    too: that is logged, and no error.
+    A feature that the engine refuses (a model without a chat template refuses chats) is refused to
+    clients, too: a refusal is logged, and is no error.
 
     Args:
         engine: started, with nothing else to do.

@@ -27,27 +27,28 @@ from scheduling.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
 from scheduling.step_correction import StepCorrection
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
-"""Planned with until a profile is known."""
+"""Used for plans until a profile is known."""
 
 _BATCH_LOG_LINES = 100_000
 _NO_SLOT = -1
 _LEAST_STEP = 1 / 16
 _MOST_UNLEARNED = 64
-"""Disturbed steps in a row that teach nothing. More of them are how this engine runs."""
+"""Max consecutive disturbed steps that are not learned from. After more of them, they count as
+normal for this engine."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """What the local scheduler knows of a live request that its engine does not.
+    """The local scheduler's record of a live request, beyond what its engine knows.
 
     ``name`` is the request's id in the fleet; engines have their own ids, and one API call can be
     several engine requests. ``slot`` is its row of the state table, negative if it has none.
-    ``expected_tokens`` is the predicted length of its output, nan where nothing is known, and
-    ``most_tokens`` what it may not exceed. ``tenant`` says whose it is, and ``weight`` what that
-    one's share weighs; ``promised`` that its objective was promised. The engine sets when the first
-    and the latest token left, monotonic seconds.
+    ``expected_tokens`` is the predicted length of its output, nan if unknown, and ``most_tokens``
+    its max. ``tenant`` is the hash of its tenant, ``weight`` the weight of the tenant's share;
+    ``promised``: its SLO was guaranteed. The engine sets when the first and the latest token left,
+    monotonic seconds.
     """
 
     name: str
@@ -88,7 +89,7 @@ class StepInFlight:
 
 
 class BatchLog:
-    """Planned and run batches with their times as JSON lines, up to a bound; for tests and
+    """Planned and executed batches with their times as JSON lines, up to a bound; for tests and
     diagnosis."""
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +100,7 @@ class BatchLog:
     def write(self, record: Mapping[str, object]) -> None:
         """Append one batch; nothing more is written after the bound, or an error.
 
-        It is called by the scheduler, so a full disk must not be the end of the engine.
+        The scheduler calls it, so a full disk must not end the engine.
         """
         if self._file is None:
             return
@@ -137,7 +138,7 @@ class LocalScheduler:
     ) -> None:
         self.requests: dict[str, TrackedRequest] = {}
         self.transfers = TransferCounts()
-        """Of prompts whose KV comes from another engine."""
+        """Counters of KV transfers from other engines."""
         self._policy = policy
         self._table = table
         self._base_model = model
@@ -145,7 +146,7 @@ class LocalScheduler:
         self._correction = StepCorrection()
         self._draft_time = DraftTime()
         self.drafts = DraftCounts()
-        """What became of drafted tokens."""
+        """Counters of drafted tokens."""
         self._lengths = TaskLengths()
         self._log = log
         self._steps = 0
@@ -162,12 +163,12 @@ class LocalScheduler:
 
     @property
     def model(self) -> LatencyModel:
-        """The latency model in use, with its online correction and its head-room."""
+        """The latency model in use, with its online correction and its headroom."""
         return self._model
 
     @property
     def draft_s(self) -> float:
-        """Time in which a model drafts one token for every decode of a batch, as learned so far."""
+        """Learned time of a draft model to draft one token for every decode of a batch."""
         return self._draft_time.seconds
 
     def track(
@@ -187,7 +188,7 @@ class LocalScheduler:
         """Begin to follow a new request, whose output has ``most_tokens`` at most.
 
         If the table is full the request is planned like any other but has no row, so readers do not
-        see it: an accepted request must not fail because it cannot be watched.
+        see it: an accepted request must not fail because the table is full.
         """
         try:
             slot = self._table.allocate(key, slo, arrival_s, prompt_tokens, best_effort)
@@ -196,7 +197,7 @@ class LocalScheduler:
             if self._rowless == 0:
                 logger.warning("%s; some requests are not in the state table", error)
             self._rowless += 1
-        # The least of nan and a number is its first argument.
+        # ``min`` of nan and a number is its first argument.
         expected = min(self._lengths.predict(slo.service_class, prompt_tokens), most_tokens)
         if most_tokens == 1:
             expected = 1.0
@@ -205,24 +206,25 @@ class LocalScheduler:
         )
 
     def prolong(self, tracked: TrackedRequest, emitted_tokens: int) -> None:
-        """Expect more of a request that goes on after as many tokens as it was expected to have."""
+        """Expect more tokens of a request that continues beyond its expected length."""
         lengths = self._lengths.distribution(tracked.slo.service_class)
         if lengths is not None:
-            # By a least step, so that a request far beyond all others does not ask at every token.
+            # At least by a min step, so that a request far beyond all others does not call this at
+            # every token.
             longer = max(lengths.given(emitted_tokens), (1 + _LEAST_STEP) * emitted_tokens)
             tracked.expected_tokens = min(longer, tracked.most_tokens)
 
     def forget(self, engine_id: str, output_tokens: int | None = None) -> None:
         """Stop following a request; unknown ids are ignored.
 
-        ``output_tokens`` is the length of its output where it ended by itself: outputs of its
-        service class are expected to be as long.
+        ``output_tokens`` is the length of its output where it ended by itself: predictions for its
+        service class learn from it.
         """
         tracked = self.requests.pop(engine_id, None)
         if tracked is None:
             return
         if not self.requests:
-            # No plan may come that would say so.
+            # There may be no further plan that would publish it.
             self._best_effort_wait_s = 0.0
         if output_tokens is not None:
             self._lengths.observe(tracked.slo.service_class, output_tokens)
@@ -232,7 +234,7 @@ class LocalScheduler:
             self._table.free(tracked.slot)
 
     def refresh_model(self) -> None:
-        """Take over a model that was put into the table, and what was learned of the last step."""
+        """Adopt a model that was written to the table, and what was learned from the last step."""
         changed = self._table.model_change()
         if changed is not None:
             self._base_model = changed
@@ -277,8 +279,8 @@ class LocalScheduler:
     ) -> StepInFlight:
         """The engine starts a batch. ``ran`` holds (engine id, new tokens, computed before),
         ``checked`` how many of the new tokens are drafted ones, for each request for which there
-        were some; ``drafted`` is that of :class:`StepInFlight`. ``fetched`` are planned requests
-        that run later, as the engine now fetches their KV.
+        were some; ``drafted`` is as in :class:`StepInFlight`. ``fetched`` are planned requests that
+        run later, as the engine now fetches their KV.
 
         A batch that was planned empty and is empty is no step: it is neither counted nor logged.
         """
@@ -286,7 +288,7 @@ class LocalScheduler:
         work = StepSample.of(
             ((tokens, computed) for _, tokens, computed in ran), spec_steps=drafted or 0
         )
-        # Without head-room: what is learned and published is how right the model is.
+        # Without headroom: the learned and published value is the accuracy of the model.
         parts_s = self._model.parts_s(work)
         planned = {
             entry.request_id: entry.tokens
@@ -321,7 +323,7 @@ class LocalScheduler:
     ) -> None:
         """The engine finished ``step``: learn its time and publish the state.
 
-        A step that was ``disturbed`` by other work of the engine says nothing of its own length.
+        The time of a step that was ``disturbed`` by other work of the engine is not learned from.
 
         With two steps in flight the second one's time starts where the first ended, unless the
         engine says how many ``seconds`` it took.
@@ -347,7 +349,7 @@ class LocalScheduler:
                 self._draft_time.observe(undrafted_s, step.drafted, seconds)
         if self._rowless:
             updates = [update for update in updates if update.slot != _NO_SLOT]
-        # An empty batch says nothing of how long a step takes.
+        # An empty batch is not evidence of step times.
         times = {
             "step_started_s": step.started_s,
             "last_step_s": seconds,

@@ -1,12 +1,11 @@
 """The order in which one process sees another's writes to shared memory.
 
-x86 shows writes in the order in which they were made, and reads in the order in which they stand.
-Other machines, such as ARM, may turn both around. There a reader *fences*: Linux's ``membarrier``
-has all cores that run a registered process pass a full barrier. So whatever a writer wrote before
-something that the reader has seen already is visible after the fence, and if the reader has seen
-something of a write before the fence, it sees where that write began after it. The reader pays
-some microseconds and the writer nothing, which matters, as the writer is an engine between two
-steps. See membarrier(2); Python has no fence of its own.
+x86 makes writes visible, and executes reads, in program order. Other machines, such as ARM, may
+reorder both. There a reader *fences*: Linux's ``membarrier`` has all cores that run a registered
+process pass a full barrier. So if the reader has seen a write, all earlier writes are visible after
+the fence; and if the reader has seen part of a write before the fence, it sees the beginning of
+that write after it. The reader pays some microseconds and the writer nothing, which matters, as the
+writer is an engine between two steps. See membarrier(2); Python has no fence of its own.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ _EXPEDITED, _REGISTER = 1 << 1, 1 << 2
 
 
 def reader_fence(machine: str | None = None) -> Callable[[], None]:
-    """What a reader of memory that another process writes calls between two reads that must not be
-    exchanged. Both processes must have asked for it before: that registers them.
+    """The function that a reader of shared memory calls between two reads that must not be
+    reordered. Both processes must have called this before: that registers them.
 
     Args:
-        machine: of this kind, as :func:`platform.machine` has it; default: this one.
+        machine: machine type, as of :func:`platform.machine`; default: this machine.
 
     Raises:
-        RuntimeError: this machine may exchange reads and writes, and its kernel has no fence.
+        RuntimeError: this machine may reorder reads and writes, and its kernel has no fence.
     """
     machine = machine or platform.machine()
     return _nothing if machine in _IN_ORDER else membarrier(machine)
 
 
 def membarrier(machine: str) -> Callable[[], None]:
-    """The fence of Linux, on whatever machine.
+    """The fence of Linux, on any machine.
 
     Raises:
         RuntimeError: the kernel does not have it.
@@ -60,4 +59,4 @@ def membarrier(machine: str) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """There is no need of a fence."""
+    """For machines that need no fence."""

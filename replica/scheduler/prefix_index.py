@@ -2,7 +2,8 @@
 
 A chunk (see :mod:`scheduling.prefix`) is tied to the last whole KV block before its end. It is held
 from the step that computes that block until the engine says that the block is gone. The engine
-evicts the end of a prefix before its beginning, so that one block stands for all before it.
+evicts the end of a prefix before its beginning, so the presence of that block implies the presence
+of all blocks before it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class _Mark(NamedTuple):
 class HeldPrefixes:
     """The table of held chunks of one engine, written to its state table.
 
-    It has :data:`~scheduling.prefix.HELD_SLOTS` slots; a new chunk takes the place of the one whose
-    prompt came longest ago. What is not in the table is held for nothing, never the reverse: a
+    It has :data:`~scheduling.prefix.HELD_SLOTS` slots; a new chunk replaces the one whose prompt
+    came longest ago. The table may miss a chunk that is cached, but never lists one that is not: a
     chunk is checked against the cache when it enters, and leaves with its block.
 
     ``O(chunks)`` per request, and one dictionary access per removed block.
@@ -36,7 +37,7 @@ class HeldPrefixes:
         is_cached: whether a block with this hash is in the engine's prefix cache.
         block_tokens: tokens per KV block.
         hash_tokens: tokens per block hash, of which ``block_tokens`` is a multiple.
-        slots: most chunks.
+        slots: max chunks.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class HeldPrefixes:
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens
         self._free = list(range(slots - 1, -1, -1))
-        # Chunk -> its slot, the one that was seen longest ago first.
+        # Chunk -> its slot, least recently seen first.
         self._slots: OrderedDict[int, int] = OrderedDict()
         # Chunk -> its block's hash, and the reverse.
         self._block_of: dict[int, bytes] = {}
@@ -62,7 +63,7 @@ class HeldPrefixes:
         self._changed: dict[int, _Mark] = {}
 
     def begin(self, request_id: str, prefix: PromptPrefix, prompt_tokens: int) -> None:
-        """A request has come whose prompt begins with ``prefix``."""
+        """A request whose prompt begins with ``prefix`` has arrived."""
         tokens = prefix.chunk_tokens(prompt_tokens)
         marks = [
             _Mark(chunk, upto // self._block_tokens * self._block_tokens)
@@ -75,8 +76,8 @@ class HeldPrefixes:
     def computed(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> None:
         """The first ``tokens`` tokens of a request are computed, with these block hashes.
 
-        A prompt that loses its blocks to a preemption and is computed again is not seen again; the
-        next one that begins alike is.
+        A prompt that was preempted and is recomputed is not recorded again; the next prompt with
+        the same prefix is.
         """
         marks = self._pending.get(request_id)
         if marks is None:
@@ -133,7 +134,7 @@ class HeldPrefixes:
         self._changed[slot] = mark
 
     def _untie(self, chunk: int) -> None:
-        """Part a chunk from its block."""
+        """Remove the link between a chunk and its block."""
         block_hash = self._block_of.pop(chunk)
         chunks = self._chunks_of[block_hash]
         chunks.discard(chunk)

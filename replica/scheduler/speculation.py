@@ -1,8 +1,7 @@
-"""Speculative decoding in an engine: how it is configured, how many tokens are drafted for the next
-step, what drafting takes, and what became of the drafts.
+"""Speculative decoding in an engine: its configuration, the number of tokens to draft for the next
+step, the time of drafting, and the counts of accepted drafts.
 
-How many of the drafted tokens a step checks is the plan's business, see
-:mod:`scheduling.speculation`.
+The plan decides how many of the drafted tokens a step checks, see :mod:`scheduling.speculation`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from scheduling.speculation import AcceptanceRates
 from scheduling.state import DRAFT_LENGTHS
 
 MOST_DRAFTED = 32
-"""Most tokens that an engine may draft for one step of a request."""
+"""Max tokens that an engine may draft for one step of a request."""
 
 BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
-"""vLLM's setting of lengths by batch size. Sluice gives it, and answers in its place."""
+"""vLLM's setting of draft lengths by batch size. Sluice sets it, and replaces its table."""
 
 FREE_METHODS = ("ngram", "ngram_gpu", "suffix")
-"""Methods that look drafts up, in next to no time; the others run a model."""
+"""Methods that look drafts up, in negligible time; the others run a draft model."""
 
 _PROBE_STEPS = 8
 _MEMORY = 0.98
@@ -32,15 +31,15 @@ _MOST_RATIO = 4.0
 
 
 def with_all_lengths(given: Any) -> dict[str, Any]:
-    """vLLM's ``speculative-config`` with every length from 0 to the most, so that vLLM is ready for
-    each: it would take one per batch size, and what stands there does not matter.
+    """vLLM's ``speculative-config`` with every length from 0 to the max, so that vLLM is prepared
+    for each. vLLM takes one length per batch size; these values do not matter.
 
     Args:
         given: a mapping, or JSON of one.
 
     Raises:
-        ValueError: it is neither, has no sound ``num_speculative_tokens``, or has lengths of its
-            own.
+        ValueError: ``given`` is neither, has no valid ``num_speculative_tokens``, or sets lengths
+            itself.
     """
     if isinstance(given, str):
         try:
@@ -64,16 +63,17 @@ def with_all_lengths(given: Any) -> dict[str, Any]:
 
 
 class DraftLength:
-    """How many tokens the engine drafts in the coming step, for the one after it.
+    """How many tokens the engine drafts in the next step, for the step after it.
 
-    It stands in the place of vLLM's lengths by batch size, and gives one whatever that is. Looking
-    drafts up costs nothing, so there are always as many as may be. A model drafts one more than the
-    last plan took, so that the next one can take more, and none after a plan that took none: only
-    every eighth step with decodes it drafts all again, to see whether that is still so.
+    It replaces vLLM's table of lengths by batch size, and returns the same length for every batch
+    size. Looking drafts up costs nothing, so the length is always the max. A draft model drafts one
+    token more than the last plan took, so that the next plan can take more, and none after a plan
+    that took none. Then, in every eighth step with decodes, it drafts the max, to check whether
+    drafts pay again.
 
     Args:
-        method: vLLM's name of how it drafts.
-        most: most tokens to draft.
+        method: vLLM's name of the draft method.
+        most: max tokens to draft.
     """
 
     def __init__(self, method: str, most: int) -> None:
@@ -89,9 +89,9 @@ class DraftLength:
         """A batch has been planned.
 
         Args:
-            decodes: it has some.
-            offered: something was drafted for one of them.
-            taken: most drafted tokens of one of them that it checks.
+            decodes: it has decodes.
+            offered: tokens were drafted for at least one of them.
+            taken: max drafted tokens of one decode that it checks.
         """
         if self.free:
             return
@@ -105,9 +105,9 @@ class DraftLength:
 
 
 class DraftTime:
-    """What it takes to draft one token for every decode, learned from whole steps: of
-    ``step = factor * predicted + drafted * time``, both unknowns by least squares, in which older
-    steps weigh less and less. ``O(1)``.
+    """Time to draft one token for every decode, learned from whole steps: the two unknowns of
+    ``step = factor * predicted + drafted * time`` by least squares, with decreasing weight of older
+    steps. ``O(1)``.
     """
 
     def __init__(self) -> None:
@@ -121,10 +121,10 @@ class DraftTime:
 
         Args:
             predicted_s: its time without drafting, > 0.
-            drafted: most tokens drafted for one decode in it.
+            drafted: max tokens drafted for one decode in it.
             seconds: its real time.
         """
-        # A step that the machine held up must not count for hundreds.
+        # A step that the machine delayed must not weigh as much as hundreds.
         ratio = min(seconds / predicted_s, _MOST_RATIO)
         # In units of the step: a long step is no better evidence than a short one.
         known = np.array([1.0, drafted / predicted_s])
@@ -132,18 +132,19 @@ class DraftTime:
         self._products = _MEMORY * self._products + ratio * known
         (fixed, cross), (_, square) = self._squares
         rest = fixed * square - cross * cross
-        # Steps that are all alike do not tell the two apart.
+        # Identical steps do not separate the two unknowns.
         if rest > 1e-6 * fixed * square:
             found = (fixed * self._products[1] - cross * self._products[0]) / rest
             self.seconds = max(0.0, float(found))
 
 
 class DraftCounts:
-    """What became of drafted tokens, by service class for the planner and in all for metrics.
+    """Counts of checked and accepted drafted tokens: by service class for the planner, and in total
+    for metrics.
 
     Attributes:
         checked: drafted tokens that were checked.
-        accepted: those that were right.
+        accepted: checked tokens that were accepted.
         lengths: decode steps for which something was drafted, by how many tokens they checked; in
             the buckets of :data:`scheduling.state.DRAFT_LENGTHS`.
     """
@@ -155,7 +156,7 @@ class DraftCounts:
         self.lengths = [0] * (len(DRAFT_LENGTHS) + 1)
 
     def observe(self, service_class: str, checked: int, accepted: int) -> None:
-        """A step of a decode for which something was drafted."""
+        """Count a step of a decode with drafted tokens."""
         self.rates.observe(service_class, checked, accepted)
         self.checked += checked
         self.accepted += accepted

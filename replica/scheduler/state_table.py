@@ -4,11 +4,10 @@ It holds a row per live request, a summary, and the chunks of prompts whose KV t
 
 One writer (the process that schedules) and any number of readers on the same host, without locks: a
 sequence number is odd while a write is under way, and a reader copies again if it changed, with a
-fence on either side of the copy (:mod:`replica.scheduler.memory_fence`). Writing costs microseconds
-and never waits, which a call into the engine between two steps could not promise. The table also
-carries the
-two small things that go the other way or pile up: the latency model that the scheduler should plan
-with, and the latest step samples for fitting it.
+fence on either side of the copy (:mod:`replica.scheduler.memory_fence`). Writing takes microseconds
+and never waits; a call into the engine between two steps could not guarantee that. The table also
+carries the latency model that the scheduler should plan with, which readers write, and the latest
+step samples for fitting it.
 """
 
 from __future__ import annotations
@@ -78,11 +77,11 @@ class StateTable:
 
     Args:
         buffer: writable memory of :meth:`nbytes` bytes, zeroed for a new table.
-        capacity: slots, the most live requests.
-        clock: seconds, monotonic; the one that the writer's times are of.
+        capacity: number of slots, the max of live requests.
+        clock: monotonic seconds; the clock of the writer's times.
 
     Raises:
-        RuntimeError: this machine may exchange reads and writes, and its kernel has no fence.
+        RuntimeError: this machine may reorder reads and writes, and its kernel has no fence.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class StateTable:
             raise ValueError(f"{path} is no state table of this version")
         return cls(buffer, capacity)
 
-    # The writer's side.
+    # Methods of the writer.
 
     def allocate(
         self, key: int, slo: SLO, arrival_s: float, prompt_tokens: int, best_effort: bool = False
@@ -203,8 +202,8 @@ class StateTable:
         self._free.append(slot)
 
     def idle(self, free_blocks: int, total_blocks: int) -> None:
-        """No step has run yet, but this is the KV that there is: without it, an engine that has
-        just started would look as if nothing could ever run there."""
+        """Publish the KV capacity before the first step: otherwise an engine that has just started
+        would look as if no request could ever run there."""
         self.write((), free_kv_blocks=free_blocks, total_kv_blocks=total_blocks)
 
     def write(self, updates: Sequence[RowUpdate], **summary: float) -> None:
@@ -254,7 +253,7 @@ class StateTable:
         model = family.of(header["coefficients"][: len(family.names)].tolist())
         return model.with_headroom(float(header["headroom"]))
 
-    # The readers' side.
+    # Methods of readers.
 
     def read(self) -> EngineState:
         """A consistent copy of all live rows and the summary. ``O(capacity)``, microseconds.
@@ -262,8 +261,9 @@ class StateTable:
         It may block its thread, an event loop's perhaps, for about 20 ms and no longer.
 
         Raises:
-            RuntimeError: the writer stopped in the middle of a write for that long. It is dead,
-                or the machine so busy that it lost its core for as long: ask again to be sure.
+            RuntimeError: the writer stopped in the middle of a write for that long. It is dead, or
+                the machine is so busy that the writer lost its core for that long: call again to be
+                sure.
         """
         for attempt in range(_READ_TRIES):
             before = int(self._sequence[0])
@@ -282,8 +282,8 @@ class StateTable:
         raise RuntimeError("the state table is stuck in a write: its engine is gone, or stalled")
 
     def set_model(self, model: LatencyModel) -> None:
-        """Have the scheduler plan with ``model`` from its next step on. Its head-room is kept, its
-        correction is not: the scheduler learns its own."""
+        """Have the scheduler plan with ``model`` from its next step on. Its headroom is kept; its
+        correction is dropped, as the scheduler learns its own."""
         coefficients = model.coefficients
         self._header["family"] = _MODELS.index(type(model))
         self._header["coefficients"][0, : len(coefficients)] = coefficients

@@ -1,4 +1,4 @@
-"""How a request's objective travels through vLLM: flat keys in ``SamplingParams.extra_args``.
+"""How a request's SLO travels through vLLM: flat keys in ``SamplingParams.extra_args``.
 
 vLLM's OpenAI layer takes them as ``vllm_xargs`` (strings and numbers only) and hands them to the
 scheduler unchanged, in another process. The settings of that scheduler travel in
@@ -43,16 +43,16 @@ _OBJECTIVES = ((TTFT_S, "ttft_s"), (TPOT_S, "tpot_s"), (E2E_S, "e2e_s"))
 
 
 class RequestArgs(NamedTuple):
-    """What Sluice adds to an engine request.
+    """The fields that Sluice adds to an engine request.
 
     Attributes:
         request_id: the request's id in the fleet, shared by all sequences of one API call.
         arrival_s: when the edge received it, on the host's monotonic clock.
-        slo: its objective.
-        best_effort: nothing was promised to it.
-        prefix: how its prompt begins.
-        tenant: whose it is, a 63-bit hash. weight: of the tenant's share, > 0.
-        promised: its objective was promised.
+        slo: its SLO.
+        best_effort: it has no SLO guarantee.
+        prefix: the prefix of its prompt.
+        tenant: hash of its tenant, 63 bits. weight: of the tenant's share, > 0.
+        promised: its SLO was guaranteed.
     """
 
     request_id: str
@@ -66,7 +66,7 @@ class RequestArgs(NamedTuple):
 
 
 def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
-    """The keys of ``args``; an objective that is not stated has none."""
+    """The keys of ``args``; an SLO that is not stated has no key."""
     xargs: dict[str, str | int | float] = {
         ID: args.request_id,
         ARRIVAL_S: args.arrival_s,
@@ -82,7 +82,7 @@ def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
     if args.promised:
         xargs[PROMISED] = 1
     if args.tenant:
-        # As text: what reads the keys may hold numbers as floats.
+        # As text: readers of the keys may hold numbers as floats.
         xargs[TENANT], xargs[WEIGHT] = f"{args.tenant:x}", args.weight
     if args.prefix.hashes:
         hashes = "".join(f"{chunk:016x}" for chunk in args.prefix.hashes)
@@ -91,8 +91,8 @@ def to_xargs(args: RequestArgs) -> dict[str, str | int | float]:
 
 
 def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -> RequestArgs:
-    """Read the keys back. Without any (direct use of the engine) the request has no objective, the
-    id ``default_id`` and arrives at ``now_s``; so it does for each key that is missing.
+    """Read the keys back. Missing keys have defaults: no SLO, the id ``default_id``, arrival at
+    ``now_s``. Direct use of the engine has no keys at all.
 
     Raises:
         ValueError: a key holds what :func:`to_xargs` cannot have written.
@@ -165,7 +165,7 @@ def _number(key: str, value: Any) -> float:
 
 
 class SchedulerSettings(BaseModel):
-    """What the scheduler inside the engine is told, in ``additional_config["sluice"]``."""
+    """Settings of the scheduler inside the engine, in ``additional_config["sluice"]``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -22,9 +22,9 @@ from scheduling.request import QueueView, RequestView
 class SimulatedSequence:
     """One sequence: a prompt, and the number of tokens that it will produce.
 
-    ``owner`` and ``choice`` are the submitter's and mean nothing here. ``live`` ends when the
+    ``owner`` and ``choice`` belong to the submitter and are not used here. ``live`` ends when the
     sequence has produced ``output_tokens`` or was aborted. ``prefill_only``: it ends with its
-    prompt, and says nothing of how long outputs are.
+    prompt, and is not used to predict output lengths.
     """
 
     __slots__ = (
@@ -70,11 +70,11 @@ class SimulatedSequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that could be computed now: what is left of the prefill, or one in decode."""
+        """Tokens that could be computed now: the rest of the prefill, or one in decode."""
         return self.prompt_tokens + self.emitted - self.computed
 
     def refresh(self) -> None:
-        """Make :attr:`view` anew after a change. Unchanged requests keep theirs between steps."""
+        """Rebuild :attr:`view` after a change. Unchanged requests keep theirs between steps."""
         self.view = self._make_view()
 
     def _make_view(self) -> RequestView:
@@ -113,14 +113,14 @@ class SimulatedSequence:
 
 
 class Transfer(NamedTuple):
-    """KV on its way from another engine: since when, and until when. Monotonic seconds."""
+    """A KV transfer from another engine in progress: start and end, monotonic seconds."""
 
     asked_s: float
     ready_s: float
 
 
 class SimulatedStep(NamedTuple):
-    """A batch under way: how long it takes, and what runs in it."""
+    """A batch in progress: its duration and content."""
 
     seconds: float
     ran: list[tuple[SimulatedSequence, int]]
@@ -148,9 +148,9 @@ class SimulatedCore:
         self, config: SimulatedEngineConfig, scheduler: LocalScheduler, table: StateTable
     ) -> None:
         self.live: dict[str, SimulatedSequence] = {}
-        """Those that could run, by engine id."""
+        """Sequences that could run, by engine id."""
         self._awaited: dict[str, tuple[Transfer, SimulatedSequence]] = {}
-        # Those whose KV is on its way, by engine id.
+        # Sequences whose KV is being transferred, by engine id.
         self.free_blocks = config.kv_blocks
         self.max_model_tokens = min(config.max_model_tokens, config.kv_blocks * config.block_tokens)
         self._config = config
@@ -180,11 +180,12 @@ class SimulatedCore:
         weight: float = 1.0,
         promised: bool = False,
     ) -> SimulatedSequence:
-        """Queue a sequence. With a ``transfer`` the KV of its prompt comes from another engine; it
-        takes its blocks when it begins to run.
+        """Queue a sequence. With a ``transfer`` the KV of its prompt comes from another engine; its
+        blocks are allocated when it begins to run.
 
         Raises:
-            ValueError: it could never run: no prompt, no output, or longer than the model allows.
+            ValueError: the sequence could never run: no prompt, no output, or longer than the model
+                allows.
         """
         if prompt_tokens < 1 or output_tokens < 1:
             raise ValueError("a sequence needs at least one prompt token and one output token")
@@ -194,7 +195,7 @@ class SimulatedCore:
                 f"the {self.max_model_tokens} tokens of the model"
             )
         engine_id = str(next(self._ids))
-        # Outputs here are as long as they may be.
+        # Outputs always have their max length here.
         self._scheduler.track(
             engine_id,
             name,
@@ -215,7 +216,7 @@ class SimulatedCore:
             output_tokens,
             owner,
             choice,
-            # The last token is always computed, for what follows it.
+            # The last token is always computed here, for the next token.
             0 if transfer is None else prompt_tokens - 1,
             prefill_only,
         )
@@ -232,16 +233,16 @@ class SimulatedCore:
         return len(self.live) + len(self._awaited)
 
     def next_arrival_s(self) -> float | None:
-        """When the next KV from another engine arrives; ``None``: none is on its way."""
+        """When the next KV transfer from another engine ends; ``None``: none is in progress."""
         return min((transfer.ready_s for transfer, _ in self._awaited.values()), default=None)
 
     def abort(self, sequence: SimulatedSequence, now_s: float) -> None:
-        """Drop a sequence and free what it holds. One that has ended is ignored."""
+        """Drop a sequence and free its blocks. A sequence that has ended is ignored."""
         if not sequence.live:
             return
         self._end(sequence)
         if not self._stepping:
-            # No step will end soon to say that the queue is shorter.
+            # No step will end soon to publish the shorter queue.
             self._table.write(
                 (),
                 updated_s=now_s,
@@ -273,8 +274,8 @@ class SimulatedCore:
             config.max_batch_tokens, config.max_sequences, self.free_blocks, config.block_tokens
         )
         plan = self._scheduler.plan(queue, now_s, budget)
-        # A policy that plans nothing must not stop the engine: as stock vLLM would then, run in
-        # order. It shows as a plan mismatch.
+        # A policy that plans nothing must not stop the engine: run requests in order, as stock vLLM
+        # would. This counts as a plan mismatch.
         runnable = plan
         if not plan.entries:
             runnable = self._fallback.plan(queue, now_s, self._scheduler.model, budget)
@@ -340,10 +341,10 @@ class SimulatedCore:
         now_s: float,
         emit: Callable[[SimulatedSequence], None],
     ) -> None:
-        """The batch is done: count its tokens, end what is finished, publish the state.
+        """The batch is done: count its tokens, end finished sequences, publish the state.
 
         ``emit`` is called for each sequence that produced a token, after its counts changed and
-        before the state is published; ``live`` then says whether it was the last one.
+        before the state is published; ``live`` is then false if it was the sequence's last token.
         """
         self._stepping = False
         updates: list[RowUpdate] = []
@@ -377,7 +378,8 @@ class SimulatedCore:
         )
 
     def _preempt(self, sequence: SimulatedSequence) -> None:
-        """Back to waiting without KV; the generated tokens are kept and count as prefill."""
+        """Return a sequence to the queue without KV; its generated tokens are kept and count as
+        prefill."""
         del self._running[sequence.engine_id]
         sequence.running = False
         sequence.computed = 0

@@ -1,8 +1,8 @@
 """An engine with a latency model in place of a GPU, in real time.
 
 It runs the same policies on the same snapshots as the vLLM engine, through the same local
-scheduler, and speaks the same API. Prompts are not read but measured, and outputs are made up
-(:mod:`replica.openai_format`); only the time that a step takes is modelled.
+scheduler, and speaks the same API. Only the length of prompts is used, and outputs are made up
+(:mod:`replica.openai_format`); only the time of steps is modelled.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ from scheduling.state import EngineState
 logger = logging.getLogger(__name__)
 
 _MAX_LAG_S = 0.01
-"""How far the engine may be behind its deadlines and still catch up. Timers are late by about a
-millisecond, which must not add up; a stall of the machine must not be replayed as a burst."""
+"""How far the engine may be behind its deadlines and still catch up, seconds. Timers are late by
+about a millisecond, which must not add up; a stall of the machine must not be replayed as a
+burst."""
 
 _MIN_TOKEN_S = 1e-7
-"""Least time per token to plan with: a free token would let a planner promise anything."""
+"""Min time per token in plans: with free tokens a planner would guarantee any SLO."""
 
 
 class _LiveCall:
-    """An API call in the engine: how many tokens each choice has, and who waits for them.
+    """An API call in the engine: the number of tokens of each choice, and the consumer that waits
+    for them.
 
-    Only counts are kept for a consumer, so one that is slow costs no memory and gets larger chunks.
+    Only counts are kept for a consumer, so a slow consumer costs no memory and gets larger chunks.
     """
 
     __slots__ = (
@@ -91,19 +93,19 @@ class SimulatedEngine:
     """An engine without a model; see :class:`replica.engine.Engine`.
 
     Sequences share no KV, also not those of one prompt. The model is at most as long as the KV
-    holds. KV that another engine hands over is a name for the prompt, and takes time to come; one
-    that is not this prompt's cannot be had.
+    holds. Transferred KV is only a name of the prompt, and takes time to arrive; KV of another
+    prompt cannot be fetched.
 
     Args:
-        config: ``config.simulated`` is the truth; the planner knows it exactly, unless
-            ``config.latency_profile`` gives it other beliefs.
+        config: ``config.simulated`` is the ground truth; the planner knows it exactly, unless
+            ``config.latency_profile`` gives it another model.
         replica_id: names its batch log.
-        max_live_requests: API calls at once, at four sequences each; beyond that, 503.
+        max_live_requests: max API calls at once, at four sequences each; further calls get 503.
         clock: seconds, monotonic.
 
     Raises:
-        ValueError: the latency profile is not one.
-        OSError: the latency profile cannot be read, or the batch log not be written.
+        ValueError: the latency profile is invalid.
+        OSError: the latency profile cannot be read, or the batch log cannot be written.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class SimulatedEngine:
     def _submit(self, call: Call, request: EngineRequest, received_s: float) -> _LiveCall:
         limit = self._table.capacity
         if self._core.queued + call.choices > limit:
-            message = f"The engine has room for {limit} sequences at once. Try again later."
+            message = f"The engine serves at most {limit} sequences at once. Try again later."
             raise RequestError(message, None, 503, "ServiceUnavailableError")
         live = _LiveCall(request, call, received_s)
         arrival_s = received_s - request.waited_s
@@ -231,7 +233,7 @@ class SimulatedEngine:
         return live
 
     def _transfer(self, call: Call, request: EngineRequest, now_s: float) -> Transfer | None:
-        """When the KV that another engine has of the prompt is here; ``None``: never."""
+        """The transfer of the prompt's KV from another engine; ``None``: there is none."""
         handoff = request.handoff
         if handoff is None:
             return None
@@ -281,7 +283,7 @@ class SimulatedEngine:
     def _chunk(
         self, live: _LiveCall, writer: ResponseWriter, choice: int, start: int, stop: int
     ) -> ResponseChunk:
-        """Tokens ``start`` to ``stop`` of a choice; a token's id is its place."""
+        """Tokens ``start`` to ``stop`` of a choice; a token's id is its position."""
         ids = tuple(range(start, stop)) if live.resumable else ()
         return ResponseChunk(writer.delta(choice, start, stop), 0 if choice else stop - start, ids)
 
@@ -346,7 +348,7 @@ class SimulatedEngine:
             self._die("it failed; its log says why")
 
     async def _await_work(self) -> None:
-        """Until a sequence may be able to run."""
+        """Wait until a sequence may be able to run."""
         self._work.clear()
         arrival_s = self._core.next_arrival_s()
         if arrival_s is None:
@@ -374,20 +376,21 @@ class SimulatedEngine:
         return self._table.read()
 
     def waits_since_s(self) -> float | None:
-        """Since when the oldest call that could run waits, or the engine for its step."""
+        """When the oldest call that could run began to wait, or when the current step began if that
+        is later."""
         received = [sequence.owner.received_s for sequence in self._core.live.values()]
         return max(min(received), self._turned_s) if received else None
 
     async def pulse(self) -> None:
-        """Return when the engine moves."""
+        """Return when the engine is not stalled."""
         await self._moves.wait()
 
     def stand_still(self) -> None:
-        """End no step until :meth:`move_on`, as an engine whose device hangs."""
+        """Stall until :meth:`move_on`: end no step, as an engine whose device hangs."""
         self._moves.clear()
 
     def move_on(self) -> None:
-        """End the step that stands still, and go on."""
+        """End the stalled step, and continue."""
         self._moves.set()
 
     async def models(self) -> dict[str, Any]:
@@ -419,7 +422,7 @@ class SimulatedEngine:
 
 
 def _queued_s(live: _LiveCall) -> float:
-    """From its arrival to its first batch."""
+    """Seconds from its arrival to its first batch."""
     return 0.0 if live.started_s is None else live.started_s - live.received_s
 
 

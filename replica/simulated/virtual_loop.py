@@ -1,5 +1,5 @@
-"""An event loop whose time passes only in waits, and then at once: an hour of a simulated engine
-takes as long as its computing does, and no timer is late."""
+"""An event loop with virtual time, which jumps over waits: an hour of a simulated engine takes only
+its computing time, and no timer is late."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Where a wait for the next timer would begin, the clock jumps to that timer.
+    """In place of waiting for the next timer, the clock jumps to that timer.
 
-    For code that waits for timers and for itself alone: input from outside would come late.
+    Only for code without external input, which would arrive late.
     """
 
     def __init__(self) -> None:

@@ -1,16 +1,16 @@
 """Streams that leave this replica for their client without passing through a router's process.
 
-A router asks for one (:attr:`~replica.engine.EngineRequest.direct_patience_s`). It gets the place
-where the stream is to be fetched (:attr:`~replica.engine.ResponseHead.fetch`), and reports of what
-was sent in place of the bytes. HAProxy fetches it here with the ticket, once. It sends the ticket
-and a line break; then records come, each a line with what follows it:
+A router asks for one (:attr:`~replica.engine.EngineRequest.direct_patience_s`). The router gets the
+address of the stream (:attr:`~replica.engine.ResponseHead.fetch`) and, in place of the bytes,
+reports of the chunks that were sent. HAProxy fetches it here with the ticket, once. It sends the
+ticket and a line break; then records come, each a line with what follows it:
 
     ``LENGTH CHUNKS``, and ``LENGTH`` bytes; ``0``: the replica lives; ``end``
 
-A record is what was ready of the response at once. ``CHUNKS`` says of each of its chunks
-``TOKENS[,TOKEN ...];``: its output tokens, how many and, where another replica can go on with the
-stream, which. If the connection ends before ``end``, the reader tells the router the
-chunks that the client has.
+A record is the part of the response that was ready at once. ``CHUNKS`` says of each of its chunks
+``TOKENS[,TOKEN ...];``: the number of its output tokens and, if another replica can resume the
+stream, their ids. If the connection ends before ``end``, the reader tells the router the chunks
+that the client has.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from replica.engine import (
 )
 
 FETCH_S: Final = 10.0
-"""How long a stream waits for its reader, seconds."""
+"""Timeout for the reader of a stream to connect, seconds."""
 
 SENT_PERIOD_S: Final = 0.5
-"""Time between two reports of what was sent, seconds."""
+"""Interval between two reports of sent chunks, seconds."""
 
 BEAT_S: Final = 1.0
-"""Time between two signs of life on a stream, seconds."""
+"""Interval of heartbeats on a stream, seconds."""
 
 MAX_STRANGERS: Final = 1024
-"""Most connections that have not shown a ticket yet; one more ends the oldest."""
+"""Max connections that have not shown a ticket yet; one more closes the oldest."""
 
 STRANGER_S: Final = 5.0
 _MAX_TICKET = 128
@@ -54,9 +54,9 @@ _SECRET_BYTES = 24
 _MAX_WAITING_BYTES = 64 << 10
 
 _LINE_BYTES = 4 << 10
-"""A record ends with the chunk that reaches this in what is said of chunks: twice as much, one
-line, must fit into a buffer of HAProxy's. Of a chunk with more, only the number of its tokens is
-said."""
+"""A record ends with the chunk that makes its description of chunks reach this size: twice as much,
+one line, must fit into a buffer of HAProxy's. A chunk with a longer description has only the number
+of its tokens."""
 
 
 async def sent_directly(
@@ -65,16 +65,16 @@ async def sent_directly(
     patience_s: float,
     on_left: Callable[[BaseException], None],
 ) -> AsyncIterator[ResponseItem]:
-    """Send a stream to the client, and yield what was sent when in place of its chunks. What is no
-    stream is yielded as it is.
+    """Send a stream to the client, and yield reports of the sent chunks, with times, in their
+    place. A response that is no stream is yielded unchanged.
 
     Args:
-        port: where the client's side fetches it.
-        patience_s: how long the client may take nothing, seconds.
-        on_left: called with the error when nobody takes the stream any more.
+        port: the port where the client's side fetches it.
+        patience_s: how long the client may read nothing, seconds.
+        on_left: called with the error when the stream has no reader any more.
 
     Raises:
-        ClientLeftError: the same.
+        ClientLeftError: the stream has no reader any more.
     """
     began_s = asyncio.get_running_loop().time()
     async with aclosing(items):  # type: ignore[type-var]
@@ -102,7 +102,8 @@ async def sent_directly(
                     told_s = now_s
                     yield _report(sent)
                     sent.clear()
-                # Not before its reader knows where it is: a long chunk waits for it.
+                # Only after the reader has got the address: sending a long chunk waits for the
+                # reader.
                 if isinstance(item, ResponseChunk):
                     await stream.send(item)
                 if ended:
@@ -123,14 +124,14 @@ def _report(sent: Sequence[tuple[int, float, bool, int]]) -> ResponseSent:
 
 
 class DirectStream:
-    """One stream: what a replica sends of it, and the connection that takes it."""
+    """One stream: the replica's data to send, and the connection that reads it."""
 
     def __init__(self, port: DirectPort, name: str, patience_s: float) -> None:
         self._port = port
         self._name = name
         self._patience_s = patience_s
         self._secret = secrets.token_urlsafe(_SECRET_BYTES)
-        # What is to be sent of the chunks, and what is said of them.
+        # Bytes of the chunks to send, and their descriptions.
         self._data: list[bytes] = []
         self._told: list[bytes] = []
         self._waiting_bytes = 0
@@ -142,20 +143,21 @@ class DirectStream:
         self._gone = asyncio.Event()
         self._ended = False
         self.left = False
-        """Whether the reader went before the end, or never came."""
+        """Whether the reader left before the end, or never connected."""
         self.on_left: Callable[[], None] = _nothing
         """Called when that happens before :meth:`close`."""
 
     def offer(self) -> str:
-        """``HOST:PORT TICKET``. It can be fetched from now on, within :data:`FETCH_S`."""
+        """``HOST:PORT TICKET``. From now on the stream can be fetched, within :data:`FETCH_S`."""
         self._port.offer(self._name, self)
         return f"{self._port.address} {self._name}.{self._secret}"
 
     async def send(self, chunk: ResponseChunk) -> None:
-        """Send a chunk; waits while the reader is slow, or has not come and much waits for it.
+        """Send a chunk; waits while the reader is slow, or while much is buffered and the reader
+        has not connected.
 
         Raises:
-            ClientLeftError: nobody takes it.
+            ClientLeftError: the stream has no reader any more.
             ClientStalledError: the reader has taken nothing for too long.
         """
         told = f"{chunk.tokens}{''.join([f',{token}' for token in chunk.token_ids])};".encode()
@@ -175,11 +177,11 @@ class DirectStream:
             raise ClientLeftError
 
     async def end(self) -> None:
-        """Send the end, and wait until the reader has all of it.
+        """Send the end, and wait until the reader has read the whole stream.
 
         Raises:
-            ClientLeftError: it went before.
-            ClientStalledError: it has taken nothing for too long.
+            ClientLeftError: the reader left before.
+            ClientStalledError: the reader has read nothing for too long.
         """
         if self._transport is not None and self._transport.is_closing():
             raise ClientLeftError
@@ -190,21 +192,21 @@ class DirectStream:
             raise ClientLeftError
 
     def close(self) -> None:
-        """Cut the stream where its reader has not got all of it. Idempotent."""
+        """Cut the stream if its reader has not read all of it. Idempotent."""
         self._port.forget(self._name)
         self.on_left = _nothing
         if self._transport is not None and not self._gone.is_set():
             self._transport.abort()
 
     def beat(self) -> None:
-        """Show the reader that this replica lives."""
+        """Send the reader a heartbeat."""
         if self._transport is None or self._transport.is_closing() or self._gone.is_set():
             return
         if not self._ended and not self._paused:
             self._transport.write(b"0\n")
 
     def opens(self, secret: str) -> bool:
-        """Whether a ticket with this secret opens it."""
+        """Whether a ticket with this secret opens the stream."""
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
     def taken_by(self, transport: asyncio.Transport) -> None:
@@ -213,7 +215,7 @@ class DirectStream:
         self._flush()
 
     def reader_has_room(self, room: bool) -> None:
-        """Whether the reader takes more now."""
+        """Whether the reader can take more data now."""
         self._paused = not room
         if room:
             self._room.set()
@@ -221,7 +223,7 @@ class DirectStream:
             self._room.clear()
 
     def reader_gone(self, error: Exception | None) -> None:
-        """The connection has ended, or the reader never came."""
+        """The connection has ended, or the reader never connected."""
         if not self._ended or error is not None:
             self.left = True
         self._gone.set()
@@ -237,7 +239,7 @@ class DirectStream:
             raise ClientStalledError from None
 
     def _flush(self) -> None:
-        """Send what waits, in one write, as far as there is a reader."""
+        """Send all buffered data in one write, if there is a reader."""
         self._flushing = False
         if self._transport is None or self._transport.is_closing():
             return
@@ -246,7 +248,7 @@ class DirectStream:
         self._told.clear()
         self._waiting_bytes = 0
         self._transport.write(records + b"end\n" if self._ended else records)
-        if not self._paused:  # the write may have found that the reader takes no more
+        if not self._paused:  # the write may have paused the reader
             self._room.set()
         if self._ended:
             self._transport.close()
@@ -263,11 +265,11 @@ def _records(told: Sequence[bytes], data: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def _nothing() -> None:
-    """Nobody asks."""
+    """No callback is registered."""
 
 
 class _Reader(asyncio.Protocol):
-    """A connection: a stranger until it shows a ticket."""
+    """A connection; it is unauthenticated until it shows a ticket."""
 
     def __init__(self, port: DirectPort) -> None:
         self._port = port
@@ -276,7 +278,7 @@ class _Reader(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # No check: uvloop's transports are none of asyncio's classes.
+        # No type check: uvloop's transports are no subclasses of asyncio's.
         self.transport = cast(asyncio.Transport, transport)
         notice_dead_host(transport.get_extra_info("socket"))
         self._port.stranger_came(self)
@@ -284,7 +286,7 @@ class _Reader(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         assert self.transport is not None
         if self._stream is not None:
-            return  # there is nothing more to say
+            return  # further input is ignored
         self._line += data[: _MAX_TICKET + 1]
         line, ended, _ = self._line.partition(b"\n")
         if not ended and len(self._line) <= _MAX_TICKET:
@@ -311,7 +313,7 @@ class _Reader(asyncio.Protocol):
 
 
 class DirectPort:
-    """Where streams are fetched from this replica. To be used from one event loop.
+    """The port where clients' proxies fetch streams from this replica. Use it from one event loop.
 
     Args:
         host: an address of this node.
@@ -340,7 +342,7 @@ class DirectPort:
             self._beats = loop.call_later(BEAT_S, self._beat)
 
     async def stop(self) -> None:
-        """Listen no longer, and cut what is under way. Idempotent."""
+        """Stop listening, and cut the open streams. Idempotent."""
         if self._beats is not None:
             self._beats.cancel()
         for stream in list(self._streams.values()):
@@ -349,19 +351,19 @@ class DirectPort:
             self._server.close()
 
     def open(self, patience_s: float) -> DirectStream:
-        """A new stream; its reader may take nothing for ``patience_s``."""
+        """A new stream; its reader may read nothing for ``patience_s``."""
         name = secrets.token_urlsafe(_ID_BYTES)
         stream = DirectStream(self, name, patience_s)
         self._streams[name] = stream
         return stream
 
     def offer(self, name: str, stream: DirectStream) -> None:
-        """A stream can be fetched from now on, within :data:`FETCH_S`."""
+        """From now on this stream can be fetched, within :data:`FETCH_S`."""
         self._unclaimed[name] = stream
         asyncio.get_running_loop().call_later(FETCH_S, self._expire, name)
 
     def claim(self, ticket: str) -> DirectStream | None:
-        """The stream that a ticket opens. It opens it once."""
+        """The stream that a ticket opens. A ticket is valid once."""
         name, _, secret = ticket.partition(".")
         stream = self._unclaimed.get(name)
         if stream is None or not stream.opens(secret):
@@ -381,7 +383,7 @@ class DirectPort:
         self._strangers[reader] = loop.call_later(STRANGER_S, self._turn_away, reader)
 
     def stranger_went(self, reader: _Reader) -> None:
-        """It has shown one, or is gone."""
+        """The connection has shown a ticket, or is gone."""
         timer = self._strangers.pop(reader, None)
         if timer is not None:
             timer.cancel()

@@ -1,4 +1,4 @@
-"""Frames over a TCP connection: four bytes of length, then so many bytes."""
+"""Frames over a TCP connection: four bytes of length, then that number of bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LENGTH: Final = 4
 
 
 class Frames(asyncio.Protocol):
-    """Splits what arrives into frames.
+    """Splits received bytes into frames.
 
     Args:
-        limit: longest frame that is taken, bytes; the connection ends on a longer one.
+        limit: max frame length, bytes; a longer frame closes the connection.
     """
 
     def __init__(self, limit: int) -> None:
@@ -24,13 +24,13 @@ class Frames(asyncio.Protocol):
         self._rest = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection stands."""
-        # No check: uvloop's transports are none of asyncio's classes.
+        """The connection is established."""
+        # No type check: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         notice_dead_host(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        """Handle the frames that are complete. ``O(bytes)``, however they arrive."""
+        """Handle the complete frames. ``O(bytes)``, for any split of the input."""
         got: bytes | bytearray = data
         if self._rest:
             self._rest += data
@@ -61,17 +61,17 @@ class Frames(asyncio.Protocol):
         raise NotImplementedError
 
     def send(self, frame: bytes) -> None:
-        """Write one frame; nothing on a closed connection."""
+        """Write one frame; does nothing on a closed connection."""
         if self._transport is not None and not self.closed and not self._transport.is_closing():
             self._transport.write(len(frame).to_bytes(_LENGTH, "big") + frame)
 
     def close(self) -> None:
-        """End the connection once what was sent has left. Idempotent."""
+        """Close the connection after all sent data has left. Idempotent."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """End the connection at once. Idempotent."""
+        """Close the connection at once. Idempotent."""
         self.closed = True
         if self._transport is not None:
             self._transport.abort()

@@ -1,10 +1,10 @@
-"""Takes requests from routers over plain TCP, and sends them the responses.
+"""Receives requests from routers over plain TCP, and sends them the responses.
 
-Serve's own way costs each chunk a gRPC message, a pickle and several tasks on either side. Here all
-that is ready for one router leaves in one write, once in a turn of the event loop; nothing runs for
-a response but the task that reads the engine. The replica listens on its node's address, on a port
-of the system's choice. Who knows the token, which it gives away by Serve's own way only, may ask;
-:mod:`replica.streams.wire` says what.
+Through Serve, each chunk costs a gRPC message, a pickle and several tasks on either side. Here all
+ready data for one router leaves in one write, once per turn of the event loop; the only task of a
+response is the one that reads the engine. The replica listens on its node's address, on a port that
+the system chooses. Requests need the token, which the replica gives away through Serve only;
+:mod:`replica.streams.wire` has the messages.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from replica.streams.wire import (
 )
 
 MAX_CONNECTIONS = 1024
-"""Most connections that have shown the token: a router has one."""
+"""Max connections that have shown the token: each router has one."""
 
 MAX_STRANGERS = 64
-"""Most connections that have not shown it yet; one more drops the oldest of them, so that nobody
-keeps routers out by holding these places."""
+"""Max connections that have not shown it yet; one more drops the oldest of them, so that such
+connections cannot keep routers out."""
 
 GREETING_TIMEOUT_S = 5.0
-"""Longest time to show it, seconds."""
+"""Timeout to show the token, seconds."""
 
 _CLOSE_TIMEOUT_S = 1.0
 _HIGH_WATER = 1 << 20
@@ -84,16 +84,16 @@ class _Outgoing:
         self.response: Response
 
     def wake(self) -> None:
-        """There may be something to send."""
+        """There may be data to send."""
         self._connection.wake(self)
 
     def consumed(self, size: int) -> None:
-        """The router has read so much."""
+        """The router has read ``size`` bytes."""
         self._ahead -= size
         self.wake()
 
     def collect(self, deliveries: list[Delivery]) -> int:
-        """Add what may be sent. Returns what it weighs, bytes."""
+        """Add the items that may be sent now. Returns their cost, bytes."""
         response = self.response
         delivery = Delivery(self.number, self._taken, None, [], None)
         self._taken = None
@@ -130,7 +130,7 @@ class _Outgoing:
         return size
 
     def fail(self, ending: Ending, deliveries: list[Delivery]) -> int:
-        """Stop the response, and say why."""
+        """Stop the response, and send the reason."""
         self._connection.finish(self.number)
         deliveries.append(Delivery(self.number, None, None, [], None, ending))
         return 0
@@ -193,13 +193,13 @@ class _Connection(Frames):
             self.finish(number)
 
     def pause_writing(self) -> None:
-        """The router takes nothing now: what it asks meanwhile waits, too."""
+        """The router reads nothing now: do not read its requests meanwhile, either."""
         self._paused = True
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """It goes on."""
+        """The router reads again."""
         self._paused = False
         if self._transport is not None:
             self._transport.resume_reading()
@@ -250,13 +250,13 @@ class _Connection(Frames):
         outgoing.wake()
 
     def finish(self, number: int) -> None:
-        """Nothing more of this response is sent. Idempotent."""
+        """Send nothing more of this response. Idempotent."""
         outgoing = self._streams.pop(number, None)
         if outgoing is not None:
             outgoing.response.close()
 
     def wake(self, outgoing: _Outgoing) -> None:
-        """Something may be ready of a response. ``O(1)``."""
+        """A response may have data ready. ``O(1)``."""
         if not outgoing.queued:
             outgoing.queued = True
             self._ready.append(outgoing)
@@ -268,7 +268,7 @@ class _Connection(Frames):
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send what is ready of all responses."""
+        """Send the ready data of all responses."""
         self._flushing = False
         while self._ready and not self._paused and not self.closed:
             deliveries: list[Delivery] = []
@@ -282,7 +282,8 @@ class _Connection(Frames):
                 self.send(self._encoded(deliveries))
 
     def _encoded(self, deliveries: list[Delivery]) -> bytes:
-        """The frame of them; a response that cannot be sent fails alone."""
+        """The frame with these deliveries; if one response cannot be encoded, only that one
+        fails."""
         try:
             return _encode(deliveries)
         except Exception:
@@ -302,11 +303,11 @@ class StreamServer:
     """The replica's side; on one event loop.
 
     Args:
-        replica_id: whose.
+        replica_id: id of this replica.
         serve: begins to serve a request.
 
     Attributes:
-        token: opens it.
+        token: the secret that authenticates routers.
         leaving: the replica is about to leave.
     """
 
@@ -315,7 +316,7 @@ class StreamServer:
         self.serve = serve
         self.token = secrets.token_hex(32)
         self.leaving = False
-        # In the order in which they came.
+        # In order of arrival.
         self._strangers: dict[_Connection, None] = {}
         self._trusted: set[_Connection] = set()
         self._server: asyncio.Server | None = None
@@ -324,7 +325,7 @@ class StreamServer:
         self._empty.set()
 
     async def endpoint(self, host: str) -> StreamEndpoint:
-        """Where it listens; it begins to at the first call.
+        """The address where it listens; the first call starts listening.
 
         Raises:
             OSError: ``host`` is no address of this node.
@@ -337,7 +338,8 @@ class StreamServer:
         return StreamEndpoint(self.replica_id, host, port, self.token, FORMAT)
 
     def enter(self, connection: _Connection) -> None:
-        """A connection was made; the oldest that has not shown the token yet may go for it."""
+        """A connection was made; the oldest one that has not shown the token yet may be closed for
+        it."""
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
@@ -346,7 +348,7 @@ class StreamServer:
         self._empty.clear()
 
     def trust(self, connection: _Connection) -> bool:
-        """A connection has shown the token; whether there is room for it."""
+        """A connection has shown the token; returns whether there is capacity for it."""
         self._strangers.pop(connection, None)
         if len(self._trusted) >= MAX_CONNECTIONS:
             return False
@@ -361,14 +363,14 @@ class StreamServer:
             self._empty.set()
 
     def goodbye(self) -> None:
-        """The replica is about to leave: routers are to send what is new elsewhere. What they send
-        nevertheless is served, until :meth:`stop`."""
+        """The replica is about to leave: tell routers to send new requests to other replicas.
+        Requests that still arrive are served, until :meth:`stop`."""
         self.leaving = True
         for connection in self._trusted:
             connection.send(GOODBYE)
 
     async def stop(self) -> None:
-        """End all connections, once what was sent has left. Idempotent."""
+        """Close all connections after all sent data has left. Idempotent."""
         if self._server is not None:
             self._server.close()
         for connection in (*self._strangers, *self._trusted):

@@ -1,11 +1,11 @@
-"""What a router and a replica say to each other over their connection.
+"""The messages between a router and a replica on their connection.
 
-Both sides speak in frames (:mod:`replica.streams.frames`) of MessagePack, decoded into these types
-and nothing else. The router begins with the token, answered by :data:`WELCOME`; then it sends one
-:data:`Asked` a frame, and gets frames that are lists of :class:`Delivery`. An empty frame says that
-the replica is about to leave: what is open there goes on, what is new goes elsewhere.
+Both sides send frames (:mod:`replica.streams.frames`) of MessagePack, decoded into these types
+only. The router begins with the token, answered by :data:`WELCOME`; then it sends one :data:`Asked`
+per frame, and gets frames that are lists of :class:`Delivery`. An empty frame announces that the
+replica is about to leave: its open requests continue, new requests go to other replicas.
 
-A response may be ahead of who reads it by :data:`WINDOW_BYTES`; the router says what was read.
+A response may be ahead of its reader by :data:`WINDOW_BYTES`; the router reports what was read.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ WELCOME: Final = b"ok"
 GOODBYE: Final = b""
 
 MAX_ASKED_BYTES: Final = 16 << 20
-"""Longest frame that a replica takes, bytes. A larger request travels by Serve's own way."""
+"""Max frame that a replica accepts, bytes. A larger request goes through Serve."""
 
 MAX_CHUNK_BYTES: Final = 16 << 20
-"""Longest chunk of a response, bytes; a response with a longer one fails."""
+"""Max chunk of a response, bytes; a response with a longer one fails."""
 
 BATCH_BYTES: Final = 1 << 20
-"""A frame of deliveries ends with the response that reaches this."""
+"""A frame of deliveries ends with the response that reaches this size."""
 
 MAX_DELIVERED_BYTES: Final = MAX_CHUNK_BYTES + (8 << 20)
-"""Longest frame that a router takes, bytes: a batch, a response that exceeds it, and a chunk."""
+"""Max frame that a router accepts, bytes: a batch, a response that exceeds it, and a chunk."""
 
 WINDOW_BYTES: Final = 256 << 10
-"""What a response may be ahead of its reader, bytes. A long chunk, or a buffer of short ones, may
-exceed it."""
+"""How far a response may be ahead of its reader, bytes. A long chunk, or a buffer of short ones,
+may exceed it."""
 
 _CHUNK_COST: Final = 64
-"""What a chunk counts for beside its bytes."""
+"""Cost of a chunk besides its bytes."""
 
 
 def cost(chunks: Iterable[ResponseChunk]) -> int:
-    """What chunks take of a window, bytes."""
+    """Cost of chunks in the window, bytes."""
     size = 0
     for data, _, _, _ in chunks:  # a loop is cheaper than a sum for one chunk
         size += len(data) + _CHUNK_COST
@@ -75,7 +75,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     @classmethod
     def of(cls, stream: int, request: EngineRequest) -> Open:
-        """The question for a request. ``O(changed fields)``: the body is not walked."""
+        """The message for a request. ``O(changed fields)``: the body is not walked."""
         body = request.body
         if not isinstance(body, RequestBody):
             body = RequestBody.of(body)
@@ -92,13 +92,13 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Nobody wants the response any more. After its end this says nothing."""
+    """The router does not need the response any more. After the response's end this is ignored."""
 
     stream: int
 
 
 class Consumed(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """So much of a response was read; see :func:`cost`."""
+    """This much of a response was read; see :func:`cost`."""
 
     stream: int
     size: int
@@ -108,24 +108,24 @@ Asked = Open | Cancel | Consumed
 
 
 class Ending(enum.IntEnum):
-    """How a response ended that has no tail."""
+    """How a response without a tail ended."""
 
     EARLY = 1
     """It was stopped."""
     ENGINE_DEAD = 2
     CANCELLED = 3
     FAILED = 4
-    """An error of the replica's code, which its log tells."""
+    """An error in the replica's code; it is in the replica's log."""
     TOO_LARGE = 5
     """A chunk exceeded :data:`MAX_CHUNK_BYTES`."""
     LEFT = 6
-    """Nobody takes the stream that the replica sends to the client itself."""
+    """The stream that the replica sends directly to the client has no reader."""
     STALLED = 7
-    """The client has taken nothing of such a stream for too long."""
+    """The client has read nothing of such a stream for too long."""
 
 
 class Delivery(msgspec.Struct, array_like=True):
-    """What is ready of one response, in this order."""
+    """The ready items of one response, in this order."""
 
     stream: int
     taken: ResponseTaken | None
@@ -137,7 +137,7 @@ class Delivery(msgspec.Struct, array_like=True):
 
 
 class StreamEndpoint(NamedTuple):
-    """Where a replica takes requests, the secret that opens it, and how it speaks."""
+    """The address where a replica takes requests, the token, and its message format."""
 
     replica_id: str
     host: str
@@ -147,7 +147,7 @@ class StreamEndpoint(NamedTuple):
 
 
 def _layouts() -> str:
-    """Names what messages are made of: another version may have other fields."""
+    """Names the fields of messages, which other versions may change."""
     structs = (Open, Cancel, Consumed, Delivery)
     items = (ResponseTaken, ResponseHead, ResponseChunk, ResponseSent, ResponseTail)
     tuples = (*items, Handoff, Resume, PromptPrefix, Stage)
@@ -161,5 +161,5 @@ def _layouts() -> str:
 
 
 FORMAT: Final = _layouts()
-"""Both sides must have the same. Processes of different versions, as in a rolling update, go
-Serve's way, where new fields have defaults."""
+"""Both sides must have the same format. Processes of different versions, as in a rolling update,
+communicate through Serve, where new fields have defaults."""

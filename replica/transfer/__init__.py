@@ -1,1 +1,1 @@
-"""How the KV of a prompt gets from the engine that computed it to the one that goes on with it."""
+"""KV transfer of a prompt: from the engine that computed it to the one that decodes."""

@@ -14,19 +14,19 @@ from replica.transfer.wire import LAYOUT_BYTES
 
 
 class UnsupportedLayoutError(RuntimeError):
-    """The KV of this model cannot be moved block by block."""
+    """The KV of this model cannot be transferred block by block."""
 
 
 class BlockLayers:
-    """The layers of a KV cache, with the dimension in each that counts blocks.
+    """The layers of a KV cache, and the dimension of each layer that counts blocks.
 
     Args:
-        caches: the tensor of each layer, of any shape, by the layer's name. Layers that share one
-            are counted once.
-        blocks: blocks of the cache.
+        caches: the tensor of each layer, of any shape, by the layer's name. A tensor that layers
+            share is counted once.
+        blocks: number of blocks of the cache.
 
     Raises:
-        UnsupportedLayoutError: which layer has no such dimension, or several.
+        UnsupportedLayoutError: a layer has no such dimension, or several; the message names it.
     """
 
     def __init__(self, caches: Mapping[str, Any], blocks: int) -> None:
@@ -45,7 +45,8 @@ class BlockLayers:
         """Bytes of one block in each layer."""
 
     def digest(self, model: Mapping[str, Any]) -> bytes:
-        """What two engines must agree on: the ``model``, and the layers' shapes and types."""
+        """Digest of what two engines must agree on: the ``model``, and the layers' shapes and
+        types."""
         layers = [
             (name, _block_shape(cache, dim), dim, str(cache.dtype), cache.device.type)
             for name, cache, dim in self._layers
@@ -54,7 +55,7 @@ class BlockLayers:
         return hashlib.blake2b(text.encode(), digest_size=LAYOUT_BYTES).digest()
 
     def read(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """The bytes of these blocks, a copy, in host memory."""
+        """A copy of these blocks' bytes in host memory."""
         layers = []
         for _, cache, dim in self._layers:
             ids = torch.tensor(block_ids, dtype=torch.long, device=cache.device)
@@ -63,10 +64,11 @@ class BlockLayers:
         return layers
 
     def write(self, block_ids: Sequence[int], layers: Iterable[bytearray]) -> None:
-        """Fill these blocks with what :meth:`read` gave elsewhere. It returns when they are filled.
+        """Fill these blocks with bytes from another engine's :meth:`read`. Returns when they are
+        filled.
 
-        A thread beside the one that computes may do it: on a GPU the copies run on a stream of
-        their own.
+        A thread other than the computing one may call it: on a GPU the copies run on a separate
+        stream.
         """
         device = self._layers[0][1].device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None

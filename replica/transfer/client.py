@@ -23,7 +23,7 @@ from replica.transfer.wire import (
 )
 
 _CONNECT_S = 1.0
-"""Longest time for a connection: a host that is gone says nothing."""
+"""Timeout of a connection attempt, seconds: a dead host does not answer."""
 
 
 class Source(NamedTuple):
@@ -36,10 +36,10 @@ class Source(NamedTuple):
 
 
 class MemoryLimit:
-    """Memory that several threads share. Who needs more than is left waits.
+    """Memory that several threads share. A thread that needs more than is left waits.
 
     Args:
-        max_bytes: how much there is.
+        max_bytes: total memory.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -52,7 +52,7 @@ class MemoryLimit:
         """Hold ``nbytes`` for as long as the context lasts.
 
         Raises:
-            TransferError: it is more than there ever is, or there was not as much in time.
+            TransferError: ``nbytes`` is more than the total, or was not free in time.
         """
         if nbytes > self._max_bytes:
             raise TransferError(f"{nbytes} bytes of KV are more than the limit, {self._max_bytes}")
@@ -62,7 +62,7 @@ class MemoryLimit:
                 lambda: self._used + nbytes <= self._max_bytes, max(0.0, left_s)
             )
             if not fits:
-                raise TransferError("there was no memory for it in time")
+                raise TransferError("no memory for the KV became free in time")
             self._used += nbytes
         try:
             yield
@@ -79,10 +79,10 @@ def fetch(
 
     Args:
         layer_bytes: bytes of one block in each layer.
-        deadline_s: when it must be done, monotonic.
+        deadline_s: when the fetch must be complete, monotonic seconds.
 
     Raises:
-        TransferError: it is not there, is of another kind, or did not come in time.
+        TransferError: the KV is not there, has another layout, or did not arrive in time.
     """
     expected = count * sum(layer_bytes)
     try:
@@ -104,7 +104,7 @@ def fetch(
 def _connected(source: Source, deadline_s: float) -> socket.socket:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise TransferError("it waited for too long")
+        raise TransferError("no time left to connect")
     return socket.create_connection((source.host, source.port), min(_CONNECT_S, left_s))
 
 
@@ -113,7 +113,7 @@ def _check_answer(peer: socket.socket, expected: int, deadline_s: float) -> None
     receive_into(peer, memoryview(answer), deadline_s)
     magic, status, nbytes = ANSWER.unpack(answer)
     if magic != MAGIC:
-        raise TransferError("who answered is no engine of this kind")
+        raise TransferError("the peer is no engine of this kind")
     if status != OK:
         raise TransferError(REASONS.get(status, f"unknown status {status}"))
     if nbytes != expected:

@@ -1,4 +1,4 @@
-"""What an engine counts of the prompts whose KV it takes over."""
+"""Counters of KV transfers to an engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class TransferCounts:
 
     Attributes:
         transfers: prompts whose KV arrived.
-        transfer_seconds: that those took, from the wish for the KV to its arrival.
-        transfer_tokens: of them that were moved.
-        transfer_bytes: of KV.
-        transfer_failures: prompts whose KV could not be had; they were computed here.
+        transfer_seconds: time that these took, from the request for the KV to its arrival.
+        transfer_tokens: their tokens whose KV was transferred.
+        transfer_bytes: bytes of KV that were transferred.
+        transfer_failures: prompts whose KV transfer failed; they were recomputed here.
     """
 
     transfers: int = 0
@@ -24,14 +24,14 @@ class TransferCounts:
     transfer_failures: int = 0
 
     def arrived(self, seconds: float, tokens: int, nbytes: int) -> None:
-        """The KV of a prompt is here."""
+        """The KV of a prompt has arrived."""
         self.transfers += 1
         self.transfer_seconds += seconds
         self.transfer_tokens += tokens
         self.transfer_bytes += nbytes
 
     def failed(self) -> None:
-        """The KV of a prompt could not be had."""
+        """The KV transfer of a prompt failed."""
         self.transfer_failures += 1
 
     def summary(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Requests of a vLLM engine whose KV comes from another one, from their arrival until they run.
 
 vLLM admits such a request like any other, with blocks for its whole prompt, and has its connector
-fill them while other requests run. So a plan sees it as a prompt of which all but the last token
-is computed: to plan it is to let the KV come. It appears in plans again when the KV is there.
+fill them while other requests run. So a plan sees it as a prompt of which all but the last token is
+computed: planning it starts the KV transfer. It appears in plans again when the KV has arrived.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _FLAGS = frozenset(("do_remote_prefill", "do_remote_decode"))
 
 @dataclass(slots=True)
 class _Incoming:
-    """KV that a request was handed: ``asked_s`` is when its load began, monotonic; ``tokens`` are
-    those that must be moved."""
+    """The KV transfer of a request: ``asked_s`` is when its load began, monotonic; ``tokens`` is
+    the number of tokens to transfer."""
 
     asked_s: float | None = None
     tokens: int = 0
@@ -31,7 +31,7 @@ class IncomingKv:
 
     Args:
         scheduler: vLLM's.
-        counts: what is counted of transfers.
+        counts: counters of transfers.
     """
 
     def __init__(self, scheduler: Any, counts: TransferCounts) -> None:
@@ -43,13 +43,14 @@ class IncomingKv:
         self._block_tokens = scheduler.block_size
 
     def begin(self, request: Any) -> bool:
-        """A request arrived; whether KV for it will come."""
+        """A request arrived; returns whether KV for it will come."""
         params = request.kv_transfer_params
         if not isinstance(params, dict) or not params.get("do_remote_prefill"):
             return False
         tokens = None
         if not params.keys() - _FLAGS:
-            # Whoever computed it could not keep it. Not every connector stands such an offer.
+            # The prefill engine could not keep the KV. Not every connector can handle such an
+            # offer.
             params["do_remote_prefill"] = False
         elif self._connector is not None:
             tokens, _ = self._connector.get_num_new_matched_tokens(request, 0)
@@ -69,10 +70,10 @@ class IncomingKv:
         return any(each.asked_s is not None for each in self._requests.values())
 
     def awaits(self, request: Any, cached_tokens: int) -> bool:
-        """Whether KV comes for a waiting request of which nothing is computed, once it is admitted.
+        """Whether KV will come for a waiting request without computed tokens, once it is admitted.
 
         Args:
-            cached_tokens: what the engine has of its prompt.
+            cached_tokens: tokens of its prompt in the engine's prefix cache.
         """
         incoming = self._requests.get(request.request_id)
         if incoming is None or incoming.asked_s is not None:
@@ -81,8 +82,8 @@ class IncomingKv:
         return True
 
     def arrived(self, request: Any) -> bool:
-        """Whether a request that waits for KV has it, and could run. One whose KV did not come at
-        all is not: vLLM first takes its blocks back, when it next looks at it."""
+        """Whether the KV of a waiting request has arrived, so that it could run. False if the
+        transfer failed altogether: vLLM first frees its blocks, when it next checks the request."""
         request_id = request.request_id
         return (
             request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -91,7 +92,7 @@ class IncomingKv:
         )
 
     def note_started(self, now_s: float) -> list[str]:
-        """After a batch was made: the requests whose KV is asked for from now on."""
+        """Called after a batch was made: the requests whose KV is requested from now on."""
         started = []
         for request_id, incoming in list(self._requests.items()):
             if incoming.asked_s is not None:
@@ -101,12 +102,12 @@ class IncomingKv:
                 incoming.asked_s = now_s
                 started.append(request_id)
             elif request.num_computed_tokens > 0:
-                # The engine had it all, or vLLM computes it for a reason of its own.
+                # The engine had all of it cached, or vLLM computes it for its own reasons.
                 del self._requests[request_id]
         return started
 
     def note_ended(self, now_s: float) -> list[str]:
-        """After a batch: the requests whose load has ended, well or not."""
+        """Called after a batch: the requests whose load has ended, with or without success."""
         ended = []
         for request_id, incoming in list(self._requests.items()):
             if (
@@ -126,7 +127,7 @@ class IncomingKv:
 
 
 def hands_over(request: Any) -> bool:
-    """Whether a request is for its prompt only, for another engine to go on."""
+    """Whether a request is prefill only: another engine decodes."""
     params = request.kv_transfer_params
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
 

@@ -1,4 +1,5 @@
-"""What an engine hands on with a prompt that it has computed: where its KV is, and whose it is."""
+"""The offer that an engine forwards with a computed prompt: where its KV is, and of which
+prompt."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ class Offer(NamedTuple):
     Attributes:
         addresses: IP address and port of each worker, by tensor-parallel rank.
         layout: digest of the model and of how its KV lies in memory.
-        handle: the same for all workers.
-        prompt_tokens: of the prompt. prompt: digest of its tokens, see :func:`prompt_digest`.
+        handle: handle of the KV, the same for all workers.
+        prompt_tokens: tokens of the prompt. prompt: digest of its tokens, see
+            :func:`prompt_digest`.
     """
 
     addresses: tuple[tuple[str, int], ...]
@@ -47,7 +49,7 @@ class Offer(NamedTuple):
         """Read it back.
 
         Raises:
-            ValueError: it is not what :meth:`to_params` gives.
+            ValueError: ``params`` is no output of :meth:`to_params`.
         """
         addresses = params.get("addresses")
         if not isinstance(addresses, list) or not 0 < len(addresses) <= _MOST_RANKS:
@@ -64,15 +66,15 @@ class Offer(NamedTuple):
         )
 
     def source(self, rank: int) -> Source:
-        """Where the worker of this rank finds its part."""
+        """Where the worker of this rank fetches its part."""
         host, port = self.addresses[rank]
         return Source(host, port, self.layout, self.handle)
 
 
 def prompt_digest(request: Any) -> bytes | None:
-    """What the KV of a vLLM request's prompt depends on beside the model: its tokens, the adapter,
-    and the salt that keeps it apart. ``None``: it depends on more (images, embeddings), and is not
-    handed over."""
+    """Digest of the facts, besides the model, that the KV of a vLLM request's prompt depends on:
+    its tokens, the adapter, and the cache salt. ``None``: it depends on more (images, embeddings),
+    and is not transferred."""
     if request.prompt_token_ids is None or getattr(request, "mm_features", None):
         return None
     if getattr(request, "prompt_embeds", None) is not None:
@@ -88,7 +90,7 @@ def prompt_digest(request: Any) -> bytes | None:
 def _address(given: Any) -> tuple[str, int]:
     match given:
         case [str(host), int(port)] if not isinstance(port, bool) and 0 < port < 65_536:
-            # Names would be looked up, which no time-out covers.
+            # Names would need a lookup, which no time-out covers.
             return str(ip_address(host)), port
     raise ValueError("an address must be an IP address and a port")
 

@@ -1,4 +1,4 @@
-"""What requests may say of the KV of their prompts."""
+"""Checks of the KV transfer fields in requests."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from replica.engine import EngineRequest
 from replica.openai_format import RequestError
 
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
-"""Fields of vLLM's API that say where an engine fetches KV, or what of it it gives away. They are
-between engines: whoever sets them can have an engine connect anywhere, or take another one's
-prompt."""
+"""Fields of vLLM's API that say where an engine fetches KV, or which KV it gives away. Only engines
+may set them: a client that could set them could make an engine connect anywhere, or take the prompt
+of another client."""
 
 
 def check_transfer(request: EngineRequest) -> None:
-    """Check what a request says of KV.
+    """Check the KV transfer fields of a request.
 
     Raises:
-        RequestError: it says something that only engines may, or asks for the KV of what is not one
+        RequestError: it sets a field that only engines may set, or asks for KV but is not one
             prompt with one answer.
     """
     refuse_transfer_fields(request.body)
@@ -29,8 +29,7 @@ def check_transfer(request: EngineRequest) -> None:
     one_choice = request.body.get("n") in (None, 1)
     if not (request.endpoint in ("chat", "completions") and one_prompt and one_choice):
         raise RequestError(
-            "Only the prompt of a chat or a completion with one prompt and one choice is computed "
-            "apart from its answer.",
+            "Prefill only is possible for a chat or a completion with one prompt and one choice.",
             None,
         )
 
@@ -39,7 +38,7 @@ def refuse_transfer_fields(body: Mapping[str, Any]) -> None:
     """Refuse a client's body, or its extra arguments, that names KV to fetch or to give away.
 
     Raises:
-        RequestError: which field.
+        RequestError: it names such a field; the message says which.
     """
     for name in TRANSFER_FIELDS:
         if body.get(name) is not None:

@@ -1,4 +1,4 @@
-"""Gives the KV of prompts to the engines that were handed them, over TCP."""
+"""Serves the KV of prompts over TCP to the engines that received their handles."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from replica.transfer.wire import (
 logger = logging.getLogger(__name__)
 
 _MOST_PEERS = 32
-"""Connections at once; further ones wait to be accepted."""
+"""Max connections at once; further ones wait to be accepted."""
 
 _QUESTION_S = 0.5
-"""Longest time for a question to arrive once a connection is there."""
+"""Timeout for the question on a new connection."""
 
 _TICK_S = 1.0
-"""How often what was kept for too long is looked for while nobody asks."""
+"""Interval of dropping expired KV while there are no connections."""
 
 
 class TransferServer:
     """Answers questions for KV in threads of its own.
 
-    Whoever knows a handle gets its KV, once. Anybody else gets an error that tells nothing but
-    that, and is kept waiting for nothing: every connection has its deadline.
+    A client that knows a handle gets its KV, once. Any other client gets an error without further
+    information. Every connection has a deadline.
 
     Args:
         store: the KV.
-        layout: digest of the model and of how KV lies in memory; asked with another one, it
-            answers nothing.
-        host: address to listen on; the port is free.
-        timeout_s: longest time to send one prompt's KV.
+        layout: digest of the model and of the memory layout of KV; questions with another digest
+            get an error.
+        host: address to listen on; the system chooses the port.
+        timeout_s: max time to send one prompt's KV, seconds.
 
     Raises:
         OSError: the address cannot be listened on.
@@ -74,10 +74,10 @@ class TransferServer:
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """Accept nobody any more. Idempotent."""
+        """Stop accepting connections. Idempotent."""
         self._closed.set()
         with suppress(OSError):
-            # Closing alone would leave a thread that accepts where it is.
+            # Closing alone would not wake a thread that is blocked in accept.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -92,7 +92,7 @@ class TransferServer:
             except OSError as error:
                 self._room.release()
                 if not isinstance(error, TimeoutError) and not self._closed.is_set():
-                    # Out of file descriptors, say: it may pass.
+                    # Possibly out of file descriptors, which may be temporary.
                     logger.warning("no connection for KV could be accepted: %s", error)
                     self._closed.wait(_TICK_S)
                 continue
@@ -141,6 +141,6 @@ def _send_blocks(
         pieces.append(layer[first * size : (first + count) * size])
     _send(peer, OK, deadline_s, sum(piece.nbytes for piece in pieces))
     for piece in pieces:
-        # The time of one call is limited in all, not from byte to byte.
+        # The limit is on the total time of a call, not on the time per byte.
         set_timeout(peer, deadline_s)
         peer.sendall(piece)

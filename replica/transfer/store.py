@@ -16,10 +16,10 @@ class Kept(NamedTuple):
     """The KV of one prompt.
 
     Attributes:
-        secret: of its handle.
+        secret: the secret of its handle.
         layers: the bytes of each layer, block after block.
-        blocks: how many.
-        until_s: when it goes, monotonic.
+        blocks: number of blocks.
+        until_s: when it expires, monotonic.
     """
 
     secret: bytes
@@ -34,13 +34,13 @@ class Kept(NamedTuple):
 
 
 class KeptPrompts:
-    """KV by handle. Each is given away once. Where memory or time runs out the oldest goes.
+    """KV by handle. Each is given away once. When memory or time runs out, the oldest is dropped.
 
     Thread-safe.
 
     Args:
-        max_bytes: most memory; what is being sent counts until :meth:`sent`.
-        keep_s: how long one is kept, seconds.
+        max_bytes: max memory; KV that is being sent counts until :meth:`sent`.
+        keep_s: how long KV is kept, seconds.
         clock: seconds, monotonic.
     """
 
@@ -53,7 +53,7 @@ class KeptPrompts:
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()
         self._bytes = 0
-        # Of these, what is on its way: nobody else can have that room yet.
+        # The part of it that is being sent: this memory cannot be reused yet.
         self._sending = 0
 
     @property
@@ -65,7 +65,7 @@ class KeptPrompts:
         return len(self._kept)
 
     def keep(self, handle: Handle, layers: Sequence[memoryview], blocks: int) -> bool:
-        """Keep a prompt's KV; whether there is room for it at all."""
+        """Keep a prompt's KV; returns whether there is memory for it at all."""
         kept = Kept(handle.secret, tuple(layers), blocks, self._clock() + self._keep_s)
         with self._lock:
             self._drop_expired()
@@ -78,7 +78,8 @@ class KeptPrompts:
         return True
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so much could be kept now, if others went for it. What is being sent cannot."""
+        """Whether ``nbytes`` could be kept now, if others were dropped for it. KV that is being
+        sent cannot be dropped."""
         return self._sending + nbytes <= self._max_bytes
 
     def take(self, handle: Handle) -> Kept | None:
@@ -93,19 +94,19 @@ class KeptPrompts:
             return self._kept.pop(handle.name)
 
     def sent(self, kept: Kept) -> None:
-        """What :meth:`take` gave is needed no more."""
+        """The KV that :meth:`take` returned is no longer needed."""
         with self._lock:
             self._bytes -= kept.nbytes
             self._sending -= kept.nbytes
 
     def drop_expired(self) -> None:
-        """Free what was kept for too long. Taking and keeping do that, too."""
+        """Free KV that was kept for too long. :meth:`take` and :meth:`keep` do that, too."""
         with self._lock:
             self._drop_expired()
 
     def _drop_expired(self) -> None:
         now_s = self._clock()
-        # All are kept for as long, so the oldest goes first.
+        # All are kept equally long, so the oldest expires first.
         while self._kept and next(iter(self._kept.values())).until_s <= now_s:
             self._drop_oldest()
 

@@ -1,7 +1,7 @@
-"""What two engines say to each other when KV moves: one fixed question, one fixed head, raw bytes.
+"""The wire protocol of a KV transfer: one fixed question, one fixed head, raw bytes.
 
-Nothing of it is decoded into objects. The asker knows from its own layout how many bytes must come,
-and takes no memory for any other number.
+Nothing is decoded into objects. The client knows from its own layout how many bytes must come, and
+allocates no memory for any other number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 MAGIC = b"SluiceKV"
 PROTOCOL = 1
 LAYOUT_BYTES = 16
-"""Length of the digest that says what model KV is of, and how it lies in memory."""
+"""Length of the digest of KV's model and memory layout."""
 
 NAME_BYTES = 8
 SECRET_BYTES = 16
@@ -29,32 +29,31 @@ ANSWER = struct.Struct("!8sBQ")
 
 OK = 0
 UNKNOWN = 1
-"""There is no such KV: it never was, was fetched, or was kept for too long; or the secret is
-wrong."""
+"""There is no such KV: it never existed, was fetched or has expired; or the secret is wrong."""
 OTHER_LAYOUT = 2
 MALFORMED = 3
 
 REASONS = {
-    UNKNOWN: "it is not kept there",
-    OTHER_LAYOUT: "it is of another model or layout",
+    UNKNOWN: "no such KV: unknown, fetched or expired",
+    OTHER_LAYOUT: "the KV is of another model or layout",
     MALFORMED: "the question was malformed",
 }
 
 
 class TransferError(Exception):
-    """KV could not be fetched; the message says why."""
+    """KV could not be fetched; the message gives the reason."""
 
 
 class Handle(NamedTuple):
-    """Names KV that is kept, and proves that its holder may have it. ``secret`` is 128 random
-    bits, compared in constant time; ``name`` only finds the place."""
+    """Identifies kept KV, and authorises its holder to fetch it. ``secret`` is 128 random bits,
+    compared in constant time; ``name`` only finds the entry."""
 
     name: bytes
     secret: bytes
 
     @classmethod
     def new(cls) -> Handle:
-        """One that nobody can guess."""
+        """A new handle that cannot be guessed."""
         return cls(secrets.token_bytes(NAME_BYTES), secrets.token_bytes(SECRET_BYTES))
 
     @classmethod
@@ -62,7 +61,7 @@ class Handle(NamedTuple):
         """Read it back.
 
         Raises:
-            ValueError: it has another length.
+            ValueError: ``data`` has another length.
         """
         if len(data) != HANDLE_BYTES:
             raise ValueError(f"a handle has {HANDLE_BYTES} bytes, got {len(data)}")
@@ -81,7 +80,7 @@ def receive_into(peer: socket.socket, buffer: memoryview, deadline_s: float) -> 
     peer sends.
 
     Raises:
-        TransferError: it ended early.
+        TransferError: the connection ended early.
         OSError: the connection failed, or it took too long.
     """
     got = 0
@@ -97,7 +96,7 @@ def set_timeout(peer: socket.socket, deadline_s: float) -> None:
     """Have the next operation of ``peer`` end by ``deadline_s``.
 
     Raises:
-        TimeoutError: it is past.
+        TimeoutError: the deadline has passed.
     """
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:

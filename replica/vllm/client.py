@@ -1,5 +1,5 @@
-"""vLLM's asynchronous engine client, watched: which output tokens passed, when, and for which API
-call. vLLM's OpenAI layer sits on top of it and does not notice.
+"""vLLM's asynchronous engine client with records per API call: which output tokens passed, and
+when. vLLM's OpenAI layer sits on top of it, unchanged.
 """
 
 # vLLM's classes are untyped here, so their subclasses are, too.
@@ -29,7 +29,7 @@ from replica.vllm.reasoning import end_among
 from replica.vllm.resume import AT_ONCE, may_go_on, repeat, rest_of
 
 CURRENT_CALL: ContextVar[ApiCall | None] = ContextVar("CURRENT_CALL", default=None)
-"""The API call that this task serves, where vLLM's requests do not say it."""
+"""The API call that this task serves, for places where vLLM's requests do not carry it."""
 
 
 class AbortedError(ValueError):
@@ -38,34 +38,38 @@ class AbortedError(ValueError):
 
 @dataclass(slots=True)
 class ApiCall:
-    """One API call on its way through the engine. Its first prompt's first choice is the one whose
-    tokens are followed one by one.
+    """One API call in progress. Only the tokens of its first prompt's first choice are tracked one
+    by one.
 
     Attributes:
         received_s: when it reached the replica, monotonic.
-        engine_ids: ids of its engine requests, one a prompt.
+        engine_ids: ids of its engine requests, one per prompt.
         prompt_tokens: of all its prompts. output_tokens: of all its choices.
-        cached_tokens: of its prompts, in the engine's prefix cache.
-        unsent_tokens: of the first choice, that are in no response chunk yet.
-        offsets_s: of the first choice's tokens of a plain response, seconds after ``received_s``.
-        failure: what ended one of its engine requests other than a client's mistake.
-        refusal: why its grammar is not allowed, if it is not.
+        cached_tokens: tokens of its prompts in the engine's prefix cache.
+        unsent_tokens: tokens of the first choice that are in no response chunk yet.
+        offsets_s: times of the first choice's tokens of a plain response, seconds after
+            ``received_s``.
+        failure: the error, other than a client's mistake, that ended one of its engine requests.
+        refusal: why its grammar is refused, if it is.
         aborted: it was stopped from outside.
-        trace: the W3C trace context for vLLM's own span; empty: it makes none.
+        trace: the W3C trace context for vLLM's own span; empty: vLLM makes no span.
         xargs: Sluice's arguments of its engine requests.
-        transfer: vLLM's parameters of the hand-over of its prompt's KV, to this engine or from it;
-            ``None``: nothing is handed over.
-        prefill_only: the engine computes its prompt and no more than a token, which nobody sees.
-        offer: what the engine says of the KV that it keeps of its prompt.
-        stats: vLLM's times of its first prompt, where vLLM keeps them.
-        resumable: its chunks tell the tokens, as far as another engine could go on from them.
-        unsent_groups: the tokens of :attr:`unsent_tokens` where they are told, by the outputs of
-            the engine that they came in.
-        resume: what its client has already. repeated: the outputs that that was, made again.
-        prompt_logprobs: log probabilities that its prompts so far ask for, of their own tokens.
-        ends: tokens with which its reasoning ends, where one of its stages ends with that.
-        reasoned: with so many tokens of the first choice it has ended; 0: it has not.
-        unsent_reasoned: the same of :attr:`unsent_tokens`.
+        transfer: vLLM's parameters of the transfer of its prompt's KV, to this engine or from it;
+            ``None``: no KV transfer.
+        prefill_only: the engine computes its prompt and at most one token, which is dropped.
+        offer: the engine's description of the KV that it keeps of its prompt.
+        stats: vLLM's times of its first prompt, if vLLM keeps them.
+        resumable: its chunks carry the token ids, if another engine could resume from them.
+        unsent_groups: if chunks carry the token ids, the ids of :attr:`unsent_tokens`, grouped by
+            the engine's outputs.
+        resume: the part of the response that its client has already. repeated: the outputs of that
+            part, made again.
+        prompt_logprobs: number of log probabilities of prompt tokens that its prompts so far ask
+            for.
+        ends: tokens that end its reasoning, if one of its stages ends with the reasoning.
+        reasoned: the reasoning has ended with this token of the first choice, counted from 1; 0: it
+            has not.
+        unsent_reasoned: the same, counted in :attr:`unsent_tokens`.
     """
 
     received_s: float
@@ -94,8 +98,9 @@ class ApiCall:
     unsent_reasoned: int = 0
 
     def chunks(self, event: bytes) -> list[ResponseChunk]:
-        """``event`` with the tokens that came since the last one. Each output of the engine is a
-        chunk of its own where tokens are told: another engine repeats them in the same steps."""
+        """``event`` with the tokens that came since the last one. If chunks carry the token ids,
+        each output of the engine is a separate chunk: another engine repeats the outputs in the
+        same steps."""
         tokens, self.unsent_tokens = self.unsent_tokens, 0
         groups, self.unsent_groups = self.unsent_groups, []
         reasoned, self.unsent_reasoned = self.unsent_reasoned, 0
@@ -111,7 +116,7 @@ class ApiCall:
 
     @property
     def queued_s(self) -> float | None:
-        """Seconds from ``received_s`` to its first batch, where vLLM tells."""
+        """Seconds from ``received_s`` to its first batch, if vLLM reports it."""
         scheduled_s = getattr(self.stats, "scheduled_ts", 0.0)
         return max(0.0, scheduled_s - self.received_s) if scheduled_s else None
 
@@ -120,11 +125,11 @@ class WatchedLLM(AsyncLLM):
     """``AsyncLLM`` that keeps :class:`ApiCall` records.
 
     Attributes:
-        calls: the live API calls by their id in the fleet.
+        calls: the live API calls, by their id in the fleet.
         waits: since when each live engine request waits for its next output, monotonic seconds;
-            nothing waits while its consumer is slow.
-        max_prompt_logprobs: most log probabilities of prompt tokens of one call; 0: none.
-        grammars: tries the grammar of a call first, where that is configured.
+            requests with a slow consumer do not count as waiting.
+        max_prompt_logprobs: max log probabilities of prompt tokens of one call; 0: none.
+        grammars: checks the grammar of a call first, if that is configured.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -137,10 +142,10 @@ class WatchedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """As ``AsyncLLM.generate``, with the call's record kept.
+        """As ``AsyncLLM.generate``, and keeps the call's record.
 
-        A plain response is asked for step by step, as its tokens' times are not known otherwise;
-        its consumer still gets it in one piece.
+        The engine is asked for a plain response step by step, to know its tokens' times; the
+        consumer still gets it in one piece.
         """
         call = self.calls.get((sampling_params.extra_args or {}).get(ID, ""))
         plain = sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
@@ -150,7 +155,7 @@ class WatchedLLM(AsyncLLM):
             self._check_prompt_logprobs(call, prompt, sampling_params)
             await self._check_grammar(call, sampling_params)
             if call.resume is not None:
-                # That of its first attempt; this engine may still know it by that.
+                # The id of its first attempt: this engine may still have a request with that id.
                 request_id = f"{request_id}.{call.xargs[ID]}"
             call.engine_ids.append(request_id)
             call.resumable = call.resumable and may_go_on(sampling_params)
@@ -169,10 +174,10 @@ class WatchedLLM(AsyncLLM):
                 yield output
 
     def _check_prompt_logprobs(self, call: ApiCall, prompt: Any, params: Any) -> None:
-        """Refuse a call that asks for too many log probabilities, all its prompts together.
+        """Refuse a call whose prompts together ask for too many log probabilities.
 
         Raises:
-            ValueError: it does.
+            ValueError: the call asks for too many.
         """
         each = params.prompt_logprobs
         if each is None:
@@ -194,11 +199,11 @@ class WatchedLLM(AsyncLLM):
             )
 
     async def check_tags(self, body: Mapping[str, Any]) -> None:
-        """Return if the structural tags of an API body may be read here: vLLM does so on the event
+        """Return if vLLM may parse the structural tags of an API body: it does so on the event
         loop, while it reads the body.
 
         Raises:
-            RequestError: they may not.
+            RequestError: the tags are refused.
         """
         if self.grammars is None:
             return
@@ -206,10 +211,10 @@ class WatchedLLM(AsyncLLM):
             await self.grammars.check(StructuredOutputsParams(structural_tag=tag), frozenset())
 
     async def _check_grammar(self, call: ApiCall, sampling_params: Any) -> None:
-        """Return if the engine may take the request.
+        """Return if the engine may take the request with its grammar.
 
         Raises:
-            RequestError: not with this grammar.
+            RequestError: the grammar is refused.
         """
         params = sampling_params.structured_outputs
         if self.grammars is None or params is None or call.prefill_only:
@@ -224,7 +229,7 @@ class WatchedLLM(AsyncLLM):
     async def _add_request(
         self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
     ) -> None:
-        """As ``AsyncLLM._add_request``; a stream that is resumed starts behind what was sent."""
+        """As ``AsyncLLM._add_request``; a resumed stream starts after the part that was sent."""
         params = request.sampling_params
         call = self.calls.get(((params and params.extra_args) or {}).get(ID, ""))
         if call is None or call.resume is None or not call.resume.token_ids:
@@ -240,14 +245,14 @@ class WatchedLLM(AsyncLLM):
         call.repeated = await repeat(processor, request, queue, call.resume, most)
         if processor.has_request(request.request_id):
             await self.engine_core.add_request_async(rest)
-        elif queue.output is None:  # it has ended; an abort has said so already
+        elif queue.output is None:  # it has ended; the abort has notified the queue already
             queue.put(call.repeated.pop())
 
     async def encode(
         self, prompt: Any, pooling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """As ``AsyncLLM.encode``, with the call's record kept. What it computes counts as one
-        output token, when it is there: the first input's is the one that is timed."""
+        """As ``AsyncLLM.encode``, and keeps the call's record. Its result counts as one output
+        token; the result of the first input is timed."""
         call = CURRENT_CALL.get()
         if call is not None:
             if call.aborted:
@@ -265,7 +270,7 @@ class WatchedLLM(AsyncLLM):
                 yield output
 
     async def _timed(self, source: Any, watched: Any) -> AsyncGenerator[Any, None]:
-        """Pass on the outputs of ``watched``, which is around ``source``; see :attr:`waits`."""
+        """Forward the outputs of ``watched``, which wraps ``source``; see :attr:`waits`."""
         key = id(source)
         try:
             while True:
@@ -284,13 +289,14 @@ class WatchedLLM(AsyncLLM):
 async def _watch(
     source: Any, call: ApiCall, plain: bool, first_prompt: bool
 ) -> AsyncGenerator[Any, None]:
-    """Pass on the outputs of one engine request, counted; of a plain one only the last, whole."""
+    """Count and forward the outputs of one engine request; of a plain response only the last,
+    whole."""
     counted: dict[int, int] = {}
     finished: dict[int, Any] = {}
     try:
         async for latest in source:
             _check_bound(latest, call)
-            # What is repeated is made before the first output that is new.
+            # The repeated outputs come before the first new one.
             repeated, call.repeated = call.repeated, []
             for number, output in enumerate((*repeated, latest), 1):
                 if number % AT_ONCE == 0:
@@ -309,10 +315,10 @@ async def _watch(
 
 
 def _check_bound(output: Any, call: ApiCall) -> None:
-    """Return unless the engine has stopped a request because of its grammar's time.
+    """Raise if the engine has stopped a request because its grammar took too long.
 
     Raises:
-        RequestError: it has.
+        RequestError: the engine has stopped it.
     """
     if any(choice.stop_reason == TOO_COSTLY for choice in output.outputs):
         call.refusal = RequestError(
@@ -326,7 +332,7 @@ def _check_bound(output: Any, call: ApiCall) -> None:
 def _count(
     output: Any, call: ApiCall, plain: bool, first_prompt: bool, counted: dict[int, int]
 ) -> None:
-    """Take in an output. ``counted`` are the tokens of its request before it, by choice."""
+    """Record an output. ``counted`` are the earlier tokens of its request, by choice."""
     if not counted:
         call.prompt_tokens += len(output.prompt_token_ids or ())
         call.cached_tokens += output.num_cached_tokens or 0
@@ -336,7 +342,7 @@ def _count(
         call.offer = output.kv_transfer_params
     for choice in output.outputs:
         before = counted.get(choice.index, 0)
-        # Cumulative outputs repeat the tokens before, deltas do not.
+        # Cumulative outputs repeat the earlier tokens, deltas do not.
         new = len(choice.token_ids) - (before if plain else 0)
         counted[choice.index] = before + new
         call.output_tokens += new
@@ -354,13 +360,13 @@ def _count(
 
 
 def _with_transfer(sampling_params: Any, call: ApiCall) -> Any:
-    """The parameters of a request whose KV comes from another engine, or is for one."""
+    """The parameters of a request with a KV transfer from or to another engine."""
     sampling_params = copy(sampling_params)
     extra = sampling_params.extra_args or {}
-    # The engine makes notes in it.
+    # A copy, as the engine changes it.
     sampling_params.extra_args = {**extra, "kv_transfer_params": dict(call.transfer or {})}
     if call.prefill_only:
-        # Its token is thrown away, so nothing must be made of it.
+        # Its token is dropped, so it must not be processed further.
         sampling_params.max_tokens = 1
         sampling_params.min_tokens = 0
         sampling_params.stop = []
@@ -371,7 +377,7 @@ def _with_transfer(sampling_params: Any, call: ApiCall) -> Any:
 
 
 async def _watch_encoded(source: Any, call: ApiCall, first: bool) -> AsyncGenerator[Any, None]:
-    """Pass on the output of one prompt that is encoded, counted."""
+    """Count and forward the output of one prompt that is encoded."""
     try:
         async for output in source:
             if output.finished:

@@ -1,6 +1,6 @@
-"""vLLM's worker on CPUs, with four faults of 0.29 to 0.32 mended.
+"""vLLM's worker on CPUs, with four faults of 0.29 to 0.32 fixed.
 
-Seeds: vLLM samples for every request of a batch, also for one whose prompt goes on in the next
+Seeds: vLLM samples for every request of a batch, also for one whose prompt continues in the next
 batch, and drops that token. Where such a request has a seed, its generator is then moved back by
 the offset of one draw. A generator on the CPU has no offset: the call raises, which ends the
 engine. Preempted requests, whose tokens are computed again in chunks, end it likewise.
@@ -32,16 +32,16 @@ _CONSTRAIN = getattr(rejection_sampler, "apply_sampling_constraints", None)
 
 
 class PatchedCpuWorker(CPUWorker):
-    """Draws from a request's own generator only where the token counts, and with its temperature.
+    """Draws from a request's own generator only if the token is kept, and with its temperature.
 
-    vLLM loads it in every process that computes, by its argument ``worker_cls``.
+    vLLM loads it in every worker process, by its argument ``worker_cls``.
     """
 
     def init_device(self) -> None:
         """Make the model runner.
 
         Raises:
-            UnsupportedVllmError: it lacks what is used here.
+            UnsupportedVllmError: vLLM lacks a name that is used here.
         """
         mend_rejection_sampler()
         mend_token_ranks()
@@ -54,7 +54,7 @@ class PatchedCpuWorker(CPUWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample for the batch. Requests whose token will be dropped have no generator meanwhile:
-        nothing is drawn from it, and nothing is to be taken back."""
+        so nothing is drawn from it, and nothing must be undone."""
         if self.use_v2_model_runner:  # its random numbers depend on seed and position alone
             return super().sample_tokens(grammar_output)
         generators = self.model_runner.input_batch.generators
@@ -67,10 +67,10 @@ class PatchedCpuWorker(CPUWorker):
 
 
 def mend_rejection_sampler() -> None:
-    """Replace what is faulty in vLLM's check of drafted tokens, in this process.
+    """Replace the faulty function in vLLM's check of drafted tokens, in this process.
 
     Raises:
-        UnsupportedVllmError: it is not there.
+        UnsupportedVllmError: vLLM does not have it.
     """
     if _CONSTRAIN is None or not hasattr(rejection_sampler, "expand_batch_to_tokens"):
         raise UnsupportedVllmError(

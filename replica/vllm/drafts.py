@@ -2,9 +2,9 @@
 are drafted next.
 
 vLLM drafts behind a step and checks the drafts in the request's next one: ``1 + d`` tokens of a
-decode are its next one and ``d`` drafts, of which it drops what a cap leaves out. How many it
-drafts it takes from a table by batch size, in whose place
-:class:`~replica.scheduler.speculation.DraftLength` is put."""
+decode are its next one and ``d`` drafts, of which it drops what a cap leaves out. vLLM takes the
+number of tokens to draft from a table by batch size, which this module replaces by
+:class:`~replica.scheduler.speculation.DraftLength`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from scheduling.batching import PlannedTokens
 class PlannedDrafts:
     """The drafts of one engine's requests.
 
-    A pass over the requests asks :meth:`offer` for each decode, :meth:`planned` has the plan,
-    :meth:`checked` says what the step checks, and :meth:`learn` what became of it.
+    Per step: :meth:`offer` for each decode in a pass over the requests, :meth:`planned` with the
+    plan, :meth:`checked` for the drafts that the step checks, and :meth:`learn` with its result.
 
     Args:
         scheduler: vLLM's; it must decode speculatively, and wait for each batch.
@@ -42,18 +42,18 @@ class PlannedDrafts:
 
     @property
     def drafted(self) -> int | None:
-        """Most tokens that a model drafts for one request in the step that was planned last;
-        ``None`` where no model does."""
+        """Max tokens that a draft model drafts for one request in the step that was planned last;
+        ``None`` without a draft model."""
         return None if self._length.free else self._length.length
 
     def begin_pass(self) -> None:
-        """Start a walk over the requests."""
+        """Start a pass over the requests."""
         self._offered = {}
         self._decodes = False
 
     def offer(self, request: Any) -> int:
-        """How many drafted tokens the next step of a running decode could check. Those beyond the
-        most that it may generate, or have in all, are worth nothing."""
+        """How many drafted tokens the next step of a running decode could check. Drafts beyond its
+        max output or total length do not count."""
         self._decodes = True
         drafts: int = min(
             len(request.spec_token_ids),
@@ -71,7 +71,8 @@ class PlannedDrafts:
         return len(self._blocks.get(request_id, ()))
 
     def tokens(self, most: int, sequences: int) -> int:
-        """Most new tokens of a batch of so many sequences, as drafting takes slots of its input."""
+        """Max new tokens of a batch of ``sequences`` sequences, as drafting takes slots of its
+        input."""
         return max(1, min(most, self._batched - self._slots * sequences))
 
     def planned(self, entries: Iterable[PlannedTokens]) -> None:
@@ -80,7 +81,7 @@ class PlannedDrafts:
         self._length.planned(self._decodes, bool(taken), max(taken, default=0))
 
     def checked(self, scheduler_output: Any) -> dict[str, int]:
-        """How many drafted tokens a batch checks, for each of its requests that had some."""
+        """How many drafted tokens a batch checks, by request; only requests that had some."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
         return {
             request_id: len(drafts.get(request_id, ()))
@@ -89,18 +90,18 @@ class PlannedDrafts:
         }
 
     def learn(self, checked: Mapping[str, int], runner_output: Any, local: LocalScheduler) -> None:
-        """A batch is over; vLLM has not looked at its result yet, which cuts what follows a stop.
+        """A batch is over; vLLM has not processed its result yet, which cuts tokens after a stop.
 
         Args:
             checked: of that batch, by :meth:`checked`.
             runner_output: its result.
-            local: where the requests are followed.
+            local: the scheduler that tracks the requests.
         """
         sampled = runner_output.sampled_token_ids
         for request_id, drafts in checked.items():
             tracked = local.requests.get(request_id)
             index = runner_output.req_id_to_index.get(request_id)
             if tracked is None or index is None or not sampled:
-                continue  # it has left meanwhile
+                continue  # the request has left meanwhile
             accepted = min(drafts, max(0, len(sampled[index]) - 1))
             local.drafts.observe(tracked.slo.service_class, drafts, accepted)

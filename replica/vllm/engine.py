@@ -68,12 +68,12 @@ class VllmEngine:
     Args:
         config: which model, policy and vLLM arguments.
         replica_id: names its batch log.
-        max_live_requests: most API calls at once; the state table holds several rows for each.
-        cpu_core: where it computes on CPUs and ``config.pin_cpu`` is set, the core for it.
-        traced: keep the times that spans are made of; it costs some time of each step.
+        max_live_requests: max API calls at once; the state table holds several rows for each.
+        cpu_core: the core to pin it to, if it computes on CPUs and ``config.pin_cpu`` is set.
+        traced: keep the times for spans, at some cost per step.
 
     Raises:
-        ValueError: an argument that vLLM does not know, or that is Sluice's to set.
+        ValueError: an argument that vLLM does not know, or that only Sluice may set.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class VllmEngine:
         log = config.batch_log
         preemption = config.preemption.granularity != "off"
         prepare_environment(model, config.pin_cpu, preemption)
-        # Once both processes have the table mapped it needs no name, so it cannot be left behind.
+        # Once both processes have mapped the table its file is deleted, so none can be left behind.
         with private_dir(_shared_memory()) as directory:
             path = directory / "state"
             self._table = StateTable.create(self._table_capacity, path)
@@ -177,8 +177,8 @@ class VllmEngine:
     async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
         """Serve one request; a refusal also ends with a tail, an aborted request without.
 
-        The head waits for the first piece of the response: a request whose engine dies before has
-        sent nothing, and can be served elsewhere.
+        The head waits for the first piece of the response: if the engine dies before it, nothing
+        was sent, and another replica can serve the request.
         """
         if self._llm is None:
             raise EngineDeadError(_NOT_STARTED)
@@ -211,12 +211,12 @@ class VllmEngine:
             await self._leave(request.request_id, call, pieces, ended)
 
     def _ends_of(self, request: EngineRequest) -> frozenset[int]:
-        """With which tokens the reasoning ends, where a stage of the request ends with it."""
+        """The tokens that end the reasoning, if a stage of the request ends with it."""
         asks = any(not stage.tokens for stage in request.slo.stages[:-1])
         return self._reasoning_ends if asks else frozenset()
 
     def _serving_of(self, endpoint: Endpoint) -> Serving:
-        """What serves ``endpoint``.
+        """The serving layer of ``endpoint``.
 
         Raises:
             RequestError: the model does not offer it.
@@ -287,7 +287,7 @@ class VllmEngine:
         except client_error_types() as error:
             raise RequestError(str(error), getattr(error, "parameter", None)) from error
         except (AttributeError, KeyError, TypeError) as error:
-            # vLLM's own checks run on the raw body and trip over values of a wrong type.
+            # vLLM's own checks run on the raw body and fail on values of a wrong type.
             raise RequestError(f"The body is malformed: {error}", None) from error
 
     async def _respond(
@@ -298,7 +298,7 @@ class VllmEngine:
         CURRENT_CALL.set(call)
         response = await self._create(serving.layer, serving.create(body, None), call)
         if call.refusal is not None and not call.aborted:
-            # vLLM's own words would be those of an internal error.
+            # vLLM's own message would be that of an internal error.
             for item in _refusal(call.refusal.status, call.refusal.body()):
                 yield item
             return
@@ -337,7 +337,7 @@ class VllmEngine:
             )
 
     def _handed_over(self, call: ApiCall) -> tuple[ResponseItem, ...]:
-        """The answer to a request for its prompt only. What the layer made of it is of no use."""
+        """The response to a prefill-only request. The serving layer's own response is not used."""
         handoff = Handoff(self._replica_id, call.offer or {}, call.prompt_tokens)
         return (
             ResponseHead(200, "application/json"),
@@ -357,7 +357,7 @@ class VllmEngine:
             raise
         except Exception as error:
             if call.prefill_only and call.offer is not None:
-                # It wanted more of the answer than a prompt has; the prompt is computed.
+                # The layer needs more output than a prefill has; the prompt's KV is computed.
                 return None
             self._raise_if_dead(error)
             response = serving.create_error_response(error)
@@ -399,7 +399,7 @@ class VllmEngine:
             raise EngineDeadError(f"the vLLM engine died: {error}") from error
 
     async def _leave(self, request_id: str, call: ApiCall, pieces: Any, ended: bool) -> None:
-        """Close what is open of a call, and stop its work in the engine if it did not end."""
+        """Close the stream of a call, and abort it in the engine unless it has ended."""
         try:
             await pieces.aclose()
             if not ended and call.engine_ids and self._llm is not None and not self._llm.errored:
@@ -423,7 +423,7 @@ class VllmEngine:
         return self._table.read()
 
     def waits_since_s(self) -> float | None:
-        """Since when the request waits that has waited longest for its next output."""
+        """When the request that has waited longest for its next output began to wait."""
         return None if self._llm is None else min(self._llm.waits.values(), default=None)
 
     async def pulse(self) -> None:
@@ -434,7 +434,7 @@ class VllmEngine:
         """
         if self._llm is None:
             raise EngineDeadError(_NOT_STARTED)
-        # Answered by the loop that runs the steps, and by nothing beside it.
+        # Only the loop that runs the steps answers this call.
         await self._llm.is_sleeping()
 
     async def models(self) -> dict[str, Any]:
@@ -467,7 +467,7 @@ class VllmEngine:
         if llm is not None:
             from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
-            # vLLM's own shutdown leaves those who wait for an output waiting.
+            # vLLM's own shutdown does not wake the tasks that wait for an output.
             llm.output_processor.propagate_error(VllmEngineDeadError())
             if llm.grammars is not None:
                 llm.grammars.stop()
@@ -477,7 +477,7 @@ class VllmEngine:
 
 
 def _transfer(request: EngineRequest) -> dict[str, Any] | None:
-    """What vLLM is told of a request's KV."""
+    """vLLM's KV transfer parameters of a request."""
     if request.handoff is not None:
         return {**request.handoff.params, "do_remote_prefill": True, "do_remote_decode": False}
     if request.prefill_only:
@@ -486,7 +486,7 @@ def _transfer(request: EngineRequest) -> dict[str, Any] | None:
 
 
 def _shared_memory() -> Path | None:
-    """Where files live in memory, if there is such a place; else the default is used."""
+    """The directory of files in memory, if there is one; ``None``: use the default."""
     path = Path("/dev/shm")
     return path if path.is_dir() else None
 

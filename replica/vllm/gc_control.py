@@ -1,10 +1,10 @@
-"""When the engine's process collects its garbage: between batches, where no deadline notices.
+"""When the engine's process collects its garbage: between batches, where it delays no deadline.
 
-Python's collector stops the process for as long as it takes, at a moment of its own choosing:
-FairBatching §4 saw pauses of hundreds of milliseconds. As there, what start-up has made is set
-aside for good, and a collection by hand waits until no prefill is queued, the decodes have ample
-slack and the last one is long past. The paper gives no bound; ours is that after a minute it is
-made in any case, so that garbage cannot pile up under a load that never pauses.
+Python's collector stops the process for as long as it takes, at an arbitrary moment: FairBatching
+§4 saw pauses of hundreds of milliseconds. As there, objects from start-up are never collected
+again, and an explicit collection waits until no prefill is queued, the decodes have ample slack and
+the last collection is long past. The paper gives no bound; ours is one collection a minute in any
+case, so that garbage cannot pile up under a load that never pauses.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from scheduling.request import QueueView
 logger = logging.getLogger(__name__)
 
 LEAST_INTERVAL_S = 5.0
-"""Least time between two collections."""
+"""Min time between two collections."""
 
 MOST_INTERVAL_S = 60.0
-"""Most time between two collections while batches are planned."""
+"""Max time between two collections while batches are planned."""
 
 SLACK_FACTOR = 4.0
-"""Slack is ample if it is as many times what the last collection took."""
+"""Slack is ample if it is this many times the duration of the last collection."""
 
 
 class CollectionRule:
     """Decides when to collect; reads no clock and collects nothing.
 
     Args:
-        now_s: when it begins, seconds, monotonic; counts as a collection.
-        least_s: least time between two collections.
-        most_s: most time between two.
-        pause_s: how long a collection is taken to last before the first one has been seen.
+        now_s: start time, monotonic seconds; counts as a collection.
+        least_s: min time between two collections.
+        most_s: max time between two collections.
+        pause_s: assumed duration of a collection until the first one was measured.
 
     Raises:
         ValueError: not ``0 <= least_s <= most_s``.
@@ -82,7 +82,7 @@ class CollectionRule:
 
 
 class GarbageCollector:
-    """Takes the collection of this process's garbage into its own hands, until :meth:`stop`.
+    """Replaces Python's automatic garbage collection in this process, until :meth:`stop`.
 
     Args:
         clock: seconds, monotonic, the clock of the queue's times.
@@ -95,7 +95,8 @@ class GarbageCollector:
     def before_batch(self, queue: QueueView, step_s: float) -> None:
         """Collect if it is time to; called before each batch of ``queue``, which takes ``step_s``.
 
-        The first call ends the process's start-up: what is there then is never looked at again.
+        The first call ends the process's start-up: objects that exist then are never examined
+        again.
         """
         started_s = self._clock()
         if self._rule is None:
@@ -110,7 +111,7 @@ class GarbageCollector:
             logger.debug("collected %d objects in %.1f ms", found, 1e3 * (ended_s - started_s))
 
     def stop(self) -> None:
-        """Give the collection back to Python. Idempotent."""
+        """Turn Python's automatic collection on again. Idempotent."""
         if self._rule is not None:
             self._rule = None
             gc.unfreeze()

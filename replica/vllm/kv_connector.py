@@ -1,12 +1,12 @@
 """Sluice's KV connector for vLLM: the KV of a finished prompt, over plain TCP.
 
 The engine that computed a prompt copies its blocks to host memory in the step that ends it, and
-gives the blocks back; its workers hold the copy for the one that goes on. That one asks for the
+frees the blocks; its workers hold the copy for the decode engine. The decode engine fetches the
 blocks that its own prefix cache lacks while it runs other requests; vLLM calls this an asynchronous
-load. Where the KV does not come, for whatever reason, vLLM computes the prompt itself.
+load. If the fetch fails, for whatever reason, vLLM recomputes the prompt.
 
 vLLM loads this module by ``kv_connector_module_path``, once for its scheduler and once in each
-worker. What it rests on was read in ``KVConnectorBase_V1`` of vLLM 0.29 to 0.32.
+worker. It relies on ``KVConnectorBase_V1`` as of vLLM 0.29 to 0.32.
 """
 
 # vLLM's classes are untyped here, so their subclasses are, too.
@@ -45,14 +45,14 @@ logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "sluice"
 _FETCHERS = 8
-"""Prompts whose KV a worker fetches at once."""
+"""Max prompts whose KV a worker fetches at once."""
 
-_ANY_ADDRESS = "0.0.0.0"  # what vLLM says where it finds none
+_ANY_ADDRESS = "0.0.0.0"  # vLLM's answer if it finds no address
 
 
 @dataclass(frozen=True)
 class WorkerAddress(KVConnectorHandshakeMetadata):
-    """Where one worker gives KV away, and what its KV is like."""
+    """Where one worker serves KV, and the layout of its KV."""
 
     host: str
     port: int
@@ -80,7 +80,7 @@ class Save:
 
 @dataclass
 class StepTransfers(KVConnectorMetadata):
-    """What the scheduler tells the workers with a step."""
+    """Commands of the scheduler to the workers, sent with a step."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -102,7 +102,7 @@ class TcpConnector(KVConnectorBase_V1):
     # In the scheduler.
 
     def read_blocks_by(self, block_ids: Callable[[str], Sequence[Sequence[int]]]) -> None:
-        """Say how the blocks of a request are found; without it nothing is handed over."""
+        """Set the function that finds the blocks of a request; without it no KV is transferred."""
         self._scheduler.block_ids = block_ids
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, WorkerAddress]) -> None:
@@ -112,22 +112,23 @@ class TcpConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens beyond those could be fetched."""
+        """How many tokens beyond the computed ones could be fetched."""
         tokens: int = self._scheduler.fetchable(request, num_computed_tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Called when a request is admitted: with tokens, their load begins."""
+        """Called when a request is admitted; if it has external tokens, their load begins."""
         self._scheduler.admit(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepTransfers:
-        """What the workers are to do with this step."""
+        """The workers' saves and loads for this step."""
         return self._scheduler.step(scheduler_output)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The blocks are free at once: what is handed over was copied. Also the offer, if any."""
+        """Whether vLLM must keep the blocks (no: the transferred KV was copied), and the offer, if
+        any."""
         return False, self._scheduler.finish(request)
 
     # In a worker.
@@ -137,7 +138,7 @@ class TcpConnector(KVConnectorBase_V1):
         self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerAddress | None:
-        """Where this worker gives KV away."""
+        """Where this worker serves KV."""
         return self._worker.address
 
     def bind_connector_metadata(self, connector_metadata: StepTransfers) -> None:
@@ -148,22 +149,22 @@ class TcpConnector(KVConnectorBase_V1):
         self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads run beside the steps."""
+        """Nothing to do: loads run beside the steps."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No step waits for a load."""
+        """Nothing to do: no step waits for a load."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Layers are kept together, after the step."""
+        """Nothing to do: layers are saved together, after the step."""
 
     def wait_for_save(self) -> None:
         """Called after each step's computation."""
         self._worker.save(self._get_connector_metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose loads have ended, well or not."""
+        """Requests whose loads have ended, with or without success."""
         return None, self._worker.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -177,7 +178,7 @@ class TcpConnector(KVConnectorBase_V1):
 
 
 class _SchedulerSide:
-    """Decides what is kept and what is fetched."""
+    """Decides which KV is kept and which is fetched."""
 
     def __init__(self, vllm_config: Any, config: TransferConfig) -> None:
         self.block_ids: Callable[[str], Sequence[Sequence[int]]] | None = None
@@ -194,12 +195,12 @@ class _SchedulerSide:
         offer = self._offer(request)
         if offer is None:
             return 0
-        # The last token is computed here, for what follows it.
+        # The last token is always computed here, for its logits.
         tokens: int = request.num_prompt_tokens - 1 - computed
         return max(0, tokens)
 
     def _offer(self, request: Any) -> Offer | None:
-        """The KV that a request was handed, if it is its own."""
+        """The offer that came with a request, if it matches the request."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return None
@@ -208,11 +209,11 @@ class _SchedulerSide:
             try:
                 offer = Offer.of(params)
             except ValueError as error:
-                logger.warning("a prompt is computed here, as its hand-over is wrong: %s", error)
+                logger.warning("recomputing a prompt: invalid KV offer: %s", error)
             else:
                 reason = self._unfit(offer, request)
                 if reason:
-                    logger.warning("a prompt is computed here: %s", reason)
+                    logger.warning("recomputing a prompt: %s", reason)
                     offer = None
             if offer is None:
                 params["do_remote_prefill"] = False
@@ -222,12 +223,12 @@ class _SchedulerSide:
 
     def _unfit(self, offer: Offer, request: Any) -> str | None:
         if not self.workers or offer.layout != self.workers[0].layout:
-            return "the KV on offer is of another model or layout"
+            return "the offered KV is of another model or layout"
         if len(offer.addresses) != self._ranks:
-            return "the KV on offer lies on another number of workers"
+            return "the offered KV has another number of workers"
         digest = prompt_digest(request)
         if digest != offer.prompt or offer.prompt_tokens != request.num_prompt_tokens:
-            return "the KV on offer is that of other tokens"
+            return "the offered KV is of other tokens"
         return None
 
     def admit(self, request: Any, blocks: Any, external_tokens: int) -> None:
@@ -239,10 +240,10 @@ class _SchedulerSide:
         offer = self._wanted.pop(request.request_id, None)
         if offer is None:
             return
-        # Its blocks may be taken from it later; then it is computed here.
+        # If the request is preempted later, its prompt is recomputed here.
         params["do_remote_prefill"] = False
         if external_tokens == 0:
-            # All of it is here. Whoever keeps it lets it go in time.
+            # All of it is cached here. The prefill engine drops its copy after a time.
             return
         tokens = request.num_prompt_tokens - 1
         first = (tokens - external_tokens) // self._block
@@ -268,7 +269,7 @@ class _SchedulerSide:
         return step
 
     def _offer_of(self, request: Any) -> None:
-        """The step ends this request's prompt: have its KV kept."""
+        """The step ends this request's prompt: have the workers keep its KV."""
         tokens = request.num_prompt_tokens
         blocks = -(-(tokens - 1) // self._block)
         digest = prompt_digest(request)
@@ -293,7 +294,7 @@ class _SchedulerSide:
 
 
 class _WorkerSide:
-    """Keeps KV for others, and fetches it from them."""
+    """Keeps KV for other engines, and fetches KV from them."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: TransferConfig) -> None:
         self.address: WorkerAddress | None = None
@@ -322,7 +323,7 @@ class _WorkerSide:
             host = "127.0.0.1"
         self._server = TransferServer(self._kept, layout, host, self._config.timeout_s)
         self.address = WorkerAddress(host, self._server.port, layout)
-        logger.info("KV of prompts is handed over at %s, port %d", host, self._server.port)
+        logger.info("serving KV transfers at %s, port %d", host, self._server.port)
 
     def begin(self, step: StepTransfers) -> None:
         for load in step.loads:
@@ -333,17 +334,17 @@ class _WorkerSide:
             try:
                 self._keep(save)
             except Exception:
-                # The other side can compute the prompt; nobody's step is to end for that.
-                logger.exception("the KV of a prompt is not kept")
+                # The decode engine can recompute the prompt; this must not end any request's step.
+                logger.exception("cannot keep the KV of a prompt")
 
     def _keep(self, save: Save) -> None:
         assert self._layers is not None
         blocks = len(save.block_ids)
-        # What cannot be kept need not be copied.
+        # Do not copy KV that cannot be kept.
         fits = self._kept.has_room(blocks * sum(self._layers.block_bytes))
         if not (fits and self._kept.keep(save.handle, self._layers.read(save.block_ids), blocks)):
             logger.warning(
-                "the KV of a prompt is not kept: transfer.max_bytes is %d", self._config.max_bytes
+                "cannot keep the KV of a prompt: transfer.max_bytes is %d", self._config.max_bytes
             )
 
     def _load(self, load: Load) -> None:
@@ -357,14 +358,14 @@ class _WorkerSide:
                 self._layers.write(ids, layers)
         except Exception as error:
             failed.update(ids)
-            # Whatever it was, the prompt can be computed.
+            # Whatever the error, the prompt can be recomputed.
             logger.warning(
-                "a prompt is computed here, as its KV did not come: %s",
+                "KV transfer failed, recomputing the prompt: %s",
                 error,
                 exc_info=not isinstance(error, TransferError),
             )
         with self._lock:
-            # Both at once: blocks without their request would be taken for valid.
+            # Update both under the lock: blocks without their request would be taken for valid.
             self._failed |= failed
             self._finished.add(load.request_id)
 
@@ -375,8 +376,8 @@ class _WorkerSide:
         return finished or None
 
     def take_failed(self) -> set[int]:
-        """Those of the requests that :meth:`take_finished` has just told: vLLM asks for both in
-        turn, and a load may end in between."""
+        """Failed blocks of the requests that :meth:`take_finished` has just returned: vLLM calls
+        the two in turn, and a load may end in between."""
         return self._told_failed
 
     def close(self) -> None:
@@ -386,11 +387,12 @@ class _WorkerSide:
 
 
 def check_model(vllm_config: Any) -> None:
-    """Check, before an engine is started, that the KV of its model can be moved if it is to be.
+    """Check, before an engine starts, that the KV of its model can be transferred, if that is
+    configured.
 
     Raises:
         UnsupportedLayoutError: why it cannot.
-        UnsupportedVllmError: this vLLM is not one that it was tried on.
+        UnsupportedVllmError: the connector was not tested with this version of vLLM.
     """
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer is None or transfer.kv_connector != TcpConnector.__name__:
@@ -405,11 +407,11 @@ def check_model(vllm_config: Any) -> None:
     )
     for kept, kind in rules:
         if not kept:
-            raise UnsupportedLayoutError(f"engine.transfer: the KV of {kind} cannot be handed over")
+            raise UnsupportedLayoutError(f"engine.transfer: the KV of {kind} cannot be transferred")
 
 
 def check_kv_cache(kv_cache_config: Any) -> None:
-    """Check that the KV cache is one that can be moved.
+    """Check that KV of this cache can be transferred.
 
     Raises:
         UnsupportedLayoutError: why it cannot.
@@ -417,17 +419,17 @@ def check_kv_cache(kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise UnsupportedLayoutError(
-            f"the KV of a model with {len(groups)} groups of layers cannot be handed over"
+            f"the KV of a model with {len(groups)} groups of layers cannot be transferred"
         )
     kind = type(groups[0].kv_cache_spec).__name__
     if kind != "FullAttentionSpec":
         raise UnsupportedLayoutError(
-            f"only the KV of plain attention can be handed over, not {kind}"
+            f"only the KV of plain attention can be transferred, not {kind}"
         )
 
 
 def model_facts(vllm_config: Any) -> dict[str, Any]:
-    """What KV depends on beside the tokens and the shapes of the layers."""
+    """Facts that KV depends on, besides the tokens and the shapes of the layers."""
     from vllm.platforms import current_platform
 
     model = vllm_config.model_config

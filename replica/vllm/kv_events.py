@@ -1,11 +1,11 @@
-"""vLLM's prefix cache, as :mod:`replica.scheduler.prefix_index` sees it: what it holds, and what
-leaves it.
+"""vLLM's prefix cache for :mod:`replica.scheduler.prefix_index`: which blocks it holds, and which
+are removed.
 
 vLLM can keep a queue of KV events for every block that enters or leaves its prefix cache. Keeping
-it makes the allocation of a prompt's blocks several times as dear
-(``python -m benchmarks.prefixes``), most of it for the blocks that enter, with copies of their
-tokens. So the queue stays as the operator has configured it, and the blocks that leave are listened
-to at the one place where all events of them are made.
+it makes the allocation of a prompt's blocks several times as expensive (``python -m
+benchmarks.prefixes``), mostly for the blocks that enter, with copies of their tokens. So the queue
+stays as the operator has configured it, and this module hooks the one place where all events of
+removed blocks are made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class PooledBlocks:
-    """The blocks of vLLM's prefix cache. Of several groups of layers the first one counts.
+    """The blocks of vLLM's prefix cache. With several groups of layers, only the first one counts.
 
     Args:
         pool: vLLM's ``BlockPool``.
@@ -25,12 +25,12 @@ class PooledBlocks:
         self._pool = pool
 
     def holds(self, block_hash: bytes) -> bool:
-        """Whether some block with this hash is cached."""
+        """Whether a block with this hash is cached."""
         return self._pool.get_cached_block(block_hash, [0]) is not None
 
     def tell_removed(self, listener: Callable[[bytes], None]) -> None:
-        """Call ``listener`` with the hash of each block that is removed, also where another one
-        with the same hash stays. Clearing the whole cache is not told."""
+        """Call ``listener`` with the hash of each removed block, even if another one with the same
+        hash stays. It is not called when the whole cache is cleared."""
         from vllm.v1.core.kv_cache_utils import get_block_hash
 
         emit = self._pool._emit_block_removed_events

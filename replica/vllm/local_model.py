@@ -1,6 +1,6 @@
 """A small random-weight Llama with its own tokenizer, made on this machine without any download.
 
-It answers nothing sensible, but it is a real model of a real architecture: the engine tokenises,
+Its answers make no sense, but it is a real model of a real architecture: the engine tokenises,
 prefills, decodes, streams and stops exactly as with trained weights.
 """
 
@@ -20,7 +20,8 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 _FORMAT = 2
-"""Part of the directory name: a change of anything below must not find an older model."""
+"""Part of the directory name: increment it with every change below, so that no older model is
+found."""
 
 _DIGESTS = "digests.json"
 """SHA-256 of each of the other files, by name. It is written last."""
@@ -82,8 +83,8 @@ def local_model(
 ) -> Path:
     """Directory of the model of these parameters; it is made at the first call.
 
-    Equal parameters make equal files. It is there whole or not at all, also where its maker
-    crashes or power is lost. One whose files have changed since is logged and made anew. Of several
+    Equal parameters make equal files. It is complete or absent, even after a crash or a loss of
+    power while it was made. A model with changed files is logged and made again. Of several
     processes one makes it, and the others wait. ``O(bytes)``: the files are read each time.
 
     Args:
@@ -116,7 +117,7 @@ def local_model(
     with _locked(target.parent / ".lock"):
         if not _is_whole(target):
             temporary = target.with_name(f".{name}.part")
-            shutil.rmtree(temporary, ignore_errors=True)  # of a maker that was killed
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
             temporary.mkdir()
             try:
                 vocabulary = _save_tokenizer(temporary, max_positions)
@@ -124,7 +125,7 @@ def local_model(
                 _save_weights(temporary, config, seed)
                 _seal(temporary)
                 if target.exists():
-                    _log.warning("the local model %s is damaged and made anew", target)
+                    _log.warning("the local model %s is damaged; making it again", target)
                     shutil.rmtree(target)
                 temporary.rename(target)
             finally:
@@ -135,14 +136,14 @@ def local_model(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of ``path``, which the system frees where its holder dies."""
+    """Hold the lock of ``path``, which the system frees if its holder dies."""
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _seal(directory: Path) -> None:
-    """Make the files outlive a loss of power, and write down what they are."""
+    """Sync the files to disk, so that they survive a loss of power, and write their digests."""
     paths = sorted(directory.iterdir())
     digests = directory / _DIGESTS
     digests.write_text(json.dumps({path.name: _digest(path) for path in paths}, indent=2) + "\n")
@@ -151,7 +152,7 @@ def _seal(directory: Path) -> None:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether every file is as it was made."""
+    """Whether every file is unchanged."""
     try:
         digests: dict[str, str] = json.loads((directory / _DIGESTS).read_bytes())
         return all(_digest(directory / name) == digest for name, digest in digests.items())

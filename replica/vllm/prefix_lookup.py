@@ -1,7 +1,7 @@
 """How much of a waiting request vLLM's prefix cache holds, for the planner.
 
-vLLM looks this up itself when it admits a request. A plan made without it asks for room for every
-prompt whole, so that with little KV requests that share a prefix would run one after another.
+vLLM looks this up itself when it admits a request. A plan without it would reserve KV for every
+whole prompt, so that with little KV, requests with a shared prefix would run one after another.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 _REFRESHED = 32
-"""Requests at the head of the queue whose hits are kept fresh."""
+"""Requests at the head of the queue whose hits are kept up to date."""
 
 _BLOCKS_A_PASS = 2048
-"""Cached blocks that one pass may look at, one to two milliseconds; the hit that exceeds it is the
+"""Max cached blocks examined in one pass, one to two milliseconds; the hit that exceeds it is the
 last."""
 
 
 class PrefixHit(NamedTuple):
     """``tokens`` need not be computed; ``blocks`` of theirs are in use, so that sharing them takes
-    none of the free ones. A cached block that nobody uses is counted among the free ones, and is
-    taken from them when it is used again."""
+    none of the free ones. An unused cached block counts as free until it is used again."""
 
     tokens: int
     blocks: int
@@ -31,11 +30,11 @@ _NONE = PrefixHit(0, 0)
 class PrefixHits:
     """The hits of the waiting requests, as of their last lookup.
 
-    A pass is one walk over the waiting requests in queue order. A request that is new is looked up,
-    and so are the first ones whenever the free blocks have changed, which is what filling, freeing
-    and evicting blocks does. A hit that is out of date costs a worse plan, never a wrong output:
-    vLLM looks it up again, and then also finds what the step itself fills. A lookup changes nothing
-    in vLLM, not even its statistics, for which ``get_computed_blocks`` of vLLM 0.26 counts.
+    A pass goes over the waiting requests in queue order. It looks up new requests, and the first
+    ones whenever the free blocks have changed: filling, freeing and evicting blocks all change
+    them. An outdated hit makes a worse plan, never a wrong output: vLLM looks it up again, and then
+    also finds blocks that the step itself fills. A lookup changes nothing in vLLM, not even its
+    statistics, for which ``get_computed_blocks`` of vLLM 0.26 counts.
 
     ``O(hit blocks)`` per lookup.
 
@@ -57,14 +56,14 @@ class PrefixHits:
         self._blocks_left = 0
 
     def begin_pass(self) -> None:
-        """Start a walk over the waiting requests."""
+        """Start a pass over the waiting requests."""
         free_blocks = self._pool.get_num_free_blocks()
         self._refresh_left = _REFRESHED if free_blocks != self._free_blocks else 0
         self._free_blocks = free_blocks
         self._blocks_left = _BLOCKS_A_PASS
 
     def of(self, request: Any) -> PrefixHit:
-        """The hit of a waiting request of which nothing is computed yet."""
+        """The hit of a waiting request without computed tokens."""
         if not self._enabled or request.skip_reading_prefix_cache:
             return _NONE
         hit = self._hits.get(request.request_id)
@@ -88,8 +87,8 @@ class PrefixHits:
         in_use = 0
         for group in groups:
             self._blocks_left -= 1 + len(group)
-            # Null blocks stand for what no layer reads any more.
+            # Null blocks stand for blocks that no layer reads any more.
             in_use += sum(block.ref_cnt > 0 or block.is_null for block in group)
-        # A block that is shared in part must be copied.
+        # A partly shared block must be copied.
         blocks = min(in_use // self._groups, tokens // self._block_tokens)
         return PrefixHit(tokens, blocks)

@@ -1,4 +1,4 @@
-"""With which tokens a model's reasoning ends, as vLLM's reasoning parser of the engine says."""
+"""The tokens that end a model's reasoning, from the engine's reasoning parser in vLLM."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def reasoning_ends(llm: Any) -> frozenset[int]:
-    """The ids of these tokens; none where the engine has no reasoning parser, or one that goes by
-    something else than a token.
+    """The ids of these tokens; none if the engine has no reasoning parser, or one that does not
+    detect the end by a token.
 
     Args:
         llm: vLLM's engine client.
@@ -26,5 +26,5 @@ def reasoning_ends(llm: Any) -> frozenset[int]:
 
 
 def end_among(token_ids: Sequence[int], ends: frozenset[int]) -> int:
-    """With how many of these tokens the reasoning ends; 0: it does not end with them."""
+    """The number of these tokens up to the end of the reasoning; 0: it does not end in them."""
     return next((place for place, token in enumerate(token_ids, 1) if token in ends), 0)

@@ -1,9 +1,9 @@
-"""Going on in vLLM with a stream that another replica began.
+"""Resuming in vLLM a stream that another replica began.
 
-vLLM's OpenAI layer serves the original body. What the client has of the answer goes through vLLM's
-output processor once more, in the same steps as before, so that text, stop strings and the layer's
-parsers are where they were and the same events are made; the engine itself gets the prompt with
-those tokens behind it and computes the rest.
+vLLM's OpenAI layer serves the original body. The tokens that the client has received go through
+vLLM's output processor again, in the same steps as before. This restores the state of text, stop
+strings and the layer's parsers, and makes the same events. The engine itself gets the prompt
+followed by those tokens and computes the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from replica.engine import Resume
 from replica.scheduler.xargs import KEY_PREFIX
 
 AT_ONCE = 32
-"""Outputs that are made again before others get their turn: some milliseconds."""
+"""Outputs that are repeated before the event loop gets a turn: some milliseconds."""
 
 _ZERO = ("presence_penalty", "frequency_penalty", "bad_words")
 _UNSET = (
@@ -32,16 +32,16 @@ _UNSET = (
     "prompt_logprobs",
     "logprob_token_ids",
 )
-"""Sampling parameters that depend on which tokens are output, and tokens of the prompt would not
-count; or that ask for more of an output token than the token."""
+"""Sampling parameters that depend on which tokens are output (resumed tokens would count as
+prompt), or that ask for more than the id of an output token."""
 _TRANSFER = ("kv_transfer_params", "ec_transfer_params")
 
 
 def may_go_on(params: Any) -> bool:
-    """Whether another engine could go on with what is sampled by these parameters.
+    """Whether another engine could resume an output that is sampled with these parameters.
 
-    The rest is as valid an output as the whole would have been; only at temperature 0 it is the
-    same one, as the state of the random numbers is lost.
+    The resumed output is as valid as the original one would have been. It is identical only at
+    temperature 0, as the state of the random numbers is lost.
     """
     own = (key.startswith(KEY_PREFIX) or key in _TRANSFER for key in params.extra_args or ())
     return (
@@ -55,11 +55,12 @@ def may_go_on(params: Any) -> bool:
 async def repeat(
     processor: Any, request: Any, queue: Any, resume: Resume, max_model_tokens: int
 ) -> list[Any]:
-    """Make the outputs again that ``resume`` tells of, for a request that ``processor`` has just
-    taken. Where they are all that there is to it, or it was aborted meanwhile, ``processor`` has
-    forgotten it afterwards.
+    """Repeat the outputs in ``resume``, for a request that ``processor`` has just taken. If they
+    are the whole output, or the request was aborted meanwhile, ``processor`` has forgotten it
+    afterwards.
 
-    The event loop gets its turns between: there may be thousands, and of many requests at once.
+    It yields to the event loop in between: there may be thousands of outputs, for many requests at
+    once.
     """
     outputs: list[Any] = []
     end = 0
@@ -90,7 +91,7 @@ async def repeat(
 
 
 def rest_of(request: Any, token_ids: Sequence[int], prefill_only: bool) -> Any:
-    """The request for an engine that has to go on behind ``token_ids``."""
+    """The request for an engine that resumes after ``token_ids``."""
     rest, params = copy(request), copy(request.sampling_params)
     rest.prompt_token_ids = [*request.prompt_token_ids, *token_ids]
     if not prefill_only:

@@ -3,10 +3,10 @@
 vLLM's own ``schedule()`` stays as it is: it allocates, preempts and builds the batch. Around one
 call of it, this adapter sorts its queues by the plan, takes the requests that the plan leaves out
 of the waiting queues, and caps each request's tokens through one small hook. So outputs are those
-of stock vLLM, only their order and chunks are ours.
+of stock vLLM; only their order and chunks differ.
 
-All of it rests on names that vLLM does not promise to keep. They are listed and checked at start,
-in :mod:`replica.vllm.support`. The engine runs this module in its core process, named by
+It relies on internal names of vLLM, which may change. They are listed and checked at start, in
+:mod:`replica.vllm.support`. The engine runs this module in its core process, named by
 ``scheduler_cls="replica.vllm.scheduler.make_scheduler"``.
 """
 
@@ -57,7 +57,8 @@ _UNPLANNED = 1 << 30
 _KEPT = _UNPLANNED - 1
 _ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
-# The mixin is typed as what it is mixed into; vLLM's types are not followed by the type checker.
+# The mixin is typed as the class that it is mixed into; the type checker does not follow vLLM's
+# types.
 if TYPE_CHECKING:
     _Base = Any
 else:
@@ -67,7 +68,7 @@ else:
 class PlanMixin(_Base):
     """Carries out batch plans in the scheduler that it is mixed into.
 
-    ``O(live requests)`` per step, beside the policy's own cost.
+    ``O(live requests)`` per step, besides the policy's own cost.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,10 +115,10 @@ class PlanMixin(_Base):
         if hook_name() == "_mamba_block_aligned_split":
             self._enable_old_hook()
 
-    # What vLLM calls.
+    # Called by vLLM.
 
     def add_request(self, request: Request) -> None:
-        """Take a new request, and read its objective."""
+        """Take a new request, and read its SLO."""
         super().add_request(request)
         request_id = request.request_id
         if request_id in self._local.requests:
@@ -143,7 +144,7 @@ class PlanMixin(_Base):
         )
         self._held.begin(request_id, args.prefix, request.num_prompt_tokens)
         if self._incoming.begin(request):
-            # Whoever reads the table must not take it for a prefill.
+            # Readers of the table must not take it for a prefill.
             tracked = self._local.requests[request_id]
             computed, expected = request.num_prompt_tokens - 1, tracked.expected_tokens
             row = RowUpdate(tracked.slot, computed, 1, 0, 0, False, None, None, expected)
@@ -163,11 +164,11 @@ class PlanMixin(_Base):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan the next batch, and have vLLM build it.
 
-        With nothing to plan, an empty plan, or a plan of which nothing could run, stock scheduling
+        If there is nothing to plan, or the plan is empty or could not run at all, stock scheduling
         decides the (next) step, so that live requests always make progress.
         """
         now_s = time.monotonic()
-        # The batch begins when those before it are through.
+        # The batch begins when the batches before it have ended.
         start_s = max(now_s, self._busy_until_s) if self._in_flight else now_s
         views = self._views()
         queue = QueueView(views)
@@ -189,10 +190,10 @@ class PlanMixin(_Base):
         if fetched:
             self._local.update(self._updates(fetched))
         # Where not even stock scheduling ran anything, an empty plan was right. An eviction that
-        # freed less than was counted, as others share its blocks, is followed by the next one.
+        # freed fewer blocks than planned, as other requests share them, is followed by another.
         evicted = planned and len(plan.evicted) > 0
         self._stalled = len(plan) > 0 and not ran and not evicted and not fetched
-        # With those that were evicted before the call.
+        # Includes the requests that were evicted before the call.
         preempted = tuple(output.preempted_req_ids or ())
         step = self._local.begin_step(
             plan,
@@ -239,7 +240,7 @@ class PlanMixin(_Base):
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Clear the prefix cache, if nobody uses it."""
+        """Clear the prefix cache, unless it is in use."""
         cleared: bool = super().reset_prefix_cache(*args, **kwargs)
         self._held.cleared()
         self._held.publish()
@@ -264,18 +265,18 @@ class PlanMixin(_Base):
         granted: int = super()._mamba_block_aligned_split(request, tokens, *args, **kwargs)
         return granted
 
-    # How the plan is made and carried out.
+    # Planning and execution of the plan.
 
     def _plan(self, views: list[RequestView], queue: QueueView, start_s: float) -> BatchPlan:
         """The next batch, by the policy."""
         return self._local.plan(queue, start_s, self._budget(views))
 
     def _seconds_of(self, scheduler_output: Any) -> float | None:
-        """How long a batch took, where the time between two calls does not say so."""
+        """How long a batch took, if that is not the time between two calls."""
         return None
 
     def _enable_old_hook(self) -> None:
-        """Up to 0.27 the only hook is the one for models with state-space layers."""
+        """Up to 0.27 the only usable hook is that for models with state-space layers."""
         if self.need_mamba_block_aligned_split:
             raise UnsupportedVllmError(
                 "models with aligned Mamba state need vLLM 0.28 or later: "
@@ -308,17 +309,17 @@ class PlanMixin(_Base):
         )
 
     def _schedule_planned(self, plan: BatchPlan, *args: Any, **kwargs: Any) -> Any:
-        """One stock ``schedule()`` that sees the plan's requests first, and caps them.
+        """Call stock ``schedule()`` once, with the plan's requests first and capped.
 
-        A cap of 0 makes vLLM pass over a running request, but stop at a waiting one. So running
-        requests that are left out stay in the list, at its end, where they can be preempted, and
-        waiting ones are hidden for the call. Requests that wait for something other than a place
-        (a grammar, remote KV) must stay visible: vLLM looks there whether they are ready. Those
-        whose KV is known to be there wait for a place like others.
+        A cap of 0 makes vLLM skip a running request, but stop at a waiting one. So running requests
+        that the plan leaves out stay at the end of the list, where they can be preempted, and
+        waiting ones are hidden for the call. Requests that wait for a grammar or remote KV, not for
+        a slot, must stay visible: vLLM checks there whether they are ready. Requests whose KV is
+        known to have arrived wait for a slot like others.
         """
         self._evict(plan)
         rank = {entry.request_id: position for position, entry in enumerate(plan.entries)}
-        # Those are the last to be preempted of what the plan leaves out.
+        # Of the requests that the plan leaves out, these are preempted last.
         rank.update(dict.fromkeys(plan.kept_ids, _KEPT))
 
         def key(request: Request) -> tuple[int, float]:
@@ -349,15 +350,15 @@ class PlanMixin(_Base):
                 queue.extend(rest)
 
     def _note_computed(self, scheduler_output: Any) -> None:
-        """Before a batch's requests may leave: their blocks are filled, and cached by now."""
+        """Called before a batch's requests may leave: their blocks are filled and cached by now."""
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is not None:
                 self._held.computed(request_id, request.num_computed_tokens, request.block_hashes)
 
     def _evict(self, plan: BatchPlan) -> None:
-        """Preempt what the plan evicts as vLLM preempts within a step: output in flight is still
-        delivered, and the request does not run again before."""
+        """Preempt the requests that the plan evicts as vLLM preempts within a step: output in
+        flight is still delivered, and the request does not run again before that."""
         for request_id in plan.evicted_ids:
             request = self.requests[request_id]
             self.running.remove(request)
@@ -400,8 +401,8 @@ def _request_args(request: Request) -> RequestArgs:
     try:
         return from_xargs(extra, request.request_id, now_s)
     except ValueError as error:
-        # Only direct use of the engine gets here. An exception would end the whole engine.
-        logger.warning("request %s runs without an objective: %s", request.request_id, error)
+        # Reached only by direct use of the engine. An exception would end the whole engine.
+        logger.warning("request %s runs without an SLO: %s", request.request_id, error)
         return RequestArgs(request.request_id, now_s, SLO())
 
 
@@ -423,7 +424,7 @@ def pin_thread(core: int) -> None:
 
 
 def prepare(vllm_config: Any) -> None:
-    """Check vLLM and its configuration, and pin this thread where it is to be.
+    """Check vLLM and its configuration, and pin this thread if that is configured.
 
     Raises:
         UnsupportedVllmError: this vLLM or its configuration cannot carry out plans.

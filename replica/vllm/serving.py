@@ -1,7 +1,7 @@
-"""vLLM's own serving layers, one per endpoint, as far as the model and the version have them.
+"""vLLM's own serving layers, one per endpoint that the model and the version support.
 
-They do what makes an API compatible: chat templates, tools, log probabilities, structured output,
-error texts. Which of them exist depends on the model: one that embeds generates no text.
+They make the API compatible: chat templates, tools, log probabilities, structured output, error
+texts. Which of them exist depends on the model: one that embeds generates no text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from replica.engine import Endpoint
 
 
 class Serving(NamedTuple):
-    """What serves one endpoint.
+    """The serving layer of one endpoint.
 
     Attributes:
         body: checks a body and makes vLLM's request of it.
         layer: makes error responses.
-        create: the response to such a request (and to no HTTP request): a model, an HTTP response,
-            a stream of events, or an error response.
+        create: makes the response to vLLM's request, without an HTTP request: a model, an HTTP
+            response, a stream of events, or an error response.
         generates: its requests carry sampling parameters, and Sluice's arguments with them.
     """
 

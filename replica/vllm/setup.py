@@ -48,7 +48,7 @@ _SHORTHANDS = frozenset({"spec-method", "spec-model", "spec-tokens"})
 """vLLM's arguments for parts of its speculative configuration."""
 
 _MAX_REASON = 500
-"""Most characters of vLLM's reason for refusing its arguments that are told."""
+"""Max characters of vLLM's reason for refusing its arguments in the error message."""
 
 _CPU_KV_BYTES = 256 << 20
 """KV cache on CPUs unless stated; vLLM would take a share of all memory."""
@@ -63,7 +63,8 @@ class Launched(NamedTuple):
 
 
 def prepare_environment(model: str, one_thread: bool, preemption: bool = False) -> None:
-    """Set what vLLM and its libraries read from the environment, for this process and the engine's.
+    """Set the environment variables that vLLM and its libraries read, for this process and the
+    engine's.
 
     Args:
         model: path or hub id; with a path, nothing is looked up on the network.
@@ -72,7 +73,7 @@ def prepare_environment(model: str, one_thread: bool, preemption: bool = False) 
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if SOCKETS_VARIABLE not in os.environ:
-        # Once for the process, as vLLM reads it once.
+        # Set once for the process, as vLLM reads it once.
         sockets = make_private_dir()
         atexit.register(shutil.rmtree, sockets, ignore_errors=True)
         os.environ[SOCKETS_VARIABLE] = str(sockets)
@@ -88,7 +89,7 @@ def prepare_environment(model: str, one_thread: bool, preemption: bool = False) 
 
 
 def survive_module_scan() -> None:
-    """Have vLLM's scan of all loaded modules pass over numba's. It must be called before an engine
+    """Have vLLM's scan of all loaded modules survive numba's. It must be called before an engine
     starts in a process that has loaded compiled policies; importing this module does.
 
     vLLM 0.32 on CPUs looks for ``__dict__`` at everything in every module and takes what it finds
@@ -116,8 +117,8 @@ def parse_arguments(
     """vLLM's parsed arguments from those ``given``, by command-line name without dashes.
 
     Args:
-        keep_times: have vLLM note of each request when it was first scheduled.
-        transfer: how the KV of prompts is handed over; ``None``: it is not.
+        keep_times: have vLLM record when each request was first scheduled.
+        transfer: KV transfer of prompts; ``None``: off.
 
     Raises:
         ValueError: an argument that vLLM refuses, or that is reserved.
@@ -166,7 +167,7 @@ def parse_arguments(
 
 
 def _reason(text: str) -> str:
-    """What is wrong, of all that the parser writes: its usage comes before, links after."""
+    """The reason in the parser's output: its usage comes before, links after."""
     told = text.rpartition(" error: ")[2].partition("For further information")[0]
     return " ".join(told.split())[:_MAX_REASON]
 
@@ -175,7 +176,7 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
     """Start the engine process and the serving layer on it.
 
     Args:
-        grammar_check_s: CPU time of each part of a grammar's trial, seconds; 0: none is tried.
+        grammar_check_s: CPU time limit of each phase of a grammar check, seconds; 0: no check.
 
     Raises:
         replica.vllm.support.UnsupportedVllmError: this vLLM, or its configuration, cannot carry
@@ -201,7 +202,7 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
     context = UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(arguments)
     vllm_config = engine_args.create_engine_config(usage_context=context)
-    # The engine process checks, too, but its reasons end up in its log only.
+    # The engine process checks, too, but writes its reasons to its log only.
     check_config(vllm_config)
     settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
     variant = variant_of(settings)
@@ -229,7 +230,7 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
 
 
 def _has_grammars(vllm_config: Any) -> bool:
-    """Whether the engine makes grammars, and this vLLM lets them be tried beside it."""
+    """Whether the engine uses grammars, and this vLLM allows to check them in another process."""
     from vllm import SamplingParams
 
     model = vllm_config.model_config
@@ -249,7 +250,7 @@ def client_error_types() -> tuple[type[Exception], ...]:
 
 
 def max_prompt_logprobs(configured: int, vllm_config: Any) -> int:
-    """Most log probabilities of prompt tokens in one answer; 0 where they would end the engine.
+    """Max log probabilities of prompt tokens in one response; 0 if they would end the engine.
 
     vLLM's LoRA layers on CPUs expect logits of sampled tokens alone, and those of a prompt's tokens
     end the engine.
@@ -264,7 +265,7 @@ def _on_cpu() -> bool:
 
 
 def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """vLLM arguments under which the plan can choose how many drafted tokens are checked."""
+    """vLLM arguments that let the plan choose how many drafted tokens are checked."""
     shorthands = sorted(_SHORTHANDS & given.keys())
     if shorthands:
         raise ValueError(f"vllm_args: use speculative-config in place of {', '.join(shorthands)}")
@@ -280,7 +281,7 @@ def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def transfer_argument(transfer: TransferConfig) -> dict[str, Any]:
-    """vLLM's configuration of the hand-over: every engine gives KV away and takes it.
+    """vLLM's configuration of the KV transfer: every engine sends and receives KV.
 
     Raises:
         ValueError: the connector cannot run here.
@@ -303,7 +304,8 @@ def transfer_argument(transfer: TransferConfig) -> dict[str, Any]:
 
 
 def _prepare_nixl(transfer: TransferConfig) -> None:
-    """Where an engine tells others how to read its memory: NIXL takes it from the environment."""
+    """Set the address at which other engines learn how to read this one's memory: NIXL reads it
+    from the environment."""
     from vllm.utils.network_utils import get_ip, get_open_port
 
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", transfer.host or get_ip())

@@ -1,5 +1,6 @@
-"""What Sluice's scheduler needs of vLLM: a version with the names that it uses, and a configuration
-in which plans can be carried out. The differences between the supported versions are here, too.
+"""Requirements of Sluice's scheduler on vLLM: a version with the names that it uses, and a
+configuration in which plans can be executed. The differences between the supported versions are
+here, too.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ Versions = tuple[tuple[int, int], tuple[int, int]]
 """First and last minor version of vLLM."""
 
 SUPPORTED: Versions = ((0, 26), (0, 32))
-"""Those in which batch plans can be carried out."""
+"""Versions in which batch plans can be executed."""
 
 WITH_PREEMPTION: Versions = ((0, 29), (0, 32))
-"""Those in which running prefills can be preempted."""
+"""Versions in which running prefills can be preempted."""
 
 WITH_TRANSFER: Versions = ((0, 29), (0, 32))
-"""Those in which KV can be handed over by Sluice's connector."""
+"""Versions in which Sluice's connector can transfer KV."""
 
 WITH_SPECULATION: Versions = ((0, 29), (0, 32))
-"""Those in which drafted tokens can be checked by the plan."""
+"""Versions in which the plan can choose how many drafted tokens are checked."""
 
 _SCHEDULER_NAMES = (
     "add_request",
@@ -74,11 +75,11 @@ _REQUEST_NAMES = (
 
 
 class UnsupportedVllmError(ConfigurationError):
-    """This vLLM, or the way in which it is configured, cannot carry out batch plans."""
+    """This vLLM, or its configuration, cannot execute batch plans."""
 
 
 def hook_name() -> str:
-    """The method through which ``schedule()`` passes every request's number of new tokens."""
+    """The method that ``schedule()`` calls with every request's number of new tokens."""
     if hasattr(Scheduler, "_reserve_prefill_lookahead"):  # from 0.28
         return "_reserve_prefill_lookahead"
     return "_mamba_block_aligned_split"
@@ -94,7 +95,7 @@ def check_version(version: str, supported: Versions, user: str) -> None:
     """Check that ``user``, which supports these versions, runs in this one.
 
     Raises:
-        UnsupportedVllmError: it does not; which versions are supported.
+        UnsupportedVllmError: it does not run in it; the message lists the supported versions.
     """
     low, high = supported
     match = re.match(r"(\d+)\.(\d+)", version)
@@ -134,12 +135,12 @@ def check_vllm(version: str = vllm.__version__) -> None:
 
 
 def _made_by_scheduler() -> frozenset[str]:
-    """What the scheduler's constructor names: its attributes are among them."""
+    """The names in the scheduler's constructor: its attributes are among them."""
     return frozenset(Scheduler.__init__.__code__.co_names)
 
 
 def check_config(vllm_config: Any) -> None:
-    """Check that the engine is configured in a way in which plans can be carried out.
+    """Check that plans can be executed with the engine's configuration.
 
     Raises:
         UnsupportedVllmError: the setting, and what is allowed.
@@ -176,7 +177,7 @@ def _check_speculation(vllm_config: Any) -> None:
         )
     config = vllm_config.speculative_config
     rules = (
-        # It would schedule placeholders, before it is known how much was drafted.
+        # It would schedule placeholders before the number of drafts is known.
         (not vllm_config.scheduler_config.async_scheduling, "async-scheduling must be off"),
         (
             config.uses_dynamic_speculative_decoding(),

@@ -1,7 +1,7 @@
 """Variants of the vLLM engine: packages that replace more of it than its scheduler.
 
 A variant registers itself when its package is imported, so the stock engine imports none of them.
-Whoever makes an engine imports the variant that its configuration asks for.
+The code that makes an engine imports the variant that its configuration asks for.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from replica.scheduler.xargs import SchedulerSettings
 
 STOCK_SCHEDULER = "replica.vllm.scheduler.make_scheduler"
-"""vLLM's name of the factory of schedulers, where no variant has another one."""
+"""vLLM's name of the scheduler factory, unless a variant has its own."""
 
 
 class Variant(Protocol):
-    """What a variant changes."""
+    """The changes of a variant."""
 
     name: str
 
@@ -23,13 +23,13 @@ class Variant(Protocol):
         """Whether these settings ask for it."""
 
     def arguments(self, ranks: int) -> dict[str, Any]:
-        """The arguments of vLLM's command line that it needs with so many workers."""
+        """The arguments of vLLM's command line that it needs with ``ranks`` workers."""
 
     def check(self, vllm_config: Any) -> None:
         """Check that it can run under ``vllm_config``.
 
         Raises:
-            replica.vllm.support.UnsupportedVllmError: why not.
+            replica.vllm.support.UnsupportedVllmError: it cannot run; the message says why.
         """
 
 

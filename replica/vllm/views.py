@@ -19,16 +19,15 @@ _COULD_RUN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 class RequestViews:
     """Makes the views of a scheduler's requests.
 
-    What the prefix cache holds of a waiting request counts as computed, and so does what another
-    engine hands over of it. Of a running one all blocks count as its own: those that it shares come
-    free only with their last user, so where a plan draws on them vLLM may have to preempt more than
-    was planned.
+    Tokens of a waiting request that are in the prefix cache, or that come by KV transfer, count as
+    computed. All blocks of a running request count as its own. Shared blocks become free only with
+    their last user, so a plan that evicts them may make vLLM preempt more than was planned.
 
     Args:
         scheduler: vLLM's.
-        local: what is known of the requests beside.
-        hits: of the prefix cache. incoming: KV from other engines.
-        drafts: what is drafted for decodes; ``None``: nothing ever is.
+        local: the local scheduler's records of the requests.
+        hits: hits in the prefix cache. incoming: KV from other engines.
+        drafts: drafted tokens of decodes; ``None``: no speculation.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class RequestViews:
         """Every request that could run now, in order of arrival at the engine.
 
         Args:
-            busy_until_s: when the batches in flight are through.
+            busy_until_s: when the batches in flight end.
         """
         self._hits.begin_pass()
         if self._drafts is not None:
@@ -79,7 +78,7 @@ class RequestViews:
                 self._local.prolong(tracked, emitted)
             first_s, last_s = tracked.first_token_s, tracked.last_token_s
             if promised:
-                # They leave when the batches in flight are through.
+                # The tokens in flight leave when their batches end.
                 last_s = busy_until_s
                 first_s = last_s if first_s is None else first_s
             views.append(
@@ -107,13 +106,13 @@ class RequestViews:
         return views
 
     def _could_run(self, request: Request) -> bool:
-        """Of one that does not run."""
+        """Whether a request that is not running could run."""
         if request.status in _COULD_RUN:
             return not _has_stale_output(request)
         return self._incoming.arrived(request)
 
     def _computed(self, request: Request, running: bool) -> tuple[int, int]:
-        """The tokens that need not be computed, and the blocks that it has."""
+        """The tokens that need not be computed, and the blocks that the request has."""
         computed = request.num_computed_tokens
         if running:
             return computed, -(-computed // self._block)
@@ -134,7 +133,7 @@ class RequestViews:
 
 
 def _ends_in_flight(request: Request) -> bool:
-    """The step in flight yields its last token; vLLM skips it, too."""
+    """Whether the step in flight yields its last token; vLLM skips such a request, too."""
     promised = request.num_output_placeholders
     if not promised:
         return False
@@ -144,7 +143,8 @@ def _ends_in_flight(request: Request) -> bool:
 
 
 def _has_stale_output(request: Request) -> bool:
-    """Preempted with output in flight that is still to be delivered: vLLM (from 0.27.1) does not
-    resume it before. Older ones cannot: that output is there before the next batch but one."""
+    """Whether it was preempted with output in flight: vLLM (from 0.27.1) does not resume it before
+    that output is delivered. In older versions this cannot occur: that output is there before the
+    next batch but one."""
     stale: int = getattr(request, "num_stale_output_tokens", 0)
     return stale > 0 and not getattr(request, "drop_stale_output", False)

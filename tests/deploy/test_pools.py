@@ -101,8 +101,8 @@ def test_what_is_printed_is_read_as_the_same() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (with_pools(prefill={}), "replica: .*prefill and decode need each other"),
-        (with_pools(decode={}, mixed={}), "replica: .*prefill and decode need each other"),
+        (with_pools(prefill={}), "replica: .*prefill and decode are required together"),
+        (with_pools(decode={}, mixed={}), "replica: .*prefill and decode are required together"),
         (with_pools(encode={}), "replica.pools.encode.*'mixed', 'prefill' or 'decode'"),
         (with_pools(mixed={"cuont": 2}), "replica.pools.mixed.cuont"),
         (with_pools(mixed={"count": 0}), "replica.pools.mixed.count"),
