@@ -191,7 +191,7 @@ class Quarantine:
     def _accused_by(
         self, source: int, notices: Iterable[TroubleNotice], now_s: float
     ) -> dict[str, float]:
-        """The replicas that a router has accused lately, now included, the latest last."""
+        """A router's recently accused replicas, these notices included, the latest last."""
         accused = self._accused.pop(source, {})
         for replica_id, _ in notices:
             accused.pop(replica_id, None)

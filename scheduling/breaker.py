@@ -54,22 +54,23 @@ class _Failure(NamedTuple):
 
 
 class Breaker:
-    """Opens when its replica is in trouble, and closes when a request has got through.
+    """Opens when its replica fails or hangs, and closes when a request succeeds there.
 
-    - It opens when the replica says that it hangs, when a stream from it hangs while its engine
-      makes no steps, or at ``FAILURES`` failures within ``FAILURES_WITHIN_S`` in which no more
-      requests than that ended there, well or not. So neither a few requests that fail anywhere nor
-      one router that does not reach it opens the breaker of a replica that serves the others.
-    - It is open for ``LEAST_OPEN_S``, and as long as the replica says that it hangs. When it has
-      taken that back, it is tried at once.
-    - Then one probe at a time is let through. One that gets work done closes the breaker; one of
-      which nothing is heard makes room for another; a failure, of the probe or of what the replica
-      had before, opens it again.
-    - For as long as it was open, and ``FAILURES_WITHIN_S`` at least, it is on trial once it is
-      closed: until a few requests have ended there, one failure opens it again. Each time that it
-      opens while half-open or on trial it stays open for twice as long, up to ``MOST_OPEN_S``.
+    - It opens when the replica reports that it hangs, when a stream from it hangs while its engine
+      makes no steps, or at ``FAILURES`` failures within ``FAILURES_WITHIN_S`` in which at most that
+      many requests ended there, successfully or not. So neither a few requests that fail on any
+      replica nor one router that does not reach it opens the breaker of a replica that serves the
+      others.
+    - It is open for ``LEAST_OPEN_S``, and as long as the replica reports that it hangs. When that
+      report ends, it is tried at once.
+    - Then one probe at a time is let through. A probe that gets work done closes the breaker; a
+      probe without any report is replaced by another; a failure, of the probe or of the replica's
+      earlier requests, opens it again.
+    - After closing, it is on trial for as long as it was open, and at least ``FAILURES_WITHIN_S``:
+      until a few requests have ended there, one failure opens it again. Each time that it opens
+      while half-open or on trial it stays open for twice as long, up to ``MOST_OPEN_S``.
 
-    All methods are ``O(1)``. Each that may change :attr:`state` is followed by a look at it.
+    All methods are ``O(1)``. Callers check :attr:`state` after each method that may change it.
     """
 
     __slots__ = (

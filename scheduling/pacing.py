@@ -2,14 +2,15 @@
 
 Admission and engines plan first tokens and paces. An end-to-end time says neither, so it is shared
 out: ``TTFT + (tokens - 1) * TPOT`` is the end-to-end time, where ``tokens`` bounds the length of
-the output. Who holds the two holds the third, if the output is no longer than that.
+the output. A replica that meets both meets the end-to-end time, if the output is no longer than
+that.
 
 How it is shared out is ours: both get as many times what a replica would take for them now, but
 the first token no more than :data:`MOST_FIRST` times; the pace gets the rest. A pace is what costs
 others' time, as each step of a decode has a fixed part, so slack is worth more there.
 
-This is for what is guaranteed, where the length is a bound and the replicas' work is known. What
-only expects a length, of requests that were guaranteed nothing, reads an end-to-end time by
+This is for guaranteed requests, where the length is a bound and the replicas' work is known. Code
+that only expects a length, for requests without a guarantee, converts an end-to-end time by
 :func:`scheduling.expected.paced`.
 """
 

@@ -45,17 +45,17 @@ MOST_AWAITED_S = 600.0
 
 
 class DecisionInputs(NamedTuple):
-    """What a decision was made from. Nothing in it changes later, so it may be kept.
+    """The inputs of a decision. They do not change later, so they may be stored.
 
     Attributes:
-        job: the request, and what it would be on each replica that might have been chosen to serve
-            it or to begin with it.
+        job: the request, with its work on each replica that could have been chosen to serve or
+            prefill it.
         ids: replica of each row of the fleet.
-        known: replicas that were known, also those that could not be chosen.
+        known: number of known replicas, including ineligible ones.
         promises: what each replica of the job could guarantee; ``None`` where nothing was asked.
         ahead_s: ``float64[n]``, predicted time of all prompts there and of this one, where that
             decided or nothing was guaranteed; else ``None``.
-        second: who would have gone on, where the request could be split.
+        second: the decode choice, if the request could be split.
         untried: rows of the quarantined replicas that were to be tried.
     """
 

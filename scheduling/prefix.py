@@ -1,6 +1,6 @@
-"""What the replicas hold of prompts that begin alike, by chunks of the prompts' text.
+"""Which prompt prefixes the replicas have cached, by chunks of the prompts' text.
 
-Who places a request does not tokenise, so a prompt's beginning is named by its text: it is cut at
+The edge does not tokenise, so a prompt's prefix is identified by its text: it is cut at
 fixed places, :data:`CHUNK_ENDS`, and each chunk has a hash that covers everything before it, too.
 Two prompts that begin alike share their first hashes, whatever their lengths. A replica, which
 knows tokens and KV blocks, says which chunks it holds now (``replica/scheduler/prefix_index.py``);

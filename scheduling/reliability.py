@@ -1,4 +1,4 @@
-"""How TTFTs turn out against what was predicted, and how reliable that knowledge itself is.
+"""Observed against predicted TTFTs, and how reliable the resulting forecasts are.
 
 Admission predicts a time to the first token. What a client sees lies above or below, by HTTP, the
 edge, neighbours and what the step-time model does not know. Of each guarantee that ended the

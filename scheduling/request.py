@@ -47,16 +47,16 @@ class RequestView(NamedTuple):
         emitted_tokens: output tokens that have left the engine, or are being computed.
         first_token_s: when the first token left, or ``None``.
         kv_blocks: KV blocks it holds.
-        running: it holds KV blocks and a place among the engine's running sequences.
+        running: it holds KV blocks and a slot among the engine's running sequences.
         last_token_s: when the latest token left, or ``None``.
-        expected_tokens: predicted length of its whole output, tokens; nan where nothing is known.
-        best_effort: nothing was guaranteed to it; it runs on what the others leave.
+        expected_tokens: predicted length of its whole output, tokens; nan if unknown.
+        best_effort: it has no guarantee, and runs on the capacity that the others leave.
         drafted_tokens: guesses at what follows the next token, that a decode's step could check
             with it; 0 without speculation. They are not pending: a plan may give a decode from 1
             to ``1 + drafted_tokens`` tokens.
         acceptance: probability that one of them is right if those before it are; nan where nothing
             is known. It counts in a queue in which something is drafted.
-        tenant: whose it is, a number; weight: of the tenant's share, > 0.
+        tenant: number of its tenant; weight: of the tenant's share, > 0.
         promised: its objective was guaranteed.
     """
 

@@ -10,7 +10,7 @@ from scheduling.autoscaling.load import Load
 from scheduling.policy import PolicyOptions
 
 State = Mapping[str, Any]
-"""What a policy remembers between two looks: plain data, small, of its own making."""
+"""A policy's state between two decisions: small plain data of its own format."""
 
 
 class Pool(NamedTuple):
@@ -35,7 +35,7 @@ class Decision(NamedTuple):
 
     Attributes:
         replicas: within the pool's bounds.
-        state: to be handed in at the next look.
+        state: to be passed to the next decision.
         reason: why, in a few words, with the figures that decided.
     """
 
@@ -45,11 +45,11 @@ class Decision(NamedTuple):
 
 
 class AutoscalingPolicy(ABC):
-    """Decides on a pool's size at every look. One file, one subclass, one registry line.
+    """Decides on a pool's size at every load sample. One file, one subclass, one registry line.
 
-    It keeps nothing itself: what it remembers goes out with a decision and comes back with the next
-    look, so that it can run wherever the decision is needed. Given the same load, pool and state it
-    decides the same.
+    It keeps no state itself: each decision returns the state, and the next call receives it, so
+    that it can run wherever the decision is needed. The same load, pool and state give the same
+    decision.
     """
 
     name: ClassVar[str]
@@ -64,8 +64,8 @@ class AutoscalingPolicy(ABC):
         """The size of the pool from now on.
 
         Args:
-            load: what the pool has to do now. Times and counters grow from look to look; where one
-                fell, the controller was restarted, and what was counted before is void.
+            load: the current load of the pool. Times and counters grow from sample to sample; if
+                one fell, the controller was restarted, and earlier counts are void.
             pool: its size and bounds.
-            state: of the last decision; empty at the first look.
+            state: of the last decision; empty at the first one.
         """

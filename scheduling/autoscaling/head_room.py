@@ -105,10 +105,10 @@ class _Memory(NamedTuple):
         asked_s, unpromised_s: rates of the work of asked and of unpromised requests.
         asked, lost: rates of requests that asked, and that were lost.
         pressure: mean of the share of the admission budget that is taken.
-        limit: load that a replica is taken to hold.
-        trial: share that was lost when a replica was added for that; 0: no trial is under way.
+        limit: maximum load of a replica at which it meets its SLOs, as learned.
+        trial: share that was lost when a replica was added as a trial; 0: no trial is under way.
         trial_load: load of each replica then.
-        borne: share that is lost whatever is added, as far as is known.
+        borne: learned share that is lost whatever is added.
         grown_s: when the pool last grew.
         low_since_s: since when fewer replicas have sufficed; negative: they do not.
         low_most: most replicas that were needed since then.
@@ -132,25 +132,26 @@ class _Memory(NamedTuple):
 
 
 class HeadRoom(AutoscalingPolicy):
-    """Holds objectives with as few replicas as it can.
+    """Meets SLOs with as few replicas as possible.
 
-    Demand is engine time per second: the prefill work that is asked for, guaranteed or not, and
-    what decodes take, scaled up by the share of the work to which nothing could be guaranteed. Over
-    the share of its second that a replica has beside the fixed time of its steps, that is the
-    number of replicas that would be busy all the time. It is forecast by its trend to when a new
-    replica would serve, and a pool has enough replicas if each of them would be busy for ``limit``
-    of its time or less, which is ``target_load`` or what was learnt. Beside it,
+    Demand is engine time per second: the prefill work of all requests that ask for a guarantee,
+    guaranteed or not, plus the time of decodes, scaled up by the share of the work that could not
+    be guaranteed. Divided by the share of each second that a replica has beside the fixed time of
+    its steps, it is the number of replicas that would be busy all the time. The trend extrapolates
+    it to the time when a new replica would serve. A pool has enough replicas if each of them would
+    be busy for at most ``limit`` of its time, which is ``target_load`` or a learned lower value. In
+    addition:
 
-    - a pool whose replicas have no admission budget left needs as many more as would have some;
+    - a pool whose replicas have no admission budget left needs enough more replicas to have some;
     - the KV in use must be within ``kv_load``;
     - waiting best-effort prefills must be done within ``best_effort_within_s``;
-    - where more objectives are lost than ``attainment`` allows, although there are as
-      many replicas as the above asks for, one is added to see whether that helps. If it does,
-      ``limit`` is lowered below the load at which objectives were lost; if not, they are lost for
+    - if more SLOs are lost than ``attainment`` allows, although the pool has
+      the replicas required above, one is added as a trial. If it helps,
+      ``limit`` is lowered below the load at which SLOs were lost; if not, they are lost for
       another reason.
 
     A pool grows at once. It shrinks when for ``down_after_s`` fewer replicas would have been below
-    the limit by ``down_margin``, to the most that were needed in that time.
+    the limit by ``down_margin``, to the maximum needed in that time.
     """
 
     name = "head_room"
@@ -186,16 +187,15 @@ class HeadRoom(AutoscalingPolicy):
     # What is remembered.
 
     def _memory(self, load: Load, state: State) -> _Memory | None:
-        """The state, unless there is none of this version or it is of another life of the
-        controller."""
+        """The state; ``None`` if there is none of this version, or the controller has restarted."""
         if not state.keys() >= set(_Memory._fields):
             return None
         memory = _Memory(**{name: state[name] for name in _Memory._fields})
         return memory if load.follows(Load(*memory.last)) else None
 
     def _first(self, load: Load, state: State) -> State:
-        """What is remembered from the first look on; what another life of the controller has
-        taught of the replicas holds on."""
+        """The initial state; it keeps what was learned about the replicas before a restart of the
+        controller."""
         return _Memory(
             last=tuple(load),
             demand_s=-1.0,
@@ -215,7 +215,7 @@ class HeadRoom(AutoscalingPolicy):
         )._asdict()
 
     def _measured(self, load: Load, before: _Memory) -> _Memory:
-        """The means with what happened since the last look."""
+        """The means, updated by the load since the last sample."""
         last = Load(*before.last)
         passed_s = load.now_s - last.now_s
         fast = 1.0 - exp(-passed_s / self.options.smoothing_s)

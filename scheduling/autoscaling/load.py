@@ -1,9 +1,9 @@
-"""What a pool of replicas has to do: the figures that decide how many of them there should be.
+"""The load of a pool of replicas, from which its size is decided.
 
-Prefill demand is counted when a request asks to be placed, guaranteed or not, so what is turned
-away for want of replicas is demand, too. Decode demand is the part of the steps under way that
-decodes take. Both are engine time per second, and neither depends on how many replicas there are.
-Where replicas have roles, each role is a pool with a demand of its own.
+Prefill demand is counted when a request asks to be placed, guaranteed or not, so requests rejected
+for lack of replicas count too. Decode demand is the share of the current steps that
+decodes take. Both are engine time per second, and neither depends on the number of replicas.
+Where replicas have roles, each role is a pool with its own demand.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from scheduling.pairs import DecodeChoice
 from scheduling.roles import ROLES, Role
 
 MAX_UNPLACED = 4096
-"""Most requests remembered that were not placed, so that their next try counts as no new one."""
+"""Maximum number of unplaced requests tracked, so that their retries do not count as new
+requests."""
 
 LEAST_CAPACITY = 0.3
-"""Least share of a replica's time that counts as usable beside the fixed time of its steps."""
+"""Minimum share of a replica's time that counts as usable beside the fixed time of its steps."""
 
 
 class Load(NamedTuple):
-    """What a pool has to do, as of ``now_s``. Plain numbers, so that it can travel as metrics.
+    """The load of a pool at ``now_s``. Plain numbers, so that it can be exported as metrics.
 
     Attributes:
         now_s: on the fleet's clock.
         ready: replicas that take requests; quarantined ones do not.
         asked: requests with an objective that asked for a guarantee, since the start.
         asked_s: predicted prefill time of these, seconds, since the start.
-        unpromised: of ``asked``, those that no replica could guarantee their objective, though
+        unpromised: of ``asked``, the requests whose objective no replica could guarantee, although
             an idle one could have: their own prefill would have fitted.
-        unpromised_s: of ``asked_s``, the time of those.
+        unpromised_s: of ``asked_s``, the time of the ``unpromised`` requests.
         judged: requests with an objective that ended, since the start.
         attained: of ``judged``, those that met it.
         decode_share: engine time per second that guaranteed decodes take now, seconds per second
@@ -74,7 +75,7 @@ class Load(NamedTuple):
         return self.unpromised + self.judged - self.attained
 
     def follows(self, other: Load) -> bool:
-        """Whether it was taken after ``other`` in one life of the controller."""
+        """Whether it was taken after ``other`` without a restart of the controller between them."""
         return self.now_s > other.now_s and all(
             getattr(self, name) >= getattr(other, name)
             for name in ("asked", "asked_s", "unpromised", "judged", "attained")
@@ -102,9 +103,9 @@ class _Counts:
 
 
 class Demand:
-    """Counts what is asked for, decision by decision. ``O(replicas)`` each.
+    """Counts the demand, decision by decision. ``O(replicas)`` each.
 
-    A request that is split asks both roles, each for its part, and is turned down by the one that
+    A split request asks both roles, each for its part, and counts as turned down by the role that
     could not guarantee it: the decode role, if that could not.
     """
 
