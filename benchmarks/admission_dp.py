@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planning import measure
-from scheduling.admission.slos_serve import Demand, Supply, admissible
+from scheduling.admission.slos_serve_selection import Demand, Supply, admissible
 from scheduling.kernels import Floats
 from scheduling.objective import Anchor
 

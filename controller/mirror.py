@@ -244,7 +244,7 @@ class Mirror:
             fleet.confirm((*live, *finished), message.replica_id)
         report = replica.report(message.now_s, message.draining)
         fleet.report(message.replica_id, report, now_s)
-        anew = isinstance(message, ReplicaHello)
-        if anew or len(message.held_slots):
-            fleet.hold(message.replica_id, message.held_slots, message.held, anew)
+        renew = isinstance(message, ReplicaHello)
+        if renew or len(message.held_slots):
+            fleet.hold(message.replica_id, message.held_slots, message.held, renew)
         return ended

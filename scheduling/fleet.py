@@ -321,13 +321,13 @@ class Fleet:
         return self.prefixes.cached_tokens(prefix, rows).astype(np.float64)
 
     def hold(
-        self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, anew: bool = False
+        self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, renew: bool = False
     ) -> None:
         """Store which prompt chunks a known replica reports: the changed ``slots`` of
         its table, see :meth:`PrefixIndex.write <scheduling.prefix.PrefixIndex.write>`, or, with
         ``anew``, the whole table."""
         row = self.row_of[replica_id]
-        if anew:
+        if renew:
             self.prefixes.clear(row)
         self.prefixes.write(row, slots, held)
 

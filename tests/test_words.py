@@ -30,7 +30,7 @@ INSTEAD = {
 }
 """Phrase, as a regular expression, and what to write instead."""
 
-_PHRASE = "|".join(INSTEAD).replace(" ", r"\s+(?:#\s+)?")
+_PHRASE = "|".join(INSTEAD).replace(" ", r"(?: +|[ ]*\n[ ]*(?:# )?)")
 _PHRASES = re.compile(rf"(?<![\w`])(?:{_PHRASE})(?![\w`])", re.IGNORECASE)
 _FOLDERS = ("router", "controller", "replica", "scheduling", "simulation", "benchmarks", "deploy")
 _FOLDERS += ("telemetry", "helm", "docs")

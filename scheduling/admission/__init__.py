@@ -8,7 +8,7 @@ from typing import Any
 from scheduling.admission.base import AdmissionPolicy, Promises
 from scheduling.admission.moore_hodgson import MooreHodgson
 from scheduling.admission.pab import PABAdmission
-from scheduling.admission.virtual_replica import VirtualReplica
+from scheduling.admission.slos_serve import VirtualReplica
 from scheduling.policy import Registry
 
 __all__ = ["POLICIES", "AdmissionPolicy", "Promises", "make_policy"]

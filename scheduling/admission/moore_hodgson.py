@@ -60,9 +60,10 @@ class MooreHodgsonOptions(PolicyOptions):
 class MooreHodgson(AdmissionPolicy):
     """Guarantees an objective that a replica can meet together with all its earlier guarantees.
 
-    Moore-Hodgson's walk (:mod:`scheduling.batching.moore_hodgson`) sums the prefills by deadline
-    and drops some where the sum exceeds the capacity until a deadline; this capacity is the one of
-    the prefill admission budget (:mod:`scheduling.fleet_rows`). A guaranteed prefill may not be
+    Moore-Hodgson's walk (:mod:`scheduling.batching.deadline_triage.selection`) sums the prefills by
+    deadline and drops some where the sum exceeds the capacity until a deadline; this capacity is
+    the one of the prefill admission budget (:mod:`scheduling.fleet_rows`). A guaranteed prefill may
+    not be
     dropped, so for one new request the walk is a test: at its own deadline, and at every later one,
     the sum including it must fit. In addition, once it decodes, all decodes together must keep
     their pace, and there must be KV blocks and a sequence slot for it. Blocks and slots of

@@ -1,239 +1,357 @@
-"""SLOs-Serve's admission: which new requests can be guaranteed their objectives.
+"""SLOs-Serve's admission on the virtual replica: its dynamic program for one new request."""
 
-A dynamic program over the requests by prefill deadline (SLOs-Serve §3.2.1 and appendix C).
-Guaranteed requests are forced in; of the new requests it takes the set with the greatest worth.
-With equal values that is the largest number of requests.
-
-Our readings:
-
-- The prefill budget is in seconds of predicted work, not in tokens. ``time2bs(TPOT)`` is
-  the batch size for that time, and a token of a long prompt takes more time than one of a
-  short prompt.
-- The recurrence's maximum over the last accepted request ``j`` is the choice, request by request,
-  to skip or to take: both visit the same sets.
-- The counts ``n`` are of new requests only. The guaranteed requests are the same in each state, so
-  they are one sum: the running requests add a factor ``N`` and no states.
-- Requests of one TPOT tier and one value are one class, and the counts are by class. So the state
-  knows its worth, and priorities enter as values: the paper's ``v_i``, without a budget axis.
-- Memory has :data:`MEMORY_LEVELS` levels, and only where the new requests do not all fit: a
-  demand is rounded up to a level, so the admitted requests fit.
-- ``PB*`` is its fluid limit: in batches of ``t0``, the budget gets the part of each second that the
-  fixed time and the due decodes leave. A last batch that a deadline cuts short yields less, by
-  one step's fixed time at most; so the budget starts negative by that amount.
-- The paper counts a request's decode from its prefill deadline on (the lines of Fig. 5), which
-  holds if the deadlines of its tokens start there (:attr:`Anchor.ENVELOPE`). With the other anchors
-  its decode begins when its prefill ends, early or not, and takes budget from the prefills behind
-  it: there the program keeps the earliest time by which the accepted prefills can all have ended,
-  which is the same recurrence with time in place of budget.
-- A guaranteed request that is already late, by a prediction error, blocks no admission by itself,
-  but no new request may make it later.
-"""
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
 
-from math import inf
-from typing import NamedTuple
+from math import floor, inf
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from scheduling.admission.slos_serve_dp import solve
-from scheduling.kernels import Floats
+from scheduling.admission.base import AdmissionPolicy, Promises
+from scheduling.admission.constraint import Constraint
+from scheduling.admission.first_token import first_token_s
+from scheduling.admission.room import (
+    LEAST_WAIT_S,
+    alone_constraint,
+    claims_wait_s,
+    fits_alone,
+    pace_wait_s,
+    reserve_at,
+    room_constraint,
+)
+from scheduling.admission.slos_serve_dp import SLIP_S
+from scheduling.admission.slos_serve_selection import HORIZON_S, LEAST_STEP_S
+from scheduling.assumptions import PREFILL_SHARE
+from scheduling.fleet import Fleet
+from scheduling.fleet_rows import (
+    DECODE_PACE_S,
+    DECODE_SHARES,
+    FIXED_S,
+    LEFT_S,
+    LOAD_PACE_S,
+    LOADS,
+    OWN_PACE_S,
+    OWN_SHARE,
+    PREFILL_DUE_S,
+    QUEUED,
+    SPENT_UNTIL_S,
+    STEP_SHARE,
+)
+from scheduling.job import Job
+from scheduling.kernels import Floats, Ints, compiled, most_work_s
 from scheduling.objective import Anchor
-
-MOST_NEW = 10
-"""Maximum number of new requests decided together, the paper's "zero to ten": more are decided in
-groups of this size, in the order given. It bounds the states to ``2**10`` per memory level."""
-
-MEMORY_LEVELS = 64
-"""Number of levels of free memory; a request is rounded up by less than one level."""
-
-MOST_TIERS = 12
-"""Maximum number of TPOT tiers. With more distinct TPOTs, a TPOT counts as the next shorter
-tier."""
-
-HORIZON_S = 3_600.0
-"""Deadlines farther away than this, seconds, count as this far."""
-
-LEAST_STEP_S = 1e-6
-"""Steps and TPOT objectives shorter than this, seconds, count as this long: by some models, a step
-takes no time."""
+from scheduling.policy import PolicyOptions
 
 
-class Demand(NamedTuple):
-    """The demand of requests, one entry per request.
+class VirtualReplicaOptions(PolicyOptions):
+    """Options of :class:`VirtualReplica`."""
 
-    Attributes:
-        due_s: time until its first token (after a preemption: its next) is due, seconds. May be
-            negative or infinite. Of no effect where ``prefill_s`` is 0.
-        prefill_s: predicted marginal time of its pending prefill, seconds; 0 for a decode.
-        tpot_s: time per output token, seconds; infinite where no pace is guaranteed.
-        decode_s: ``float64[n, pieces]``, predicted marginal time of one decode step of it by each
-            piece of the latency model, seconds.
-        blocks: KV blocks that it will need beyond its current ones.
-        value: worth of guaranteeing it; ignored for requests that are guaranteed already.
-    """
-
-    due_s: Floats
-    prefill_s: Floats
-    tpot_s: Floats
-    decode_s: Floats
-    blocks: Floats
-    value: Floats
-
-    def of(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Demand:
-        """The demand of some of them."""
-        return Demand(*(column[rows] for column in self))
-
-    def beside(self, other: Demand) -> Demand:
-        """The demand of both."""
-        return Demand(*map(np.concatenate, zip(self, other, strict=True)))
-
-
-class Supply(NamedTuple):
-    """The capacity of the replica.
-
-    Attributes:
-        fixed_s: ``float64[pieces]``, time of a step before any token, seconds, by each piece of the
-            latency model.
-        share: ``float64[pieces]``, share of ``prefill_s`` that counts in that piece, 0 to 1. With
-            a model of one piece it is 1.
-        longest_s: time of a batch that fills the engine's token limit, seconds: the batch where no
-            decode limits it.
-        blocks: free KV blocks that guarantees may use.
-        places: sequence slots that can still be guaranteed.
-        anchor: where the deadlines of later tokens start.
-    """
-
-    fixed_s: Floats
-    share: Floats
-    longest_s: float
-    blocks: float
-    places: int
-    anchor: Anchor
-
-
-def admissible(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
-    """Which of the ``new`` requests can be guaranteed in addition to the ``promised`` ones.
-
-    ``O(groups * prefills * states * levels)``: ``prefills`` is the number of pending prefills of
-    both kinds, and ``states`` is the product of (class size + 1) over the classes of a group. A
-    single new request has two states: the program is then a feasibility test.
-    """
-    count = len(new.due_s)
-    admitted = np.zeros(count, dtype=np.bool_)
-    for start in range(0, count, MOST_NEW):
-        rows = np.arange(start, min(start + MOST_NEW, count))
-        if supply.places <= 0:
-            break
-        group = new.of(rows)
-        taken = _weigh(group, promised, supply)
-        admitted[rows] = taken
-        if rows[-1] + 1 < count:
-            accepted = group.of(taken)
-            promised = promised.beside(accepted)
-            supply = supply._replace(
-                blocks=supply.blocks - float(accepted.blocks.sum()),
-                places=supply.places - len(accepted.due_s),
-            )
-    return admitted
-
-
-def _weigh(new: Demand, promised: Demand, supply: Supply) -> NDArray[np.bool_]:
-    """The same for at most :data:`MOST_NEW`."""
-    ready = promised.prefill_s <= 0
-    pending, decodes = promised.of(~ready), promised.of(ready)
-    events = pending.beside(new)
-    decode_pace_s, pace_s = (np.maximum(each.tpot_s, LEAST_STEP_S) for each in (decodes, events))
-    tiers = _tiers(np.concatenate((decode_pace_s, pace_s)))
-    decode_tier, tier = _tier_of(tiers, decode_pace_s), _tier_of(tiers, pace_s)
-    pieces = len(supply.fixed_s)
-    decoding_s = np.zeros((len(tiers) + 1, pieces))
-    np.add.at(decoding_s, decode_tier, decodes.decode_s)
-    present = np.zeros(len(tiers) + 1, dtype=np.int64)
-    present[decode_tier] = 1
-
-    # A request's class, or -1 where it is guaranteed already.
-    kind = np.full(len(events.due_s), -1, dtype=np.int64)
-    own = np.arange(len(pending.due_s), len(events.due_s))
-    # Complex numbers sort by tier, then by value.
-    named, kind[own] = np.unique(tier[own] + 1j * new.value, return_inverse=True)
-    sizes = np.bincount(kind[own], minlength=len(named)).astype(np.int64)
-    class_s = np.zeros((len(named), pieces))
-    np.add.at(class_s, kind[own], new.decode_s)
-    class_s /= sizes[:, np.newaxis]
-
-    levels, units = _levels(new.blocks, supply.blocks)
-    memory = np.zeros(len(kind), dtype=np.int64)
-    memory[own] = units
-    due_s = np.clip(events.due_s, 0.0, HORIZON_S)
-    # On equal deadlines, guaranteed requests come first: they do not depend on the new ones.
-    order = np.lexsort((kind >= 0, due_s))
-    step_s = np.minimum(np.append(tiers, inf), max(LEAST_STEP_S, supply.longest_s))
-    taken = solve(
-        due_s[order],
-        events.prefill_s[order],
-        memory[order],
-        kind[order],
-        tier[order],
-        np.ascontiguousarray(events.decode_s[order]),
-        decoding_s,
-        present,
-        step_s,
-        _pace(tiers, step_s, supply.anchor),
-        supply.fixed_s,
-        supply.share,
-        sizes,
-        named.real.astype(np.int64),
-        class_s,
-        np.ascontiguousarray(named.imag),
-        levels,
-        supply.places,
-        supply.anchor is Anchor.ENVELOPE,
+    headroom: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Share of each second that guarantees leave unused.",
     )
-    admitted = np.zeros(len(kind), dtype=np.bool_)
-    admitted[order] = taken
-    chosen: NDArray[np.bool_] = admitted[own]
-    return chosen
+    batch_tokens: int = Field(
+        default=8192,
+        ge=1,
+        description="Token limit of a batch. It sets the time of a batch that no decode limits.",
+    )
+    anchor: Literal[Anchor.FIRST_TOKEN, Anchor.LAST_TOKEN] = Field(
+        default=Anchor.LAST_TOKEN,
+        description="The `anchor` of the replicas' policy. If that is `envelope`, use "
+        "`first_token`; the replicas would guarantee slightly more.",
+    )
 
 
-def _tiers(tpot_s: Floats) -> Floats:
-    """The distinct TPOT tiers, ascending."""
-    tiers: Floats = np.unique(tpot_s)
-    tiers = tiers[tiers < inf]
-    if len(tiers) > MOST_TIERS:
-        tiers = tiers[np.linspace(0, len(tiers) - 1, MOST_TIERS).astype(np.int64)]
-    return tiers
+class VirtualReplica(AdmissionPolicy):
+    """Guarantees what SLOs-Serve's scheduler on a replica's mirrored state would admit (§4.2).
 
+    For one new request the program (:mod:`scheduling.admission.slos_serve_selection`) has two
+    states, without
+    it and with it, and so is one walk over the guaranteed prefills by deadline: with the request
+    inserted by deadline, all prefills must end in time, beside decodes that begin as their prefills
+    end. It admits what :func:`~scheduling.admission.slos_serve_selection.admissible` admits. The
+    readings stated there apply, and these:
 
-def _tier_of(tiers: Floats, tpot_s: Floats) -> NDArray[np.int64]:
-    """Each one's tier; the number of tiers where it has no pace."""
-    tier = np.searchsorted(tiers, tpot_s, side="right") - 1
-    tier[np.isinf(tpot_s)] = len(tiers)
-    return tier.astype(np.int64)
+    - All guarantees of a replica, and those of requests on their way to it, are forced in.
+    - The virtual replica is the reported one advanced to now: the time since the report was spent
+      on its prefills by deadline.
+    - Each request counts by the piece of the latency model that is costliest for it.
+    - A pace that the replica cannot keep even with that decode alone counts as the fastest pace
+      that it can keep: one infeasible guarantee must not block all other requests.
+    - All TPOT objectives are distinct: a sum over the decodes needs no tiers. Deadlines of later
+      tokens start with the first token.
+    - KV blocks are claimed for the whole expected output, as on the replica
+      (:func:`~scheduling.expected.claim`). Blocks of best-effort requests count as free (§4.1).
+    - A TPOT that leaves prefill no useful share of a batch is not guaranteed, as on the replica.
 
+    With a latency model of one piece it guarantees what the replicas' policy
+    (:mod:`scheduling.batching.slos_serve`) would admit on the same state; with several pieces, at
+    most that.
 
-def _pace(tiers: Floats, step_s: Floats, anchor: Anchor) -> Floats:
-    """``[tier, tightest tier present]``: how often a decode of the tier runs, tokens per second.
-
-    In the mean once per TPOT (Alg. 2's schedule deadlines). With :attr:`Anchor.LAST_TOKEN` an early
-    token buys nothing: then it runs in every ``floor(TPOT / t0)``-th batch, which is more often.
+    For a replica with ``n`` guaranteed requests: ``O(n)``; under ``last_token``, times the number
+    of paces that shorten the batches.
     """
-    pace = np.zeros((len(tiers) + 1, len(tiers) + 1))
-    if anchor is Anchor.LAST_TOKEN:
-        whole = np.maximum(1.0, np.floor(np.divide.outer(tiers, step_s) + 1e-9))
-        pace[:-1] = 1.0 / (whole * step_s)
-    else:
-        pace[:-1] = 1.0 / tiers[:, np.newaxis]
-    return pace
+
+    name = "slos_serve"
+    source = "SLOs-Serve §3.2.1 and §4.2"
+    Options = VirtualReplicaOptions
+
+    def __init__(self, options: VirtualReplicaOptions | None = None) -> None:
+        options = options or VirtualReplicaOptions()
+        super().__init__(options)
+        self._headroom = options.headroom
+        self._batch_tokens = float(options.batch_tokens)
+        self._every_window = options.anchor is Anchor.LAST_TOKEN
+
+    def promises(self, job: Job, fleet: Fleet) -> Promises:
+        """Walk through the virtual replica of each row."""
+        return Promises(
+            *promises(
+                fleet.figures,
+                fleet.pieces,
+                fleet.starts,
+                fleet.prefills,
+                fleet.loads,
+                job.rows,
+                job.work_s,
+                job.now_s,
+                job.due_s,
+                job.query.waited_s,
+                job.tpot_s,
+                float(job.query.prompt_tokens),
+                job.output_tokens,
+                self._headroom,
+                self._batch_tokens,
+                self._every_window,
+                job.lead_s,
+                job.splits,
+                job.reserve_tokens,
+            )
+        )
 
 
-def _levels(blocks: Floats, free: float) -> tuple[int, NDArray[np.int64]]:
-    """The number of memory levels, and how many levels each request takes."""
-    if blocks.sum() <= free:
-        return 0, np.zeros(len(blocks), dtype=np.int64)
-    levels = int(max(0, min(MEMORY_LEVELS, free)))
-    if not levels:
-        # No block is free, so only requests without demand fit.
-        return 0, (blocks > 0).astype(np.int64)
-    return levels, np.ceil(blocks * (levels / free) - 1e-9).astype(np.int64)
+@compiled
+def promises(
+    figures: Floats,
+    pieces: Floats,
+    starts: Ints,
+    prefills: Floats,
+    loads: Floats,
+    rows: Ints,
+    work_s: Floats,
+    now_s: float,
+    first_due_s: float,
+    waited_s: float,
+    asked_tpot_s: float,
+    prompt_tokens: float,
+    output_tokens: float,
+    headroom: float,
+    batch_tokens: float,
+    every_window: bool,
+    lead_s: Floats,
+    splits: NDArray[np.bool_],
+    reserve_tokens: float,
+) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
+    """Walk each of ``rows``; return the fields of :class:`~scheduling.admission.base.Promises`."""
+    holds = np.empty(rows.shape[0], np.bool_)
+    ttft_s = np.empty(rows.shape[0])
+    wait_s = np.empty(rows.shape[0])
+    binds = np.zeros(rows.shape[0], np.int8)
+    for place, row in enumerate(rows):
+        of, model, queue = figures[row], pieces[row], prefills[starts[row] :]
+        own_s = most_work_s(model, 1.0, prompt_tokens)
+        decodes = loads[starts[row] :]
+        due_s = first_due_s - lead_s[place]
+        tpot_s = inf if splits[place] else asked_tpot_s
+        tokens = 1.0 if splits[place] else output_tokens
+        longest_s = of[FIXED_S] + most_work_s(model, batch_tokens, 0.0)
+        all_s, step_s = work_s[place], own_s
+        kept = reserve_at(of, reserve_tokens)
+        if kept > 0.0:
+            all_s += most_work_s(model, kept, 0.0)
+            step_s += most_work_s(model, 1.0, kept)
+        late_s, late_binds = late_by(
+            of, queue, decodes, all_s, now_s, due_s, tpot_s, step_s, longest_s, 1.0 - headroom,
+            every_window,
+        )  # fmt: skip
+        room_s = claims_wait_s(of, prompt_tokens, tokens, kept)
+        useful = tpot_s >= (of[FIXED_S] + most_work_s(model, 1.0, 0.0)) / (1.0 - PREFILL_SHARE)
+        holds[place] = useful and late_s <= 0.0 and room_s == 0.0
+        wait_s[place] = 0.0
+        if not holds[place]:
+            if late_s == inf:
+                late_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
+            wait_s[place] = max(LEAST_WAIT_S, late_s, room_s)
+            # Of several constraints, the one with the longest wait binds.
+            binds[place] = room_constraint(of) if room_s > late_s else late_binds
+            fresh_s = due_s - now_s + waited_s
+            if not (useful and fits_alone(of, work_s[place], own_s, fresh_s, tpot_s, headroom)):
+                wait_s[place] = inf
+                binds[place] = alone_constraint(of, work_s[place], fresh_s, headroom)
+        ttft_s[place] = first_token_s(of, queue, work_s[place], now_s, due_s)
+    return holds, ttft_s, wait_s, binds
+
+
+@compiled
+def rate_of(fixed_s: float, pace_s: float, share: float) -> float:
+    """Seconds of prefill per second beside decodes that take ``share`` of it, in batches of
+    ``pace_s``: ``PB*`` in its fluid limit."""
+    return 1.0 - fixed_s / max(pace_s, LEAST_STEP_S) - share
+
+
+@compiled
+def limit_s(due_s: float, now_s: float) -> float:
+    """Time until a deadline, as the program counts it."""
+    return min(max(due_s - now_s, 0.0), HORIZON_S)
+
+
+@compiled
+def share_of(own_s: float, pace_s: float, step_s: float, every_window: bool) -> float:
+    """Share of each second of a decode that needs ``own_s`` every ``pace_s``, in batches of
+    ``step_s``. With ``every_window`` it must keep its pace in each window, so it runs in every
+    ``floor(pace_s / step_s)``-th batch."""
+    if every_window:
+        pace_s = max(1.0, floor(pace_s / step_s + 1e-9)) * step_s
+    return own_s / pace_s
+
+
+@compiled
+def decode_share(
+    figures: Floats,
+    prefills: Floats,
+    loads: Floats,
+    begun: int,
+    step_s: float,
+    every_window: bool,
+) -> float:
+    """Share of each second of the current decodes and of the decodes of the first ``begun``
+    prefills. ``loads`` includes all prefills. ``O(loads)``."""
+    share = 0.0
+    for load in range(int(figures[LOADS])):
+        pace_s = loads[load, LOAD_PACE_S]
+        share += share_of(loads[load, STEP_SHARE] * pace_s, pace_s, step_s, every_window)
+    for item in range(begun, int(figures[QUEUED])):
+        pace_s = prefills[item, OWN_PACE_S]
+        if pace_s < inf:
+            share -= share_of(prefills[item, OWN_SHARE] * pace_s, pace_s, step_s, every_window)
+    return share
+
+
+@compiled
+def begin(
+    figures: Floats,
+    prefills: Floats,
+    loads: Floats,
+    item: int,
+    share: float,
+    step_s: float,
+    every_window: bool,
+) -> tuple[float, float]:
+    """The share of all decodes, and the time of a batch, once the decode of prefill ``item``
+    begins. If it shortens the batches, ``every_window`` recomputes the shares of all decodes."""
+    pace_s = prefills[item, OWN_PACE_S]
+    if pace_s == inf:
+        return share, step_s
+    if pace_s < step_s and every_window:
+        return decode_share(figures, prefills, loads, item + 1, pace_s, True), pace_s
+    own_s = prefills[item, OWN_SHARE] * pace_s
+    return share + share_of(own_s, pace_s, step_s, every_window), min(step_s, pace_s)
+
+
+@compiled
+def late_by(
+    figures: Floats,
+    prefills: Floats,
+    loads: Floats,
+    work_s: float,
+    now_s: float,
+    due_s: float,
+    tpot_s: float,
+    own_s: float,
+    longest_s: float,
+    usable: float,
+    every_window: bool,
+) -> tuple[float, int]:
+    """By how much time, seconds, the new request or a guaranteed one is late in the walk: 0 or less
+    if none is late, infinite if the decodes could not keep their pace. Also returns the constraint
+    that binds.
+
+    Args:
+        figures, prefills, loads: of the replica.
+        work_s: of its prefill; ``own_s``: of a step of its decode.
+        now_s: the time.
+        due_s, tpot_s: its objectives.
+        longest_s: time of a batch that no decode limits.
+        usable: share of each second that guarantees may use.
+        every_window: see :func:`share_of`.
+    """
+    fixed_s, queued = figures[FIXED_S] / usable, int(figures[QUEUED])
+    pace_s = max(LEAST_STEP_S, min(figures[DECODE_PACE_S], longest_s / usable))
+    share = figures[DECODE_SHARES]
+    if every_window:
+        share = decode_share(figures, prefills, loads, 0, pace_s, True)
+    item, part_s = 0, 0.0
+    gone_s = max(0.0, now_s - figures[SPENT_UNTIL_S])
+    while item < queued:
+        rate = rate_of(fixed_s, pace_s, share / usable)
+        need_s = prefills[item, LEFT_S] / usable
+        if rate <= 0.0 or need_s > gone_s * rate:
+            part_s = max(0.0, gone_s * rate)
+            break
+        gone_s -= need_s / rate
+        share, pace_s = begin(figures, prefills, loads, item, share, pace_s, every_window)
+        item += 1
+    time_s = fixed_s
+    while item < queued and prefills[item, PREFILL_DUE_S] <= due_s:
+        rate = rate_of(fixed_s, pace_s, share / usable)
+        time_s += (prefills[item, LEFT_S] / usable - part_s) / rate if rate > 0.0 else inf
+        part_s = 0.0
+        share, pace_s = begin(figures, prefills, loads, item, share, pace_s, every_window)
+        item += 1
+    rate = rate_of(fixed_s, pace_s, share / usable)
+    if rate <= 0.0:
+        return inf, Constraint.TPOT
+    time_s += work_s / usable / rate
+    late_s = time_s - limit_s(due_s, now_s)
+    if late_s > SLIP_S:
+        return late_s, Constraint.TTFT
+    # From here on, ``alone`` excludes the new request's decode; ``own`` is that decode's share.
+    alone, alone_pace_s, own = share, pace_s, 0.0
+    if tpot_s < inf:
+        tpot_s = max(tpot_s, LEAST_STEP_S)
+        if tpot_s < pace_s:
+            pace_s = tpot_s
+            if every_window:
+                share = decode_share(figures, prefills, loads, item, pace_s, True)
+        own = share_of(own_s, tpot_s, pace_s, every_window)
+    rate = rate_of(fixed_s, pace_s, (share + own) / usable)
+    if rate < -SLIP_S:
+        return inf, Constraint.TPOT
+    while item < queued:
+        if rate <= 0.0:
+            return inf, Constraint.TPOT
+        time_s += (prefills[item, LEFT_S] / usable - part_s) / rate
+        part_s = 0.0
+        late_s = time_s - limit_s(prefills[item, PREFILL_DUE_S], now_s)
+        if late_s > SLIP_S:
+            return late_s, Constraint.GUARANTEES
+        shorter = prefills[item, OWN_PACE_S] < pace_s
+        share, pace_s = begin(figures, prefills, loads, item, share, pace_s, every_window)
+        if shorter and tpot_s < inf:
+            own = share_of(own_s, tpot_s, pace_s, every_window)
+        alone, alone_pace_s = begin(
+            figures, prefills, loads, item, alone, alone_pace_s, every_window
+        )
+        rate = rate_of(fixed_s, pace_s, (share + own) / usable)
+        # Decodes that could not keep their pace without the new request block nothing.
+        if rate < min(0.0, rate_of(fixed_s, alone_pace_s, alone / usable)) - SLIP_S:
+            return inf, Constraint.TPOT
+        item += 1
+    return 0.0, Constraint.NONE

@@ -16,7 +16,7 @@ from scheduling.batching.base import (
 )
 from scheduling.batching.best_effort import BestEffort, BestEffortOptions
 from scheduling.batching.d_edf import DEDF
-from scheduling.batching.deadline_triage import DeadlineTriage
+from scheduling.batching.deadline_triage.policy import DeadlineTriage
 from scheduling.batching.edf import EDF
 from scheduling.batching.fairbatching import FairBatching
 from scheduling.batching.fcfs import FCFS

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduling.batching.batch import BatchBuilder
-from scheduling.batching.moore_hodgson import fitting
-from scheduling.batching.triage_rows import blocks_needed
+from scheduling.batching.deadline_triage.rows import blocks_needed
+from scheduling.batching.deadline_triage.selection import fitting
 from scheduling.earned_time import EarnedTime
 from scheduling.kernels import ARRIVAL, COMPUTED, PENDING, Floats, Ints
 from scheduling.latency import LatencyModel

@@ -13,9 +13,9 @@ from pydantic import Field
 
 from scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
 from scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, Tiers
-from scheduling.batching.moore_hodgson import fitting
+from scheduling.batching.deadline_triage.rows import expected_tokens
+from scheduling.batching.deadline_triage.selection import fitting
 from scheduling.batching.prefill_share import least_useful_s
-from scheduling.batching.triage_rows import expected_tokens
 from scheduling.deadline import FIRST
 from scheduling.kernels import (
     ARRIVAL,

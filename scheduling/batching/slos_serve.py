@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from scheduling import expected
-from scheduling.admission.slos_serve import MOST_NEW, Demand, Supply, admissible
+from scheduling.admission.slos_serve_selection import MOST_NEW, Demand, Supply, admissible
 from scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy
 from scheduling.batching.prefill_share import least_useful_s
 from scheduling.kernels import (
@@ -77,10 +77,10 @@ class SLOsServe(BatchPolicy):
     """Soft admission by dynamic programming, batches as long as the tightest TPOT. ``O(n log n)``.
 
     Admission (§3.1, §3.2.1): when a request arrives, ends or changes its objectives, the policy
-    decides which new requests are guaranteed (:mod:`scheduling.admission.slos_serve`). Between
-    these events no decision changes. The state of requests that left the queue is dropped. Of a
-    burst of arrivals, a call decides the :data:`MOST_DECIDED` earliest; the others are best effort
-    until a later call decides them.
+    decides which new requests are guaranteed (:mod:`scheduling.admission.slos_serve_selection`).
+    Between these events no decision changes. The state of requests that left the queue is dropped.
+    Of a burst of arrivals, a call decides the :data:`MOST_DECIDED` earliest; the others are best
+    effort until a later call decides them.
 
     Batches (§3.2.2, Alg. 2), with ``t0`` the minimum TPOT of the guaranteed decodes: each batch
     takes the time ``t0``; decodes enter by schedule deadline; the rest goes to guaranteed prefills

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduling import fleet_rows as figure
-from scheduling.admission.slos_serve import Demand, Supply, admissible
-from scheduling.admission.virtual_replica import VirtualReplica, VirtualReplicaOptions
+from scheduling.admission.slos_serve import VirtualReplica, VirtualReplicaOptions
+from scheduling.admission.slos_serve_selection import Demand, Supply, admissible
 from scheduling.fleet import Fleet
 from scheduling.kernels import most_work_s
 from scheduling.latency import LinearLatency

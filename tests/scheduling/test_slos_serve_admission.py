@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduling.admission.slos_serve import (
+from scheduling.admission.slos_serve_selection import (
     HORIZON_S,
     MOST_NEW,
     Demand,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduling.admission.virtual_replica import VirtualReplica, VirtualReplicaOptions
+from scheduling.admission.slos_serve import VirtualReplica, VirtualReplicaOptions
 from scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from scheduling.batching import BatchBudget
 from scheduling.batching.slos_serve import SLOsServe, SLOsServeOptions

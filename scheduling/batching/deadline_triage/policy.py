@@ -18,9 +18,7 @@ from scheduling.assumptions import (
 )
 from scheduling.batching.aged_lane import LONGEST_STEPS, AgedLane
 from scheduling.batching.base import BatchBuilder, BatchPolicy
-from scheduling.batching.moore_hodgson import before, fitting, keep
-from scheduling.batching.prefill_share import least_useful_s
-from scheduling.batching.triage_rows import (
+from scheduling.batching.deadline_triage.rows import (
     UNPACED_S,
     blocks_needed,
     can_catch_up,
@@ -30,6 +28,8 @@ from scheduling.batching.triage_rows import (
     mean_prompt_s,
     worth,
 )
+from scheduling.batching.deadline_triage.selection import before, fitting, keep
+from scheduling.batching.prefill_share import least_useful_s
 from scheduling.kernels import (
     ARRIVAL,
     COMPUTED,
@@ -146,13 +146,13 @@ class DeadlineTriage(BatchPolicy):
        minimum TPOT, minus the head-room (FairBatching §3.2). Late decodes do not shrink it, except
        guaranteed ones that can be on time again when their expected output ends.
     2. *Triage*: prefills by deadline, kept by weighted Moore-Hodgson
-       (:mod:`scheduling.batching.moore_hodgson`) against the time that is left for prefill until
-       each deadline if decodes are delayed until their slack is spent (the prefill admission budget
-       of FairBatching §3.4, from prefix sums over decodes by slack), then against the free
-       sequences and KV blocks. A kept prefill without free blocks or a sequence waits for them;
-       prefills whose deadline cannot be met are shed. Each batch decides again, so a shed request
-       is kept once its deadline can be met. A late guaranteed prefill is not shed: it goes as far
-       to the front as makes no kept prefill miss its deadline.
+       (:mod:`scheduling.batching.deadline_triage.selection`) against the time that is left for
+       prefill until each deadline if decodes are delayed until their slack is spent (the prefill
+       admission budget of FairBatching §3.4, from prefix sums over decodes by slack), then against
+       the free sequences and KV blocks. A kept prefill without free blocks or a sequence waits for
+       them; prefills whose deadline cannot be met are shed. Each batch decides again, so a shed
+       request is kept once its deadline can be met. A late guaranteed prefill is not shed: it goes
+       as far to the front as makes no kept prefill miss its deadline.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline;
        the other decodes; the tail. The batch ends before the first kept prefill that it completes
        is due, and soon enough for a request that arrives in the meantime. While the kept prefills

@@ -1,4 +1,4 @@
-"""Compiled per-row computations of :mod:`scheduling.batching.deadline_triage`."""
+"""Compiled per-row computations of :mod:`scheduling.batching.deadline_triage.policy`."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"

@@ -1,0 +1,1 @@
+"""Deadline triage: the policy, its rows, and which prefills it keeps."""
