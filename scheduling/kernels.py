@@ -70,10 +70,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compiled(function: F) -> F:
     """Compile ``function`` with numba when it is first called, and keep the machine code on disk.
 
-    The cache is ``NUMBA_CACHE_DIR`` if set, else the source directory, or the user's
-    cache directory if that is not writable. If none is writable, each process compiles again.
-    numba looks only at the source file of the function itself: after a change to a compiled
-    function that others call, delete their ``__pycache__``.
+    The cache is ``NUMBA_CACHE_DIR`` if set, else the source directory, or the user's cache
+    directory if that is not writable. If none is writable, each process compiles again. numba looks
+    only at the source file of the function itself: after a change to a compiled function that
+    others call, delete their ``__pycache__``.
     """
     try:
         return cast(F, njit(cache=True, nogil=True)(function))

@@ -6,20 +6,19 @@ With equal values that is the largest number of requests.
 
 Our readings:
 
-- The prefill budget is in seconds of predicted work, not in tokens. ``time2bs(TPOT)`` is
-  the batch size for that time, and a token of a long prompt takes more time than one of a
-  short prompt.
+- The prefill budget is in seconds of predicted work, not in tokens. ``time2bs(TPOT)`` is the batch
+  size for that time, and a token of a long prompt takes more time than one of a short prompt.
 - The recurrence's maximum over the last accepted request ``j`` is the choice, request by request,
   to skip or to take: both visit the same sets.
 - The counts ``n`` are of new requests only. The guaranteed requests are the same in each state, so
   they are one sum: the running requests add a factor ``N`` and no states.
 - Requests of one TPOT tier and one value are one class, and the counts are by class. So the state
   knows its worth, and priorities enter as values: the paper's ``v_i``, without a budget axis.
-- Memory has :data:`MEMORY_LEVELS` levels, and only where the new requests do not all fit: a
-  demand is rounded up to a level, so the admitted requests fit.
+- Memory has :data:`MEMORY_LEVELS` levels, and only where the new requests do not all fit: a demand
+  is rounded up to a level, so the admitted requests fit.
 - ``PB*`` is its fluid limit: in batches of ``t0``, the budget gets the part of each second that the
-  fixed time and the due decodes leave. A last batch that a deadline cuts short yields less, by
-  one step's fixed time at most; so the budget starts negative by that amount.
+  fixed time and the due decodes leave. A last batch that a deadline cuts short yields less, by one
+  step's fixed time at most; so the budget starts negative by that amount.
 - The paper counts a request's decode from its prefill deadline on (the lines of Fig. 5), which
   holds if the deadlines of its tokens start there (:attr:`Anchor.ENVELOPE`). With the other anchors
   its decode begins when its prefill ends, early or not, and takes budget from the prefills behind
@@ -96,8 +95,8 @@ class Supply(NamedTuple):
     Attributes:
         fixed_s: ``float64[pieces]``, time of a step before any token, seconds, by each piece of the
             latency model.
-        share: ``float64[pieces]``, share of ``prefill_s`` that counts in that piece, 0 to 1. With
-            a model of one piece it is 1.
+        share: ``float64[pieces]``, share of ``prefill_s`` that counts in that piece, 0 to 1. With a
+            model of one piece it is 1.
         longest_s: time of a batch that fills the engine's token limit, seconds: the batch where no
             decode limits it.
         blocks: free KV blocks that guarantees may use.
