@@ -1,15 +1,15 @@
 """How much later than planned guaranteed requests turn out, and the margin that meets the
 guarantees.
 
-A guarantee is planned for earlier than it is due, by a *margin*, a share of the
-objective. Admission tests the plan and the engine schedules by it; the client sees the objective.
-The margin covers the difference: HTTP, the edge, steps that take longer than predicted, neighbours.
-It is not configured, but learned from what routers observed.
+A guarantee is planned for earlier than it is due, by a *margin*, a share of the objective.
+Admission tests the plan and the engine schedules by it; the client sees the objective. The margin
+covers the difference: HTTP, the edge, steps that take longer than predicted, neighbours. It is not
+configured, but learned from what routers observed.
 
 The *score* of a guarantee that ended is ``1 - planned / observed``: the margin, as a share of the
-observed time, that would have sufficed. A guarantee is met if and only if its score is at most
-the margin that it was made with. So the margin that meets a share ``level`` of the guarantees is
-that quantile of the scores (conformal prediction). As loads and machines change, past scores do not
+observed time, that would have sufficed. A guarantee is met if and only if its score is at most the
+margin that it was made with. So the margin that meets a share ``level`` of the guarantees is that
+quantile of the scores (conformal prediction). As loads and machines change, past scores do not
 predict future ones; so the quantile's own level also moves with each guarantee that was met or
 missed (adaptive conformal inference, Gibbs & Candès 2021, eq. 2: ``a <- a + g * (a* - missed)``),
 which meets the level in the long run for any scores.
@@ -19,16 +19,14 @@ are close to the plan, and without load far below it. Only the scores under load
 quantile, and a margin learned under load stays until :data:`~scheduling.margins.MEMORY` newer
 guarantees, or :data:`~scheduling.margins.MEMORY_S`, have passed.
 
-Before any observation, a few prior scores are assumed
-(:data:`~scheduling.margins.PRIOR`). A guarantee that is already missed counts before its request
-ends (:meth:`Calibration.behind`), as an output may take longer than it takes to make a hundred
-more guarantees.
+Before any observation, a few prior scores are assumed (:data:`~scheduling.margins.PRIOR`). A
+guarantee that is already missed counts before its request ends (:meth:`Calibration.behind`), as an
+output may take longer than it takes to make a hundred more guarantees.
 
-All replicas share one set of margins, as a quantile near 1 takes hundreds of guarantees to
-learn. A replica whose scores are far above the others' is *set apart*: it has its own margins,
-from its own scores, which no longer count for the others. So one slow replica does not raise the
-margins of the others, and its own guarantees are met. It joins the others again when its margins
-are small.
+All replicas share one set of margins, as a quantile near 1 takes hundreds of guarantees to learn. A
+replica whose scores are far above the others' is *set apart*: it has its own margins, from its own
+scores, which no longer count for the others. So one slow replica does not raise the margins of the
+others, and its own guarantees are met. It joins the others again when its margins are small.
 """
 
 from __future__ import annotations
@@ -123,11 +121,11 @@ class Calibration:
     def behind(
         self, key: Hashable, ttft_s: float | None, tpot_s: float | None, now_s: float
     ) -> None:
-        """A running request had a late first token, or its pace is behind, seconds;
-        ``None`` where it is not late.
+        """A running request had a late first token, or its pace is behind, seconds; ``None`` where
+        it is not late.
 
-        There is one first token, so its TTFT is final. A pace may recover: until the
-        request ends, the last reported pace counts, then the final one.
+        There is one first token, so its TTFT is final. A pace may recover: until the request ends,
+        the last reported pace counts, then the final one.
         """
         promise = self._promises.get(key)
         if promise is None:

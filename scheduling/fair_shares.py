@@ -1,19 +1,18 @@
 """Fair shares between tenants: weighted max-min of guaranteed tokens.
 
 A tenant's service is the tokens of its guaranteed requests, prompt and output. While every request
-is guaranteed, there is nothing to share. Otherwise, max-min fairness with weights
-(Bertsekas and Gallager, *Data Networks*, §6.5.2) gives a tenant that asks for less than its share
-all it asks for, and divides the rest by weight: one level of tokens per weight, the water level,
-uses up the capacity for guarantees. The counters behind the water level decay in :data:`WINDOW_S`.
+is guaranteed, there is nothing to share. Otherwise, max-min fairness with weights (Bertsekas and
+Gallager, *Data Networks*, §6.5.2) gives a tenant that asks for less than its share all it asks for,
+and divides the rest by weight: one level of tokens per weight, the water level, uses up the
+capacity for guarantees. The counters behind the water level decay in :data:`WINDOW_S`.
 
-The capacity is unknown, requests cannot be split, and a refused request may not retry. So a
-tenant over its share is not blocked until the others have theirs: that would leave idle the
-capacity that they do not ask for. It may get more, but only where there is capacity for one more
-request beside its own, which the next tenant below its share can use. Telephone networks do this
-with single lines, as trunk reservation (Kelly, *Loss networks*, Annals of Applied Probability
-1991). The prompt length of this reserve is learned: it grows with each refused request of a tenant
-below its share, shrinks with each one that finds capacity, and goes to 0 while there are no such
-requests.
+The capacity is unknown, requests cannot be split, and a refused request may not retry. So a tenant
+over its share is not blocked until the others have theirs: that would leave idle the capacity that
+they do not ask for. It may get more, but only where there is capacity for one more request beside
+its own, which the next tenant below its share can use. Telephone networks do this with single
+lines, as trunk reservation (Kelly, *Loss networks*, Annals of Applied Probability 1991). The prompt
+length of this reserve is learned: it grows with each refused request of a tenant below its share,
+shrinks with each one that finds capacity, and goes to 0 while there are no such requests.
 """
 
 from __future__ import annotations

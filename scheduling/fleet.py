@@ -323,9 +323,9 @@ class Fleet:
     def hold(
         self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, renew: bool = False
     ) -> None:
-        """Store which prompt chunks a known replica reports: the changed ``slots`` of
-        its table, see :meth:`PrefixIndex.write <scheduling.prefix.PrefixIndex.write>`, or, with
-        ``anew``, the whole table."""
+        """Store which prompt chunks a known replica reports: the changed ``slots`` of its table,
+        see :meth:`PrefixIndex.write <scheduling.prefix.PrefixIndex.write>`, or, with ``anew``, the
+        whole table."""
         row = self.row_of[replica_id]
         if renew:
             self.prefixes.clear(row)

@@ -149,8 +149,8 @@ class RouteDecision(NamedTuple):
             be served as best effort; ``stays``: no other replica can guarantee the rest of its
             objective, so it is not moved; ``no_replica``: no replica has reported recently;
             ``invalid_query``.
-        tier: its tier at the replica; ``None`` if admission
-            is off: it is served like a guaranteed request, but nothing is guaranteed.
+        tier: its tier at the replica; ``None`` if admission is off: it is served like a guaranteed
+            request, but nothing is guaranteed.
         predicted_ttft_s: from the decision to its first token, if that is guaranteed. It is
             admission's prediction; the median by observed errors is in
             :mod:`scheduling.reliability`.
@@ -163,9 +163,9 @@ class RouteDecision(NamedTuple):
             deadline is earlier than the request's by this time.
         over_share: its objective could have been guaranteed, but its tenant is over its share and
             must leave that capacity to others.
-        planned: if guaranteed: the TTFT, TPOT and end-to-end time for which it is
-            planned, seconds; ``None`` for a time that is not stated. The replica schedules by them,
-            see :mod:`scheduling.calibration`; instead of an end-to-end time by its shares, see
+        planned: if guaranteed: the TTFT, TPOT and end-to-end time for which it is planned, seconds;
+            ``None`` for a time that is not stated. The replica schedules by them, see
+            :mod:`scheduling.calibration`; instead of an end-to-end time by its shares, see
             :mod:`scheduling.pacing`.
         room_s: if ``unattainable``: the predicted time until there is capacity, without new
             arrivals. A request that waits at the edge asks again by it.

@@ -1,14 +1,14 @@
 """Which guaranteed first tokens a replica will miss, by its current state.
 
-The test is that of their admission (:mod:`scheduling.admission.moore_hodgson`): a prefill is
-late if the work up to and including it, by deadline, exceeds the capacity until its first token is
-due. At admission it did not. It may since, because the replica's steps take longer than
-predicted, its correction has grown, or its engine has stalled.
+The test is that of their admission (:mod:`scheduling.admission.moore_hodgson`): a prefill is late
+if the work up to and including it, by deadline, exceeds the capacity until its first token is due.
+At admission it did not. It may since, because the replica's steps take longer than predicted, its
+correction has grown, or its engine has stalled.
 
-A stalled engine does not report when it will recover. Our reading: an overdue step is
-expected to take as long again as it is overdue by now, which is the median of the remaining time if
-its scale is unknown (Gott, Nature 1993). A step is overdue when it takes longer than the longest
-possible batch.
+A stalled engine does not report when it will recover. Our reading: an overdue step is expected to
+take as long again as it is overdue by now, which is the median of the remaining time if its scale
+is unknown (Gott, Nature 1993). A step is overdue when it takes longer than the longest possible
+batch.
 """
 
 # numpy's scalars are "Any" to the type checker.
@@ -44,8 +44,8 @@ def late(
 ) -> NDArray[np.bool_]:
     """Which guaranteed prefills of a replica will miss their first tokens.
 
-    Where one is late, the later ones count as if it left: not more leave than need to.
-    ``O(n log m)`` with ``m`` guaranteed requests there, compiled.
+    Where one is late, the later ones count as if it left: not more leave than need to. ``O(n log
+    m)`` with ``m`` guaranteed requests there, compiled.
 
     Args:
         row: of the replica.

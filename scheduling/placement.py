@@ -77,14 +77,14 @@ class Placer:
     A request without an objective, or whose objective no replica can guarantee, is served as best
     effort if it may be: by the replica with the least work ahead, of both tiers.
 
-    With prefill/decode disaggregation, a request that may be
-    split (``prefill_key``) goes to a P/D pair or whole to a mixed replica. The choice of the decode
-    replica does not depend on the prefill replica, so it is made first: among the decode replicas
-    that can guarantee their part, by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill
-    replicas are compared in one decision, each by its part. A prefill replica can guarantee the
-    request if the decode replica can, and if its prefill ends before the first token is due by the
-    time of the KV transfer and of :data:`~scheduling.pairs.HANDOVER_STEPS`. The routing policy
-    chooses among all replicas that can guarantee the request.
+    With prefill/decode disaggregation, a request that may be split (``prefill_key``) goes to a P/D
+    pair or whole to a mixed replica. The choice of the decode replica does not depend on the
+    prefill replica, so it is made first: among the decode replicas that can guarantee their part,
+    by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill replicas are compared in one
+    decision, each by its part. A prefill replica can guarantee the request if the decode replica
+    can, and if its prefill ends before the first token is due by the time of the KV transfer and of
+    :data:`~scheduling.pairs.HANDOVER_STEPS`. The routing policy chooses among all replicas that can
+    guarantee the request.
 
     An end-to-end time is guaranteed as a TTFT and a pace (:mod:`scheduling.pacing`), by the
     observed lengths of outputs.

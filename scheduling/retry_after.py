@@ -36,8 +36,8 @@ from scheduling.job import RouteQuery
 from scheduling.recent import used
 
 LEVEL: Final = 0.9
-"""Target share of retries at their time that are guaranteed: above the wanted four fifths, as
-the result of a retry is learned only after it."""
+"""Target share of retries at their time that are guaranteed: above the wanted four fifths, as the
+result of a retry is learned only after it."""
 
 HORIZON_S: Final = 600.0
 """Latest retry time, seconds from now. Later retries all get this time."""

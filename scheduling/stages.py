@@ -32,8 +32,8 @@ class Stage(NamedTuple):
         e2e_s: from its start to its last token, seconds; ``None``: no objective.
         tokens: number of its tokens; 0: the output determines its end. Then the last stage ends
             with the request, and any other one with the reasoning.
-        prompt_tokens: new prompt tokens before it, such as a tool result;
-            0 for the first stage, and for a stage that continues decoding.
+        prompt_tokens: new prompt tokens before it, such as a tool result; 0 for the first stage,
+            and for a stage that continues decoding.
     """
 
     ttft_s: float | None = None

@@ -69,9 +69,9 @@ def pab_tokens(
 ) -> float:
     """Prompt tokens that can still be prefilled within ``ttft_s``; negative if already too many.
 
-    Every decode is assumed to be delayed until its slack is spent. The paper has one TPOT for
-    all and uses the decode with the least slack; with several TPOTs, we use the decode that forces
-    the most steps. With a model of several pieces, the result is the minimum over the pieces.
+    Every decode is assumed to be delayed until its slack is spent. The paper has one TPOT for all
+    and uses the decode with the least slack; with several TPOTs, we use the decode that forces the
+    most steps. With a model of several pieces, the result is the minimum over the pieces.
     ``O(decodes)`` per piece.
 
     Args:

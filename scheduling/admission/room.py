@@ -51,8 +51,8 @@ def room_wait_s(
         prompt_tokens: of the request.
         new_tokens: prompt tokens that are not in the replica's cache.
         now_s: the time.
-        start_s: latest start of its prefill: blocks that come free until then count, up
-            to ``FREED_WITHIN_S`` from now.
+        start_s: latest start of its prefill: blocks that come free until then count, up to
+            ``FREED_WITHIN_S`` from now.
         reserve_tokens: length of one more prompt that should fit beside it; 0: no reserve.
 
     Returns:

@@ -145,10 +145,9 @@ class HeadRoom(AutoscalingPolicy):
     - a pool whose replicas have no admission budget left needs enough more replicas to have some;
     - the KV in use must be within ``kv_load``;
     - waiting best-effort prefills must be done within ``best_effort_within_s``;
-    - if more SLOs are lost than ``attainment`` allows, although the pool has
-      the replicas required above, one is added as a trial. If it helps,
-      ``limit`` is lowered below the load at which SLOs were lost; if not, they are lost for
-      another reason.
+    - if more SLOs are lost than ``attainment`` allows, although the pool has the replicas required
+      above, one is added as a trial. If it helps, ``limit`` is lowered below the load at which SLOs
+      were lost; if not, they are lost for another reason.
 
     A pool grows at once. It shrinks when for ``down_after_s`` fewer replicas would have been below
     the limit by ``down_margin``, to the maximum needed in that time.

@@ -1,9 +1,9 @@
 """The load of a pool of replicas, from which its size is decided.
 
 Prefill demand is counted when a request asks to be placed, guaranteed or not, so requests rejected
-for lack of replicas count too. Decode demand is the share of the current steps that
-decodes take. Both are engine time per second, and neither depends on the number of replicas.
-Where replicas have roles, each role is a pool with its own demand.
+for lack of replicas count too. Decode demand is the share of the current steps that decodes take.
+Both are engine time per second, and neither depends on the number of replicas. Where replicas have
+roles, each role is a pool with its own demand.
 """
 
 from __future__ import annotations

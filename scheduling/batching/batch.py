@@ -1,7 +1,7 @@
 """Batch plans: the limits, the builder and the plan itself.
 
-A policy ranks requests; :class:`BatchBuilder` alone enforces the invariants of a plan, so no
-policy can break an engine.
+A policy ranks requests; :class:`BatchBuilder` alone enforces the invariants of a plan, so no policy
+can break an engine.
 """
 
 from __future__ import annotations

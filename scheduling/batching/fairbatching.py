@@ -32,9 +32,9 @@ class FairBatching(BatchPolicy):
 
     With ``slack = deadline of the next token - now``:
 
-    1. ``budget = max(min slack, min TPOT)`` over the decodes (§3.2): the batch ends before
-       the first decode is due, but is never so small that it is all overhead. Without a decode
-       only the engine's token limit binds.
+    1. ``budget = max(min slack, min TPOT)`` over the decodes (§3.2): the batch ends before the
+       first decode is due, but is never so small that it is all overhead. Without a decode only the
+       engine's token limit binds.
     2. Three groups (§3.3), each by slack ascending: decodes with ``slack < budget + min TPOT``,
        which would be late if left out now; prefills; the other decodes.
     3. The groups fill the budget in that order; the prefill that does not fit is chunked to it.

@@ -211,8 +211,8 @@ def anneal(jobs: Jobs, schedule: Schedule) -> Mapping:
       (Fig. 4 needs it). A pull or push into a full batch becomes a swap.
     - A worse mapping is accepted with ``exp(LOSS_SCALE * change / T)``, where ``change`` is the
       relative change of G times the number of requests, so that it is -1 where one request's share
-      of G is lost. The paper's ``exp(change of G / T)``, with temperatures of 500 to 20 and a G
-      far below 1, accepts nearly every move to the end, which is a random walk.
+      of G is lost. The paper's ``exp(change of G / T)``, with temperatures of 500 to 20 and a G far
+      below 1, accepts nearly every move to the end, which is a random walk.
     - While no request meets its objective, lower latency is better.
 
     Raises:

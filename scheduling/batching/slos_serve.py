@@ -86,9 +86,9 @@ class SLOsServe(BatchPolicy):
     takes the time ``t0``; decodes enter by schedule deadline; the rest goes to guaranteed prefills
     by deadline.
 
-    Best effort (§4.1): requests without a guarantee get the time and memory left, decodes
-    before prefills, each in order of arrival. While guaranteed requests fill every batch,
-    best-effort requests starve: like the paper, this policy has no rule against that.
+    Best effort (§4.1): requests without a guarantee get the time and memory left, decodes before
+    prefills, each in order of arrival. While guaranteed requests fill every batch, best-effort
+    requests starve: like the paper, this policy has no rule against that.
 
     Speculation (§3.2.3, appendix D): where tokens are drafted, ``t0`` is the batch time of the
     solver (:class:`~scheduling.speculation.AdaptiveLengths`), and a decode is due when the last of
@@ -101,9 +101,9 @@ class SLOsServe(BatchPolicy):
       request ends, so the time that speculation saves goes to best effort.
     - ``time2bs(t0)`` is ``t0`` itself: the builder fills a batch by predicted seconds. With ``n``
       tokens that is the same batch, and the context counts.
-    - A token is due for scheduling if, left out, it would be late in the next batch:
-      ``deadline < end of this batch + t0``, Alg. 2's line 9 with ``schDDL < (i + 1) t0``. The
-      printed ``>=`` would schedule the tokens that are not due.
+    - A token is due for scheduling if, left out, it would be late in the next batch: ``deadline <
+      end of this batch + t0``, Alg. 2's line 9 with ``schDDL < (i + 1) t0``. The printed ``>=``
+      would schedule the tokens that are not due.
     - A batch that completes a guaranteed prefill is not padded beyond that prefill's deadline.
     - Alg. 1 forgets declined requests. Here, a declined request without output is decided again
       when requests arrive or leave, until its deadline: at most ten together with the new ones, by

@@ -88,10 +88,10 @@ class GoRouting(RoutingPolicy):
 
     For each replica, with ``Q`` its guaranteed prefills and ``r`` the request:
 
-    1. ``exec(Q)``, the time of the queue: ``phi_a(Q)`` (Eq. 8) and one step of its decodes
-       (``n_d * b_d``), or on a prefill replica ``phi_p(Q)``, a batch for each prompt; minus the
-       known time of work since the end of the replica's last step. The
-       budget in ``phi_a`` is the minimum time left to a prefill, at most the minimum TPOT.
+    1. ``exec(Q)``, the time of the queue: ``phi_a(Q)`` (Eq. 8) and one step of its decodes (``n_d *
+       b_d``), or on a prefill replica ``phi_p(Q)``, a batch for each prompt; minus the known time
+       of work since the end of the replica's last step. The budget in ``phi_a`` is the minimum time
+       left to a prefill, at most the minimum TPOT.
     2. ``gain(Q)``, the priorities of the prefills that end in time if SlideBatching orders them:
        urgent ones (less than ``gamma * exec(Q)`` left) by priority per second of work descending,
        then the others by deadline, each ending when all before it and itself are done.
@@ -105,19 +105,17 @@ class GoRouting(RoutingPolicy):
 
     Our readings:
 
-    - Only prefills that could be on time if they were next count in the budget: a late one
-      would pin it, as in :mod:`scheduling.batching.slidebatching`. The budget is at least
-      twice the fixed time of a step. The minimum TPOT is over the request and the decodes whose
-      TPOT can be met.
+    - Only prefills that could be on time if they were next count in the budget: a late one would
+      pin it, as in :mod:`scheduling.batching.slidebatching`. The budget is at least twice the fixed
+      time of a step. The minimum TPOT is over the request and the decodes whose TPOT can be met.
     - Work on requests that the replica has not reported yet has not begun: if a replica has only
       reservations, nothing is subtracted.
     - The weight of a first token is the same for all requests, so it is left out; an infinite
       deadline is always met. The TTFT is the time from arrival to the first deadline, whichever
       objective states it.
     - The fallback is the paper's ``RANDOMSELECT`` only where ``fallback`` is ``random``.
-    - On a prefill replica the prefill is due before the first token, by the time of the KV
-      transfer and of the first steps on the decode replica. Prefill and mixed replicas may be
-      compared.
+    - On a prefill replica the prefill is due before the first token, by the time of the KV transfer
+      and of the first steps on the decode replica. Prefill and mixed replicas may be compared.
     - Free blocks exclude the blocks that reserved requests on their way will need.
 
     For each replica with ``q`` guaranteed prefills of which ``u`` are urgent: ``O(log q)`` if the
@@ -228,8 +226,8 @@ def time_of_queue(
     more: float,
     alone: bool,
 ) -> tuple[float, float, float, float]:
-    """Time of the queue from now on, with ``more`` (0 or 1) requests of this work, deadline
-    and TPOT; may be negative.
+    """Time of the queue from now on, with ``more`` (0 or 1) requests of this work, deadline and
+    TPOT; may be negative.
 
     Returns the time and its components: time per second of work, time per request, and an offset
     for decodes and for work done already.

@@ -12,12 +12,12 @@ from scheduling.routing.base import Job, RoutingPolicy
 class PABBalancing(RoutingPolicy):
     """Takes the replica with the largest prefill admission budget. ``O(replicas)``.
 
-    The paper sends a request to "a suitable node with sufficient budget" and leaves open which
-    node if several suffice, and what happens if none does. We take the replica with the most budget
-    left in both cases: if any replica suffices, this one does, and the choice keeps the head-room
-    balanced; if none does, this one is late by the least. Tokens of the prompt in a replica's
-    cache count as budget. Ties go to fewer requests, then to the first in the list. The caller
-    subtracts the prompt from the chosen budget at once.
+    The paper sends a request to "a suitable node with sufficient budget" and leaves open which node
+    if several suffice, and what happens if none does. We take the replica with the most budget left
+    in both cases: if any replica suffices, this one does, and the choice keeps the head-room
+    balanced; if none does, this one is late by the least. Tokens of the prompt in a replica's cache
+    count as budget. Ties go to fewer requests, then to the first in the list. The caller subtracts
+    the prompt from the chosen budget at once.
     """
 
     name = "pab"

@@ -44,10 +44,10 @@ class SLOsServe(RoutingPolicy):
     """Tests one replica after the other for whether it can meet the request's objective.
 
     The first replica is the next in turn (:mod:`scheduling.routing.round_robin`). If its scheduler,
-    run on its mirrored state (the paper's virtual execution), declines, the next one in the list
-    is tested, up to ``hops`` replicas; then the backup policy decides among all of them. The
-    paper's backup declines the request or moves it to a lower tier: here admission does that, and a
-    request that reaches routing is served.
+    run on its mirrored state (the paper's virtual execution), declines, the next one in the list is
+    tested, up to ``hops`` replicas; then the backup policy decides among all of them. The paper's
+    backup declines the request or moves it to a lower tier: here admission does that, and a request
+    that reaches routing is served.
 
     ``O(log replicas)`` and at most ``hops`` tests.
     """

@@ -47,11 +47,11 @@ def pop(heap: Ints, size: int, worth: Floats) -> int:
 def keep(size: Floats, weight: Floats, capacity: Floats) -> NDArray[np.bool_]:
     """Per job, whether it is kept. For every job, the kept jobs up to it fit its capacity.
 
-    Walks the jobs in order and sums their sizes; while the sum exceeds the capacity at a job,
-    the kept job of least weight per size is dropped. A job that does not fit alone is dropped
-    first, so that it displaces no other job. With equal weights and capacities that are
-    deadlines this is the algorithm of Moore (Management Science 1968), which keeps the most jobs;
-    with weights it is a heuristic, as that problem is NP-hard. ``O(n log n)``.
+    Walks the jobs in order and sums their sizes; while the sum exceeds the capacity at a job, the
+    kept job of least weight per size is dropped. A job that does not fit alone is dropped first, so
+    that it displaces no other job. With equal weights and capacities that are deadlines this is the
+    algorithm of Moore (Management Science 1968), which keeps the most jobs; with weights it is a
+    heuristic, as that problem is NP-hard. ``O(n log n)``.
 
     Args:
         size: ``float64[n]``, size of each job, >= 0.
