@@ -33,7 +33,7 @@ def test_a_profile_that_cannot_be_kept_leaves_nothing_behind(tmp_path, caplog):
     path = profile_path(tmp_path, "key")
     path.mkdir(parents=True)  # in the way of the file
     write_profile(path, PROFILE)
-    assert "not kept" in caplog.text
+    assert "cannot save the latency profile" in caplog.text
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -48,7 +48,7 @@ def test_a_corrupt_profile_is_refused_with_a_reason_and_replaced(tmp_path, caplo
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
         assert read_profile(path, "key") is None
-    assert "refused and replaced" in caplog.text
+    assert "replacing the invalid latency profile" in caplog.text
     write_profile(path, PROFILE)
     assert read_profile(path, "key") == PROFILE
 
@@ -83,10 +83,10 @@ def test_a_profile_of_something_else_is_not_used(tmp_path, caplog):
     path = profile_path(tmp_path, "other")
     write_profile(path, PROFILE)
     assert read_profile(path, "other") is None
-    assert "for something else" in caplog.text
+    assert "for another configuration" in caplog.text
 
 
 def test_a_directory_that_cannot_be_written_is_no_failure(tmp_path, caplog):
     (tmp_path / "profiles").write_text("a file")
     write_profile(profile_path(tmp_path, "key"), PROFILE)
-    assert "not kept" in caplog.text
+    assert "cannot save the latency profile" in caplog.text
