@@ -106,8 +106,10 @@ class Tab:
             time.sleep(0.05)
 
     def click(self, selector: str) -> None:
-        """Click an element."""
-        self.eval(f"document.querySelector({json.dumps(selector)}).click()")
+        """Click an element once it is there and takes clicks: a disabled button ignores them."""
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.until(f"{element} && !{element}.disabled")
+        self.eval(f"{element}.click()")
 
     def enter(self, selector: str, text: str) -> None:
         """Type into a field and send its form."""
